@@ -1,0 +1,188 @@
+"""From a prepared run to its parts on this rank, in the order of the data's flow: the only place where they are made."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import torch
+import torch.distributed as dist
+
+from raytune_fsdp.checkpoint.commit import committed, remove_staging, write_durably
+from raytune_fsdp.checkpoint.export import MODEL_FILES
+from raytune_fsdp.checkpoint.state import RunState
+from raytune_fsdp.checkpoint.store import Store, on_rank0
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.load import dump_config
+from raytune_fsdp.data.batches import Stream, rank_batches
+from raytune_fsdp.errors import ModelError
+from raytune_fsdp.loop import Parts
+from raytune_fsdp.metrics import Meter
+from raytune_fsdp.model.fill import fill
+from raytune_fsdp.model.skeleton import build_skeleton, count_architecture
+from raytune_fsdp.model.weights import FileWeights, GrownWeights, RandomWeights, Weights
+from raytune_fsdp.optim import build_optimizer
+from raytune_fsdp.parallel import make_mesh, shard
+from raytune_fsdp.prepare import Prepared
+from raytune_fsdp.step import FIRST_SCALE, LossScale
+from raytune_fsdp.tracking import names
+from raytune_fsdp.tracking.console import ConsoleTracker
+from raytune_fsdp.tracking.jsonl import EVENTS_FILE, JsonlTracker, read_events
+from raytune_fsdp.tracking.mlflow import MlflowTracker, sqlite_location
+from raytune_fsdp.tracking.tracker import Composite, NullTracker, RunStart, Tracker, flatten
+
+
+
+def assemble(config: FinetuneConfig, prepared: Prepared, device: torch.device) -> Parts:
+    """Build everything. Collective: needs the process group, all ranks must call this."""
+    plan, state = prepared.plan, prepared.state
+    attempt = on_rank0(lambda: _open_run(config, prepared))
+    model = build_skeleton(prepared.hf_config, config.model, config.parallel.precision)
+    architecture = count_architecture(model)
+    shard(model, make_mesh(plan.layout, device), config.parallel)
+    if prepared.resume is None:
+        fill(model, _weights(config, prepared), _fill_mode(config, prepared), device)
+    else:
+        fill(model, None, "empty", device)  # the checkpoint has every tensor
+    optimizer = build_optimizer(model, config.optim)
+    store = Store(directory=plan.checkpoint_dir, attempt=attempt, keep_last=config.checkpoint.keep_last)
+    if prepared.resume is not None:
+        store.load(model, optimizer, prepared.resume.path)
+    batches = rank_batches(
+        Stream(prepared.train, seed=config.run.seed),
+        cursor=state.cursor,
+        first_step=state.step + 1,
+        last_step=plan.steps,
+        total_samples=plan.total_samples,
+        global_batch=plan.global_batch,
+        micro_batch=plan.micro_batch,
+        world=plan.layout.world,
+        rank=dist.get_rank(),
+        device=device,
+    )
+    return Parts(
+        config=config,
+        plan=plan,
+        device=device,
+        model=model,
+        tokenizer=prepared.tokenizer,
+        optimizer=optimizer,
+        scale=LossScale.start(
+            enabled=config.parallel.precision == "fp16",
+            device=device,
+            value=state.loss_scale or FIRST_SCALE,
+            good_steps=state.good_steps,
+        ),
+        batches=batches,
+        evals=prepared.evals,
+        meter=Meter(
+            plan,
+            architecture,
+            device,
+            windows=len(prepared.train),
+            max_skipped=config.optim.max_skipped,
+            skipped_in_row=state.skipped_in_row,
+        ),
+        store=store,
+        tracker=_start_tracker(config, prepared, attempt),
+        state=_next_state(prepared, attempt),
+    )
+
+
+def _next_state(prepared: Prepared, attempt: int) -> RunState:
+    return replace(
+        prepared.state,
+        schedule_steps=prepared.plan.schedule_steps,
+        identity=prepared.identity,
+        attempt=attempt,
+        world_size=prepared.plan.layout.world,
+    )
+
+
+def _open_run(config: FinetuneConfig, prepared: Prepared) -> int:
+    """Write what describes the run, remove what earlier attempts left unfinished, and count this attempt. Rank 0."""
+    run_dir = prepared.plan.run_dir
+    run_dir.mkdir(parents=True, exist_ok=True)
+    remove_staging(prepared.plan.checkpoint_dir)
+    write_durably(run_dir / "config.yaml", dump_config(config))
+    write_durably(run_dir / "plan.json", json.dumps(prepared.plan.to_dict(), indent=1))
+    model_files = run_dir / MODEL_FILES
+    prepared.hf_config.save_pretrained(model_files)
+    prepared.tokenizer.save_pretrained(model_files)
+    if prepared.generation_config is not None:
+        prepared.generation_config.save_pretrained(model_files)
+    earlier = [line["attempt"] for line in read_events(run_dir / EVENTS_FILE)]
+    earlier += [found.attempt for found in committed(prepared.plan.checkpoint_dir)]
+    return 1 + max(earlier, default=0)
+
+
+def _weights(config: FinetuneConfig, prepared: Prepared) -> Weights:
+    """Where this run's first weights come from. Opens no file yet: a rank may not see any."""
+    if prepared.files is None:
+        twin = build_skeleton(prepared.hf_config, config.model, config.parallel.precision)
+        return RandomWeights(twin, config.run.seed)
+    weights = FileWeights(prepared.files, prepared.key_of)
+    return GrownWeights(weights, prepared.grown) if prepared.grown else weights
+
+
+def _fill_mode(config: FinetuneConfig, prepared: Prepared) -> str:
+    """`sharded` where every rank sees the files that rank 0 has found, or draws its own weights. Collective."""
+    if prepared.files is None:
+        return "sharded"
+    if config.model.fill == "rank0":
+        return "rank0"
+    sizes = [prepared.files.sizes() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(sizes, src=0)
+    try:
+        sees = prepared.files.sizes() == sizes[0]
+    except OSError:
+        sees = False
+    views: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(views, sees)
+    if all(views):
+        return "sharded"
+    if config.model.fill == "sharded":
+        blind = [rank for rank, view in enumerate(views) if not view]
+        raise ModelError(
+            f"model.fill=sharded, but rank(s) {blind} do not see the same files in {prepared.files.directory}: put the "
+            "model on storage that all nodes share, or set model.fill=rank0"
+        )
+    return "rank0"
+
+
+def _start_tracker(config: FinetuneConfig, prepared: Prepared, attempt: int) -> Tracker:
+    """Rank 0 tracks; the other ranks talk to a tracker that does nothing."""
+    if dist.get_rank() != 0:
+        return NullTracker()
+    plan = prepared.plan
+    trackers: list[Tracker] = [JsonlTracker(plan.run_dir)]
+    if config.tracking.console:
+        trackers.append(ConsoleTracker())
+    if config.tracking.mlflow.enabled:
+        uri, artifacts = sqlite_location(plan.run_dir.parent)
+        chosen = config.tracking.mlflow.uri
+        trackers.append(
+            MlflowTracker(
+                chosen or uri,
+                experiment=config.tracking.mlflow.experiment,
+                artifact_root=None if chosen else artifacts,
+                id_file=plan.run_dir / "mlflow_run_id",
+            )
+        )
+    tracker = Composite(trackers)
+    tracker.start(
+        RunStart(
+            name=config.run.name,
+            attempt=attempt,
+            resumed_from=prepared.state.step,
+            total_steps=plan.steps,
+            config=dump_config(config),
+            plan=plan.to_dict(),
+            params=flatten(config.model_dump()),
+            state=prepared.state.tracking,
+        )
+    )
+    tracker.event(
+        names.ATTEMPT_STARTED, world_size=plan.layout.world, resumed_from=prepared.state.step, **asdict(plan.layout)
+    )
+    return tracker

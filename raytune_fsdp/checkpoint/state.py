@@ -1,0 +1,63 @@
+"""Everything of a run's state that is not a tensor, as JSON: readable, and safe to read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.types import Cursor
+
+FORMAT = 1
+STATE_FILE = "state.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Where a run stands after a step."""
+
+    step: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+    schedule_steps: int | None = None
+    """Length the learning-rate schedule was planned over."""
+    skipped_in_row: int = 0
+    """Updates skipped in a row up to this step."""
+    loss_scale: float | None = None
+    good_steps: int = 0
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    """What decides the trajectory: a run is only continued with the same."""
+    tracking: Mapping[str, str] = field(default_factory=dict)
+    attempt: int = 0
+    world_size: int = 0
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True)
+
+
+def read_state(directory: Path) -> RunState:
+    """The state in a committed checkpoint."""
+    values = json.loads((directory / STATE_FILE).read_text())
+    version = values.pop("format")
+    if version != FORMAT:
+        raise ResumeError(
+            f"{directory} has checkpoint format {version}, this version reads {FORMAT}: use the version that wrote it"
+        )
+    values["cursor"] = Cursor(**values["cursor"])
+    return RunState(**values)
+
+
+def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:
+    """Refuse to continue a run as another one, naming every difference."""
+    differences = [
+        f"{key}: was {saved.get(key, 'not set')!r}, is {now.get(key, 'not set')!r}"
+        for key in sorted({*saved, *now})
+        if saved.get(key) != now.get(key)
+    ]
+    if differences:
+        raise ResumeError(
+            f"{directory} was trained with other settings, so continuing it would be neither the old run nor a new one; "
+            "set these back, or give run.name another value:\n  " + "\n  ".join(differences)
+        )

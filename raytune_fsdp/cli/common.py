@@ -1,0 +1,94 @@
+"""What all commands share: arguments that fail in one line, config files with overrides, exit codes.
+
+Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError
+
+if TYPE_CHECKING:
+    from raytune_fsdp.config import FinetuneConfig
+
+
+def exit_code(work: Callable[[], int]) -> int:
+    """Do the work; errors meant for users become one line per problem on stderr and the exit code they carry."""
+    try:
+        return work()
+    except RaytuneError as error:
+        for line in (str(error) or type(error).__name__).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return Interrupted.exit_code
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; nearest: ...`, or nothing where nothing is near."""
+    found = get_close_matches(word, list(known), n=1)
+    return f"; nearest: {found[0]}" if found else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without abbreviations and without a page of usage before an error."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} ({self.prog} --help)")
+
+    def flags(self) -> list[str]:
+        return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Parse arguments of a command that takes no overrides."""
+        found, unknown = self.parse_known_args(arguments)
+        for word in unknown:
+            flag = word.partition("=")[0]
+            self.error(f"unknown argument {flag}{nearest(flag, self.flags())}")
+        return found
+
+
+class ConfigParser(Parser):
+    """A parser that knows `--config` and leaves `--section.field value` to the config. Its help lists every field."""
+
+    def __init__(self, prog: str, description: str, default_config: str | Path | None = None) -> None:
+        super().__init__(prog, f"{description} Every field of the config is a flag: --section.field value.")
+        self.default_config = default_config
+        default = f" (default: {Path(default_config).name})" if default_config is not None else ""
+        self.add_argument("--config", metavar="FILE", help=f"YAML file with the config{default}")
+
+    def parse_with_config(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, FinetuneConfig]:
+        """The command's own arguments, and the config that its file and all others describe. Reads the file."""
+        from raytune_fsdp.config.load import ROOT, load_config
+
+        found, overrides = self.parse_known_args(arguments)
+        if overrides and overrides[0].endswith((".yaml", ".yml")) and not overrides[0].startswith("--"):
+            self.error(f"unexpected argument {overrides[0]}; a config file is given with --config {overrides[0]}")
+        for word in overrides:
+            flag = word.partition("=")[0]
+            # A mistyped `--config` is no section of the config; only names without a dot can be meant.
+            known = [*self.flags(), *(f"--{section}" for section in ROOT.fields())]
+            close = get_close_matches(flag, known, n=1)
+            if "." not in flag and flag not in known and close and close[0] in self.flags():
+                self.error(f"unknown argument {flag}; nearest: {close[0]}")
+        return found, load_config(found.config or self.default_config, overrides)
+
+    def format_help(self) -> str:
+        from raytune_fsdp.config.describe import help_text
+        from raytune_fsdp.config.load import ROOT
+
+        width = max(40, min(shutil.get_terminal_size().columns, 120) - 2)
+        usage = self.format_usage()
+        options = super().format_help().replace(usage, f"{usage.rstrip()} [--section.field VALUE ...]\n", 1)
+        return f"{options}\nconfig:\n\n{help_text(ROOT, width)}"

@@ -1,0 +1,57 @@
+"""`raytune-fsdp COMMAND`: finds the command and hands it the rest of the line.
+
+A command is a file `raytune_fsdp/cli/<name>.py` with `main(argv, prog) -> int`, and a line in COMMANDS. It is imported
+only when it is called, and imports anything heavy only when it works.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from raytune_fsdp import __version__
+from raytune_fsdp.cli.common import exit_code, nearest
+from raytune_fsdp.errors import ConfigError
+
+PROGRAM = "raytune-fsdp"
+
+COMMANDS = {
+    "train": "fine-tune a model",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    return exit_code(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage(), end="", file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else ConfigError.exit_code
+    name, *rest = arguments
+    if name == "--version":
+        print(f"{PROGRAM} {__version__}")
+        return 0
+    if name not in COMMANDS:
+        what = "argument" if name.startswith("-") else "command"
+        near = nearest(name, COMMANDS)
+        raise ConfigError(f"unknown {what} {name}{near}; commands: {', '.join(COMMANDS)}")
+    command = import_module(f"raytune_fsdp.cli.{name}")
+    code: int = command.main(rest, prog=f"{PROGRAM} {name}")
+    return code
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items())
+    return (
+        f"usage: {PROGRAM} COMMAND [arguments]\n\ncommands:\n{commands}\n\n"
+        f"  {PROGRAM} COMMAND --help   the arguments of a command\n"
+        f"  {PROGRAM} --version        the version\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

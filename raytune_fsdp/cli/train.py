@@ -1,0 +1,27 @@
+"""`raytune-fsdp train`, and `python jobs/finetune.py`: the config in, a trained model out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from raytune_fsdp.cli.common import ConfigParser, exit_code
+
+
+def main(
+    argv: Sequence[str] | None = None, prog: str = "raytune-fsdp train", default_config: str | Path | None = None
+) -> int:
+    """Run a fine-tuning job; returns the exit code. `default_config` is the file used where no --config is given."""
+    parser = ConfigParser(prog, "Fine-tune a model.", default_config)
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda: _train(parser, arguments))
+
+
+def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
+    _, config = parser.parse_with_config(arguments)
+    # Only now, with a config that is valid, is it worth the seconds that importing torch takes.
+    from raytune_fsdp.api import finetune
+
+    finetune(config)
+    return 0

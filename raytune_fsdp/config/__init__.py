@@ -1,0 +1,81 @@
+"""What a user may write: `FinetuneConfig` and its sections, one file each.
+
+Imports no torch, ray, mlflow or transformers. `load.py` reads a YAML file and command-line overrides into it.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from raytune_fsdp.config.base import Section
+from raytune_fsdp.config.cluster import ClusterConfig, ExportConfig
+from raytune_fsdp.config.data import ChatFormat, CompletionFormat, DataConfig, DatasetConfig, TokensFormat
+from raytune_fsdp.config.method import FullMethod
+from raytune_fsdp.config.model import ModelConfig
+from raytune_fsdp.config.optim import OptimConfig
+from raytune_fsdp.config.parallel import ParallelConfig
+from raytune_fsdp.config.run import RunConfig
+from raytune_fsdp.config.tracking import TrackingConfig
+from raytune_fsdp.config.train import CheckpointConfig, EvalConfig, TrainConfig
+
+
+class FinetuneConfig(Section):
+    """Everything a user may say about a run, exactly as it was said; what follows from it is in `raytune_fsdp.plan`."""
+
+    run: RunConfig
+    """What the run is called, where it lives, what it starts from."""
+
+    model: ModelConfig
+    """Which network, which weights, which tokenizer."""
+
+    data: DataConfig
+    """Which rows, in which format, in which order, packed how."""
+
+    method: FullMethod = Field(default_factory=FullMethod)
+    """Which weights are trained."""
+
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    """How the model is spread over the ranks and in which precision it computes."""
+
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    """AdamW, its learning rate over time, clipping."""
+
+    train: TrainConfig
+    """How much is trained, in which batches."""
+
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """When the state is saved and how much of it is kept."""
+
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    """When the model is evaluated and on what."""
+
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    """Where metrics go besides the run directory."""
+
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    """On what the run runs."""
+
+    export: ExportConfig = Field(default_factory=ExportConfig)
+    """What the run leaves for others to load."""
+
+
+__all__ = [
+    "ChatFormat",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "CompletionFormat",
+    "DataConfig",
+    "DatasetConfig",
+    "EvalConfig",
+    "ExportConfig",
+    "FinetuneConfig",
+    "FullMethod",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "Section",
+    "TokensFormat",
+    "TrackingConfig",
+    "TrainConfig",
+]

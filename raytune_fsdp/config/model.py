@@ -1,0 +1,60 @@
+"""`model`: which network, which weights, which tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from raytune_fsdp.config.base import Section
+
+
+class ModelConfig(Section):
+    path: str | None = None
+    """Directory in Hugging Face format, or the name of a model on the Hugging Face hub. With `init: random` only its
+    architecture is used."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a hub model. A commit is the only one of the three that cannot change under you."""
+
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`pretrained` fills the network from the weights at `model.path`; `random` draws them from `run.seed`."""
+
+    architecture: dict[str, Any] | None = None
+    """With `init: random`: the architecture in place of `model.path`, as the content of a Hugging Face `config.json`
+    (`model_type` and the rest)."""
+
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Attributes of the Hugging Face config to change, for example `{attention_dropout: 0.1}`."""
+
+    tokenizer: str | None = None
+    """Directory or hub name of the tokenizer. Default: `model.path`."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for models whose code you have read."""
+
+    resize_embeddings: bool = False
+    """Grow the embeddings when the tokenizer has more tokens than the model; new rows start as the mean of the old
+    ones."""
+
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "auto"
+    """Attention implementation. `auto`: `sdpa` where the architecture has it, else `eager`."""
+
+    fill: Literal["auto", "sharded", "rank0"] = "auto"
+    """How weights reach the ranks. `sharded`: every rank reads its own slices. `rank0`: only rank 0 opens the files
+    and sends each rank its slices. `auto`: `sharded` where every rank sees the files."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.path is None and self.architecture is None:
+            raise ValueError(
+                "needs model.path (a directory or a hub name), or model.init=random with model.architecture"
+            )
+        if self.architecture is not None and (self.init != "random" or self.path is not None):
+            raise ValueError(
+                f"model.architecture describes a network without weights: set model.init=random (is {self.init!r}) "
+                "and leave model.path unset"
+            )
+        if self.architecture is not None and "model_type" not in self.architecture:
+            raise ValueError('model.architecture needs "model_type", for example llama, qwen3 or gpt2')
+        return self

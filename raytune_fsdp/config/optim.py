@@ -1,0 +1,90 @@
+"""`optim`: AdamW, its learning rate over time, clipping."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from raytune_fsdp.config.base import Section
+
+
+class ConstantSchedule(Section):
+    type: Literal["constant"]
+    """The learning rate stays after warmup."""
+
+
+class LinearSchedule(Section):
+    type: Literal["linear"]
+    """The learning rate falls in a line."""
+
+    floor: float = Field(default=0.0, ge=0, le=1)
+    """Where it ends, as a fraction of `optim.lr`."""
+
+
+class CosineSchedule(Section):
+    type: Literal["cosine"] = "cosine"
+    """The learning rate falls along half a cosine."""
+
+    floor: float = Field(default=0.0, ge=0, le=1)
+    """Where it ends, as a fraction of `optim.lr`."""
+
+
+class WsdSchedule(Section):
+    type: Literal["wsd"]
+    """Warmup, stable, decay: constant, then a line down at the end."""
+
+    decay: float = Field(default=0.1, gt=0, le=1)
+    """Fraction of the steps that the final decay takes."""
+
+    floor: float = Field(default=0.0, ge=0, le=1)
+    """Where it ends, as a fraction of `optim.lr`."""
+
+
+Schedule = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule | WsdSchedule, Field(discriminator="type")]
+
+
+class OptimConfig(Section):
+    lr: float = Field(default=5e-5, gt=0)
+    """Peak learning rate."""
+
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay; norms, biases and embeddings are left out."""
+
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW's first decay rate."""
+
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    """AdamW's second decay rate."""
+
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Clip the global norm of the gradient to this. Null: no clipping."""
+
+    warmup_ratio: float = Field(default=0.03, ge=0, le=1)
+    """Fraction of the scheduled steps in which the learning rate rises from zero."""
+
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """The same as a number of steps; takes the place of `warmup_ratio`."""
+
+    schedule: Schedule = Field(default_factory=CosineSchedule)
+    """The learning rate after warmup."""
+
+    schedule_steps: int | None = Field(default=None, ge=1)
+    """Steps the schedule is planned over. Default: the length the run had when it first started; a run that is
+    extended later keeps that, and stays at the floor, unless this is set."""
+
+    max_skipped: int = Field(default=10, ge=1)
+    """Updates with a loss or gradient norm that is not finite are skipped on all ranks; this many in a row stop the
+    run."""
+
+    @model_validator(mode="after")
+    def _warmup(self) -> Self:
+        if self.schedule_steps is not None and (self.warmup_steps or 0) > self.schedule_steps:
+            raise ValueError(
+                f"optim.warmup_steps={self.warmup_steps} is more than optim.schedule_steps={self.schedule_steps}: "
+                "lower the one or raise the other"
+            )
+        return self

@@ -1,0 +1,164 @@
+"""What is wrong with a config, a line per problem: field, value, rule, way out, and the file line or flag it comes
+from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from raytune_fsdp.config.describe import describe, in_words
+from raytune_fsdp.config.schema import TAG, Place, find, tags
+from raytune_fsdp.config.text import Loc
+
+_MENTION = re.compile(r"\b[a-z_]+(?:\.[a-z0-9_]+)+")
+
+
+def explain(error: ValidationError, tree: Any, root: Place, sources: Mapping[Loc, str]) -> list[str]:
+    """One line for each field that pydantic refuses."""
+    lines: dict[Loc, str] = {}
+    for detail in error.errors(include_url=False):
+        path, place, holder = _locate(detail["loc"], root, tree)
+        if path in lines:  # a union reports once for each of its members
+            continue
+        if detail["type"] == "extra_forbidden" and holder is not None:
+            lines[path] = _unknown(path, detail["input"], holder, root, sources)
+        else:
+            lines[path] = _explain_one(detail, path, place, sources)
+    return list(lines.values())
+
+
+def _locate(loc: tuple[int | str, ...], root: Place, tree: Any) -> tuple[Loc, Place | None, Place | None]:
+    """The dotted path of an error, its place and the place that holds it.
+
+    pydantic's location has labels in between that name members of unions; the path has none.
+    """
+    path: list[str] = []
+    place: Place | None = root
+    holder: Place | None = None
+    label_next = False
+    for part in loc:
+        if label_next:
+            label_next = False
+            continue
+        path.append(str(part))
+        tree = _below(tree, part)
+        holder = place
+        place = place.child(str(part)) if place is not None else None
+        if place is not None and len(place.options) > 1:
+            label_next = True
+            if len(place.sections) > 1 and isinstance(tree, dict):
+                place = place.narrowed(tree)
+    return tuple(path), place, holder
+
+
+def _below(tree: Any, part: int | str) -> Any:
+    if isinstance(tree, dict):
+        return tree.get(part)
+    return tree[part] if isinstance(tree, list) and isinstance(part, int) and part < len(tree) else None
+
+
+def _explain_one(detail: ErrorDetails, path: Loc, place: Place | None, sources: Mapping[Loc, str]) -> str:
+    name, value = ".".join(path), detail["input"]
+    kind = detail["type"]
+    if kind == "missing" and place is not None:
+        way_out = f"set it in the YAML file or with --{name}"
+        return f"{name}: required, {in_words(place)}; {way_out}. {_first(place.doc)}".strip()
+    if kind in ("union_tag_invalid", "union_tag_not_found") and place is not None:
+        path, place = (*path, TAG), place.child(TAG)
+        name, value = ".".join(path), value.get(TAG) if isinstance(value, dict) else value
+    if kind == "value_error":
+        rule = str(detail["ctx"]["error"])
+        origin = _origin(_mentioned(rule, path, sources), sources)
+        section = place is not None and bool(place.sections)
+        if rule.startswith(f"{name}.") or not path:
+            return f"{rule}{origin}"
+        return f"{name}: {rule}{origin}" if section else f"{name}={shown(value)}: {rule}{origin}"
+    rule = f"must be {in_words(place)}" if place is not None and not place.free else detail["msg"]
+    near = get_close_matches(str(value), place.choices, n=1) if place is not None else []
+    hint = f"; nearest: {near[0]}" if near else ""
+    return f"{name}={shown(value)}: {rule}{hint}{_origin([path], sources)}"
+
+
+def _unknown(path: Loc, value: Any, holder: Place, root: Place, sources: Mapping[Loc, str]) -> str:
+    """A name that does not exist: the nearest that does, and all that do in that section."""
+    *parents, last = path
+    names = holder.fields()
+    equals = "" if isinstance(value, (dict, list)) else f"={shown(value)}"
+    what, known = "section", f"sections: {', '.join(names)}"
+    if parents:
+        what, known = "field", f"{'.'.join(parents)} has {', '.join(names)}"
+        types = tags(holder.sections[0]) if len(holder.sections) == 1 else ()
+        what += f" with type {', '.join(types)}" if types else ""
+    near = _sibling(path, names, root) or _elsewhere(path, root)
+    nearest = f"; nearest: {near}" if near else ""
+    return f"{'.'.join(path)}{equals}: unknown {what}{nearest}; {known}{_origin([path], sources)}"
+
+
+def _sibling(path: Loc, names: tuple[str, ...], root: Place) -> str | None:
+    """The nearest name in the same section, else in another member of the same union, saying which."""
+    *parents, last = path
+    for near in get_close_matches(last, names, n=1):
+        return ".".join([*parents, near])
+    union = find(root, tuple(parents))
+    if union is None:
+        return None
+    for near in get_close_matches(last, union.fields(), n=1):
+        having = [tag for section in union.sections if near in section.model_fields for tag in tags(section)]
+        return f"{'.'.join([*parents, near])} with type {' or '.join(having)}"
+    return None
+
+
+def _elsewhere(path: Loc, root: Place) -> str | None:
+    """The full path of a field of that name in another section, or of one that is spelled much the same."""
+    known = [entry.path for entry in describe(root)]
+    same = [name for name in known if name.rsplit(".", 1)[-1] == path[-1]]
+    near = same or get_close_matches(".".join(path), known, n=1, cutoff=0.75)
+    return near[0] if near else None
+
+
+def _mentioned(rule: str, path: Loc, sources: Mapping[Loc, str]) -> list[Loc]:
+    """The fields that a rule about several of them names, as far as somebody set them; else the place of the error."""
+    named = [tuple(word.split(".")) for word in _MENTION.findall(rule)]
+    written = [name for name in dict.fromkeys(named) if any(known[: len(name)] == name for known in sources)]
+    return written or [path]
+
+
+def _origin(paths: list[Loc], sources: Mapping[Loc, str]) -> str:
+    found = dict.fromkeys(source for path in paths for source in _sources_of(path, sources))
+    return f" (from {' and '.join(found)})" if found else ""
+
+
+def _sources_of(path: Loc, sources: Mapping[Loc, str]) -> Iterator[str]:
+    """Where a value was set: itself, else something inside it (a path that only a flag spells out), else what holds
+    it."""
+    if path in sources:
+        yield sources[path]
+        return
+    inside = [source for known, source in sources.items() if known[: len(path)] == path and path]
+    if inside:
+        yield inside[0]
+        return
+    for length in range(len(path) - 1, 0, -1):
+        if path[:length] in sources:
+            yield sources[path[:length]]
+            return
+
+
+def shown(value: Any, limit: int = 60) -> str:
+    """A value as it would be written, cut where it is long."""
+    if isinstance(value, str):
+        text = value if value and not re.search(r"\s", value) else repr(value)
+    else:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def _first(doc: str) -> str:
+    """The first sentence."""
+    return re.split(r"(?<=[.])\s", doc, maxsplit=1)[0]

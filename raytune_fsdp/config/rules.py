@@ -1,0 +1,16 @@
+"""Rules that several sections share."""
+
+from __future__ import annotations
+
+import re
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def safe_name(value: str) -> str:
+    """A name that becomes part of a path: it must not be able to leave its directory."""
+    if not _NAME.fullmatch(value) or ".." in value:
+        raise ValueError(
+            "must be 1 to 128 letters, digits, '.', '_' or '-', starting with a letter or digit, without '..' or '/'"
+        )
+    return value

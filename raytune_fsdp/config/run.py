@@ -1,0 +1,26 @@
+"""`run`: what the run is called, where it lives, what it starts from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from raytune_fsdp.config.base import Section
+from raytune_fsdp.config.rules import safe_name
+
+
+class RunConfig(Section):
+    name: Annotated[str, AfterValidator(safe_name)]
+    """Name of the run and of its directory below `run.storage`. Letters, digits, `.`, `_` and `-`; the same name
+    continues the same run."""
+
+    storage: str = "runs"
+    """Directory that every machine of the run can write to. The run lives in `<storage>/<name>`."""
+
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of the order of the data, of random weights and of dropout."""
+
+    resume: Literal["auto", "never", "always"] = "auto"
+    """`auto` continues from the newest complete checkpoint or starts anew, `never` refuses a directory that has a
+    checkpoint, `always` refuses one that has none."""

@@ -1,0 +1,165 @@
+"""YAML text to plain trees and back.
+
+Differs from `yaml.safe_load` where that surprises people: `5e-5` is a number, a repeated key is refused, keys are text,
+dates and `1:30` stay text, and every scalar keeps its spelling (`Plain`), because only the field it ends up in knows
+whether `2024` or `no` is a name.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+Loc = tuple[str, ...]
+"""Where a value is: keys and list indexes from the root."""
+
+_INT = re.compile(r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+|0b[01]+")
+_FLOAT = re.compile(
+    r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+)
+_BOOL = re.compile(r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF")
+_NULL = re.compile(r"~|null|Null|NULL|")
+_BREAKS = re.compile("[\r\x85\u2028\u2029]")
+_MERGE = re.compile(r"<<")
+
+_RESOLVERS = {"bool": _BOOL, "int": _INT, "float": _FLOAT, "null": _NULL, "merge": _MERGE}
+_PREFIX = "tag:yaml.org,2002:"
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A scalar without quotes: what it means where any value may stand, and how it was spelled."""
+
+    value: Any
+    text: str
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, Any] = {}
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key must be a word", problem_mark=key.start_mark)
+            if key.tag == _PREFIX + "merge":
+                continue
+            key.tag = _PREFIX + "str"
+            line = key.start_mark.line + 1
+            if key.value in seen:
+                problem = f"{key.value!r} is written twice in the same map (first in line {seen[key.value]})"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen[key.value] = line
+        return node
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every string that the YAML 1.1 rules or ours would read as something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        # In the other styles PyYAML writes Unicode's line breaks as they are and reads them back as spaces or `\n`.
+        style = '"' if _BREAKS.search(text) else None
+        return self.represent_scalar(_PREFIX + "str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def _meaning(kind: str, text: str) -> Any:
+    digits = text.replace("_", "")
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() in ("yes", "true", "on")
+    if kind == "int":
+        # Not base 0: a leading zero ("010") is a spelling of ten, not octal.
+        return int(digits, {"x": 16, "o": 8, "b": 2}.get(digits[1:2], 10))
+    return float(re.sub(r"\.(?=inf|nan)", "", digits.lower()))
+
+
+def _construct(kind: str) -> Any:
+    def construct(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Plain:
+        text = str(loader.construct_scalar(node))
+        try:
+            return Plain(_meaning(kind, text), text)
+        except ValueError as error:  # reached with an explicit tag, such as `!!int x`
+            raise yaml.MarkedYAMLError(problem=f"{text!r}: {error}", problem_mark=node.start_mark) from None
+
+    return construct
+
+
+for _kind, _pattern in _RESOLVERS.items():
+    _whole = re.compile(f"(?:{_pattern.pattern})$")
+    _Loader.add_implicit_resolver(_PREFIX + _kind, _whole, None)
+    if _kind in ("int", "float"):
+        _Dumper.add_implicit_resolver(_PREFIX + _kind, _whole, None)
+    if _kind != "merge":
+        _Loader.add_constructor(_PREFIX + _kind, _construct(_kind))
+
+
+def parse(text: str) -> tuple[Any, dict[Loc, int]]:
+    """The tree of a YAML document, and the line of every value in it. Raises `yaml.YAMLError`."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None, {}
+        # Deep: a map that contains itself is then an error here instead of endless recursion later.
+        loader.deep_construct = True
+        tree = loader.construct_document(node)
+        lines: dict[Loc, int] = {}
+        _collect_lines(node, (), lines)
+        return tree, lines
+    finally:
+        loader.dispose()
+
+
+def _collect_lines(node: yaml.Node, path: Loc, lines: dict[Loc, int]) -> None:
+    lines.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            lines[(*path, key.value)] = key.start_mark.line + 1
+            _collect_lines(value, (*path, key.value), lines)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            _collect_lines(value, (*path, str(index)), lines)
+
+
+def scalar(text: str) -> Plain | str:
+    """One word of a command line, by the same rules as a plain scalar in the file. Never a map, a list or a comment."""
+    for kind, pattern in _RESOLVERS.items():
+        if kind != "merge" and text and pattern.fullmatch(text):
+            with suppress(ValueError):  # thousands of digits are text
+                return Plain(_meaning(kind, text), text)
+    return text
+
+
+def spelled(tree: Any) -> Any:
+    """The tree with every `Plain` replaced by its value."""
+    if isinstance(tree, Plain):
+        return tree.value
+    if isinstance(tree, dict):
+        return {key: spelled(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [spelled(value) for value in tree]
+    return tree
+
+
+def dump(tree: Any) -> str:
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=False)
+
+
+def problem_line(error: yaml.YAMLError) -> str:
+    """A YAML error in one line, with the line number where it has one."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or " ".join(str(error).split())
+    return f"line {mark.line + 1}: {problem}" if mark is not None else str(problem)

@@ -1,0 +1,26 @@
+"""`tracking`: where metrics go besides the run directory."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from raytune_fsdp.config.base import Section
+
+
+class MlflowConfig(Section):
+    enabled: bool = True
+    """Send the run to MLflow."""
+
+    uri: str | None = None
+    """Tracking server or database. Default: an SQLite file `mlflow.db` in `run.storage`."""
+
+    experiment: str = "raytune_fsdp"
+    """Experiment the run belongs to."""
+
+
+class TrackingConfig(Section):
+    console: bool = True
+    """Print a line per step."""
+
+    mlflow: MlflowConfig = Field(default_factory=MlflowConfig)
+    """MLflow."""

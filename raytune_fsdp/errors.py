@@ -1,0 +1,53 @@
+"""What can go wrong, for people.
+
+    RaytuneError            exit code 1
+    ├── UserError           exit code 2: what was asked for cannot be done; nothing was started
+    │   ├── ConfigError     a field, a flag or a combination of them
+    │   ├── DataError       a dataset, a row, a tokenizer
+    │   ├── ModelError      a model path, a checkpoint of weights, an architecture
+    │   └── ResumeError     a run directory or checkpoint that cannot be continued as asked
+    ├── TrainingError       exit code 1: training itself failed
+    └── Interrupted         exit code 130: stopped from outside, can be continued
+
+Every message names the field (or file), the value, the rule, and the way out.
+"""
+
+from __future__ import annotations
+
+
+class RaytuneError(Exception):
+    """Base of everything this package raises on purpose."""
+
+    exit_code = 1
+
+
+class UserError(RaytuneError):
+    """The request is wrong: found before anything was started or written."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A field, a flag or a combination of them."""
+
+
+class DataError(UserError):
+    """A dataset, a row or a tokenizer."""
+
+
+class ModelError(UserError):
+    """A model path, a checkpoint of weights or an architecture."""
+
+
+class ResumeError(UserError):
+    """A run directory or checkpoint that cannot be continued as asked."""
+
+
+class TrainingError(RaytuneError):
+    """Training started and failed."""
+
+
+class Interrupted(RaytuneError):
+    """Stopped from outside; the same command continues."""
+
+    exit_code = 130

@@ -1,0 +1,1 @@
+"""Memory, traffic and time, before anything is started. So far: floating-point operations."""

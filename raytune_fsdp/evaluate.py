@@ -1,0 +1,84 @@
+"""Measure a model without changing it: the loss on each evaluation dataset, and answers to a few questions.
+
+All ranks must call these together: a sharded model needs every rank for a forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from raytune_fsdp.data.batches import eval_batches
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.parallel import release_gathered
+from raytune_fsdp.step import eval_step
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Evaluation mode, and afterwards the model as it was. Random state needs no care: every block sets its own."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
+        release_gathered(model)
+
+
+def losses(
+    model: PreTrainedModel, datasets: Mapping[str, Windows], *, micro_batch: int, device: torch.device
+) -> dict[str, float]:
+    """Loss per target token of each dataset, over all ranks. Collective."""
+    results = {}
+    world, rank = dist.get_world_size(), dist.get_rank()
+    with evaluating(model):
+        for name, windows in datasets.items():
+            sums = torch.zeros(2, dtype=torch.float64, device=device)
+            for block in eval_batches(windows, micro_batch=micro_batch, world=world, rank=rank, device=device):
+                sums += eval_step(model, block)
+            dist.all_reduce(sums)
+            total, targets = sums.tolist()
+            results[name] = total / targets
+    return results
+
+
+def answers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, max_new_tokens: int
+) -> list[str]:
+    """What the model says to each prompt, by its most likely tokens. Collective."""
+    device = next(model.parameters()).device
+    with evaluating(model):
+        return [answer(model, tokenizer, prompt, max_new_tokens=max_new_tokens, device=device) for prompt in prompts]
+
+
+def answer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, *, max_new_tokens: int,
+    device: torch.device, temperature: float = 0.0,
+) -> str:
+    """One answer. With a chat template the prompt is a user's message, without one it is continued."""
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": prompt}]
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        encoded = tokenizer(prompt, return_tensors="pt")
+    ids = encoded["input_ids"].to(device)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    output = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=pad,
+        use_cache=True,
+        **sampling,
+    )
+    text: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    return text.strip()

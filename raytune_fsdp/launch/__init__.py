@@ -1,0 +1,1 @@
+"""The outer shell: from a prepared config to ranks that train. `local.py` needs no Ray."""

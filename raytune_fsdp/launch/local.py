@@ -1,0 +1,142 @@
+"""Ranks on this machine: one in this process, several that we start, or the ones torchrun has started. No Ray."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from raytune_fsdp import errors
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, TrainingError
+from raytune_fsdp.launch.worker import StopFlag, choose_device, join, work
+from raytune_fsdp.prepare import Prepared, prepare
+
+Progress = Callable[[int, int], None]
+
+
+def under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def world_size(config: FinetuneConfig) -> int:
+    """Ranks that this config means on this machine."""
+    if under_torchrun():
+        return int(os.environ["WORLD_SIZE"])
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.cluster.workers != "auto":
+        wanted = config.cluster.workers
+        if config.cluster.device == "cuda" and wanted > gpus:
+            raise ConfigError(
+                f"cluster.workers={wanted} with cluster.device=cuda, but this machine has {gpus} GPU(s): lower "
+                "cluster.workers, or set cluster.device=cpu"
+            )
+        return wanted
+    return max(1, gpus) if config.cluster.device != "cpu" else 1
+
+
+def run(config: FinetuneConfig, progress: Progress | None = None) -> Prepared:
+    """Prepare and train. Returns when the run is complete; raises what stopped it."""
+    if under_torchrun():
+        return _run_rank(config)
+    world = world_size(config)
+    prepared = prepare(config, world, progress)
+    if prepared.state.step >= prepared.plan.steps:
+        return prepared
+    if world == 1:
+        _alone(config, prepared)
+    else:
+        _start_ranks(config, prepared, world)
+    return prepared
+
+
+def _alone(config: FinetuneConfig, prepared: Prepared) -> None:
+    device = choose_device(config.cluster.device, 1)
+    stop = StopFlag()
+    with stop.installed():
+        join(device, alone=True)
+        try:
+            work(config, prepared, device, stop)
+        finally:
+            dist.destroy_process_group()
+
+
+def _start_ranks(config: FinetuneConfig, prepared: Prepared, world: int) -> None:
+    """Start `world` processes on this machine and wait for them; one that fails takes the others with it."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world,
+        run_id=config.run.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.2,
+        start_method="spawn",
+    )
+    try:
+        elastic_launch(launch, _rank_main)(config, prepared)
+    except SignalException as signal:
+        raise Interrupted(f"stopped by {signal.sigval.name}; the same command continues from the last checkpoint") from signal
+    except ChildFailedError as failed:
+        raise _cause(failed) from None
+
+
+@record
+def _rank_main(config: FinetuneConfig, prepared: Prepared) -> int:
+    """A process that elastic_launch has started."""
+    stop = StopFlag()
+    stop.install()
+    device = choose_device(config.cluster.device, int(os.environ["LOCAL_WORLD_SIZE"]))
+    join(device, alone=False)
+    step = work(config, prepared, device, stop)
+    dist.destroy_process_group()
+    return step
+
+
+def _run_rank(config: FinetuneConfig) -> Prepared:
+    """A process that torchrun has started: rank 0 prepares for all."""
+    device = choose_device(config.cluster.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    stop = StopFlag()
+    with stop.installed():
+        join(device, alone=False)
+        try:
+            prepared = _prepare_on_rank0(config)
+            if prepared.state.step < prepared.plan.steps:
+                work(config, prepared, device, stop)
+        finally:
+            dist.destroy_process_group()
+    return prepared
+
+
+def _prepare_on_rank0(config: FinetuneConfig) -> Prepared:
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = prepare(config, dist.get_world_size())
+        except RaytuneError as error:
+            box[0] = error
+    dist.broadcast_object_list(box, src=0)
+    if isinstance(box[0], RaytuneError):
+        raise box[0]
+    prepared: Prepared = box[0]
+    return prepared
+
+
+def _cause(failed: ChildFailedError) -> RaytuneError:
+    """The first rank's failure as the error it raised there, with the rank."""
+    rank, failure = failed.get_first_failure()
+    name, _, text = failure.message.partition(": ")
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, RaytuneError):
+        return kind(text)
+    if failure.exitcode < 0:
+        return TrainingError(f"rank {rank} was killed by {failure.signal_name()}; the same command continues")
+    return TrainingError(f"rank {rank} failed: {failure.message}")

@@ -1,0 +1,90 @@
+"""What one rank does, whoever has started it: join the process group, build the parts, train, say how it ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from raytune_fsdp.assemble import assemble
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.errors import Interrupted
+from raytune_fsdp.loop import train
+from raytune_fsdp.prepare import Prepared
+from raytune_fsdp.tracking.tracker import Status
+
+COLLECTIVE_MINUTES = 10
+"""A rank that waits longer than this for the others gives up."""
+
+
+class StopFlag:
+    """Set by SIGTERM or SIGINT; training looks at it once a step and ends with a checkpoint."""
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def __call__(self) -> bool:
+        return self._set
+
+    def install(self) -> None:
+        """Take over both signals. A second one of the same kind ends the process as if nobody had."""
+        for kind in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(kind, self._receive)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Take over both signals for a while; for a process that goes on afterwards."""
+        before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)}
+        self.install()
+        try:
+            yield
+        finally:
+            for kind, handler in before.items():
+                signal.signal(kind, handler)
+
+    def _receive(self, kind: int, frame: FrameType | None) -> None:
+        self._set = True
+        signal.signal(kind, signal.SIG_DFL)
+
+
+def choose_device(wanted: str, workers_here: int) -> torch.device:
+    """This rank's device, by `cluster.device`."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and gpus < workers_here):
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def join(device: torch.device, *, alone: bool) -> None:
+    """Make the process group: alone, or with the ranks that the environment names."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(minutes=COLLECTIVE_MINUTES)
+    if alone:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+
+
+def work(config: FinetuneConfig, prepared: Prepared, device: torch.device, stop: Callable[[], bool]) -> int:
+    """Train on this rank; the process group exists. Returns the last step."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    parts = assemble(config, prepared, device)
+    status: Status = "failed"
+    try:
+        state = train(parts, stop)
+        status = "finished"
+    except Interrupted:
+        status = "interrupted"
+        raise
+    finally:
+        parts.tracker.finish(status)
+    return state.step

@@ -1,0 +1,116 @@
+"""Training as a story: take a global batch, make a step of it, and at their times log, evaluate, save, stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from raytune_fsdp import evaluate
+from raytune_fsdp.checkpoint.state import RunState
+from raytune_fsdp.checkpoint.store import Store
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.errors import Interrupted
+from raytune_fsdp.metrics import Meter
+from raytune_fsdp.optim import lr_at
+from raytune_fsdp.plan import Plan
+from raytune_fsdp.step import LossScale, train_step
+from raytune_fsdp.tracking import names
+from raytune_fsdp.tracking.tracker import Tracker
+from raytune_fsdp.types import StepBatches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """All that a run is made of, on one rank."""
+
+    config: FinetuneConfig
+    plan: Plan
+    device: torch.device
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    optimizer: torch.optim.Optimizer
+    scale: LossScale
+    batches: Iterator[StepBatches]
+    evals: Mapping[str, Windows]
+    meter: Meter
+    store: Store
+    tracker: Tracker
+    state: RunState
+    """Where the run stands before the first batch."""
+
+
+def train(parts: Parts, stop: Callable[[], bool]) -> RunState:
+    """Train to the end of the plan, or until `stop` on any rank: then commit and raise Interrupted. Collective."""
+    plan, meter, state = parts.plan, parts.meter, parts.state
+    if parts.config.eval.at_start and state.step == 0:
+        _evaluate(parts, step=0)
+    meter.restart_clock()
+    waiting_since = time.perf_counter()
+    for batches in parts.batches:
+        data_seconds = time.perf_counter() - waiting_since
+        step = batches.step
+        lr = lr_at(step, parts.config.optim, plan)
+        tensors = train_step(
+            parts.model, parts.optimizer, parts.scale, batches,
+            plan=plan, parallel=parts.config.parallel, optim=parts.config.optim,
+            lr=lr, seed=parts.config.run.seed, stop=stop(),
+        )  # fmt: skip
+        meter.add(batches, tensors, lr=lr, data_seconds=data_seconds)
+        evaluating, saving = plan.due(step, plan.eval_every), plan.due(step, plan.save_every)
+        if plan.due(step, plan.log_every) or evaluating or saving:
+            _log(parts)
+        if evaluating:
+            _evaluate(parts, step)
+        if saving or meter.stop_requested:
+            state = _save(parts, replace(state, step=step, cursor=batches.cursor))
+        if meter.stop_requested and step < plan.steps:
+            raise Interrupted(f"stopped behind step {step}, which is saved; the same command continues from there")
+        waiting_since = time.perf_counter()
+    return state
+
+
+def _log(parts: Parts) -> None:
+    """Fetch and write the metrics of all steps since the last time."""
+    rows = parts.meter.fetch()
+    parts.tracker.steps(rows, parts.plan.layout.world, parts.store.attempt)
+    for row in rows:
+        if row.skipped:
+            parts.tracker.event(names.SKIPPED_UPDATE, step=row.step, loss=row.loss, grad_norm=row.grad_norm)
+    parts.meter.check(rows)
+
+
+def _evaluate(parts: Parts, step: int) -> None:
+    config = parts.config
+    losses = evaluate.losses(parts.model, parts.evals, micro_batch=parts.plan.micro_batch, device=parts.device)
+    if losses:
+        parts.tracker.evaluation(step, {names.evaluation_loss(name): loss for name, loss in losses.items()})
+    prompts = config.eval.prompts
+    if prompts:
+        said = evaluate.answers(
+            parts.model, parts.tokenizer, prompts, max_new_tokens=config.eval.max_new_tokens
+        )
+        for prompt, answer in zip(prompts, said, strict=True):
+            parts.tracker.event(names.ANSWERED, step=step, prompt=prompt, answer=answer)
+    parts.meter.restart_clock()
+
+
+def _save(parts: Parts, state: RunState) -> RunState:
+    scale = parts.scale
+    state = replace(
+        state,
+        skipped_in_row=parts.meter.skipped_in_row,
+        loss_scale=scale.value.item() if scale.enabled else None,
+        good_steps=int(scale.good_steps.item()),
+        tracking=parts.tracker.state(),
+    )
+    saved = parts.store.save(parts.model, parts.optimizer, state)
+    parts.tracker.event(
+        names.SAVED, step=saved.step, path=str(saved.path), seconds=saved.seconds, bytes=saved.bytes
+    )
+    parts.meter.restart_clock()
+    return state

@@ -1,0 +1,122 @@
+"""From what steps leave on the device to what is written: fetched together, so that the device is rarely waited for."""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from raytune_fsdp.errors import TrainingError
+from raytune_fsdp.estimate.flops import Architecture, mfu, peak_flops, training_flops
+from raytune_fsdp.plan import Plan
+from raytune_fsdp.step import FIRST_ID, StepTensors
+from raytune_fsdp.types import Cursor, StepBatches, StepMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pending:
+    step: int
+    cursor: Cursor
+    lr: float
+    data_seconds: float
+    tensors: StepTensors
+
+
+class Meter:
+    """Collects steps and turns them into metrics when asked."""
+
+    def __init__(
+        self, plan: Plan, architecture: Architecture, device: torch.device, *, windows: int, max_skipped: int,
+        skipped_in_row: int = 0,
+    ) -> None:
+        self._plan = plan
+        self._architecture = architecture
+        self._device = device
+        self._windows = windows
+        self._max_skipped = max_skipped
+        self.skipped_in_row = skipped_in_row
+        self.stop_requested = False
+        """Whether any rank was asked to stop, as of the last fetch: the same on all ranks."""
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        self._peak = peak_flops(name)
+        self._pending: list[_Pending] = []
+        self._since = time.perf_counter()
+
+    def restart_clock(self) -> None:
+        """Leave out of the step time what was not a step (an evaluation, a checkpoint)."""
+        self._since = time.perf_counter()
+
+    def add(self, batches: StepBatches, tensors: StepTensors, *, lr: float, data_seconds: float) -> None:
+        self._pending.append(
+            _Pending(step=batches.step, cursor=batches.cursor, lr=lr, data_seconds=data_seconds, tensors=tensors)
+        )
+
+    def fetch(self) -> list[StepMetrics]:
+        """Metrics of all steps since the last fetch; waits for the device. Time is spread evenly over them."""
+        if not self._pending:
+            return []
+        counts = torch.stack([p.tensors.counts for p in self._pending]).cpu()
+        values = torch.stack([p.tensors.values for p in self._pending]).cpu()
+        now = time.perf_counter()
+        seconds = (now - self._since) / len(self._pending)
+        rows = [
+            self._metrics(pending, counts[i].tolist(), values[i].tolist(), seconds)
+            for i, pending in enumerate(self._pending)
+        ]
+        self.stop_requested = bool(counts[:, 3].any())
+        self._pending.clear()
+        self._since = now
+        return rows
+
+    def check(self, rows: list[StepMetrics]) -> None:
+        """Count skipped updates in a row; stop the run when there are too many."""
+        for row in rows:
+            self.skipped_in_row = self.skipped_in_row + 1 if row.skipped else 0
+            if self.skipped_in_row >= self._max_skipped:
+                raise TrainingError(
+                    f"step {row.step}: loss {row.loss} and gradient norm {row.grad_norm}, not finite for "
+                    f"{self.skipped_in_row} steps in a row (optim.max_skipped={self._max_skipped}): lower optim.lr, "
+                    "raise optim.warmup_ratio, or look for broken rows in the data"
+                )
+
+    def _metrics(self, pending: _Pending, counts: list[int], values: list[float], seconds: float) -> StepMetrics:
+        targets, tokens, pairs = counts[:3]
+        loss, norm, skipped = values
+        flops = training_flops(self._architecture, tokens=tokens, attended_pairs=pairs)
+        world = self._plan.layout.world
+        return StepMetrics(
+            step=pending.step,
+            epoch=self._epoch(pending),
+            samples=self._samples(pending.step, counts),
+            tokens=tokens,
+            target_tokens=targets,
+            loss=loss,
+            grad_norm=norm,
+            lr=pending.lr,
+            skipped=bool(skipped),
+            step_seconds=seconds,
+            data_seconds=pending.data_seconds,
+            tokens_per_second=tokens / seconds,
+            mfu=mfu(flops, seconds=seconds, devices=world, peak_flops=self._peak) if self._peak else None,
+            memory_bytes=self._memory(),
+        )
+
+    def _samples(self, step: int, counts: list[int]) -> str:
+        ids = counts[FIRST_ID : FIRST_ID + self._plan.samples_of(step)]
+        return xxhash.xxh3_64_hexdigest(torch.tensor(ids, dtype=torch.int64).numpy().tobytes())
+
+    def _epoch(self, pending: _Pending) -> float:
+        per_epoch = self._plan.samples_per_epoch
+        if per_epoch:
+            return self._plan.samples_before(pending.step + 1) / per_epoch
+        return pending.cursor.epoch + pending.cursor.window / self._windows
+
+    def _memory(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+

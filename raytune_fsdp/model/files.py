@@ -1,0 +1,118 @@
+"""Where a model's files are: a local directory, or the hub's cache after fetching them. Reads names, not weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from raytune_fsdp.errors import ModelError
+
+HUB_SECONDS = 8
+"""A hub that has not answered after this long is reported, not waited for."""
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "tokenizer*"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFiles:
+    """The safetensors files of a checkpoint: which file holds which tensor."""
+
+    directory: Path
+    file_of: dict[str, str]
+
+    def sizes(self) -> dict[str, int]:
+        """Size of each file, to compare what different ranks see."""
+        return {name: (self.directory / name).stat().st_size for name in sorted(set(self.file_of.values()))}
+
+
+def locate(path: str, revision: str | None, *, field: str, weights: bool) -> Path:
+    """The directory of a model or tokenizer. Fetches a hub model into the local cache first; network.
+
+    With `weights=False` only the small files are fetched: enough to check a config before anything is started.
+    """
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return local.absolute()
+    if local.exists():
+        raise ModelError(f"{field}={path} is a file; it must be a Hugging Face model directory or a hub name")
+    if not _HUB_NAME.fullmatch(path) or path.startswith((".", "/")):
+        raise ModelError(f"{field}={path}: there is no such directory (and it is not the name of a hub model)")
+    return _fetch(path, revision, field=field, weights=weights)
+
+
+def _fetch(name: str, revision: str | None, *, field: str, weights: bool) -> Path:
+    """The hub's snapshot, with the hub's many ways of saying no told as one line each."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    patterns = [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES
+    what = f"{field}={name}" + (f" at revision {revision}" if revision else "")
+    try:
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=patterns, etag_timeout=HUB_SECONDS, max_workers=4)
+        )
+    except GatedRepoError as error:
+        raise ModelError(
+            f"{what}: access to this hub model is restricted; accept its terms on its page, then set HF_TOKEN"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"{what}: the hub model has no such revision; see its page for branches and commits") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"{what}: neither a directory here nor a model on the hub (or it is private: set HF_TOKEN)"
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ModelError(
+            f"{what}: not a directory here, not in the local cache, and the hub cannot be reached; "
+            "give the path of a downloaded model, or download it once where there is a network"
+        ) from error
+
+
+def find_weights(directory: Path) -> WeightFiles:
+    """The safetensors files below `directory`, by their index or by their headers. No tensor is read."""
+    index = directory / "model.safetensors.index.json"
+    single = directory / "model.safetensors"
+    if index.is_file():
+        try:
+            file_of = dict(json.loads(index.read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{index} is not a safetensors index (it needs a weight_map): {error}") from error
+    elif single.is_file():
+        file_of = dict.fromkeys(_keys_of(single), single.name)
+    else:
+        raise _no_safetensors(directory)
+    missing = sorted({name for name in file_of.values() if not (directory / name).is_file()})
+    if missing:
+        raise ModelError(
+            f"{directory} lacks {len(missing)} of its weight files ({', '.join(missing[:3])}): download the model again"
+        )
+    return WeightFiles(directory=directory, file_of=file_of)
+
+
+def _keys_of(file: Path) -> list[str]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as handle:
+            return list(handle.keys())
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} is not a whole safetensors file ({error}): download it again") from error
+
+
+def _no_safetensors(directory: Path) -> ModelError:
+    pickles = sorted(p.name for p in [*directory.glob("*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")])
+    if pickles:
+        return ModelError(
+            f"{directory} has its weights only as {pickles[0]}, a pickle that can run code when loaded: convert it once "
+            "with transformers (from_pretrained, then save_pretrained writes safetensors) on a machine you can spare"
+        )
+    return ModelError(f"{directory} has no model.safetensors and no model.safetensors.index.json: no weights to load")

@@ -1,0 +1,130 @@
+"""Give a sharded network on the meta device its memory and its weights, without any rank holding more than its share.
+
+`sharded`: every rank reads its own rows of every tensor. `rank0`: rank 0 reads one tensor at a time and scatters the
+rows. Both are driven by the same list of targets in the same order, so that ranks never disagree about what is next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+
+from raytune_fsdp.model.keys import owned_tensors
+from raytune_fsdp.model.skeleton import init_buffers
+from raytune_fsdp.model.weights import Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A tensor of the network, and which of its rows each rank keeps."""
+
+    name: str
+    local: torch.Tensor
+    rows_of: tuple[tuple[int, int], ...]
+    """[start, stop) for every rank."""
+
+
+@torch.no_grad()
+def fill(model: PreTrainedModel, weights: Weights | None, mode: str, device: torch.device) -> None:
+    """Allocate every shard on `device` and fill it, or with `empty` leave that to a checkpoint. All ranks must call this.
+
+    `rank0` reads `weights` on rank 0 only.
+    """
+    owned = list(owned_tensors(model))
+    model.to_empty(device=device)
+    if mode == "rank0":
+        _scatter(_targets(model), weights, device)
+    elif mode == "sharded":
+        assert weights is not None, "every rank reads in sharded mode"
+        rank = dist.get_rank()
+        for target in _targets(model):
+            target.local.copy_(weights.read(target.name, *target.rows_of[rank]))
+    init_buffers(model, device)
+    assert list(owned_tensors(model)) == owned, "filling must keep tied weights tied"
+
+
+def _targets(model: PreTrainedModel) -> list[Target]:
+    world = dist.get_world_size()
+    return [_target(name, tensor.detach(), world) for name, tensor in owned_tensors(model).items()]
+
+
+def _target(name: str, tensor: torch.Tensor, world: int) -> Target:
+    if not isinstance(tensor, DTensor):
+        whole = (0, tensor.shape[0] if tensor.ndim else 1)
+        return Target(name=name, local=tensor, rows_of=(whole,) * world)
+    axis = next((i for i, p in enumerate(tensor.placements) if isinstance(p, Shard)), None)
+    assert axis is not None and tensor.placements[axis] == Shard(0), f"{name}: fully_shard splits by rows"
+    mesh, rows = tensor.device_mesh, tensor.shape[0]
+    chunk = -(-rows // mesh.size(axis))
+    starts = [min(rows, chunk * _coordinate(mesh.mesh, rank, axis)) for rank in range(world)]
+    rows_of = tuple((start, min(rows, start + chunk)) for start in starts)
+    local = tensor.to_local()
+    start, stop = rows_of[dist.get_rank()]
+    assert local.shape[0] == stop - start, f"{name}: {tuple(local.shape)} is not rows {start} to {stop}"
+    return Target(name=name, local=local, rows_of=rows_of)
+
+
+def _coordinate(ranks: torch.Tensor, rank: int, axis: int) -> int:
+    return int((ranks == rank).nonzero()[0][axis])
+
+
+def _scatter(targets: list[Target], weights: Weights | None, device: torch.device) -> None:
+    """Rank 0 reads a tensor, every rank receives its rows of it.
+
+    Rows travel as bytes of the stored type, through one buffer that is used for all tensors: freed pieces of many
+    sizes would stay with the allocator. Pieces that are shorter than the longest (the last rank's) are padded.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dtypes = _agree_on_dtypes(targets, weights)
+    row_bytes = [dtype.itemsize * t.local.shape[1:].numel() for t, dtype in zip(targets, dtypes, strict=True)]
+    most = [max(stop - start for start, stop in t.rows_of) for t in targets]
+    buffer = torch.empty(max(r * m for r, m in zip(row_bytes, most, strict=True)), dtype=torch.uint8, device=device)
+    spare = torch.empty_like(buffer) if rank == 0 else None
+    for target, dtype, bytes_per_row, rows in zip(targets, dtypes, row_bytes, most, strict=True):
+        received = buffer[: rows * bytes_per_row]
+        pieces = None
+        if rank == 0:
+            assert weights is not None and spare is not None
+            pieces = _pieces(target, weights, rows * bytes_per_row, spare, world, device)
+        dist.scatter(received, pieces, src=0)
+        start, stop = target.rows_of[rank]
+        mine = received[: (stop - start) * bytes_per_row].view(dtype)
+        target.local.copy_(mine.view(target.local.shape))
+
+
+def _pieces(
+    target: Target, weights: Weights, size: int, spare: torch.Tensor, world: int, device: torch.device
+) -> list[torch.Tensor]:
+    """One tensor's bytes for every rank: views of the tensor, except where a piece is short and needs padding."""
+    rows = max(stop for _, stop in target.rows_of)
+    flat = weights.read(target.name, 0, rows).contiguous().to(device).reshape(-1).view(torch.uint8)
+    per_row = flat.numel() // max(1, rows)
+    padded: dict[tuple[int, int], torch.Tensor] = {}
+    pieces = []
+    for rank in range(world):
+        start, stop = target.rows_of[rank]
+        piece = flat[start * per_row : stop * per_row]
+        if piece.numel() < size:
+            if (start, stop) not in padded:
+                used = sum(p.numel() for p in padded.values())
+                room = spare[used : used + size] if used + size <= spare.numel() else torch.empty_like(spare[:size])
+                room[: piece.numel()].copy_(piece)
+                padded[(start, stop)] = room
+            piece = padded[(start, stop)]
+        pieces.append(piece)
+    return pieces
+
+
+def _agree_on_dtypes(targets: list[Target], weights: Weights | None) -> list[torch.dtype]:
+    """The stored types, which only rank 0 can see."""
+    box: list[list[torch.dtype] | None] = [None]
+    if dist.get_rank() == 0:
+        assert weights is not None, "rank 0 reads in rank0 mode"
+        box[0] = [weights.read(t.name, 0, 0 if t.local.ndim else 1).dtype for t in targets]
+    dist.broadcast_object_list(box, src=0)
+    assert box[0] is not None
+    return box[0]

@@ -1,0 +1,100 @@
+"""Which key of a checkpoint's files is which tensor of a network, and whether the two fit. Reads no weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, rename_source_key
+
+from raytune_fsdp.errors import ModelError
+from raytune_fsdp.model.files import WeightFiles
+from raytune_fsdp.model.weights import Weights
+
+
+def match_keys(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
+    """Keys in the files for the names in the network; an error that lists both sides where they do not agree.
+
+    transformers' own rules for the architecture apply: they know older names of some modules, and the prefix that a
+    checkpoint of the bare decoder lacks.
+    """
+    renamings: Any = [r for r in get_model_conversion_mapping(model) if not isinstance(r, WeightConverter)]
+    wanted = owned_tensors(model)
+    names = model.state_dict()
+    key_of: dict[str, str] = {}
+    extra = []
+    for key in files.file_of:
+        name = rename_source_key(key, renamings, [], model.base_model_prefix, dict(names))[0]
+        if name in wanted:
+            key_of.setdefault(name, key)
+        elif name not in names and not _ignored(model, key):
+            extra.append(key)
+    _adopt_aliases(model, files, key_of)
+    missing = [name for name in wanted if name not in key_of]
+    if missing or extra:
+        raise ModelError(
+            f"the weights in {files.directory} do not fit a {type(model).__name__} ({model.config.model_type}): "
+            f"{_some('missing', missing)}; {_some('unknown', extra)}. Is it a checkpoint of another architecture?"
+        )
+    return key_of
+
+
+def check_shapes(model: PreTrainedModel, weights: Weights) -> None:
+    """Compare every shape before anything is started."""
+    stored = weights.shapes()
+    wrong = [
+        f"{name} is {list(stored[name])} in the files and {list(tensor.shape)} in the network"
+        for name, tensor in owned_tensors(model).items()
+        if name in stored and tuple(stored[name]) != tuple(tensor.shape)
+    ]
+    if wrong:
+        raise ModelError(
+            f"the weights do not fit the config of {model.config.model_type}: {wrong[0]}"
+            + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else "")
+            + ". Is config.json of another model, or model.overrides changes a size?"
+        )
+
+
+def grown_rows(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Embedding tensors that have fewer rows in the files than in the network, with the network's number of rows."""
+    vocabulary = model.config.get_text_config().vocab_size
+    names = {n: t for n, t in owned_tensors(model).items() if t.ndim and t.shape[0] == vocabulary}
+    return {n: vocabulary for n in names if n in stored and stored[n][0] < vocabulary}
+
+
+def owned_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name; a tied weight only under its first name."""
+    persistent = set(model.state_dict())
+    tensors = dict(model.named_parameters())
+    tensors.update((name, b) for name, b in model.named_buffers() if name in persistent)
+    return tensors
+
+
+def _adopt_aliases(
+    model: PreTrainedModel, files: WeightFiles, key_of: dict[str, str]
+) -> None:
+    """A tied weight may be stored under its other name only (lm_head.weight without embed_tokens.weight)."""
+    by_id: dict[int, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(tensor), []).append(name)
+    for names in by_id.values():
+        for alias in names:
+            if names[0] not in key_of and alias in files.file_of:
+                key_of[names[0]] = alias
+
+
+def _ignored(model: PreTrainedModel, key: str) -> bool:
+    """Keys that old checkpoints carry and the network computes by itself, by the architecture's own list."""
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
+    return any(re.search(pattern, key) for pattern in patterns)
+
+
+def _some(what: str, keys: list[str]) -> str:
+    if not keys:
+        return f"none {what}"
+    shown = ", ".join(sorted(keys)[:3])
+    return f"{len(keys)} {what} ({shown}{', ...' if len(keys) > 3 else ''})"

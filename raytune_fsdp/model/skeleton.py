@@ -1,0 +1,195 @@
+"""From a config to a network on the meta device: every shape, no memory. Filling it is `fill.py`'s work."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from raytune_fsdp.config import ModelConfig
+from raytune_fsdp.errors import ModelError
+from raytune_fsdp.estimate.flops import Architecture
+
+logger = logging.getLogger(__name__)
+
+MASTER_DTYPE = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.float32,
+    "fp16": torch.float32,
+    "bf16_pure": torch.bfloat16,
+}
+"""Type of the weights that the optimizer updates, by `parallel.precision`."""
+
+
+def load_architecture(config: ModelConfig, directory: Path | None, vocabulary: int | None) -> PretrainedConfig:
+    """The Hugging Face config: from the model's directory or inline, with overrides, and as wide as the tokenizer.
+
+    `vocabulary` is one more than the largest id of the tokenizer; None where there is no tokenizer to compare with.
+    """
+    hf_config = _read(config, directory)
+    for key, value in config.overrides.items():
+        if not hasattr(hf_config.get_text_config(), key):
+            raise ModelError(
+                f"model.overrides.{key}={value!r}: the architecture {hf_config.model_type!r} has no such attribute; "
+                "see its config.json for those it has"
+            )
+        setattr(hf_config.get_text_config(), key, value)
+    hf_config.get_text_config().use_cache = False
+    text = hf_config.get_text_config()
+    if vocabulary is not None and vocabulary > text.vocab_size:
+        if not config.resize_embeddings:
+            raise ModelError(
+                f"the tokenizer has ids up to {vocabulary - 1}, but the model's vocabulary has only {text.vocab_size} "
+                "tokens: set model.resize_embeddings=true to grow its embeddings, or use the model's own tokenizer"
+            )
+        text.vocab_size = vocabulary
+    return hf_config
+
+
+def _read(config: ModelConfig, directory: Path | None) -> PretrainedConfig:
+    if config.architecture is not None:
+        values = dict(config.architecture)
+        model_type = values.pop("model_type")
+        if model_type not in CONFIG_MAPPING:
+            raise ModelError(
+                f"model.architecture.model_type={model_type!r} is not known to the installed transformers: "
+                "check the spelling, or install a newer transformers"
+            )
+        return _checked(lambda: CONFIG_MAPPING[model_type](**values), f"model.architecture ({model_type})")
+    assert directory is not None, "a model without an inline architecture has a directory"
+    if not (directory / "config.json").is_file():
+        raise ModelError(
+            f"model.path={config.path}: {directory} has no config.json; it must be a Hugging Face model directory"
+        )
+    return _checked(
+        lambda: AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code),
+        f"model.path={config.path}",
+    )
+
+
+def _checked(read: Any, what: str) -> PretrainedConfig:
+    """transformers' own complaint about a config, as one line that says where it comes from."""
+    try:
+        hf_config: PretrainedConfig = read()
+    except (ValueError, TypeError, KeyError, OSError, AttributeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"{what} is not a config that transformers accepts: {first}") from error
+    return hf_config
+
+
+def build_skeleton(hf_config: PretrainedConfig, config: ModelConfig, precision: str) -> PreTrainedModel:
+    """The network on the meta device, in the type of its master weights, tied weights tied."""
+    kwargs: dict[str, Any] = {"dtype": MASTER_DTYPE[precision], "trust_remote_code": config.trust_remote_code}
+    if config.attention != "auto":
+        kwargs["attn_implementation"] = config.attention
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, **kwargs)
+    except (ValueError, ImportError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ModelError(f"model: transformers cannot build a causal LM of type {hf_config.model_type!r}: {first}") from error
+    if _is_converted(model):
+        raise ModelError(
+            f"model: transformers converts the weights of {hf_config.model_type!r} while loading them, "
+            "which is not supported yet; dense decoder architectures are (Llama, Qwen, Mistral, Gemma, GPT-2, Phi, ...)"
+        )
+    model.train()
+    return model
+
+
+def _is_converted(model: PreTrainedModel) -> bool:
+    """Whether the files' keys are merged into the module's (experts), not only renamed."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    return any(isinstance(step, WeightConverter) for step in get_model_conversion_mapping(model))
+
+
+def takes_position_ids(model: PreTrainedModel) -> bool:
+    """Whether documents packed together can be kept apart: transformers sees where they begin by their positions."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks, outermost only: the units of sharding, of activation checkpointing and of compilation."""
+    names = set(model._no_split_modules or ())
+    found = list(_outermost(model, names))
+    if found:
+        return found
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    if not lists:
+        raise ModelError(
+            f"model: {type(model).__name__} names no blocks (_no_split_modules) and has no list of them: "
+            "it cannot be sharded block by block"
+        )
+    largest = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
+    return list(largest)
+
+
+def _outermost(module: nn.Module, class_names: set[str]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if type(child).__name__ in class_names:
+            yield child
+        else:
+            yield from _outermost(child, class_names)
+
+
+def count_architecture(model: PreTrainedModel) -> Architecture:
+    """What the operation count needs, read off the skeleton's shapes rather than off an architecture's conventions."""
+    text = model.config.get_text_config()
+    output = model.get_output_embeddings()
+    inputs = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    weights = sum(p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in inputs)
+    if output is not None and id(output.weight) in inputs:  # tied: a lookup on the way in, a product on the way out
+        weights += output.weight.numel()
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return Architecture(matmul_weights=weights, layers=text.num_hidden_layers, query_width=heads * head_dim)
+
+
+@torch.no_grad()
+def init_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute the buffers that no checkpoint holds (rotary frequencies, embedding scales): meta tensors until now.
+
+    transformers computes them in `_init_weights`, module by module, and leaves alone what is marked as initialised.
+    """
+    for tensor in [*model.parameters(), *model.state_dict(keep_vars=True).values()]:
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    persistent = set(model.state_dict())
+    for prefix, module, owner in _with_owner(model, "", model):
+        names = [n for n, _ in module.named_buffers(recurse=False) if _join(prefix, n) not in persistent]
+        for name in names:
+            old = module._buffers[name]
+            module._buffers[name] = torch.empty_like(old, device="cpu")
+        if names:
+            owner._init_weights(module)
+        for name in names:
+            buffer = module._buffers[name]
+            assert buffer is not None
+            module._buffers[name] = buffer.to(device)
+        # Rotary modules keep a second reference under another name; it must be the filled one.
+        if "inv_freq" in names and "original_inv_freq" not in module._buffers and hasattr(module, "original_inv_freq"):
+            module.original_inv_freq = module._buffers["inv_freq"]
+
+
+def _with_owner(
+    module: nn.Module, prefix: str, owner: PreTrainedModel
+) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+    """Every module with its name and the model whose `_init_weights` is in charge of it (children first)."""
+    if isinstance(module, PreTrainedModel):
+        owner = module
+    for name, child in module.named_children():
+        yield from _with_owner(child, _join(prefix, name), owner)
+    yield prefix, module, owner
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

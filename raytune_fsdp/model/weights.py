@@ -1,0 +1,150 @@
+"""Where the values of a network's tensors come from, each readable by rows so that no rank reads more than it keeps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from raytune_fsdp.data.order import derive_key
+from raytune_fsdp.errors import ModelError
+from raytune_fsdp.model.files import WeightFiles
+from raytune_fsdp.model.skeleton import blocks_of
+
+_MEAN_ROWS = 8192
+"""Rows of an embedding that are summed at a time."""
+
+
+class Weights(Protocol):
+    """Tensors by the names they have in the network."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor there is."""
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) on the CPU, in the stored type. A tensor without dimensions is read whole."""
+
+
+class FileWeights:
+    """Weights in safetensors files. One file is open at a time, memory-mapped."""
+
+    def __init__(self, files: WeightFiles, key_of: Mapping[str, str]) -> None:
+        """`key_of` maps names in the network to keys in the files."""
+        self._files = files
+        self._key_of = key_of
+        self._open_name: str | None = None
+        self._handle: Any = None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        by_file = sorted(self._key_of, key=lambda name: self._files.file_of[self._key_of[name]])
+        return {name: tuple(self._file(name).get_slice(self._key_of[name]).get_shape()) for name in by_file}
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        key = self._key_of[name]
+        handle = self._file(name)
+        piece = handle.get_slice(key)
+        if not piece.get_shape():
+            whole: torch.Tensor = handle.get_tensor(key)
+            return whole
+        rows: torch.Tensor = piece[start:stop]
+        return rows
+
+    def _file(self, name: str) -> Any:
+        wanted = self._files.file_of[self._key_of[name]]
+        if wanted != self._open_name:
+            path = self._files.directory / wanted
+            try:
+                self._handle = safe_open(path, "pt")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path} is not a whole safetensors file ({error}): download it again") from error
+            self._open_name = wanted
+        return self._handle
+
+
+class RandomWeights:
+    """Weights as transformers would initialise them, the same on every rank and at every world size.
+
+    A twin of the network on the meta device is given memory one unit at a time (a block, or a module outside the
+    blocks), initialised under a seed of its own, and emptied again: never more than one unit is in memory.
+    """
+
+    def __init__(self, twin: PreTrainedModel, seed: int) -> None:
+        self._twin = twin
+        self._seed = seed
+        self._units = dict(_units(twin))
+        self._unit_of = {name: unit for unit, module in self._units.items() for name in _tensor_names(module, unit)}
+        self._current: tuple[str, dict[str, torch.Tensor]] | None = None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(t.shape) for name, t in self._twin.state_dict().items()}
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        unit = self._unit_of[name]
+        if self._current is None or self._current[0] != unit:
+            self._current = None  # the old unit's memory goes before the new one's comes
+            self._current = (unit, self._draw(unit))
+        tensor = self._current[1][name]
+        return tensor[start:stop] if tensor.ndim else tensor
+
+    @torch.no_grad()
+    def _draw(self, unit: str) -> dict[str, torch.Tensor]:
+        module = copy.deepcopy(self._units[unit]).to_empty(device="cpu")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_key("weights", self._seed, unit))
+            for child in reversed(list(module.modules())):  # children before parents, as transformers does
+                self._twin._init_weights(child)
+        return {f"{unit}.{name}": tensor for name, tensor in module.state_dict().items()}
+
+
+def _units(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """The blocks, and every module outside of them that owns tensors."""
+    blocks = {id(block) for block in blocks_of(model)}
+    inside = {id(child) for block in blocks_of(model) for child in block.modules()} - blocks
+    for name, module in model.named_modules():
+        owns = bool(module._parameters or module._buffers)
+        if id(module) in blocks or (owns and id(module) not in inside):
+            yield name, module
+
+
+def _tensor_names(module: nn.Module, prefix: str) -> list[str]:
+    return [f"{prefix}.{name}" for name in module.state_dict()]
+
+
+class GrownWeights:
+    """Weights whose embeddings have fewer rows than the network wants: the new rows are the mean of the old ones.
+
+    The mean is summed over the whole tensor in a fixed order in float64, so every rank has the same one.
+    """
+
+    def __init__(self, inner: Weights, rows: Mapping[str, int]) -> None:
+        """`rows`: how many rows each grown tensor has in the network."""
+        self._inner = inner
+        self._rows = rows
+        self._means: dict[str, torch.Tensor] = {}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = dict(self._inner.shapes())
+        return {n: (self._rows[n], *shape[1:]) if n in self._rows else shape for n, shape in shapes.items()}
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        if name not in self._rows:
+            return self._inner.read(name, start, stop)
+        stored = self._inner.shapes()[name][0]
+        old = self._inner.read(name, min(start, stored), min(stop, stored))
+        new = max(0, stop - max(start, stored))
+        if not new:
+            return old
+        mean = self._mean(name, stored).to(old.dtype)
+        return torch.cat([old, mean.expand(new, *mean.shape)])
+
+    def _mean(self, name: str, stored: int) -> torch.Tensor:
+        if name not in self._means:
+            chunks = range(0, stored, _MEAN_ROWS)
+            sums = [self._inner.read(name, s, min(s + _MEAN_ROWS, stored)).double().sum(0) for s in chunks]
+            self._means[name] = torch.stack(sums).sum(0) / stored
+        return self._means[name]

@@ -1,0 +1,201 @@
+"""All that can be found out about a run, and found wrong, before a rank is started or a file is written.
+
+The launcher calls `prepare` once, in its own process or on rank 0, and hands the result to every rank: other ranks need
+not see the model's files.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from raytune_fsdp.checkpoint.commit import Found, newest
+from raytune_fsdp.checkpoint.state import RunState, check_identity, read_state
+from raytune_fsdp.config import DatasetConfig, FinetuneConfig
+from raytune_fsdp.data.windows import Windows, census
+from raytune_fsdp.errors import ConfigError, DataError, ModelError, ResumeError
+from raytune_fsdp.model.files import WeightFiles, find_weights, locate
+from raytune_fsdp.model.keys import check_shapes, grown_rows, match_keys
+from raytune_fsdp.model.skeleton import build_skeleton, load_architecture, takes_position_ids
+from raytune_fsdp.model.weights import FileWeights, GrownWeights
+from raytune_fsdp.plan import Plan, resolve
+from raytune_fsdp.types import Census
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What every rank needs to know before it builds its parts. Can be pickled."""
+
+    hf_config: PretrainedConfig
+    generation_config: GenerationConfig | None
+    tokenizer: PreTrainedTokenizerBase
+    train: Windows
+    evals: Mapping[str, Windows]
+    census: Census | None
+    """None where the run is given in steps: nothing is counted then."""
+    files: WeightFiles | None
+    """None with `model.init=random`."""
+    key_of: Mapping[str, str]
+    grown: Mapping[str, int]
+    """Embeddings that get more rows than their file has."""
+    resume: Found | None
+    state: RunState
+    identity: Mapping[str, Any]
+    plan: Plan
+
+
+def prepare(config: FinetuneConfig, world: int, progress: Callable[[int, int], None] | None = None) -> Prepared:
+    """Check everything and count the data. Reads files, writes none (a hub model goes to the hub's cache)."""
+    run_dir = resolve(config.model_copy(update={"train": _counted(config)}), world).run_dir  # cheap rules first
+    tokenizer = load_tokenizer(config)
+    directory = model_directory(config)
+    hf_config = load_architecture(config.model, directory, vocabulary_of(tokenizer))
+    skeleton = build_skeleton(hf_config, config.model, config.parallel.precision)
+    _check_attention(config, skeleton, hf_config)
+    files, key_of, grown = _match_weights(config, skeleton, directory)
+    vocab_size = hf_config.get_text_config().vocab_size
+    train = _windows(config, config.data.train, tokenizer, vocab_size)
+    evals = {
+        (dataset.name or Path(dataset.path).stem): _windows(config, [dataset], tokenizer, vocab_size)
+        for dataset in config.data.eval
+    }
+    if len(evals) != len(config.data.eval):
+        raise DataError("data.eval: two datasets have the same name; give each its own data.eval.*.name")
+    identity = identity_of(config, hf_config, train)
+    resume, state = find_resume(config, run_dir, identity)
+    counted = census(train, progress) if config.train.epochs is not None else None
+    for windows in evals.values():
+        census(windows)  # a broken row is found now, not at the first evaluation
+    return Prepared(
+        hf_config=hf_config,
+        generation_config=skeleton.generation_config,
+        tokenizer=tokenizer,
+        train=train,
+        evals=evals,
+        census=counted,
+        files=files,
+        key_of=key_of,
+        grown=grown,
+        resume=resume,
+        state=state,
+        identity=identity,
+        plan=resolve(config, world, counted, planned_schedule=state.schedule_steps),
+    )
+
+
+def _counted(config: FinetuneConfig) -> Any:
+    """The train section as if its length were known, to check the rules that do not depend on it."""
+    return config.train.model_copy(update={"max_steps": config.train.max_steps or 1, "epochs": None})
+
+
+def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
+    name = config.model.tokenizer or config.model.path
+    if name is None:
+        raise ConfigError("model.tokenizer is not set and there is no model.path to take it from: set model.tokenizer")
+    field = "model.tokenizer" if config.model.tokenizer else "model.path"
+    revision = None if config.model.tokenizer else config.model.revision
+    directory = locate(name, revision, field=field, weights=False)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=config.model.trust_remote_code
+        )
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"{field}={name}: no tokenizer could be loaded from {directory} ({first}); set model.tokenizer to one"
+        ) from error
+    return tokenizer
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id. Not the number of tokens: ids may have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def model_directory(config: FinetuneConfig) -> Path | None:
+    if config.model.path is None:
+        return None
+    wanted = config.model.init == "pretrained"
+    return locate(config.model.path, config.model.revision, field="model.path", weights=wanted)
+
+
+def _check_attention(config: FinetuneConfig, skeleton: PreTrainedModel, hf_config: PretrainedConfig) -> None:
+    positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and config.data.seq_len > positions:
+        raise ConfigError(
+            f"data.seq_len={config.data.seq_len} is more than the {positions} positions the model knows "
+            f"(max_position_embeddings): set data.seq_len to at most {positions}"
+        )
+    if config.data.packing != "none" and not takes_position_ids(skeleton):
+        raise ConfigError(
+            f"data.packing={config.data.packing}: {type(skeleton).__name__} takes no position_ids, so documents packed "
+            "together would see each other; set data.packing=none"
+        )
+
+
+def _match_weights(
+    config: FinetuneConfig, skeleton: PreTrainedModel, directory: Path | None
+) -> tuple[WeightFiles | None, dict[str, str], dict[str, int]]:
+    if config.model.init == "random" or directory is None:
+        return None, {}, {}
+    files = find_weights(directory)
+    key_of = match_keys(skeleton, files)
+    weights = FileWeights(files, key_of)
+    grown = grown_rows(skeleton, weights.shapes()) if config.model.resize_embeddings else {}
+    check_shapes(skeleton, GrownWeights(weights, grown))
+    return files, key_of, grown
+
+
+def _windows(
+    config: FinetuneConfig, datasets: Sequence[DatasetConfig], tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> Windows:
+    return Windows(datasets, config.data, seed=config.run.seed, tokenizer=tokenizer, vocab_size=vocab_size)
+
+
+def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Windows) -> dict[str, Any]:
+    """What decides the trajectory, by the names a user knows. A path does not: what it holds does."""
+    architecture = {
+        f"model.{key}": value
+        for key, value in hf_config.to_dict().items()
+        if key not in ("transformers_version", "_name_or_path", "dtype", "use_cache")
+    }
+    optim = config.optim.model_dump(exclude={"schedule_steps", "max_skipped"})
+    return {
+        **architecture,
+        **{f"optim.{key}": value for key, value in optim.items()},
+        "model.init": config.model.init,
+        "model.revision": config.model.revision,
+        "method": config.method.model_dump(),
+        "run.seed": config.run.seed,
+        "parallel.precision": config.parallel.precision,
+        "train.global_batch": config.train.global_batch,
+        "train.micro_batch": config.train.micro_batch,
+        **{f"data.{key}": value for key, value in train.identity().items()},
+    }
+
+
+def find_resume(config: FinetuneConfig, run_dir: Path, identity: Mapping[str, Any]) -> tuple[Found | None, RunState]:
+    """The checkpoint to continue from and the state in it, by the rules of `run.resume`."""
+    found = newest(run_dir / "checkpoints")
+    if found is None:
+        if config.run.resume == "always":
+            raise ResumeError(
+                f"run.resume=always, but {run_dir} has no complete checkpoint: check run.storage and run.name, "
+                "or set run.resume=auto to start anew"
+            )
+        return None, RunState()
+    if config.run.resume == "never":
+        raise ResumeError(
+            f"run.resume=never, but {run_dir} has a checkpoint of step {found.step}: give run.name another value, "
+            "or set run.resume=auto to continue it"
+        )
+    state = read_state(found.path)
+    check_identity(state.identity, identity, found.path)
+    return found, state

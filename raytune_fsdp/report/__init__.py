@@ -1,0 +1,1 @@
+"""What a person reads after a run: made from the run directory alone."""

@@ -1,0 +1,91 @@
+"""`metrics.jsonl` in, a picture out: loss with the evaluations of every dataset, gradient norm, learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raytune_fsdp.errors import UserError
+from raytune_fsdp.tracking.jsonl import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_SMOOTH_FROM_STEPS = 100
+"""Shorter runs are drawn as they are."""
+
+
+def plot(metrics_path: Path, png_path: Path, *, title: str = "") -> None:
+    """Draws the curves of a run, finished or not; needs no display. The title is the run's name unless given."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("drawing curves needs matplotlib: pip install matplotlib") from error
+
+    lines = read_metrics(metrics_path)
+    steps = [line["trajectory"] for line in lines if line["kind"] == "step"]
+    if not steps:
+        raise UserError(f"{metrics_path} has no steps yet, so there is nothing to draw")
+    figure = Figure(figsize=(9, 7), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, grad_norm, lr = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1, 1))
+    _draw_loss(loss, steps, [line for line in lines if line["kind"] == "eval"])
+    loss.set_title(title or metrics_path.resolve().parent.name)
+    _draw_line(grad_norm, steps, "grad_norm", "gradient norm")
+    _draw_line(lr, steps, "lr", "learning rate")
+    lr.set_xlabel("step")
+    png_path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(png_path, format="png")
+
+
+def evaluations(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Loss by step for every evaluated dataset, from the lines of `metrics.jsonl`."""
+    found: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for line in lines:
+        if line["kind"] == "eval":
+            for key, value in line["values"].items():
+                if key.startswith("eval/") and key.endswith("/loss"):
+                    found[key.removeprefix("eval/").removesuffix("/loss")].append((line["step"], value))
+    return dict(found)
+
+
+def smoothed(values: list[float], reach: int) -> list[float]:
+    """Mean of each value and up to `reach` on either side, so without lag; passes over what is not finite."""
+    totals, counts = [0.0], [0]
+    for value in values:
+        known = math.isfinite(value)
+        totals.append(totals[-1] + (value if known else 0.0))
+        counts.append(counts[-1] + known)
+    means = []
+    for index in range(len(values)):
+        first, end = max(index - reach, 0), min(index + reach + 1, len(values))
+        count = counts[end] - counts[first]
+        means.append((totals[end] - totals[first]) / count if count else math.nan)
+    return means
+
+
+def _draw_loss(axes: Axes, steps: list[dict[str, Any]], evals: list[dict[str, Any]]) -> None:
+    x, y = [step["step"] for step in steps], [step["loss"] for step in steps]
+    if len(x) >= _SMOOTH_FROM_STEPS:
+        # About 2 % of the run, so that long and short runs look equally smooth.
+        reach = len(x) // 100
+        axes.plot(x, y, color="0.75", linewidth=0.8)
+        axes.plot(x, smoothed(y, reach), color="C0", label=f"train, mean of {2 * reach + 1} steps")
+    else:
+        axes.plot(x, y, color="C0", label="train")
+    for index, (name, points) in enumerate(evaluations(evals).items(), start=1):
+        x, y = [step for step, _ in points], [value for _, value in points]
+        axes.plot(x, y, "o-", color=f"C{index % 10}", markersize=4, linewidth=1, label=f"eval {name}")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def _draw_line(axes: Axes, steps: list[dict[str, Any]], key: str, label: str) -> None:
+    axes.plot([step["step"] for step in steps], [step[key] for step in steps], color="C0", linewidth=1)
+    axes.set_ylabel(label)
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4), useOffset=False)
+    axes.grid(alpha=0.3)

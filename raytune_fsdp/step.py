@@ -1,0 +1,161 @@
+"""One optimizer step: tensors in, tensors out. No clock, no files, no logging.
+
+Nothing here waits for the device. Whether an update is skipped is decided on the device too, by every rank alike,
+because the loss and the gradient norm it depends on are already summed over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from raytune_fsdp.config import OptimConfig, ParallelConfig
+from raytune_fsdp.data.order import derive_key
+from raytune_fsdp.model.loss import token_loss_sum
+from raytune_fsdp.optim import local_gradients, set_lr
+from raytune_fsdp.parallel import set_gradient_sync
+from raytune_fsdp.plan import Plan
+from raytune_fsdp.types import Batch, StepBatches
+
+FIRST_ID = 4
+"""Numbers in front of the sample ids in `StepTensors.counts`: target tokens, tokens, attended pairs, stop requests."""
+
+FIRST_SCALE = 2.0**15
+"""fp16: the loss scale of the first step."""
+
+SCALE_GROWTH_STEPS = 2000
+"""fp16: the loss scale doubles after this many good steps in a row, and halves after a bad one."""
+
+
+@dataclass(slots=True)
+class LossScale:
+    """fp16 needs small gradients to be scaled up. Other precisions keep the scale at 1 for ever."""
+
+    value: torch.Tensor
+    good_steps: torch.Tensor
+    enabled: bool
+
+    @classmethod
+    def start(cls, *, enabled: bool, device: torch.device, value: float = FIRST_SCALE, good_steps: int = 0) -> LossScale:
+        return cls(
+            value=torch.tensor(value if enabled else 1.0, dtype=torch.float64, device=device),
+            good_steps=torch.tensor(good_steps, dtype=torch.int64, device=device),
+            enabled=enabled,
+        )
+
+    def update(self, finite: torch.Tensor) -> None:
+        if not self.enabled:
+            return
+        good = torch.where(finite, self.good_steps + 1, 0)
+        grow = good >= SCALE_GROWTH_STEPS
+        self.value = torch.where(finite, torch.where(grow, self.value * 2, self.value), self.value / 2)
+        self.good_steps = torch.where(grow, 0, good)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """What a step leaves on the device, summed over all ranks."""
+
+    counts: torch.Tensor
+    """int64: target tokens, tokens, attended pairs, ranks that were asked to stop, then the ids of the global batch."""
+    values: torch.Tensor
+    """float64: loss, gradient norm, 1 if the update was skipped."""
+
+
+def train_step(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    scale: LossScale,
+    batches: StepBatches,
+    *,
+    plan: Plan,
+    parallel: ParallelConfig,
+    optim: OptimConfig,
+    lr: float,
+    seed: int,
+    stop: bool = False,
+) -> StepTensors:
+    """Forward, backward and update over one global batch. All ranks must call this with equally many blocks."""
+    device = scale.value.device
+    counts = _count(batches.blocks, plan, device, stop=stop)
+    targets = counts[0].clamp(min=1)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    for k, block in enumerate(batches.blocks):
+        set_gradient_sync(model, last=k == len(batches.blocks) - 1, config=parallel)
+        _seed_block(seed, batches.step, block)
+        loss = _forward(model, block)
+        loss_sum += loss.detach()
+        (loss * (scale.value / targets).to(loss.dtype)).backward()
+    grads = local_gradients(model.parameters())
+    loss_value, norm = _global_loss_and_norm(loss_sum, grads, targets, scale, replicas=plan.layout.replicas)
+    finite = torch.isfinite(loss_value) & torch.isfinite(norm)
+    _clip(grads, norm, optim.max_grad_norm, scale)
+    # The fused kernel leaves weights, moments and its own step count alone where found_inf is 1.
+    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+    set_lr(optimizer, lr)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    scale.update(finite)
+    return StepTensors(counts=counts, values=torch.stack([loss_value, norm, (~finite).double()]))
+
+
+@torch.no_grad()
+def eval_step(model: PreTrainedModel, block: Batch) -> torch.Tensor:
+    """Loss sum and target tokens of one block on this rank, float64. All ranks must call this (sharded forward)."""
+    loss = _forward(model, block)
+    return torch.stack([loss.double(), torch.tensor(float(block.target_tokens), dtype=torch.float64).to(loss.device)])
+
+
+def _forward(model: PreTrainedModel, block: Batch) -> torch.Tensor:
+    # No attention mask: transformers takes the borders of packed documents from where the positions restart.
+    logits = model(input_ids=block.input_ids, position_ids=block.position_ids, use_cache=False).logits
+    return token_loss_sum(logits, block.labels)
+
+
+def _count(blocks: Sequence[Batch], plan: Plan, device: torch.device, *, stop: bool) -> torch.Tensor:
+    """Counts of the global batch and the ids of its samples in their order: one sum over ranks gives all of them.
+
+    Every rank writes the ids of its own blocks to their places and leaves zeros elsewhere.
+    """
+    counts = torch.zeros(FIRST_ID + plan.global_batch, dtype=torch.int64)
+    counts[3] = int(stop)
+    for block in blocks:
+        counts[0] += block.target_tokens
+        counts[1] += block.tokens
+        counts[2] += block.attended_pairs
+        if not block.is_filler:
+            first = FIRST_ID + block.index * plan.micro_batch
+            counts[first : first + len(block.sample_ids)] = torch.tensor(block.sample_ids, dtype=torch.int64)
+    counts = counts.to(device, non_blocking=True)
+    dist.all_reduce(counts)
+    return counts
+
+
+def _seed_block(seed: int, step: int, block: Batch) -> None:
+    """Dropout depends on the block and its place in the run, not on the rank that happens to compute it."""
+    torch.manual_seed(derive_key("block", seed, step, block.index) & (2**63 - 1))
+
+
+def _global_loss_and_norm(
+    loss_sum: torch.Tensor, grads: list[torch.Tensor], targets: torch.Tensor, scale: LossScale, *, replicas: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss per target token and norm of the whole gradient, the same bits on every rank."""
+    # 16-bit gradients (bf16_pure) need their norms in more digits than they have themselves.
+    wide = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
+    squares = torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).double().square().sum()
+    both = torch.stack([loss_sum, squares])
+    dist.all_reduce(both)
+    norm = (both[1] / replicas).sqrt() / scale.value  # every replica holds the same gradient
+    return both[0] / targets, norm
+
+
+def _clip(grads: list[torch.Tensor], norm: torch.Tensor, max_norm: float | None, scale: LossScale) -> None:
+    """Scale the gradient down to `max_norm` and undo the loss scale, in one pass, without looking at the norm."""
+    if max_norm is None and not scale.enabled:
+        return
+    factor = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(grads, (factor / scale.value).to(grads[0].dtype))

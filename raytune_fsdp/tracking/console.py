@@ -1,0 +1,188 @@
+"""The run as a person follows it in a terminal: a line per step, evaluations, events in words, at the end the curve."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import TextIO
+
+from raytune_fsdp.tracking import names
+from raytune_fsdp.tracking.redaction import redact
+from raytune_fsdp.tracking.tracker import RunStart, Status
+from raytune_fsdp.types import StepMetrics
+
+_WINDOW = 20
+"""Steps that the remaining time is estimated from."""
+_BOLD, _YELLOW, _RESET = "\033[1m", "\033[33m", "\033[0m"
+_LAST_WORDS = {"finished": "finished", "failed": "failed", "interrupted": "interrupted; the same command continues"}
+# Bits of a braille character, by dot: left and right column, from the top.
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+
+
+class ConsoleTracker:
+    """Prints to `stream` (stdout), each line at once. Colours only on a terminal, and never with NO_COLOR set."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._colours = self._stream.isatty() and "NO_COLOR" not in os.environ
+        self._total: int | None = None
+        self._seconds: deque[float] = deque(maxlen=_WINDOW)
+        self._losses: list[float] = []
+        self._first_step = 0
+        self._finished = False
+
+    def start(self, run: RunStart) -> None:
+        self._total = run.total_steps
+        where = f"continues behind step {run.resumed_from}" if run.resumed_from else "from the beginning"
+        self._print(f"{run.name}: attempt {run.attempt}, {where}", _BOLD)
+
+    def steps(self, metrics: Sequence[StepMetrics], world_size: int, attempt: int) -> None:
+        for step in metrics:
+            self._first_step = self._first_step or step.step
+            self._losses.append(step.loss)
+            self._seconds.append(step.step_seconds)
+            self._print(self._step_line(step), _YELLOW if step.skipped else "")
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        shown = "  ".join(f"{key.removeprefix('eval/')} {value:.4f}" for key, value in values.items())
+        self._print(f"eval {self._place(step)}  {shown}", _BOLD)
+
+    def event(self, name: str, /, **fields: object) -> None:
+        self._print(f"     {in_words(name, redact(fields))}", _YELLOW if name != names.SAVED else "")
+
+    def state(self) -> dict[str, str]:
+        return {}
+
+    def finish(self, status: Status) -> None:
+        if self._finished:
+            return
+        self._finished = True
+        if len(self._losses) > 1:
+            last = self._first_step + len(self._losses) - 1
+            self._print(f"loss, steps {self._first_step} to {last}")
+            self._print(curve(self._losses, width=60, height=8))
+        self._print(_LAST_WORDS[status], _BOLD)
+
+    def _step_line(self, step: StepMetrics) -> str:
+        parts = [
+            f"step {self._place(step.step)}",
+            f"loss {step.loss:8.4f}",
+            f"grad {step.grad_norm:8.3f}",
+            f"lr {step.lr:8.2e}",
+            f"{short(step.tokens_per_second):>6} tok/s",
+        ]
+        if step.mfu is not None:
+            parts.append(f"mfu {100 * step.mfu:4.1f}%")
+        parts.append(f"mem {gibibytes(step.memory_bytes):>10}")
+        if self._total is not None:
+            parts.append(f"eta {duration(fmean(self._seconds) * max(self._total - step.step, 0))}")
+        return "  ".join(parts) + ("  skipped" if step.skipped else "")
+
+    def _place(self, step: int) -> str:
+        if self._total is None:
+            return f"{step:>6}"
+        return f"{step:>{len(str(self._total))}}/{self._total}"
+
+    def _print(self, text: str, colour: str = "") -> None:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        text = text.encode(encoding, "replace").decode(encoding)
+        print(f"{colour}{text}{_RESET}" if colour and self._colours else text, file=self._stream, flush=True)
+
+
+def in_words(name: str, fields: Mapping[str, object]) -> str:
+    """An event as a person would say it; one that is not known here as its name and fields."""
+    get = fields.get
+    rest = ", ".join(f"{key.replace('_', ' ')} {_figure(value)}" for key, value in fields.items() if key != "step")
+    match name:
+        case names.SAVED:
+            seconds, num_bytes = get("seconds"), get("bytes")
+            took = f" in {seconds:.1f} s" if isinstance(seconds, int | float) else ""
+            size = f", {gibibytes(num_bytes)}" if isinstance(num_bytes, int) else ""
+            return f"saved step {get('step')}{took}{size}"
+        case names.SKIPPED_UPDATE:
+            return f"step {get('step')}: update skipped" + (f" ({rest})" if rest else "")
+        case names.ANSWERED:
+            return f"asked: {get('prompt')}\n     answered: {get('answer')}"
+        case names.RESIZED:
+            return f"resized from {get('before')} to {get('after')} workers"
+        case names.ATTEMPT_STARTED:
+            return f"started on {get('world_size')} workers"
+    step = f" at step {fields['step']}" if "step" in fields else ""
+    return name.replace("_", " ") + step + (f": {rest}" if rest else "")
+
+
+def short(value: float) -> str:
+    """A count with three digits: 987, 12.3k, 4.56M."""
+    if not math.isfinite(value):
+        return str(value)
+    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 0.9995 * scale:
+            return f"{value / scale:.3g}{unit}" if abs(value) < 999.5 * scale else f"{value / scale:.0f}{unit}"
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
+
+
+def gibibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """How long, in the two largest units: 2d 3h, 1h 05m, 3m 20s, 12s."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours}h"
+    if hours:
+        return f"{hours}h {minutes:02}m"
+    return f"{minutes}m {rest:02}s" if minutes else f"{rest}s"
+
+
+def curve(losses: Sequence[float], width: int, height: int) -> str:
+    """The losses as `height` lines of at most `width` braille characters, with the scale at the left.
+
+    Where there are more losses than dots in a line, a dot is the mean of its share. A loss that is not finite is a gap.
+    """
+    points = _pooled(losses, 2 * width)
+    finite = [value for value in points if math.isfinite(value)]
+    if not finite:
+        return "(no finite loss)"
+    low, high = min(finite), max(finite)
+    rows = 4 * height
+    scale = (rows - 1) / (high - low) if high > low else 0.0
+    cells = [[0] * math.ceil(len(points) / 2) for _ in range(height)]
+    previous: int | None = None
+    for column, value in enumerate(points):
+        if not math.isfinite(value):
+            previous = None
+            continue
+        row = round((high - value) * scale)
+        # Joined to the point before, so that a steep curve stays one line.
+        start = row if previous is None else previous + (row > previous) - (row < previous)
+        for dot in range(min(start, row), max(start, row) + 1):
+            cells[dot // 4][column // 2] |= _DOTS[column % 2][dot % 4]
+        previous = row
+    labels = {0: f"{high:.4g}", height - 1: f"{low:.4g}"} if height > 1 else {0: f"{high:.4g}"}
+    margin = max(map(len, labels.values()))
+    texts = ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
+    return "\n".join(f"{labels.get(row, ''):>{margin}} ┤{text}" for row, text in enumerate(texts))
+
+
+def _pooled(values: Sequence[float], count: int) -> list[float]:
+    if len(values) <= count:
+        return list(values)
+    pooled = []
+    for index in range(count):
+        share = values[index * len(values) // count : (index + 1) * len(values) // count]
+        finite = [value for value in share if math.isfinite(value)]
+        pooled.append(fmean(finite) if finite else math.nan)
+    return pooled
+
+
+def _figure(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

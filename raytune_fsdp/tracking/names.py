@@ -1,0 +1,47 @@
+"""Names of metrics and events, in one place. Dashboards and tests depend on them."""
+
+from __future__ import annotations
+
+from raytune_fsdp.types import StepMetrics
+
+LOSS = "train/loss"
+GRAD_NORM = "train/grad_norm"
+LR = "train/lr"
+EPOCH = "train/epoch"
+TOKENS_PER_SECOND = "perf/tokens_per_second"
+MFU = "perf/mfu"
+STEP_SECONDS = "perf/step_seconds"
+DATA_SECONDS = "perf/data_seconds"
+MEMORY_BYTES = "perf/memory_bytes"
+
+ATTEMPT_STARTED = "attempt_started"
+"""Fields: world_size, resumed_from, and the part of the plan that depends on the world size."""
+SAVED = "saved"
+"""Fields: step, seconds, bytes, path."""
+SKIPPED_UPDATE = "skipped_update"
+"""Fields: step, grad_norm."""
+ANSWERED = "answered"
+"""Fields: step, prompt, answer."""
+RESIZED = "resized"
+"""Fields: before, after (world sizes)."""
+
+
+def evaluation_loss(dataset: str) -> str:
+    return f"eval/{dataset}/loss"
+
+
+def values_of(metrics: StepMetrics) -> dict[str, float]:
+    """A step as named numbers; without MFU where the peak of the device is not known."""
+    values = {
+        LOSS: metrics.loss,
+        GRAD_NORM: metrics.grad_norm,
+        LR: metrics.lr,
+        EPOCH: metrics.epoch,
+        TOKENS_PER_SECOND: metrics.tokens_per_second,
+        STEP_SECONDS: metrics.step_seconds,
+        DATA_SECONDS: metrics.data_seconds,
+        MEMORY_BYTES: float(metrics.memory_bytes),
+    }
+    if metrics.mfu is not None:
+        values[MFU] = metrics.mfu
+    return values

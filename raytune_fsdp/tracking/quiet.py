@@ -1,0 +1,26 @@
+"""Silence for one thread: other threads' records of the same loggers pass, and no level or handler is changed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def muted(*names: str) -> Iterator[None]:
+    """Drops what these loggers say in the calling thread, short of errors."""
+    thread = threading.get_ident()
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.thread != thread or record.levelno >= logging.ERROR
+
+    loggers = [logging.getLogger(name) for name in names]
+    for each in loggers:
+        each.addFilter(passes)
+    try:
+        yield
+    finally:
+        for each in loggers:
+            each.removeFilter(passes)

@@ -1,0 +1,147 @@
+"""Secrets out of what is about to be written where others read it: params, config artifacts, events.
+
+By key (`password`, `api_key`, `HF_TOKEN`; not `tokenizer`, `eos_token`, `max_new_tokens`) and by the shape of the value
+(`hf_...`, `AKIA...`, a password in an URL). A key that is unclear counts as a secret. It is a net, not a proof: secrets
+belong into the environment, not into a config.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+import yaml
+
+REDACTED = "<redacted>"
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_SECRET_WORDS = _words(
+    "secret secrets password passwords passwd passphrase pwd credential credentials authorization bearer cookie "
+    "apikey apikeys accesskey privatekey secretkey authtoken accesstoken"
+)
+_SECRET_KEY_KINDS = _words("api access private secret encryption signing account ssh license")
+_SECRET_TOKENS_KINDS = _words("api access auth refresh bearer hf hub")
+# Tokens of a vocabulary and counts of tokens: `eos_token`, `per_token_loss`, `token_ids`.
+_BEFORE_PLAIN_TOKEN = _words(
+    "pad eos bos unk cls sep mask eot eom boi eoi image audio video start end stop special decoder forced per first "
+    "last next prev previous new target input output max min num mean added extra"
+)
+_AFTER_PLAIN_TOKEN = _words("id ids type types count counts index length embedding embeddings loss level")
+
+_SHAPES = tuple(
+    re.compile(pattern, re.DOTALL)
+    for pattern in (
+        r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+        r"\bhf_[A-Za-z0-9]{16,}",
+        r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
+        r"\bsk-(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{16,}",
+        r"\bgh[pousr]_[A-Za-z0-9]{20,}",
+        r"\bgithub_pat_[A-Za-z0-9_]{20,}",
+        r"\bglpat-[A-Za-z0-9_-]{16,}",
+        r"\bxox[abprs]-[A-Za-z0-9-]{10,}",
+        r"\bAIza[0-9A-Za-z_-]{30,}",
+        r"\b(?:nvapi-|dapi)[A-Za-z0-9_-]{24,}",
+        r"\beyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*",
+        r"\b(?i:bearer|basic)\s+(?=[A-Za-z._~+/=-]*[0-9])[A-Za-z0-9._~+/=-]{12,}",
+    )
+)
+# `user:password@` in any URL; a lone `token@` only in http ones, as the container of an abfss URL stands there too.
+_USERINFO = re.compile(r"(?<=://)[^\s/@:'\"]*:[^\s/'\"]+(?=@)|(?<=http://)[^\s/'\"]+(?=@)|(?<=https://)[^\s/'\"]+(?=@)")
+_URL_SIGNATURE = re.compile(r"(?i)([?&](?:sig|signature|x-amz-signature|x-goog-signature|key)=)[^&\s'\"]+")
+_VALUE = re.compile(r"\"[^\"\n]*\"|'[^'\n]*'|[^\s\"'&,;{}\[\]]+")
+# What comes before a value: `key=`, `"key": `, `--key `. The look-behind keeps the search linear in texts without spaces.
+_NAMED = re.compile(
+    r"(?<![\w.-])(?P<key>[\w.-]+)[\"']?[ \t]*[=:][ \t]*|(?<![\w.-])--(?P<flag>[A-Za-z][\w.-]*)\s+(?!--)"
+)
+_PLAIN = frozenset(("none", "null", "true", "false", "~", ""))
+
+
+def is_secret_key(key: str) -> bool:
+    """Whether a value under this (dotted) key is a secret."""
+    return any(_names_secret(words) or _names_token(words) for words in _segments(key))
+
+
+def redact(value: object, key: str = "") -> Any:
+    """A copy of the value without its secrets, through mappings, lists and strings; it stands under `key`."""
+    if value is None or isinstance(value, bool):
+        return value
+    secret = [words for words in _segments(key) if _names_secret(words) or _names_token(words)]
+    if secret and (not isinstance(value, int | float) or any(map(_names_secret, secret))):
+        return value if value in ("", [], {}, ()) else REDACTED
+    if isinstance(value, Mapping):
+        return {name: redact(item, str(name)) for name, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [redact(item) for item in value]
+    if isinstance(value, str | PurePath):
+        return redact_text(str(value))
+    return value
+
+
+def redact_text(text: str) -> str:
+    """The text without values that look like secrets and without what is assigned to a secret's name."""
+    for shape in _SHAPES:
+        text = shape.sub(REDACTED, text)
+    text = _USERINFO.sub(REDACTED, text)
+    text = _URL_SIGNATURE.sub(rf"\g<1>{REDACTED}", text)
+    return _without_assigned(text)
+
+
+def redact_yaml(text: str) -> str:
+    """A YAML document without its secrets; the very same text where there are none, comments included."""
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return redact_text(text)
+    clean = redact(document)
+    if clean == document:
+        return redact_text(text)
+    return str(yaml.safe_dump(clean, sort_keys=False, allow_unicode=True))
+
+
+def _without_assigned(text: str) -> str:
+    """Goes on right behind a name that is no secret's: its value may hold another name, as in `error: password=...`."""
+    clean, position = [], 0
+    while named := _NAMED.search(text, position):
+        value = _VALUE.match(text, named.end())
+        key = named["key"] or named["flag"]
+        clean.append(text[position : named.end()])
+        position = named.end()
+        if value and is_secret_key(key) and not _is_harmless(value[0].strip("\"'"), key):
+            clean.append(REDACTED)
+            position = value.end()
+    return "".join([*clean, text[position:]])
+
+
+def _is_harmless(value: str, key: str) -> bool:
+    """Already redacted, a vocabulary's `<token>`, nothing at all, or a number of tokens."""
+    if value.startswith("<") or value.lower() in _PLAIN:
+        return True
+    return value.replace(".", "").isdigit() and not any(map(_names_secret, _segments(key)))
+
+
+def _segments(key: str) -> list[list[str]]:
+    return [[word.lower() for word in _WORD.findall(segment)] for segment in key.split(".")]
+
+
+def _names_secret(words: list[str]) -> bool:
+    pairs = zip(words, words[1:], strict=False)
+    return not _SECRET_WORDS.isdisjoint(words) or any(a in _SECRET_KEY_KINDS and b in ("key", "keys") for a, b in pairs)
+
+
+def _names_token(words: list[str]) -> bool:
+    for index, word in enumerate(words):
+        before = words[index - 1] if index else ""
+        after = words[index + 1] if index + 1 < len(words) else ""
+        if word == "tokens" and before in _SECRET_TOKENS_KINDS:
+            return True
+        if word == "token" and before not in _BEFORE_PLAIN_TOKEN and after not in _AFTER_PLAIN_TOKEN:
+            return True
+    return False

@@ -1,0 +1,144 @@
+"""What a tracker is, none, and several as one.
+
+Rank 0 calls a tracker, from one thread: `start` once, then `steps`, `evaluation`, `event` and `state` in any order, at
+last `finish`. Steps arrive in order, possibly many at once, as scalars are fetched from the device together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from raytune_fsdp.errors import RaytuneError
+from raytune_fsdp.types import StepMetrics
+
+logger = logging.getLogger(__name__)
+
+Status = Literal["finished", "failed", "interrupted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStart:
+    """What is known when an attempt starts."""
+
+    name: str
+    """`run.name`."""
+    attempt: int
+    """1 for the first start of the worker group."""
+    resumed_from: int = 0
+    """Step of the checkpoint that the attempt continues from; 0 when it starts anew."""
+    total_steps: int | None = None
+    """Step at which the run ends."""
+    config: str = ""
+    """The config as YAML text."""
+    plan: Mapping[str, object] = field(default_factory=dict)
+    """The plan, ready for JSON."""
+    params: Mapping[str, object] = field(default_factory=dict)
+    """The config with dotted keys: `flatten(config)`."""
+    state: Mapping[str, str] = field(default_factory=dict)
+    """What `Tracker.state` gave to the checkpoint that the attempt continues from."""
+
+
+class Tracker(Protocol):
+    def start(self, run: RunStart) -> None:
+        """Begins an attempt, before its first step."""
+
+    def steps(self, metrics: Sequence[StepMetrics], world_size: int, attempt: int) -> None:
+        """Takes finished optimizer steps, in order."""
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Takes the result of an evaluation behind `step`, under keys such as `eval/<dataset>/loss`."""
+
+    def event(self, name: str, /, **fields: object) -> None:
+        """Takes anything else worth knowing; the names in use are in `tracking.names`."""
+
+    def state(self) -> dict[str, str]:
+        """What has to be in a checkpoint so that a run resumed from it continues here; may wait a bounded time."""
+
+    def finish(self, status: Status) -> None:
+        """Ends the attempt; may wait a bounded time. A second call does nothing."""
+
+
+class NullTracker:
+    """Tracks nothing: for every rank but 0."""
+
+    def start(self, run: RunStart) -> None:
+        pass
+
+    def steps(self, metrics: Sequence[StepMetrics], world_size: int, attempt: int) -> None:
+        pass
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def event(self, name: str, /, **fields: object) -> None:
+        pass
+
+    def state(self) -> dict[str, str]:
+        return {}
+
+    def finish(self, status: Status) -> None:
+        pass
+
+
+class Composite:
+    """Several trackers as one: each is called in turn, and a failure of one does not reach the others or training.
+
+    Errors that this package raises on purpose do reach training, after every tracker had its turn: the run directory
+    that cannot be written (`TrainingError`), and an interruption that happened to arrive in here.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = tuple(trackers)
+        self._failed: set[int] = set()
+
+    def start(self, run: RunStart) -> None:
+        self._each(lambda tracker: tracker.start(run))
+
+    def steps(self, metrics: Sequence[StepMetrics], world_size: int, attempt: int) -> None:
+        self._each(lambda tracker: tracker.steps(metrics, world_size, attempt))
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        self._each(lambda tracker: tracker.evaluation(step, values))
+
+    def event(self, name: str, /, **fields: object) -> None:
+        self._each(lambda tracker: tracker.event(name, **fields))
+
+    def state(self) -> dict[str, str]:
+        merged: dict[str, str] = {}
+        self._each(lambda tracker: merged.update(tracker.state()))
+        return merged
+
+    def finish(self, status: Status) -> None:
+        self._each(lambda tracker: tracker.finish(status))
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        ours: RaytuneError | None = None
+        for index, tracker in enumerate(self._trackers):
+            try:
+                call(tracker)
+            except RaytuneError as error:
+                ours = ours or error
+            except Exception:  # a tracker is foreign code to training, whatever it raises
+                if index not in self._failed:
+                    self._failed.add(index)
+                    name = type(tracker).__name__
+                    logger.warning("%s failed; training continues, later failures are not told", name, exc_info=True)
+        if ours is not None:
+            raise ours
+
+
+def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Nested mappings and lists as one mapping with dotted keys: `data.train.0.path`. Empty ones stay as they are."""
+    flat: dict[str, object] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, list | tuple) and value:
+            value = {str(index): item for index, item in enumerate(value)}
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{name}.")
+        else:
+            flat[name] = value
+    return flat

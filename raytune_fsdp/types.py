@@ -1,0 +1,136 @@
+"""The values that travel between the stages. Plain frozen data, no behaviour beyond what follows from the fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    Int32Array = np.ndarray[Any, np.dtype[np.int32]]
+
+IGNORE = -100
+"""Label of a token that is not trained on."""
+
+PADDING = -1
+"""Source id of a token that belongs to no dataset."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """The packed sample that comes next: epoch, place of the window in its order, place of the sample in the window."""
+
+    epoch: int = 0
+    window: int = 0
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedSample:
+    """One sequence of `seq_len` tokens. All four arrays are int32 of that length.
+
+    `labels[i]` is `input_ids[i]` where token i is trained on, else IGNORE; it is predicted from token i-1 (models
+    shift). The first token of a document has label IGNORE. `position_ids` restart at 0 with every document and with the
+    padding.
+    `source_ids[i]` is the index of the dataset in `data.train` (or `data.eval`), PADDING for padding.
+    """
+
+    input_ids: Int32Array
+    labels: Int32Array
+    position_ids: Int32Array
+    source_ids: Int32Array
+    id: int
+    """xxh3 of the four arrays, as a signed 64-bit integer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Census:
+    """What one pass over the data amounts to, counted before anything is trained."""
+
+    rows: int
+    documents: int
+    samples: int
+    tokens: int
+    target_tokens: int
+    windows: int
+    dropped: Mapping[str, int]
+    """Rows that did not become a document, by reason."""
+    truncated: int
+    """Documents that were cut."""
+    seq_len: int
+
+    @property
+    def efficiency(self) -> float:
+        """Fraction of the packed positions that hold a token."""
+        return self.tokens / (self.samples * self.seq_len) if self.samples else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A block: `micro_batch` packed samples (fewer only at the very end of a run), or a filler.
+
+    A filler has the shape of a block and no target tokens. The counts are of real tokens, taken on the host.
+    """
+
+    index: int
+    """Index of the block in its step."""
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor
+    source_ids: torch.Tensor
+    sample_ids: tuple[int, ...]
+    """Ids of the packed samples, in order; empty for a filler."""
+    tokens: int
+    target_tokens: int
+    attended_pairs: int
+    """Pairs (query, key) with key at or before query in the same document: what causal attention has to compute."""
+
+    @property
+    def is_filler(self) -> bool:
+        return not self.sample_ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatches:
+    """The blocks of one rank in one optimizer step; every rank gets equally many, fillers included."""
+
+    step: int
+    """1 for the first optimizer step of a run."""
+    blocks: tuple[Batch, ...]
+    cursor: Cursor
+    """The sample after the last one of this step: where a run continues that stops behind it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step as it is written: the trajectory, and beside it what depends on machines and luck."""
+
+    step: int
+    epoch: float
+    samples: str
+    """xxh3 of the ordered sample ids of the global batch, in hex."""
+    tokens: int
+    target_tokens: int
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    step_seconds: float
+    data_seconds: float
+    tokens_per_second: float
+    mfu: float | None
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A committed checkpoint."""
+
+    step: int
+    path: Path
+    seconds: float
+    bytes: int

@@ -1,0 +1,191 @@
+"""The command line around the config: commands, exit codes, what is printed, and that nothing heavy is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import types
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raytune_fsdp
+from raytune_fsdp.cli import common, main, train
+from raytune_fsdp.errors import ConfigError, Interrupted, TrainingError, UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = [
+    "--run.name",
+    "x",
+    "--model.path",
+    "m",
+    "--data.train.0.path",
+    "a",
+    "--train.global_batch",
+    "4",
+    "--train.max_steps",
+    "1",
+]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The configs that `finetune` was called with."""
+    configs: list[Any] = []
+    api = types.ModuleType("raytune_fsdp.api")
+    api.finetune = configs.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "raytune_fsdp.api", api)
+    return configs
+
+
+def errors(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err.splitlines()
+
+
+def test_train_hands_the_config_to_finetune(started: list[Any]) -> None:
+    assert main.main(["train", *FLAGS]) == 0
+    assert started[0].run.name == "x"
+
+
+def test_train_reads_a_file(started: list[Any]) -> None:
+    recipe = ROOT / "jobs/recipes/llama3-8b-full-8xa100.yaml"
+    assert main.main(["train", f"--config={recipe}", "--run.name", "other"]) == 0
+    assert (started[0].run.name, started[0].data.seq_len) == ("other", 4096)
+
+
+def test_the_default_config_is_used_where_none_is_given(started: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "demo.yaml").write_text("run: {name: from-file}\n")
+    assert train.main(FLAGS[2:], default_config=tmp_path / "demo.yaml") == 0
+    assert started[0].run.name == "from-file"
+
+
+def test_a_wrong_config_is_exit_code_2_and_a_line_for_each_problem(
+    started: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["train", *FLAGS, "--optim.lr=0", "--optim.ep=1"]) == 2
+    lines = errors(capsys)
+    assert lines[0].startswith("error: optim.lr=0: must be number > 0")
+    assert lines[1].startswith("error: optim.ep=1: unknown field; nearest: optim.eps")
+    assert len(lines) == 2 and started == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError("why"), 2), (UserError("why"), 2), (TrainingError("why"), 1), (Interrupted("why"), 130)],
+)
+def test_errors_for_users_are_a_line_and_their_exit_code(
+    error: Exception, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> int:
+        raise error
+
+    assert common.exit_code(work) == code
+    assert errors(capsys) == ["error: why"]
+
+
+def test_control_c_is_130(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> int:
+        raise KeyboardInterrupt
+
+    assert common.exit_code(work) == 130
+    assert errors(capsys) == ["error: interrupted"]
+
+
+def test_our_own_bugs_keep_their_traceback() -> None:
+    def work() -> int:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        common.exit_code(work)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["trian"], "unknown command trian; nearest: train; commands: train"),
+        (["--verbose"], "unknown argument --verbose; commands: train"),
+        (["train", "--cofig", "x"], "unknown argument --cofig; nearest: --config"),
+        (["train", "job.yaml"], "unexpected argument job.yaml; a config file is given with --config job.yaml"),
+        (["train", "--config"], "argument --config: expected one argument"),
+        (["train", "--config", "nope.yaml"], "config file nope.yaml: no such file"),
+    ],
+)
+def test_mistakes_on_the_command_line(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(arguments) == 2
+    (line,) = errors(capsys)
+    assert line.startswith(f"error: {expected}")
+
+
+def test_a_command_without_overrides_names_the_nearest_flag() -> None:
+    parser = common.Parser("x", "")
+    parser.add_argument("--prompt")
+    with pytest.raises(ConfigError, match="unknown argument --promt; nearest: --prompt"):
+        parser.parse(["--promt", "hi"])
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_lists_the_commands(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([flag]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in main.COMMANDS)
+
+
+def test_help_of_train_lists_the_fields(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    with pytest.raises(SystemExit) as done:
+        main.main(["train", "--help"])
+    text = capsys.readouterr().out
+    assert done.value.code == 0
+    assert "--config FILE" in text and "--optim.schedule.decay  number > 0, <= 1" in text and "(default: 0.1)" in text
+
+
+def test_without_a_command_the_usage_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([]) == 2
+    assert capsys.readouterr().err.startswith("usage: raytune-fsdp COMMAND")
+
+
+def test_every_command_has_its_file() -> None:
+    assert [name for name in main.COMMANDS if find_spec(f"raytune_fsdp.cli.{name}") is None] == []
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--version"]) == 0
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert capsys.readouterr().out == f"raytune-fsdp {version}\n"
+
+
+def test_public_names() -> None:
+    assert raytune_fsdp.__all__ == ["FinetuneConfig", "FinetuneResult", "RaytuneError", "finetune"]
+    assert set(raytune_fsdp.__all__) <= set(dir(raytune_fsdp))
+    assert raytune_fsdp.FinetuneConfig.__name__ == "FinetuneConfig"
+    with pytest.raises(AttributeError, match="no attribute 'fintune'"):
+        _ = raytune_fsdp.fintune  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import raytune_fsdp",
+        "from raytune_fsdp.config import FinetuneConfig; from raytune_fsdp import RaytuneError",
+        "import raytune_fsdp.config.load, raytune_fsdp.config.docs",
+        "from raytune_fsdp.cli.main import main; assert main(['train', '--optim.lr', '0']) == 2",
+    ],
+)
+def test_nothing_heavy_is_imported(code: str) -> None:
+    check = "import sys; print([m for m in ('torch', 'ray', 'mlflow', 'transformers', 'numpy') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{check}"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_the_job_runs_from_any_directory(tmp_path: Path) -> None:
+    command = [sys.executable, "-I", str(ROOT / "jobs/finetune.py"), "--optim.lr=0"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert all(line.startswith("error: ") for line in done.stderr.splitlines())

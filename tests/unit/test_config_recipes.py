@@ -1,0 +1,28 @@
+"""Every recipe that is shipped parses, and the founding one says what its document says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raytune_fsdp.config.load import load_config
+
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "jobs" / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_parses(recipe: Path) -> None:
+    assert load_config(recipe, []).run.name
+
+
+def test_the_founding_recipe_has_its_document_s_values() -> None:
+    (recipe,) = [path for path in RECIPES if path.stem == "llama2-70b-full-16xa100"]
+    config = load_config(recipe, [])
+    assert config.model.path == "meta-llama/Llama-2-70b-hf"
+    assert (config.train.max_steps, config.train.global_batch, config.train.micro_batch) == (500, 16, 1)
+    assert (config.optim.lr, config.optim.warmup_ratio, config.optim.weight_decay) == (5e-5, 0.03, 0.01)
+    assert (config.optim.schedule.type, config.data.seq_len) == ("cosine", 2048)
+    assert (config.parallel.strategy, config.parallel.precision) == ("full_shard", "bf16")
+    assert config.parallel.activation_checkpointing == "full"
+    assert config.data.train[0].format.model_dump() == {"type": "completion", "text": "content"}

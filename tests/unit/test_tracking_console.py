@@ -1,0 +1,141 @@
+"""What a person sees."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+import pytest
+
+from raytune_fsdp.tracking import RunStart
+from raytune_fsdp.tracking.console import ConsoleTracker, curve, duration, in_words, short
+from raytune_fsdp.types import StepMetrics
+
+
+def step(number: int, *, loss: float = 2.5, mfu: float | None = 0.412, skipped: bool = False) -> StepMetrics:
+    return StepMetrics(
+        step=number, epoch=0.1, samples="0" * 16, tokens=4096, target_tokens=1000, loss=loss, grad_norm=1.25,
+        lr=1e-4, skipped=skipped, step_seconds=2.0, data_seconds=0.01, tokens_per_second=12345.0, mfu=mfu,
+        memory_bytes=3 * 2**29,
+    )  # fmt: skip
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def begin(stream: io.StringIO, resumed_from: int = 0) -> ConsoleTracker:
+    tracker = ConsoleTracker(stream)
+    tracker.start(RunStart(name="demo", attempt=2, resumed_from=resumed_from, total_steps=100))
+    return tracker
+
+
+def test_a_run_in_lines() -> None:
+    stream = io.StringIO()
+    tracker = begin(stream, resumed_from=8)
+    tracker.steps([step(9), step(10, mfu=None, loss=math.nan, skipped=True)], world_size=4, attempt=2)
+    tracker.event("skipped_update", step=10, grad_norm=math.nan)
+    tracker.evaluation(10, {"eval/chat/loss": 1.23456, "eval/code/loss": 2.0})
+    tracker.event("saved", step=10, seconds=1.234, bytes=2**31, path="x")
+    tracker.event("resized", before=4, after=3)
+    tracker.event("node_lost", node="n1", step=11)
+    tracker.finish("interrupted")
+    tracker.finish("failed")
+    lines = stream.getvalue().splitlines()
+    assert lines[:8] == [
+        "demo: attempt 2, continues behind step 8",
+        "step   9/100  loss   2.5000  grad    1.250  lr 1.00e-04   12.3k tok/s  mfu 41.2%  mem   1.50 GiB  eta 3m 02s",
+        "step  10/100  loss      nan  grad    1.250  lr 1.00e-04   12.3k tok/s  mem   1.50 GiB  eta 3m 00s  skipped",
+        "     step 10: update skipped (grad norm nan)",
+        "eval  10/100  chat/loss 1.2346  code/loss 2.0000",
+        "     saved step 10 in 1.2 s, 2.00 GiB",
+        "     resized from 4 to 3 workers",
+        "     node lost at step 11: node n1",
+    ]
+    assert lines[8] == "loss, steps 9 to 10"
+    assert lines[-1] == "interrupted; the same command continues"
+    assert "\033" not in stream.getvalue()
+
+
+def test_colours_only_on_a_terminal_that_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    colourful, plain = Terminal(), Terminal()
+    begin(colourful)
+    monkeypatch.setenv("NO_COLOR", "1")
+    begin(plain)
+    assert "\033[1m" in colourful.getvalue() and "\033" not in plain.getvalue()
+
+
+def test_a_terminal_without_unicode_gets_the_curve_all_the_same() -> None:
+    raw = io.BytesIO()
+    tracker = ConsoleTracker(io.TextIOWrapper(raw, encoding="ascii"))
+    tracker.steps([step(1), step(2)], world_size=1, attempt=1)
+    tracker.finish("finished")
+    assert raw.getvalue().splitlines()[-1] == b"finished"
+
+
+def test_events_show_no_secrets() -> None:
+    stream = io.StringIO()
+    begin(stream).event("failure", cause="password=hunter2")
+    assert "hunter2" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "0s"), (59.7, "1m 00s"), (200, "3m 20s"), (3900, "1h 05m"), (180000, "2d 2h"), (math.inf, "?")],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (987.4, "987"), (999.7, "1k"), (12345, "12.3k"), (999_700, "1M"), (4.56e6, "4.56M"), (math.nan, "nan")],
+)
+def test_short(value: float, text: str) -> None:
+    assert short(value) == text
+
+
+def test_words_for_incomplete_events() -> None:
+    assert in_words("saved", {"step": 3}) == "saved step 3"
+    assert in_words("dropped_rows", {}) == "dropped rows"
+
+
+def test_curve_falls() -> None:
+    drawn = curve([1 / (1 + i / 50) for i in range(1000)], width=40, height=6).splitlines()
+    assert len(drawn) == 6 and drawn[0].lstrip().startswith("0.9") and drawn[-1].startswith("0.0")
+    bodies = [line.split("┤")[1] for line in drawn]
+    assert all(len(body) == 40 for body in bodies)
+    empty = chr(0x2800)
+    assert bodies[0][0] != empty and bodies[-1][-1] != empty
+    assert bodies[0][-1] == empty and bodies[-1][0] == empty
+
+
+def test_curves_that_are_hardly_one() -> None:
+    assert curve([], 10, 3) == "(no finite loss)" == curve([math.nan], 10, 3)
+    assert curve([2.0], 10, 1).startswith("2 ┤")
+    assert len(curve([1.0, math.nan, math.inf, 3.0], 10, 4).splitlines()) == 4
+    assert len(curve([5.0] * 500, 10, 4).splitlines()) == 4
+
+
+def test_plot_draws_a_run(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from raytune_fsdp.errors import UserError
+    from raytune_fsdp.report.curves import plot, smoothed
+    from raytune_fsdp.tracking.jsonl import JsonlTracker
+
+    tracker = JsonlTracker(tmp_path)
+    tracker.start(RunStart(name="demo", attempt=1))
+    with pytest.raises(UserError, match="no steps yet"):
+        plot(tmp_path / "metrics.jsonl", tmp_path / "x.png")
+    losses = [3 / (1 + i / 30) + 0.1 * math.sin(i) for i in range(200)]
+    tracker.steps([step(i, loss=loss) for i, loss in enumerate(losses, start=1)], world_size=1, attempt=1)
+    tracker.steps([step(201, loss=math.nan)], world_size=1, attempt=1)
+    for at in (50, 100, 200):
+        tracker.evaluation(at, {"eval/chat/loss": 4 / (1 + at / 40), "eval/code/loss": 3.0})
+    plot(tmp_path / "metrics.jsonl", tmp_path / "report/loss.png")
+    assert (tmp_path / "report/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert smoothed([1.0, 3.0, math.nan, 5.0], reach=1) == [2.0, 2.0, 4.0, 5.0]
+    assert math.isnan(smoothed([math.nan], reach=1)[0])

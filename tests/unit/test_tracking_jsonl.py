@@ -1,0 +1,177 @@
+"""The run directory's record: every step once, every bit, through crashes."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import struct
+from pathlib import Path
+
+import pytest
+
+from raytune_fsdp.errors import RaytuneError, TrainingError
+from raytune_fsdp.tracking import RunStart
+from raytune_fsdp.tracking.jsonl import JsonlTracker, append_event, read_events, read_metrics, read_trajectory
+from raytune_fsdp.types import StepMetrics
+
+
+def step(number: int, loss: float = 2.5, grad_norm: float = 1.0, skipped: bool = False) -> StepMetrics:
+    return StepMetrics(
+        step=number, epoch=number / 7, samples=f"{number:016x}", tokens=4096, target_tokens=1000, loss=loss,
+        grad_norm=grad_norm, lr=1e-4, skipped=skipped, step_seconds=0.5, data_seconds=0.01, tokens_per_second=8192.0,
+        mfu=None, memory_bytes=2**30,
+    )  # fmt: skip
+
+
+def begin(directory: Path, *, resumed_from: int = 0, attempt: int = 1) -> JsonlTracker:
+    tracker = JsonlTracker(directory)
+    tracker.start(RunStart(name="run", attempt=attempt, resumed_from=resumed_from))
+    return tracker
+
+
+def steps_of(directory: Path) -> list[int]:
+    return [line["step"] for line in read_trajectory(directory / "metrics.jsonl")]
+
+
+def test_a_line_has_the_trajectory_and_the_rest_beside_it(tmp_path: Path) -> None:
+    tracker = begin(tmp_path / "new")
+    tracker.steps([step(1)], world_size=2, attempt=1)
+    tracker.finish("finished")
+    line = json.loads((tmp_path / "new/metrics.jsonl").read_text())
+    assert line == {
+        "kind": "step",
+        "trajectory": {
+            "step": 1, "epoch": 1 / 7, "samples": f"{1:016x}", "tokens": 4096, "target_tokens": 1000, "loss": 2.5,
+            "grad_norm": 1.0, "lr": 1e-4,
+        },
+        "world_size": 2, "attempt": 1, "step_seconds": 0.5, "data_seconds": 0.01, "tokens_per_second": 8192.0,
+        "mfu": None, "memory_bytes": 2**30, "skipped": False,
+    }  # fmt: skip
+
+
+def test_floats_keep_their_bits(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    values = [struct.unpack("<d", draw.randbytes(8))[0] for _ in range(2000)] + [5e-324, -0.0, 1e308, 0.1 + 0.2]
+    tracker = begin(tmp_path)
+    tracker.steps([step(i, loss=value) for i, value in enumerate(values, start=1)], world_size=1, attempt=1)
+    tracker.finish("finished")
+    found = [line["loss"] for line in read_trajectory(tmp_path / "metrics.jsonl")]
+    for value, back in zip(values, found, strict=True):
+        assert math.isnan(value) and math.isnan(back) or struct.pack("<d", value) == struct.pack("<d", back)
+
+
+def test_non_finite_floats_are_valid_json_and_compare_equal(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        tracker = begin(tmp_path / name)
+        tracker.steps([step(1, math.nan, math.inf, skipped=True), step(2, -math.inf)], world_size=1, attempt=1)
+        tracker.evaluation(2, {"eval/x/loss": math.nan})
+    text = (tmp_path / "a/metrics.jsonl").read_text()
+    for line in text.splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    first, second, evaluation = read_metrics(tmp_path / "a/metrics.jsonl")
+    assert math.isnan(first["trajectory"]["loss"]) and first["trajectory"]["grad_norm"] == math.inf
+    assert second["trajectory"]["loss"] == -math.inf and math.isnan(evaluation["values"]["eval/x/loss"])
+    assert read_trajectory(tmp_path / "a/metrics.jsonl") == read_trajectory(tmp_path / "b/metrics.jsonl")
+
+
+def test_a_resume_cuts_what_is_past_its_checkpoint(tmp_path: Path) -> None:
+    first = begin(tmp_path)
+    first.evaluation(0, {"eval/x/loss": 9.0})
+    first.steps([step(i) for i in range(1, 4)], world_size=2, attempt=1)
+    first.evaluation(3, {"eval/x/loss": 3.0})
+    first.steps([step(i) for i in range(4, 7)], world_size=2, attempt=1)
+    first.evaluation(6, {"eval/x/loss": 2.0})
+
+    second = begin(tmp_path, resumed_from=3, attempt=2)
+    second.evaluation(3, {"eval/x/loss": 3.5, "eval/y/loss": 1.0})
+    second.steps([step(i, loss=1.5) for i in range(4, 8)], world_size=3, attempt=2)
+    second.finish("finished")
+
+    assert steps_of(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["attempt"] for line in lines if line["kind"] == "step"] == [1, 1, 1, 2, 2, 2, 2]
+    evaluations = [(line["step"], line["values"]) for line in lines if line["kind"] == "eval"]
+    assert evaluations == [(0, {"eval/x/loss": 9.0}), (3, {"eval/x/loss": 3.0}), (3, {"eval/y/loss": 1.0})]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_start_from_the_beginning_leaves_nothing(tmp_path: Path) -> None:
+    first = begin(tmp_path)
+    first.evaluation(0, {"eval/x/loss": 9.0})
+    first.steps([step(1)], world_size=1, attempt=1)
+    begin(tmp_path, attempt=2).steps([step(1)], world_size=1, attempt=2)
+    assert [line["attempt"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [2]
+
+
+def test_a_crash_anywhere_in_a_line_costs_only_that_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    begin(tmp_path).steps([step(i) for i in (1, 2, 3)], world_size=1, attempt=1)
+    whole = path.read_bytes()
+    second_line_end = len(b"".join(whole.splitlines(keepends=True)[:2]))
+    for size in [*range(second_line_end, len(whole), 9), len(whole) - 1, len(whole)]:
+        path.write_bytes(whole[:size])
+        assert steps_of(tmp_path)[:2] == [1, 2]
+        tracker = begin(tmp_path, resumed_from=2, attempt=2)
+        tracker.steps([step(3), step(4)], world_size=1, attempt=2)
+        tracker.finish("finished")
+        assert steps_of(tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_process_that_should_be_dead_cannot_write_into_the_record(tmp_path: Path) -> None:
+    zombie = begin(tmp_path)
+    zombie.steps([step(1), step(2)], world_size=2, attempt=1)
+    heir = begin(tmp_path, resumed_from=2, attempt=2)
+    zombie.steps([step(3)], world_size=2, attempt=1)
+    heir.steps([step(3)], world_size=2, attempt=2)
+    assert steps_of(tmp_path) == [1, 2, 3]
+
+
+def test_lines_that_a_checkpoint_relies_on_but_are_gone_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin(tmp_path, resumed_from=5)
+    assert "0 lines for the first 5 steps" in caplog.text
+
+
+def test_a_garbled_line_is_not_read_silently(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"kind": "step"}\n')
+    with pytest.raises(RaytuneError, match=r"metrics\.jsonl has a line"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_a_record_that_cannot_be_written_stops_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainingError, match="metrics.jsonl cannot be written: (Not a directory|File exists)"):
+        begin(tmp_path / "file")
+    tracker = begin(tmp_path)
+    full = Path("/dev/full")
+    if full.exists():
+        tracker._file = full.open("ab", buffering=0)
+        with pytest.raises(TrainingError, match="metrics.jsonl cannot be written: No space left"):
+            tracker.steps([step(1)], world_size=1, attempt=1)
+
+
+def test_events_of_several_processes_and_attempts(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    tracker = begin(tmp_path, attempt=2)
+    tracker.event("saved", step=5, name="x", path=tmp_path, HF_TOKEN="my-own", seconds=math.inf)
+    with path.open("ab") as file:
+        file.write(b'{"time": "2026-01-')  # a crash
+    append_event(path, "resized", attempt=3, fields={"before": 4, "after": 3})
+    tracker.event("finished")
+    saved, resized, finished = read_events(path)
+    assert saved["fields"] == {
+        "step": 5, "name": "x", "path": str(tmp_path), "HF_TOKEN": "<redacted>", "seconds": math.inf,
+    }  # fmt: skip
+    assert (saved["attempt"], saved["event"]) == (2, "saved") and saved["time"].endswith("+00:00")
+    assert (resized["attempt"], resized["fields"]["after"]) == (3, 3)
+    assert finished["event"] == "finished"
+
+
+def test_scalars_of_array_libraries_are_numbers(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    tracker = begin(tmp_path)
+    tracker.evaluation(1, {"a": numpy.float32(0.5), "b": numpy.float32("nan"), "c": numpy.float64(0.1)})
+    values = read_metrics(tmp_path / "metrics.jsonl")[0]["values"]
+    assert values["a"] == 0.5 and math.isnan(values["b"]) and values["c"] == 0.1

@@ -1,0 +1,140 @@
+"""What counts as a secret, and what must not."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import time
+
+import pytest
+import yaml
+
+import raytune_fsdp.config
+from raytune_fsdp.config.base import Section
+from raytune_fsdp.tracking.redaction import REDACTED, is_secret_key, redact, redact_text, redact_yaml
+
+# Assembled here, so that no scanner takes this file for a leak.
+FILL = "a1B2c3D4e5F6g7H8i9J0"
+SHAPES = {
+    "hugging face": "hf" + "_" + FILL,
+    "aws": "AK" + "IAIOSFODNN7EXAMPLE",
+    "aws session": "AS" + "IAIOSFODNN7EXAMPLE",
+    "openai": "sk" + "-proj-" + FILL,
+    "github": "gh" + "p_" + FILL * 2,
+    "github fine": "github" + "_pat_" + FILL,
+    "gitlab": "gl" + "pat-" + FILL,
+    "slack": "xo" + "xb-123456789012-" + FILL,
+    "google": "AI" + "za" + FILL * 2,
+    "nvidia": "nv" + "api-" + FILL * 2,
+    "jwt": "ey" + "JhbGciOiJIUzI1NiJ9.ey" + "JzdWIiOiIxMjM0In0." + FILL,
+    "bearer": "Bearer " + FILL,
+}
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_secret_is_known_by_its_shape(shape: str) -> None:
+    secret = SHAPES[shape]
+    clean = redact({"note": f"before {secret} after", "list": [{"deep": secret}]})
+    assert secret not in str(clean) and FILL not in str(clean)
+    assert clean["note"].startswith("before ") and clean["note"].endswith(" after")
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ("postgresql://user:p4ss@word@db.internal/mlflow", "p4ss@word"),
+        ("https://alice:hunter2@mlflow.internal:5000/x", "hunter2"),
+        ("git clone https://abcdef0123@github.com/x/y", "abcdef0123"),
+        ("https://b.s3.amazonaws.com/x?X-Amz-Signature=deadbeef&y=1", "deadbeef"),
+        ("HF_TOKEN=abc123xyz python train.py", "abc123xyz"),
+        ("run --api-key abc123xyz --seed 1", "abc123xyz"),
+        ("run --api-key=abc123xyz --seed 1", "abc123xyz"),
+        ("error: password=hunter2 was refused", "hunter2"),
+        ('{"client_secret": "two words"}', "two words"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nMIIE\nxyz\n-----END RSA PRIVATE KEY-----", "MIIE"),
+    ],
+)
+def test_a_secret_is_found_inside_a_text(text: str, secret: str) -> None:
+    clean = redact_text(text)
+    assert secret not in clean and REDACTED in clean
+
+
+@pytest.mark.parametrize(
+    "key",
+    words(
+        "HF_TOKEN token hub_token auth_token accessToken api_key apiKey OPENAI_API_KEY aws_secret_access_key "
+        "AWS_ACCESS_KEY_ID password db.password credentials private_key Authorization api_tokens "
+        "cluster.env.MLFLOW_TRACKING_PASSWORD"
+    ),
+)
+def test_secret_keys(key: str) -> None:
+    assert is_secret_key(key)
+    assert redact({key: "plain-looking"}) == {key: REDACTED}
+    assert redact("plain-looking", key) == REDACTED
+
+
+@pytest.mark.parametrize(
+    "key",
+    words(
+        "tokenizer tokens target_tokens max_new_tokens pad_token eos_token bos_token_id token_ids tokens_per_second "
+        "per_token_loss tokenizer_fast keep_last key key_value_heads monkey RAY_AUTH_MODE author passes compass"
+    ),
+)
+def test_keys_that_only_sound_alike(key: str) -> None:
+    assert not is_secret_key(key)
+    assert redact({key: "value"}) == {key: "value"}
+
+
+def test_no_key_of_the_config_counts_as_a_secret() -> None:
+    for module in pkgutil.iter_modules(raytune_fsdp.config.__path__):
+        importlib.import_module(f"raytune_fsdp.config.{module.name}")
+    sections = Section.__subclasses__()
+    keys = {name for section in sections for name in section.model_fields}
+    assert len(keys) > 40 and "tokenizer" in keys
+    assert [key for key in keys if is_secret_key(key)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://bucket/train/part-*.parquet",
+        "abfss://container@account.dfs.core.windows.net/data",
+        "ssh://git@host/repo",
+        "sqlite:////storage/mlflow.db",
+        "task-specific-long-name-2024-01",
+        "hf_transfer and hf_hub_download",
+        "tokens: 4096, tokens_per_second: 12.5, lr=1e-4",
+        "the token is <|im_end|>, eos_token: </s>",
+        "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}{% endfor %}",
+        "a basic explanation of everything, at http://127.0.0.1:5000/#/experiments/1",
+        "token: 17",
+    ],
+)
+def test_texts_that_stay(text: str) -> None:
+    assert redact_text(text) == text
+
+
+def test_only_values_that_can_be_secrets_go() -> None:
+    kept = {"token": 17, "auth_token": None, "use_auth_token": True, "password": "", "tokens": 5, "loss": 0.25}
+    assert redact(kept) == kept
+    assert redact({"password": 1234, "credentials": {"user": "x"}}) == {"password": REDACTED, "credentials": REDACTED}
+
+
+def test_yaml_keeps_comments_unless_something_goes() -> None:
+    harmless = "run:\n  name: x  # a comment\nmodel: {tokenizer: gpt2}\n"
+    assert redact_yaml(harmless) == harmless
+    secret = "env:\n  HF_TOKEN: 'my own'\n  OTHER: |\n    two\n    lines\nseed: 1\n"
+    clean = yaml.safe_load(redact_yaml(secret))
+    assert clean == {"env": {"HF_TOKEN": REDACTED, "OTHER": "two\nlines\n"}, "seed": 1}
+    assert "hunter2" not in redact_yaml("{ broken: [\npassword: hunter2\n")
+
+
+def test_long_texts_take_no_time() -> None:
+    before = time.perf_counter()
+    for text in ("a" * 300_000, "a-" * 150_000, "key=" * 75_000, "sk-" * 100_000, "://" * 100_000, "eyJ." * 75_000):
+        redact_text(text)
+    assert time.perf_counter() - before < 2
