@@ -36,9 +36,7 @@ def finetune(config: FinetuneConfig, progress: Callable[[int, int], None] | None
     export = None
     if config.export.at_end and int(os.environ.get("RANK", "0")) == 0:
         export = plan.run_dir / "export"
-        export_checkpoint(
-            checkpoint, export, dtype=config.export.dtype, max_file_bytes=config.export.max_file_bytes
-        )
+        export_checkpoint(checkpoint, export, dtype=config.export.dtype, max_file_bytes=config.export.max_file_bytes)
     return FinetuneResult(run_dir=plan.run_dir, steps=plan.steps, checkpoint=checkpoint, export=export)
 
 

@@ -1,4 +1,4 @@
-"""From a prepared run to its parts on this rank, in the order of the data's flow: the only place where they are made."""
+"""From a prepared run to its parts on this rank, in the order of the data's flow: they are made here and only here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from raytune_fsdp.tracking.console import ConsoleTracker
 from raytune_fsdp.tracking.jsonl import EVENTS_FILE, JsonlTracker, read_events
 from raytune_fsdp.tracking.mlflow import MlflowTracker, sqlite_location
 from raytune_fsdp.tracking.tracker import Composite, NullTracker, RunStart, Tracker, flatten
-
 
 
 def assemble(config: FinetuneConfig, prepared: Prepared, device: torch.device) -> Parts:

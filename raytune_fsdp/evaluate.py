@@ -57,8 +57,13 @@ def answers(
 
 
 def answer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, *, max_new_tokens: int,
-    device: torch.device, temperature: float = 0.0,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    device: torch.device,
+    temperature: float = 0.0,
 ) -> str:
     """One answer. With a chat template the prompt is a user's message, without one it is continued."""
     if tokenizer.chat_template:

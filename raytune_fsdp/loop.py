@@ -91,9 +91,7 @@ def _evaluate(parts: Parts, step: int) -> None:
         parts.tracker.evaluation(step, {names.evaluation_loss(name): loss for name, loss in losses.items()})
     prompts = config.eval.prompts
     if prompts:
-        said = evaluate.answers(
-            parts.model, parts.tokenizer, prompts, max_new_tokens=config.eval.max_new_tokens
-        )
+        said = evaluate.answers(parts.model, parts.tokenizer, prompts, max_new_tokens=config.eval.max_new_tokens)
         for prompt, answer in zip(prompts, said, strict=True):
             parts.tracker.event(names.ANSWERED, step=step, prompt=prompt, answer=answer)
     parts.meter.restart_clock()
@@ -109,8 +107,6 @@ def _save(parts: Parts, state: RunState) -> RunState:
         tracking=parts.tracker.state(),
     )
     saved = parts.store.save(parts.model, parts.optimizer, state)
-    parts.tracker.event(
-        names.SAVED, step=saved.step, path=str(saved.path), seconds=saved.seconds, bytes=saved.bytes
-    )
+    parts.tracker.event(names.SAVED, step=saved.step, path=str(saved.path), seconds=saved.seconds, bytes=saved.bytes)
     parts.meter.restart_clock()
     return state

@@ -29,7 +29,13 @@ class Meter:
     """Collects steps and turns them into metrics when asked."""
 
     def __init__(
-        self, plan: Plan, architecture: Architecture, device: torch.device, *, windows: int, max_skipped: int,
+        self,
+        plan: Plan,
+        architecture: Architecture,
+        device: torch.device,
+        *,
+        windows: int,
+        max_skipped: int,
         skipped_in_row: int = 0,
     ) -> None:
         self._plan = plan
@@ -118,5 +124,3 @@ class Meter:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-

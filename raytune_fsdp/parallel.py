@@ -22,9 +22,7 @@ COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """Replicas x shards. Collective: all ranks must call this."""
-    return init_device_mesh(
-        device.type, (layout.replicas, layout.shard_size), mesh_dim_names=("replicate", "shard")
-    )
+    return init_device_mesh(device.type, (layout.replicas, layout.shard_size), mesh_dim_names=("replicate", "shard"))
 
 
 def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig) -> None:
@@ -87,7 +85,7 @@ def set_gradient_sync(model: nn.Module, *, last: bool, config: ParallelConfig) -
 
 
 def release_gathered(model: nn.Module) -> None:
-    """Free weights that a forward without backward has left gathered: the next one must see what training made of them."""
+    """Free weights that a forward without backward has left gathered: the next one must see the trained ones."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -119,7 +119,7 @@ def _layout(config: FinetuneConfig, world: int, blocks: int) -> Layout:
     train, parallel = config.train, config.parallel
     if blocks < world:
         raise ConfigError(
-            f"train.global_batch={train.global_batch} with train.micro_batch={train.micro_batch} makes {blocks} block(s) "
+            f"train.global_batch={train.global_batch} and train.micro_batch={train.micro_batch} make {blocks} block(s) "
             f"a step for {world} ranks, so some would always idle: use at most {blocks} rank(s), "
             f"a global_batch of at least {world * train.micro_batch}, or a smaller micro_batch"
         )

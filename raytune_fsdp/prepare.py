@@ -116,7 +116,7 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
     """One more than the largest id. Not the number of tokens: ids may have gaps."""
-    return max(tokenizer.get_vocab().values()) + 1
+    return int(max(tokenizer.get_vocab().values())) + 1
 
 
 def model_directory(config: FinetuneConfig) -> Path | None:

@@ -40,7 +40,9 @@ class LossScale:
     enabled: bool
 
     @classmethod
-    def start(cls, *, enabled: bool, device: torch.device, value: float = FIRST_SCALE, good_steps: int = 0) -> LossScale:
+    def start(
+        cls, *, enabled: bool, device: torch.device, value: float = FIRST_SCALE, good_steps: int = 0
+    ) -> LossScale:
         return cls(
             value=torch.tensor(value if enabled else 1.0, dtype=torch.float64, device=device),
             good_steps=torch.tensor(good_steps, dtype=torch.int64, device=device),
@@ -89,7 +91,7 @@ def train_step(
         _seed_block(seed, batches.step, block)
         loss = _forward(model, block)
         loss_sum += loss.detach()
-        (loss * (scale.value / targets).to(loss.dtype)).backward()
+        (loss * (scale.value / targets).to(loss.dtype)).backward()  # type: ignore[no-untyped-call]
     grads = local_gradients(model.parameters())
     loss_value, norm = _global_loss_and_norm(loss_sum, grads, targets, scale, replicas=plan.layout.replicas)
     finite = torch.isfinite(loss_value) & torch.isfinite(norm)

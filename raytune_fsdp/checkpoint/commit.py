@@ -137,7 +137,7 @@ def remove_staging(directory: Path) -> None:
 
 
 def prune(directory: Path, keep_last: int) -> None:
-    """Delete all but the newest checkpoints. Renamed first: a half-deleted directory is never taken for a checkpoint."""
+    """Delete all but the newest checkpoints. Renamed first: a half-deleted one must not be taken for a checkpoint."""
     for found in committed(directory)[:-keep_last]:
         doomed = found.path.with_name(found.path.name + STAGING)
         found.path.rename(doomed)

@@ -58,6 +58,6 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], directory: 
     ]
     if differences:
         raise ResumeError(
-            f"{directory} was trained with other settings, so continuing it would be neither the old run nor a new one; "
+            f"{directory} was trained with other settings: continuing it would be neither the old run nor a new one; "
             "set these back, or give run.name another value:\n  " + "\n  ".join(differences)
         )

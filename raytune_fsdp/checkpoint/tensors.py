@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -60,26 +62,26 @@ def write(tensors: dict[str, torch.Tensor], directory: Path) -> None:
 
     One thread: with more, an error in a helper thread is swallowed and an incomplete checkpoint published.
     """
-    writer = dcp.FileSystemWriter(directory, thread_count=1, overwrite=False, sync_files=True)
+    writer = FileSystemWriter(directory, thread_count=1, overwrite=False, sync_files=True)
     try:
-        dcp.save(tensors, storage_writer=writer)
+        save(tensors, storage_writer=writer)
     except CheckpointException as error:  # a BaseException: nothing else would catch it
         raise TrainingError(f"checkpoint {directory} could not be written: {_reason(error)}") from error
 
 
 def read(tensors: dict[str, torch.Tensor], directory: Path, *, alone: bool = False, whole: bool = True) -> None:
-    """Fill `tensors` in place. Collective, unless `alone`. Nothing is cast or missed silently, nor, if `whole`, left out."""
-    reader = dcp.FileSystemReader(directory)
+    """Fill `tensors` in place. Collective, unless `alone`. Nothing is cast or missed silently, nor, if `whole`, left."""
+    reader = FileSystemReader(directory)
     _compare(tensors, reader.read_metadata(), directory, whole=whole)
     try:
-        dcp.load(tensors, storage_reader=reader, no_dist=alone)
+        load(tensors, storage_reader=reader, no_dist=alone)
     except CheckpointException as error:
         raise ResumeError(f"checkpoint {directory} could not be read: {_reason(error)}") from error
 
 
 def stored_shapes(directory: Path, prefix: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Shape and type of the stored tensors whose names start with `prefix`, without it."""
-    entries = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    entries = FileSystemReader(directory).read_metadata().state_dict_metadata
     return {
         name.removeprefix(prefix): (entry.size, entry.properties.dtype)
         for name, entry in entries.items()
@@ -95,10 +97,11 @@ def _compare(tensors: dict[str, torch.Tensor], metadata: Metadata, directory: Pa
     for name, tensor in tensors.items():
         entry = entries.get(name)
         if isinstance(entry, TensorStorageMetadata) and (entry.size, entry.properties.dtype) != (
-            tensor.shape, tensor.dtype
+            tensor.shape,
+            tensor.dtype,
         ):
             problems.append(
-                f"{name} is {list(entry.size)} {entry.properties.dtype} there and {list(tensor.shape)} {tensor.dtype} here"
+                f"{name} is {list(entry.size)} {entry.properties.dtype} there, {list(tensor.shape)} {tensor.dtype} here"
             )
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""

@@ -118,16 +118,16 @@ def to_ids_and_mask(
 def _check_turns(
     messages: list[dict[str, Any]], mask: list[bool], offsets: list[tuple[int, int]], *, where: str
 ) -> None:
-    # Where a tokenizer drops the character at which a turn starts or ends, transformers loses the turn, or takes all that
-    # follows for the assistant's. Both leave fewer turns in the mask than there are in the conversation.
+    # Where a tokenizer drops the character at which a turn starts or ends, transformers loses the turn, or takes all
+    # that follows for the assistant's. Both leave fewer turns in the mask than there are in the conversation.
     before = [None, *(message["role"] for message in messages)]
     turns = sum(message["role"] == "assistant" != last for message, last in zip(messages, before, strict=False))
     found = sum(flag and not last for flag, last in zip(mask, [False, *mask], strict=False))
     gaps = any(start > end for (start, _), (_, end) in zip(offsets[1:], offsets, strict=False))
     if found < turns and gaps:
         raise DataError(
-            f"{where}: the tokenizer drops characters at the border of an assistant's turn ({found} of {turns} turns are in "
-            "the mask); keep white space out of {% generation %} … {% endgeneration %} in the chat template, or strip the text"
+            f"{where}: the tokenizer drops characters at the border of an assistant's turn ({found} of {turns} turns "
+            "are in the mask); keep white space out of {% generation %} … {% endgeneration %}, or strip the row's text"
         )
 
 

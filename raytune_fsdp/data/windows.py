@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,7 @@ class Windows:
         """Names of the datasets, in the order that source ids count them."""
         self.sources = [JsonLines(dataset.path) for dataset in datasets]
         self._formats = [dataset.format for dataset in datasets]
-        self._ends = _running_sum([len(source) for source in self.sources])
+        self._ends = list(accumulate(len(source) for source in self.sources))
         self.rows = self._ends[-1]
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -162,10 +163,9 @@ class Windows:
 
     def identity(self) -> dict[str, object]:
         """All that decides the windows, by name: content of the files, formats, tokenizer, config of the data, seed."""
-        files = {
-            f"{name}.content": source.fingerprint for name, source in zip(self.names, self.sources, strict=True)
-        }
-        formats = {f"{name}.format": form.model_dump() for name, form in zip(self.names, self._formats, strict=True)}
+        # By place, not by name: the order of the datasets decides the windows, what they are called does not.
+        files = {f"datasets.{i}.content": source.fingerprint for i, source in enumerate(self.sources)}
+        formats = {f"datasets.{i}.format": format.model_dump() for i, format in enumerate(self._formats)}
         return {
             "order_version": ORDER_VERSION,
             "seed": self.seed,
@@ -226,13 +226,6 @@ def _names(datasets: Sequence[DatasetConfig]) -> tuple[str, ...]:
             paths = ", ".join(dataset.path for dataset, n in zip(datasets, names, strict=True) if n == name)
             raise DataError(f"{count} datasets are called {name!r} ({paths}); give each its own name in data.*.name")
     return names
-
-
-def _running_sum(counts: Sequence[int]) -> list[int]:
-    ends: list[int] = []
-    for count in counts:
-        ends.append(count + (ends[-1] if ends else 0))
-    return ends
 
 
 def _read_template(path: str | None) -> str | None:

@@ -35,7 +35,7 @@ class Architecture:
     """What the count needs to know of a network."""
 
     matmul_weights: int
-    """Weights that every token is multiplied with: all matrices but the input embeddings, the output embedding included."""
+    """Weights that every token is multiplied with: all matrices but the input embeddings."""
     layers: int
     query_width: int
     """Query heads times head dimension. Grouped key and value heads are smaller as matrices, and are counted there."""

@@ -84,7 +84,9 @@ def _start_ranks(config: FinetuneConfig, prepared: Prepared, world: int) -> None
     try:
         elastic_launch(launch, _rank_main)(config, prepared)
     except SignalException as signal:
-        raise Interrupted(f"stopped by {signal.sigval.name}; the same command continues from the last checkpoint") from signal
+        raise Interrupted(
+            f"stopped by {signal.sigval.name}; the same command continues from the last checkpoint"
+        ) from signal
     except ChildFailedError as failed:
         raise _cause(failed) from None
 
@@ -108,7 +110,7 @@ def _run_rank(config: FinetuneConfig) -> Prepared:
     with stop.installed():
         join(device, alone=False)
         try:
-            prepared = _prepare_on_rank0(config)
+            prepared = prepare_on_rank0(config)
             if prepared.state.step < prepared.plan.steps:
                 work(config, prepared, device, stop)
         finally:
@@ -116,7 +118,7 @@ def _run_rank(config: FinetuneConfig) -> Prepared:
     return prepared
 
 
-def _prepare_on_rank0(config: FinetuneConfig) -> Prepared:
+def prepare_on_rank0(config: FinetuneConfig) -> Prepared:
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:

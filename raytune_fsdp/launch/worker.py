@@ -12,6 +12,7 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from raytune_fsdp.assemble import assemble
 from raytune_fsdp.config import FinetuneConfig
@@ -69,7 +70,7 @@ def join(device: torch.device, *, alone: bool) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=COLLECTIVE_MINUTES)
     if alone:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
 

@@ -62,9 +62,7 @@ def _export_type(stored: torch.dtype, target: torch.dtype | None) -> torch.dtype
     return target if target is not None and stored.is_floating_point else stored
 
 
-def _split(
-    shapes: dict[str, tuple[int, ...]], types: dict[str, torch.dtype], max_file_bytes: int
-) -> list[list[str]]:
+def _split(shapes: dict[str, tuple[int, ...]], types: dict[str, torch.dtype], max_file_bytes: int) -> list[list[str]]:
     """Names by file: in their order, a new file where the next tensor does not fit. A larger tensor has its own."""
     files: list[list[str]] = []
     used = max_file_bytes + 1

@@ -65,7 +65,9 @@ def _fetch(name: str, revision: str | None, *, field: str, weights: bool) -> Pat
             f"{what}: access to this hub model is restricted; accept its terms on its page, then set HF_TOKEN"
         ) from error
     except RevisionNotFoundError as error:
-        raise ModelError(f"{what}: the hub model has no such revision; see its page for branches and commits") from error
+        raise ModelError(
+            f"{what}: the hub model has no such revision; see its page for branches and commits"
+        ) from error
     except RepositoryNotFoundError as error:
         raise ModelError(
             f"{what}: neither a directory here nor a model on the hub (or it is private: set HF_TOKEN)"
@@ -112,7 +114,7 @@ def _no_safetensors(directory: Path) -> ModelError:
     pickles = sorted(p.name for p in [*directory.glob("*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")])
     if pickles:
         return ModelError(
-            f"{directory} has its weights only as {pickles[0]}, a pickle that can run code when loaded: convert it once "
-            "with transformers (from_pretrained, then save_pretrained writes safetensors) on a machine you can spare"
+            f"{directory} has its weights only as {pickles[0]}, a pickle, which can run code when loaded: convert it "
+            "once with transformers (from_pretrained, save_pretrained writes safetensors) on a machine you can spare"
         )
     return ModelError(f"{directory} has no model.safetensors and no model.safetensors.index.json: no weights to load")

@@ -30,7 +30,7 @@ class Target:
 
 @torch.no_grad()
 def fill(model: PreTrainedModel, weights: Weights | None, mode: str, device: torch.device) -> None:
-    """Allocate every shard on `device` and fill it, or with `empty` leave that to a checkpoint. All ranks must call this.
+    """Allocate every shard on `device` and fill it, or with `empty` leave that to a checkpoint. Collective.
 
     `rank0` reads `weights` on rank 0 only.
     """

@@ -74,9 +74,7 @@ def owned_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _adopt_aliases(
-    model: PreTrainedModel, files: WeightFiles, key_of: dict[str, str]
-) -> None:
+def _adopt_aliases(model: PreTrainedModel, files: WeightFiles, key_of: dict[str, str]) -> None:
     """A tied weight may be stored under its other name only (lm_head.weight without embed_tokens.weight)."""
     by_id: dict[int, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):

@@ -95,7 +95,9 @@ def build_skeleton(hf_config: PretrainedConfig, config: ModelConfig, precision: 
             model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, **kwargs)
     except (ValueError, ImportError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
-        raise ModelError(f"model: transformers cannot build a causal LM of type {hf_config.model_type!r}: {first}") from error
+        raise ModelError(
+            f"model: transformers cannot build a causal LM of type {hf_config.model_type!r}: {first}"
+        ) from error
     if _is_converted(model):
         raise ModelError(
             f"model: transformers converts the weights of {hf_config.model_type!r} while loading them, "
@@ -167,17 +169,14 @@ def init_buffers(model: PreTrainedModel, device: torch.device) -> None:
     for prefix, module, owner in _with_owner(model, "", model):
         names = [n for n, _ in module.named_buffers(recurse=False) if _join(prefix, n) not in persistent]
         for name in names:
-            old = module._buffers[name]
-            module._buffers[name] = torch.empty_like(old, device="cpu")
+            module._buffers[name] = torch.empty_like(module.get_buffer(name), device="cpu")
         if names:
             owner._init_weights(module)
         for name in names:
-            buffer = module._buffers[name]
-            assert buffer is not None
-            module._buffers[name] = buffer.to(device)
+            module._buffers[name] = module.get_buffer(name).to(device)
         # Rotary modules keep a second reference under another name; it must be the filled one.
         if "inv_freq" in names and "original_inv_freq" not in module._buffers and hasattr(module, "original_inv_freq"):
-            module.original_inv_freq = module._buffers["inv_freq"]
+            module.original_inv_freq = module.get_buffer("inv_freq")
 
 
 def _with_owner(

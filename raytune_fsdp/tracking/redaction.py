@@ -42,14 +42,14 @@ _SHAPES = tuple(
         r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
         r"\bhf_[A-Za-z0-9]{16,}",
         r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
-        r"\bsk-(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{16,}",
+        r"(?<![\w-])sk-(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{16,}",
         r"\bgh[pousr]_[A-Za-z0-9]{20,}",
         r"\bgithub_pat_[A-Za-z0-9_]{20,}",
         r"\bglpat-[A-Za-z0-9_-]{16,}",
         r"\bxox[abprs]-[A-Za-z0-9-]{10,}",
         r"\bAIza[0-9A-Za-z_-]{30,}",
         r"\b(?:nvapi-|dapi)[A-Za-z0-9_-]{24,}",
-        r"\beyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*",
+        r"(?<![\w-])eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*",
         r"\b(?i:bearer|basic)\s+(?=[A-Za-z._~+/=-]*[0-9])[A-Za-z0-9._~+/=-]{12,}",
     )
 )
@@ -57,10 +57,9 @@ _SHAPES = tuple(
 _USERINFO = re.compile(r"(?<=://)[^\s/@:'\"]*:[^\s/'\"]+(?=@)|(?<=http://)[^\s/'\"]+(?=@)|(?<=https://)[^\s/'\"]+(?=@)")
 _URL_SIGNATURE = re.compile(r"(?i)([?&](?:sig|signature|x-amz-signature|x-goog-signature|key)=)[^&\s'\"]+")
 _VALUE = re.compile(r"\"[^\"\n]*\"|'[^'\n]*'|[^\s\"'&,;{}\[\]]+")
-# What comes before a value: `key=`, `"key": `, `--key `. The look-behind keeps the search linear in texts without spaces.
-_NAMED = re.compile(
-    r"(?<![\w.-])(?P<key>[\w.-]+)[\"']?[ \t]*[=:][ \t]*|(?<![\w.-])--(?P<flag>[A-Za-z][\w.-]*)\s+(?!--)"
-)
+# What comes before a value: `key=`, `"key": `, `--key `. Texts come from anywhere: the look-behinds, here and in the
+# shapes, keep the search linear.
+_NAMED = re.compile(r"(?<![\w.-])(?:(?P<key>[\w.-]+)[\"']?[ \t]*[=:][ \t]*|--(?P<flag>[A-Za-z][\w.-]*)\s+(?!--))")
 _PLAIN = frozenset(("none", "null", "true", "false", "~", ""))
 
 

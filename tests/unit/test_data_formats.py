@@ -196,8 +196,8 @@ def test_tokenizer_that_drops_the_end_of_a_turn() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     tagged = (
         "{%- for m in messages -%}{%- if m['role'] == 'assistant' -%}{{- ' a ' -}}"
-        "{%- generation -%}{{- m['content'] -}}{%- endgeneration -%}{%- else -%}{{- ' u ' ~ m['content'] -}}{%- endif -%}"
-        "{%- endfor -%}"
+        "{%- generation -%}{{- m['content'] -}}{%- endgeneration -%}{%- else -%}{{- ' u ' ~ m['content'] -}}"
+        "{%- endif -%}{%- endfor -%}"
     )
     row = chat(("user", "x"), ("assistant", "y"), ("user", "x"), ("assistant", "y"))
     document = convert(row, ChatFormat(), tokenizer, tagged)

@@ -167,6 +167,11 @@ def test_fingerprint_follows_what_decides_the_windows(tmp_path: Path, tokenizer:
     assert len(set(prints)) == len(prints)
 
 
+def test_fingerprint_follows_the_order_of_the_datasets(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [dataset(tmp_path, [3, 4], name="a"), dataset(tmp_path, [5], name="b")]
+    assert make(rows, tokenizer).fingerprint != make(rows[::-1], tokenizer).fingerprint
+
+
 def test_fingerprint_ignores_names_and_earlier_calls(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     first = make([dataset(tmp_path, [3, 4], name="a")], tokenizer).fingerprint
     other = AutoTokenizer.from_pretrained(TOKENIZER)

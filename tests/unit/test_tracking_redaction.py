@@ -133,8 +133,27 @@ def test_yaml_keeps_comments_unless_something_goes() -> None:
     assert "hunter2" not in redact_yaml("{ broken: [\npassword: hunter2\n")
 
 
-def test_long_texts_take_no_time() -> None:
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "a",
+        "a-",
+        "a ",
+        "key=",
+        "token=",
+        "token='",
+        "sk-",
+        "://",
+        "http://a:",
+        "eyJ.",
+        "eyJ-",
+        "--a ",
+        "bearer ",
+        "--BEGIN ",
+    ],
+)
+def test_long_texts_take_no_time(piece: str) -> None:
+    text = piece * (200_000 // len(piece))
     before = time.perf_counter()
-    for text in ("a" * 300_000, "a-" * 150_000, "key=" * 75_000, "sk-" * 100_000, "://" * 100_000, "eyJ." * 75_000):
-        redact_text(text)
-    assert time.perf_counter() - before < 2
+    redact_text(text)
+    assert time.perf_counter() - before < 3
