@@ -33,6 +33,8 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig) -> N
     if config.compile:
         for block in blocks:
             block.compile()
+    if mesh.size() == 1 and config.precision not in COMPUTE_DTYPE:
+        return  # nothing to spread and nothing to cast: FSDP would only copy every weight and gradient, several times
     policy = precision_policy(config.precision)
     # None frees a block's weights after its forward and keeps the root's, which backward needs first.
     free = False if config.strategy in ("shard_grad_op", "replicate") else None
@@ -75,7 +77,8 @@ def set_gradient_sync(model: nn.Module, *, last: bool, config: ParallelConfig) -
     By default every micro-batch reduce-scatters, so that no rank keeps gradients of the whole model; only replicas wait
     for the last one. Weights that stay gathered from forward to backward also stay from micro-batch to micro-batch.
     """
-    assert isinstance(model, FSDPModule)
+    if not isinstance(model, FSDPModule):
+        return  # one rank alone
     if config.defer_gradient_sync:
         model.set_requires_gradient_sync(last)
     else:

@@ -6,6 +6,7 @@ not see the model's files.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -163,11 +164,11 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
     """What decides the trajectory, by the names a user knows. A path does not: what it holds does."""
     architecture = {
         f"model.{key}": value
-        for key, value in hf_config.to_dict().items()
+        for key, value in hf_config.to_diff_dict().items()
         if key not in ("transformers_version", "_name_or_path", "dtype", "use_cache")
     }
     optim = config.optim.model_dump(exclude={"schedule_steps", "max_skipped"})
-    return {
+    identity = {
         **architecture,
         **{f"optim.{key}": value for key, value in optim.items()},
         "model.init": config.model.init,
@@ -179,6 +180,8 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
         "train.micro_batch": config.train.micro_batch,
         **{f"data.{key}": value for key, value in train.identity().items()},
     }
+    normal: dict[str, Any] = json.loads(json.dumps(identity, default=str))  # as it will come back from a checkpoint
+    return normal
 
 
 def find_resume(config: FinetuneConfig, run_dir: Path, identity: Mapping[str, Any]) -> tuple[Found | None, RunState]:

@@ -70,7 +70,7 @@ def write(tensors: dict[str, torch.Tensor], directory: Path) -> None:
 
 
 def read(tensors: dict[str, torch.Tensor], directory: Path, *, alone: bool = False, whole: bool = True) -> None:
-    """Fill `tensors` in place. Collective, unless `alone`. Nothing is cast or missed silently, nor, if `whole`, left."""
+    """Fill `tensors` in place. Collective, unless `alone`. Nothing is cast or missed silently, or left if `whole`."""
     reader = FileSystemReader(directory)
     _compare(tensors, reader.read_metadata(), directory, whole=whole)
     try:

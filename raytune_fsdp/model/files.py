@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 from raytune_fsdp.errors import ModelError
 
-HUB_SECONDS = 8
+HUB_SECONDS = 4
 """A hub that has not answered after this long is reported, not waited for."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -56,9 +57,17 @@ def _fetch(name: str, revision: str | None, *, field: str, weights: bool) -> Pat
 
     patterns = [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES
     what = f"{field}={name}" + (f" at revision {revision}" if revision else "")
+    silence = _ask_hub(name, revision)
     try:
         return Path(
-            snapshot_download(name, revision=revision, allow_patterns=patterns, etag_timeout=HUB_SECONDS, max_workers=4)
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=patterns,
+                etag_timeout=HUB_SECONDS,
+                max_workers=4,
+                local_files_only=silence is not None,
+            )
         )
     except GatedRepoError as error:
         raise ModelError(
@@ -74,9 +83,41 @@ def _fetch(name: str, revision: str | None, *, field: str, weights: bool) -> Pat
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ModelError(
-            f"{what}: not a directory here, not in the local cache, and the hub cannot be reached; "
-            "give the path of a downloaded model, or download it once where there is a network"
+            f"{what}: not a directory here, not in the local cache, and the hub cannot be reached "
+            f"({silence or _in_short(error)}); give the path of a downloaded model, or download it once where there is "
+            "a network"
         ) from error
+
+
+def _ask_hub(name: str, revision: str | None) -> str | None:
+    """Why the hub cannot be reached, None if it answers; whatever its answer is, a download will hear it too.
+
+    Asked on a thread that is given up after a while: a download waits for a name server, a proxy or a hub that takes
+    connections and says nothing far longer than a user should.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    outcome: list[str | None] = [f"no answer within {HUB_SECONDS} s"]
+
+    def ask() -> None:
+        try:
+            HfApi().model_info(name, revision=revision, timeout=HUB_SECONDS)
+            outcome[0] = None
+        except HfHubHTTPError as error:
+            outcome[0] = None if error.response.status_code < 500 else _in_short(error)
+        except Exception as error:  # of an HTTP library whose name depends on the hub library's version
+            outcome[0] = _in_short(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(HUB_SECONDS)
+    return outcome[0]
+
+
+def _in_short(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def find_weights(directory: Path) -> WeightFiles:
@@ -85,9 +126,11 @@ def find_weights(directory: Path) -> WeightFiles:
     single = directory / "model.safetensors"
     if index.is_file():
         try:
-            file_of = dict(json.loads(index.read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"{index} is not a safetensors index (it needs a weight_map): {error}") from error
+            file_of = {str(key): str(name) for key, name in json.loads(index.read_text())["weight_map"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(
+                f"{index} is not a safetensors index with a weight_map ({_in_short(error)}): download it again"
+            ) from error
     elif single.is_file():
         file_of = dict.fromkeys(_keys_of(single), single.name)
     else:

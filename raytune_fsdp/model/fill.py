@@ -35,7 +35,7 @@ def fill(model: PreTrainedModel, weights: Weights | None, mode: str, device: tor
     `rank0` reads `weights` on rank 0 only.
     """
     owned = list(owned_tensors(model))
-    model.to_empty(device=device)
+    _allocate(model, device)
     if mode == "rank0":
         _scatter(_targets(model), weights, device)
     elif mode == "sharded":
@@ -45,6 +45,16 @@ def fill(model: PreTrainedModel, weights: Weights | None, mode: str, device: tor
             target.local.copy_(weights.read(target.name, *target.rows_of[rank]))
     init_buffers(model, device)
     assert list(owned_tensors(model)) == owned, "filling must keep tied weights tied"
+
+
+def _allocate(model: PreTrainedModel, device: torch.device) -> None:
+    """Give every tensor memory, in place: replaced by new ones, weights that are tied would be two afterwards."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to_empty(device=device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def _targets(model: PreTrainedModel) -> list[Target]:

@@ -42,17 +42,24 @@ class FileWeights:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         by_file = sorted(self._key_of, key=lambda name: self._files.file_of[self._key_of[name]])
-        return {name: tuple(self._file(name).get_slice(self._key_of[name]).get_shape()) for name in by_file}
+        return {name: tuple(self._slice(name).get_shape()) for name in by_file}
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        key = self._key_of[name]
-        handle = self._file(name)
-        piece = handle.get_slice(key)
+        piece = self._slice(name)
         if not piece.get_shape():
-            whole: torch.Tensor = handle.get_tensor(key)
+            whole: torch.Tensor = self._handle.get_tensor(self._key_of[name])
             return whole
         rows: torch.Tensor = piece[start:stop]
         return rows
+
+    def _slice(self, name: str) -> Any:
+        try:
+            return self._file(name).get_slice(self._key_of[name])
+        except SafetensorError as error:
+            raise ModelError(
+                f"{self._files.directory / str(self._open_name)} does not hold {self._key_of[name]}, which the index "
+                "looks for there: download the model again"
+            ) from error
 
     def _file(self, name: str) -> Any:
         wanted = self._files.file_of[self._key_of[name]]

@@ -109,19 +109,22 @@ def _without_assigned(text: str) -> str:
     """Goes on right behind a name that is no secret's: its value may hold another name, as in `error: password=...`."""
     clean, position = [], 0
     while named := _NAMED.search(text, position):
-        value = _VALUE.match(text, named.end())
-        key = named["key"] or named["flag"]
         clean.append(text[position : named.end()])
         position = named.end()
-        if value and is_secret_key(key) and not _is_harmless(value[0].strip("\"'"), key):
+        key = named["key"] or named["flag"]
+        # Already redacted, or a vocabulary's `<token>`.
+        if not is_secret_key(key) or text.startswith(("<", "'<", '"<'), position):
+            continue
+        value = _VALUE.match(text, position)
+        if value and not _is_harmless(value[0].strip("\"'"), key):
             clean.append(REDACTED)
             position = value.end()
     return "".join([*clean, text[position:]])
 
 
 def _is_harmless(value: str, key: str) -> bool:
-    """Already redacted, a vocabulary's `<token>`, nothing at all, or a number of tokens."""
-    if value.startswith("<") or value.lower() in _PLAIN:
+    """Nothing at all, or a number of tokens."""
+    if value.lower() in _PLAIN:
         return True
     return value.replace(".", "").isdigit() and not any(map(_names_secret, _segments(key)))
 

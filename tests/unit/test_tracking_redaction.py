@@ -142,6 +142,7 @@ def test_yaml_keeps_comments_unless_something_goes() -> None:
         "key=",
         "token=",
         "token='",
+        "token=<",
         "sk-",
         "://",
         "http://a:",

@@ -1,0 +1,58 @@
+"""What the benchmark scripts share: what a result says about where it comes from, and its file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "mlflow")
+
+
+def quiet() -> None:
+    """Call before transformers is imported: offline, without bars and advice."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not sys.warnoptions:
+        os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")
+
+
+def origin() -> dict[str, Any]:
+    """Date, versions and processor of a measurement."""
+    return {
+        "date": date.today().isoformat(),
+        "python": platform.python_version(),
+        **{name: found for name in PACKAGES if (found := _version(name))},
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+    }
+
+
+def write_result(path: Path, values: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**origin(), **values}, indent=1) + "\n")
+    print(f"written: {path}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

@@ -1,0 +1,128 @@
+"""Random weights and the new rows of a grown embedding: the same at every world size, and what they should be."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from raytune_fsdp.config import ModelConfig
+from raytune_fsdp.errors import ModelError
+from raytune_fsdp.model.skeleton import load_architecture
+from tests.loading import FULL, assert_same, draw, gathered, load
+from tests.models import ARCHITECTURES, TIED, VOCABULARY, architecture, save_checkpoint
+from tests.ranks import run_ranks
+
+WIDE = {
+    "llama": {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.03},
+    "gpt2": {"n_embd": 128, "n_layer": 3, "initializer_range": 0.03},
+    "gemma3_text": {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.03},
+    "phi": {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.03},
+    "stablelm": {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.03},
+}
+"""Enough numbers in every matrix to tell its standard deviation within 5 %."""
+
+
+def _digests(names: list[str], seed: int, parallel: Mapping[str, Any]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        for key, tensor in gathered(draw(architecture(name), seed, parallel=parallel)).items():
+            found[f"{name} {key}"] = hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+    return found
+
+
+def test_random_weights_do_not_depend_on_the_ranks() -> None:
+    names = list(ARCHITECTURES)
+    (expected,) = run_ranks(_digests, 1, names, 7, FULL)
+    for world in (2, 3):
+        for found in run_ranks(_digests, world, names, 7, FULL):
+            assert found == expected
+    for parallel in ({"strategy": "hybrid_shard", "shard_size": 2}, {"strategy": "replicate"}):
+        for found in run_ranks(_digests, 4, ["llama", "gpt2"], 7, parallel):
+            assert found.items() <= expected.items()
+
+
+def test_another_seed_draws_other_weights() -> None:
+    (first,) = run_ranks(_digests, 1, ["llama", "gpt2"], 7, FULL)
+    (second,) = run_ranks(_digests, 1, ["llama", "gpt2"], 8, FULL)
+    constant = ("norm", "ln_", "bias")
+    same = [key for key in first if first[key] == second[key]]
+    assert same and all(any(part in key for part in constant) for key in same), same
+    drawn = {key: digest for key, digest in first.items() if key not in same and "lm_head" not in key}
+    assert len(set(drawn.values())) == len(drawn), "two tensors were drawn alike"
+
+
+def _statistics(name: str) -> dict[str, tuple[float, float]]:
+    """Mean and standard deviation of every tensor, for our weights and for those of transformers."""
+    values = architecture(name, **WIDE[name])
+    config = load_architecture(ModelConfig(init="random", architecture=values), None, None)
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(config).state_dict()
+    ours = gathered(draw(values, 3))
+    assert ours.keys() == theirs.keys()
+    found = {}
+    for key, tensor in theirs.items():
+        if tensor.std() == 0 or tensor.numel() < 1000:
+            assert torch.equal(ours[key], tensor), f"{key}: a constant of transformers' is not one of ours"
+        else:
+            close = 4 / (2 * tensor.numel()) ** 0.5  # four standard errors, of both
+            assert abs(ours[key].std() / tensor.std() - 1) < max(close, 0.02), key
+            found[key] = (ours[key].mean().item(), ours[key].std().item())
+        assert torch.equal((ours[key] == 0).all(-1), (tensor == 0).all(-1)), f"{key}: other rows are zero"
+    return found
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_random_weights_are_drawn_as_transformers_draws_them(name: str) -> None:
+    """Constants (norms, biases) are the same; of the rest, deviation and rows of zeros (the padding token's) are."""
+    (found,) = run_ranks(_statistics, 1, name)
+    spread = WIDE[name]["initializer_range"]
+    residual = spread / (2 * WIDE[name]["n_layer"]) ** 0.5 if name == "gpt2" else None
+    assert len(found) > 10
+    for key, (mean, deviation) in found.items():
+        expected = residual if residual and "c_proj" in key else spread
+        assert deviation == pytest.approx(expected, rel=0.05), key
+        assert abs(mean) < 0.05 * spread, key
+
+
+def _check_grown(directory: Path, name: str, vocabulary: int) -> None:
+    before = AutoModelForCausalLM.from_pretrained(directory).state_dict()
+    for mode in ("sharded", "rank0"):
+        model = load(directory, mode, vocabulary=vocabulary)
+        after = gathered(model)
+        grown = {key for key in before if after[key].shape != before[key].shape}
+        embeddings = {key for key in before if before[key].shape[:1] == (VOCABULARY,)}
+        assert grown == embeddings and len(grown) >= 1
+        kept = {key: tensor[:VOCABULARY] if key in grown else tensor for key, tensor in after.items()}
+        assert_same(kept, before, f"{name} {mode}")
+        for key in grown:
+            mean = before[key].double().sum(0).div(VOCABULARY).to(before[key].dtype)
+            assert torch.equal(after[key][VOCABULARY:], mean.expand(vocabulary - VOCABULARY, *mean.shape)), key
+        assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == (name in TIED)
+        tokens = torch.arange(vocabulary).view(1, -1)[:, -100:]
+        with torch.no_grad():
+            logits = model.eval()(input_ids=tokens, use_cache=False).logits
+        assert logits.shape == (1, 100, vocabulary) and torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_grown_embeddings_keep_old_rows_and_start_new_ones_at_the_mean(tmp_path: Path, world: int) -> None:
+    for name in ("llama", "gemma3_text", "phi"):  # phi's head has a bias of the vocabulary's length too
+        save_checkpoint(tmp_path / name, name)
+        for vocabulary in (VOCABULARY + 1, 3 * VOCABULARY):  # all new rows on the last rank; a rank of new rows only
+            run_ranks(_check_grown, world, tmp_path / name, name, vocabulary)
+
+
+def test_a_tokenizer_with_more_tokens_is_refused_unless_asked_for(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "llama")
+    with pytest.raises(ModelError) as failure:
+        load_architecture(ModelConfig(path=str(tmp_path)), tmp_path, 140)
+    message = str(failure.value)
+    assert "ids up to 139" in message and "131 tokens" in message and "model.resize_embeddings=true" in message
+    assert load_architecture(ModelConfig(path=str(tmp_path)), tmp_path, 131).vocab_size == 131
+    assert load_architecture(ModelConfig(path=str(tmp_path)), tmp_path, 100).vocab_size == 131, "never shrunk"

@@ -1,0 +1,169 @@
+"""Loading is exact: what a sharded network holds is, bit for bit, what from_pretrained loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM
+
+from raytune_fsdp.assemble import _fill_mode, assemble
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.errors import ModelError
+from raytune_fsdp.prepare import Prepared, prepare
+from tests.loading import CPU, FULL, assert_same, gathered, load
+from tests.models import ARCHITECTURES, TIED, VOCABULARY, build, save_checkpoint
+from tests.ranks import run_ranks
+
+MODES = ("sharded", "rank0")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of every architecture, in several files each."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for name in ARCHITECTURES:
+        save_checkpoint(root / name, name, max_shard_size="20KB")
+        assert len(list((root / name).glob("*.safetensors"))) > 3
+    return root
+
+
+def _check_all(root: Path, names: list[str]) -> None:
+    for name in names:
+        expected = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32).eval()
+        for mode in MODES:
+            _check(load(root / name, mode), expected, f"{name} {mode}", tied=name in TIED)
+
+
+def _check(model: Any, expected: Any, what: str, *, tied: bool) -> None:
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied, what
+    assert_same(gathered(model), expected.state_dict(), what)
+    assert_same(dict(model.named_buffers()), dict(expected.named_buffers()), what)
+    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]), what
+    tokens = torch.arange(20).view(1, 20) * 7 % VOCABULARY
+    with torch.no_grad():
+        found = model.eval()(input_ids=tokens, use_cache=False).logits
+        assert torch.equal(found, expected(input_ids=tokens, use_cache=False).logits), what
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied, what
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_architecture_and_mode_loads_exactly(checkpoints: Path, world: int) -> None:
+    run_ranks(_check_all, world, checkpoints, list(ARCHITECTURES))
+
+
+def _check_strategies(root: Path, name: str, strategies: list[Mapping[str, Any]]) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32).eval()
+    for parallel in strategies:
+        for mode in MODES:
+            model = load(root / name, mode, parallel=parallel)
+            _check(model, expected, f"{name} {mode} {parallel}", tied=name in TIED)
+
+
+def test_hybrid_and_replicated_layouts_load_exactly(checkpoints: Path) -> None:
+    hybrid = {"strategy": "hybrid_shard", "shard_size": 2}
+    run_ranks(_check_strategies, 4, checkpoints, "gemma3_text", [hybrid, {"strategy": "replicate"}])
+
+
+def _check_types(directory: Path, precisions: dict[str, torch.dtype]) -> None:
+    for precision, dtype in precisions.items():
+        expected = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+        for mode in MODES:
+            model = load(directory, mode, parallel={"precision": precision})
+            assert_same(gathered(model), expected.state_dict(), f"{precision} {mode}")
+
+
+def test_weights_stored_in_bf16_become_masters_of_the_precision(tmp_path: Path) -> None:
+    build("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    assert {t.dtype for t in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
+    masters = {"bf16": torch.float32, "fp64": torch.float64, "bf16_pure": torch.bfloat16}
+    run_ranks(_check_types, 2, tmp_path, masters)
+
+
+def test_a_checkpoint_of_the_bare_decoder_loads(tmp_path: Path) -> None:
+    for name in ("gemma3_text", "gpt2"):
+        build(name).base_model.save_pretrained(tmp_path / name)
+        AutoModel.from_pretrained(tmp_path / name)
+        stored = load_file(tmp_path / name / "model.safetensors")
+        assert not any(key.startswith(("model.", "transformer.", "lm_head")) for key in stored), sorted(stored)
+    run_ranks(_check_all, 2, tmp_path, ["gemma3_text", "gpt2"])
+
+
+def test_a_tied_weight_may_be_stored_under_its_other_name(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "qwen3", "qwen3")
+    file = tmp_path / "qwen3" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    run_ranks(_check_all, 2, tmp_path, ["qwen3"])
+
+
+def _load_fails(directory: Path) -> str:
+    with pytest.raises(ModelError) as failure:
+        load(directory, "sharded")
+    return str(failure.value)
+
+
+def test_an_untied_head_that_is_missing_is_an_error(tmp_path: Path) -> None:
+    build("llama").base_model.save_pretrained(tmp_path)
+    (message,) = run_ranks(_load_fails, 1, tmp_path)
+    assert "1 missing (lm_head.weight)" in message and str(tmp_path) in message
+
+
+def _config(directory: Path, storage: Path, fill: str) -> FinetuneConfig:
+    from raytune_fsdp.demo import CONVERSATIONS
+
+    return FinetuneConfig.model_validate(
+        {
+            "run": {"name": "loading", "storage": str(storage)},
+            "model": {"path": str(directory), "fill": fill},
+            "data": {"train": [{"path": str(CONVERSATIONS)}], "seq_len": 128, "window": 64},
+            "parallel": {"precision": "fp32"},
+            "train": {"global_batch": 4, "max_steps": 1},
+            "tracking": {"console": False, "mlflow": {"enabled": False}},
+        }
+    )
+
+
+def _assemble(config: FinetuneConfig, prepared: Prepared, sighted: bool) -> tuple[str, Any]:
+    """Which mode was chosen, and the network; the ranks that are not `sighted` have no such directory."""
+    assert prepared.files is not None
+    if dist.get_rank() and not sighted:
+        prepared = replace(prepared, files=replace(prepared.files, directory=Path("/nowhere/to/be/seen")))
+    return _fill_mode(config, prepared), assemble(config, prepared, CPU).model
+
+
+def _check_assembled(config: FinetuneConfig, prepared: Prepared, sighted: bool) -> str:
+    mode, model = _assemble(config, prepared, sighted)
+    expected = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    assert_same(gathered(model), expected.state_dict(), mode)
+    return mode
+
+
+@pytest.mark.parametrize(
+    ("fill", "sighted", "chosen"), [("auto", True, "sharded"), ("auto", False, "rank0"), ("rank0", False, "rank0")]
+)
+def test_rank0_is_enough_to_see_the_files(tmp_path: Path, fill: str, sighted: bool, chosen: str) -> None:
+    save_checkpoint(tmp_path / "model", "gpt2", tokenizer=True, vocab_size=1024, max_shard_size="50KB")
+    config = _config(tmp_path / "model", tmp_path, fill)
+    assert run_ranks(_check_assembled, 3, config, prepare(config, 3), sighted) == [chosen] * 3
+
+
+def _refused(config: FinetuneConfig, prepared: Prepared) -> str:
+    with pytest.raises(ModelError) as failure:
+        _assemble(config, prepared, sighted=False)
+    return str(failure.value)
+
+
+def test_sharded_refuses_where_a_rank_cannot_see_the_files(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "model", "gpt2", tokenizer=True, vocab_size=1024)
+    config = _config(tmp_path / "model", tmp_path, "sharded")
+    messages = run_ranks(_refused, 2, config, prepare(config, 2))
+    for message in messages:
+        assert "model.fill=sharded" in message and "rank(s) [1]" in message and "model.fill=rank0" in message

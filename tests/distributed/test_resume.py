@@ -1,0 +1,169 @@
+"""Stopping and starting again changes nothing: not the values at the same world size, not the samples at another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytune_fsdp.checkpoint.commit import committed
+from raytune_fsdp.tracking.jsonl import read_events, read_metrics, read_trajectory
+from tests.ranks import run_ranks
+from tests.runs import GPT2, LLAMA, largest_difference, make_config, train_rank, trajectory
+
+TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 40}
+DROPOUT = {**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+
+
+def run_dir(config: Any) -> Path:
+    return Path(config.run.storage) / config.run.name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_bit_equal_at_the_same_world_size(tmp_path: Path, precision: str, world: int) -> None:
+    """Stopped behind step 21 of 40 and started again; five blocks a step, so at two ranks one is a filler."""
+    parallel = {"precision": precision}
+    whole = trajectory(make_config(tmp_path, DROPOUT, train=TRAIN, parallel=parallel), world)
+    config = make_config(tmp_path, DROPOUT, run={"name": "stopped"}, train=TRAIN, parallel=parallel)
+    first = trajectory(config, world, stop_after=21)
+    assert [row["step"] for row in first] == list(range(1, 22))
+    assert committed(run_dir(config) / "checkpoints")[-1].step == 21
+    assert trajectory(config, world) == whole
+
+
+def test_other_world_sizes_see_the_same_samples_and_losses(tmp_path: Path) -> None:
+    """2 -> 4 -> 3 -> 1 ranks, each leaving at a step of its own, against one run at two ranks."""
+    parallel = {"precision": "fp64"}
+    whole = trajectory(make_config(tmp_path, DROPOUT, train=TRAIN, parallel=parallel), 2)
+    config = make_config(tmp_path, DROPOUT, run={"name": "moved"}, train=TRAIN, parallel=parallel)
+    for world, stop_after in ((2, 9), (4, 18), (3, 31), (1, None)):
+        rows = trajectory(config, world, stop_after=stop_after)
+    assert len(rows) == 40
+    for key in ("loss", "grad_norm"):
+        assert largest_difference(whole, rows, key) < 1e-10
+    steps = [line for line in read_metrics(run_dir(config) / "metrics.jsonl") if line["kind"] == "step"]
+    assert {line["trajectory"]["step"]: line["world_size"] for line in steps}[20] == 3
+    attempts = [e for e in read_events(run_dir(config) / "events.jsonl") if e["event"] == "attempt_started"]
+    assert [event["attempt"] for event in attempts] == [1, 2, 3, 4]
+
+
+def test_other_strategies_continue_the_same_run(tmp_path: Path) -> None:
+    whole = trajectory(make_config(tmp_path, LLAMA, train=TRAIN), 2)
+    segments = (
+        (2, {"strategy": "full_shard"}, 12),
+        (4, {"strategy": "hybrid_shard", "shard_size": 2}, 25),
+        (3, {"strategy": "replicate"}, None),
+    )
+    for world, parallel, stop_after in segments:
+        config = make_config(
+            tmp_path, LLAMA, run={"name": "moved"}, train=TRAIN, parallel={"precision": "fp64", **parallel}
+        )
+        rows = trajectory(config, world, stop_after=stop_after)
+    assert largest_difference(whole, rows, "loss") < 1e-8
+    assert largest_difference(whole, rows, "grad_norm") < 1e-6
+
+
+def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path: Path) -> None:
+    """Lines past the checkpoint are cut, what was being written is gone, and every step is there once, bit-equal."""
+    parallel = {"precision": "fp32"}
+    whole = trajectory(make_config(tmp_path, DROPOUT, train=TRAIN, parallel=parallel), 2)
+    config = make_config(
+        tmp_path, DROPOUT, run={"name": "killed"}, train=TRAIN, parallel=parallel, checkpoint={"every": 8}
+    )
+    with pytest.raises(AssertionError, match="rank 1 died"):
+        run_ranks(train_and_die, 2, config.model_dump(), 21)
+    torn = run_dir(config) / "metrics.jsonl"
+    assert read_trajectory(torn)[-1]["step"] >= 20, "the run must have been past its checkpoint of step 16"
+    (run_dir(config) / "checkpoints" / "step-00000024.a1.tmp").mkdir()
+    assert trajectory(config, 2) == whole
+    assert [found.step for found in committed(run_dir(config) / "checkpoints")] == [32, 40]
+    assert not list((run_dir(config) / "checkpoints").glob("*.tmp"))
+
+
+def train_and_die(values: dict[str, Any], at: int) -> bool:
+    """Rank 1 is killed where step `at` asks whether to stop: in the middle of training, without a word."""
+    import os
+    import signal
+
+    import torch
+    import torch.distributed as dist
+
+    from raytune_fsdp.config import FinetuneConfig
+    from raytune_fsdp.launch.local import prepare_on_rank0
+    from raytune_fsdp.launch.worker import work
+
+    config = FinetuneConfig.model_validate(values)
+    calls = iter(range(1, 10**9))
+
+    def stop() -> bool:
+        if next(calls) == at and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return False
+
+    work(config, prepare_on_rank0(config), torch.device("cpu"), stop)
+    return True
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    config = make_config(tmp_path, GPT2, train={**TRAIN, "max_steps": 12}, checkpoint={"every": 4, "keep_last": 3})
+    whole = trajectory(config, 1)
+    newest = committed(run_dir(config) / "checkpoints")[-1]
+    shard = next(newest.path.glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert trajectory(config, 1) == whole
+    started = [e["fields"] for e in read_events(run_dir(config) / "events.jsonl") if e["event"] == "attempt_started"]
+    assert [fields["resumed_from"] for fields in started] == [0, 8]
+
+
+def test_looking_does_not_change_the_run(tmp_path: Path) -> None:
+    """Evaluations, questions, checkpoints and rare logging leave the trajectory alone, bit by bit."""
+    plain = trajectory(make_config(tmp_path, DROPOUT, train={**TRAIN, "max_steps": 12}), 2)
+    config = make_config(
+        tmp_path,
+        DROPOUT,
+        run={"name": "watched"},
+        data={
+            "eval": [{"path": str(tmp_path / "tokens.jsonl"), "format": {"type": "tokens"}}],
+            "train": [{"path": str(tmp_path / "tokens.jsonl"), "format": {"type": "tokens"}}],
+            "seq_len": 48,
+            "window": 32,
+        },
+        train={**TRAIN, "max_steps": 12, "log_every": 5},
+        eval={"every": 3, "at_start": True, "prompts": ["w5 w6"], "max_new_tokens": 4},
+        checkpoint={"every": 2},
+        parallel={"precision": "fp64", "strategy": "shard_grad_op"},
+    )
+    rows = trajectory(config, 2)
+    assert [row["loss"] for row in rows] == [row["loss"] for row in plain]
+    assert [row["grad_norm"] for row in rows] == [row["grad_norm"] for row in plain]
+    evals = [line for line in read_metrics(run_dir(config) / "metrics.jsonl") if line["kind"] == "eval"]
+    assert [line["step"] for line in evals] == [0, 3, 6, 9, 12]
+    losses = [line["values"]["eval/tokens/loss"] for line in evals]
+    assert losses[-1] < losses[0], "the loss on the data it was trained on must have fallen"
+
+
+def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
+    """The schedule keeps the length it was planned over, unless it is asked to be planned anew."""
+    schedule = {"schedule": {"type": "linear", "floor": 0.1}, "warmup_steps": 0, "lr": 1e-3}
+
+    def config(steps: int, **optim: Any) -> Any:
+        return make_config(tmp_path, GPT2, train={**TRAIN, "max_steps": steps}, optim={**schedule, **optim})
+
+    first = trajectory(config(8), 1)
+    again = trajectory(config(8), 1)
+    assert again == first, "a finished run has nothing left to do"
+    longer = trajectory(config(12), 1)
+    assert longer[:8] == first
+    assert [row["lr"] for row in longer[8:]] == [pytest.approx(1e-4)] * 4
+    replanned = trajectory(config(16, schedule_steps=16), 1)
+    assert replanned[:12] == longer
+    assert replanned[12]["lr"] == pytest.approx(1e-3 * (0.1 + 0.9 * (1 - 12 / 16)))
+
+
+def test_interrupting_at_the_last_step_finishes(tmp_path: Path) -> None:
+    config = make_config(tmp_path, GPT2, train={**TRAIN, "max_steps": 3})
+    assert run_ranks(train_rank, 2, config.model_dump(), 3) == [False, False]

@@ -1,0 +1,83 @@
+"""Build, shard and fill a network on this rank, the way `assemble` does, for tests that look at the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raytune_fsdp.config import ModelConfig, ParallelConfig
+from raytune_fsdp.model.files import find_weights
+from raytune_fsdp.model.fill import fill
+from raytune_fsdp.model.keys import check_shapes, grown_rows, match_keys
+from raytune_fsdp.model.skeleton import build_skeleton, load_architecture
+from raytune_fsdp.model.weights import FileWeights, GrownWeights, RandomWeights, Weights
+from raytune_fsdp.parallel import make_mesh, shard
+from raytune_fsdp.plan import Layout
+
+CPU = torch.device("cpu")
+
+FULL: Mapping[str, Any] = {}
+"""Fields of ParallelConfig for the default strategy."""
+
+
+def layout(parallel: ParallelConfig) -> Layout:
+    """The mesh that the plan would choose for all ranks there are."""
+    world = dist.get_world_size()
+    size = {"hybrid_shard": parallel.shard_size, "replicate": 1}.get(parallel.strategy) or world
+    return Layout(world=world, replicas=world // size, shard_size=size, rounds=1, fillers=0)
+
+
+def load(
+    directory: Path,
+    mode: str,
+    *,
+    parallel: Mapping[str, Any] = FULL,
+    vocabulary: int | None = None,
+) -> Any:
+    """The checkpoint in `directory` as a sharded network on this rank. Collective."""
+    config = ModelConfig(path=str(directory), resize_embeddings=vocabulary is not None)
+    spread = ParallelConfig.model_validate({"precision": "fp32", **parallel})
+    model = build_skeleton(load_architecture(config, directory, vocabulary), config, spread.precision)
+    weights: Weights | None = None
+    if mode == "sharded" or dist.get_rank() == 0:  # in rank0 mode the others cannot have opened anything
+        files = find_weights(directory)
+        stored = FileWeights(files, match_keys(model, files))
+        weights = GrownWeights(stored, grown_rows(model, stored.shapes()))
+        check_shapes(model, weights)
+    shard(model, make_mesh(layout(spread), CPU), spread)
+    fill(model, weights, mode, CPU)
+    return model
+
+
+def draw(architecture: dict[str, Any], seed: int, *, parallel: Mapping[str, Any] = FULL) -> Any:
+    """A randomly initialised sharded network on this rank. Collective."""
+    config = ModelConfig(init="random", architecture=architecture)
+    spread = ParallelConfig.model_validate({"precision": "fp32", **parallel})
+    hf_config = load_architecture(config, None, None)
+    model = build_skeleton(hf_config, config, spread.precision)
+    weights = RandomWeights(build_skeleton(hf_config, config, spread.precision), seed)
+    shard(model, make_mesh(layout(spread), CPU), spread)
+    fill(model, weights, "sharded", CPU)
+    return model
+
+
+def gathered(model: Any) -> dict[str, torch.Tensor]:
+    """The whole state dict, on every rank. Collective."""
+    return {name: whole(tensor).clone() for name, tensor in model.state_dict().items()}
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str) -> None:
+    """The same names, and under each the same bits in the same type."""
+    assert found.keys() == expected.keys(), f"{what}: {sorted(found.keys() ^ expected.keys())}"
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, f"{what} {name}: {found[name].dtype}, not {tensor.dtype}"
+        assert torch.equal(found[name], tensor), f"{what} {name} differs"

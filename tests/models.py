@@ -1,0 +1,93 @@
+"""Tiny networks of several architectures, and checkpoints of them, for tests of all kinds."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 131
+"""Prime, so that no world size divides it: the last rank's rows are fewer."""
+
+_LIKE_LLAMA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_HEAD = {"head_dim": 8}
+
+_LIKE_GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {**_LIKE_LLAMA, **_HEAD, "tie_word_embeddings": False},
+    "qwen3": {**_LIKE_LLAMA, **_HEAD, "tie_word_embeddings": True},
+    "mistral": {**_LIKE_LLAMA, **_HEAD, "tie_word_embeddings": False, "sliding_window": 16},
+    "gemma3_text": {
+        **_LIKE_LLAMA,
+        **_HEAD,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gpt2": _LIKE_GPT2,
+    "phi": {**_LIKE_LLAMA, "tie_word_embeddings": False},
+    "olmo2": {**_LIKE_LLAMA, "tie_word_embeddings": False},
+    "gpt_neox": {**_LIKE_LLAMA, "tie_word_embeddings": False},
+    "starcoder2": {**_LIKE_LLAMA, "tie_word_embeddings": True},
+    "stablelm": {**_LIKE_LLAMA, "tie_word_embeddings": False},
+}
+"""Small configs by model type: tied and untied, with grouped heads, sliding windows, biases, rotary and learned positions."""
+
+TIED = ("qwen3", "gemma3_text", "gpt2", "starcoder2")
+
+
+def architecture(model_type: str, **changes: Any) -> dict[str, Any]:
+    """The content of a config.json."""
+    return {"model_type": model_type, **ARCHITECTURES[model_type], **changes}
+
+
+def build(model_type: str, *, seed: int = 1, **changes: Any) -> Any:
+    """A network on the CPU whose every tensor is drawn at random: constant biases and norms would hide a mix-up."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values = architecture(model_type, **changes)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[values.pop("model_type")](**values))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.1, 0.1)
+    return model.eval()
+
+
+def save_checkpoint(
+    directory: Path, model_type: str, *, max_shard_size: str = "5GB", tokenizer: bool = False, **changes: Any
+) -> Path:
+    """A model directory as transformers writes it; with `tokenizer`, the demo's is beside it."""
+    build(model_type, **changes).save_pretrained(directory, max_shard_size=max_shard_size)
+    if tokenizer:
+        add_tokenizer(directory)
+    return directory
+
+
+def add_tokenizer(directory: Path) -> None:
+    """Put the demo's tokenizer (1024 tokens) into a model directory."""
+    from raytune_fsdp.demo import TOKENIZER
+
+    shutil.copytree(TOKENIZER, directory, dirs_exist_ok=True)
