@@ -1,16 +1,18 @@
 """What the training loop costs above a bare PyTorch loop: processor time per token, same model, weights and batches.
 
-    python benchmarks/step.py [--rounds 7] [--steps 10] [--out benchmarks/results/step.json]
+    python benchmarks/step.py [--rounds 9] [--steps 10] [--out benchmarks/results/step.json]
 
-One process, one thread, fp32, AdamW fused, clipping at 1.0. Every round runs every variant once, in an order that
-rotates; a variant's first two steps and everything before and after its loop do not count. What counts is the time of
-all threads of the process (`time.process_time`), from the start of step 3 to the start of the last step. The bare loop
-runs twice in every round: the difference between the two is the noise, their mean is what the others are compared with.
+One process, fp32, AdamW fused, clipping at 1.0, every step's metrics written. The variants take turns step by step, so
+that what else happens on the machine hits all of them: each has a Python thread, which computes with one thread, and
+only one runs at a time. What counts is the time of all threads of the process (`time.process_time`), from the start of
+a step to the start of the next; a variant's first two steps, and what comes before and after its loop, do not count. A
+round starts all variants anew, in another order. The bare loop takes part twice: the difference between the two is the
+noise, their mean is what the others are compared with.
 
-- bare: the Hugging Face model with its own loss, zero_grad, clip, step, a scheduler; batches lie ready as tensors
+- bare: the Hugging Face model with its own loss, clip, step, scheduler, zero_grad; batches lie ready as tensors
 - ours: `assemble` and `loop.train`, metrics fetched and written to metrics.jsonl and to a console on /dev/null at every
-  step, rows read and packed while it trains
-- ours, MLflow: the same with MLflow on SQLite, its thread counted too
+  step; rows are read, packed and hashed while it trains, a window a step
+- ours, MLflow: the processor time of MLflow's thread in a run of its own, on top of ours (SQLite, a batch a step)
 - HF Trainer: logs at every step (needs accelerate and datasets)
 """
 
@@ -22,19 +24,18 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from statistics import median
-
-from common import quiet, write_result
-
-quiet()
-os.environ["OMP_NUM_THREADS"] = "1"
+from statistics import fmean, median
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from common import installed, write_result  # before transformers, which it keeps quiet
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from raytune_fsdp.assemble import assemble
@@ -47,23 +48,54 @@ from raytune_fsdp.tracking.jsonl import read_trajectory
 
 SEQ_LEN, BATCH, VOCABULARY, LR = 512, 4, 8192, 1e-4
 WARMUP_STEPS = 2
-BARE, BARE_AGAIN, OURS, OURS_MLFLOW, TRAINER = "bare", "bare, again", "ours", "ours, MLflow", "HF Trainer"
+BARE, BARE_AGAIN, OURS, TRAINER = "bare", "bare, again", "ours", "HF Trainer"
+OURS_MLFLOW = "ours, MLflow"
 
 
-class Marks:
-    """Processor time at the start of every step; the loss of every step, to see that the variants do the same."""
+class Turns:
+    """Lets threads run one at a time, in a fixed order, from one call of `next` to its next one."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: list[str]) -> None:
+        self._names = list(names)
+        self._changed = threading.Condition()
+
+    def begin(self, name: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._names[0] == name)
+
+    def next(self, name: str) -> None:
+        with self._changed:
+            self._names.append(self._names.pop(0))
+            self._changed.notify_all()
+        self.begin(name)
+
+    def leave(self, name: str) -> None:
+        with self._changed:
+            self._names.remove(name)
+            self._changed.notify_all()
+
+
+class Clock:
+    """Processor time of one variant's steps. `__call__` is the start of a step, and the moment to let others go on."""
+
+    def __init__(self, next_turn: Callable[[], None] = lambda: None) -> None:
+        self._next_turn = next_turn
+        self._since: float | None = None
         self.seconds: list[float] = []
-        self.losses: list[float] = []
 
-    def mark(self) -> bool:
-        self.seconds.append(time.process_time())
-        return False
+    def __call__(self) -> bool:
+        if self._since is not None:
+            self.seconds.append(time.process_time() - self._since)
+        self._next_turn()
+        self._since = time.process_time()
+        return False  # as `stop` of loop.train: go on
 
     def per_token(self) -> float:
-        measured = self.seconds[WARMUP_STEPS:]
-        return (measured[-1] - measured[0]) / ((len(measured) - 1) * SEQ_LEN * BATCH)
+        return fmean(self.seconds[WARMUP_STEPS:]) / (SEQ_LEN * BATCH)
+
+
+Variant = Callable[[Callable[[], bool]], list[float]]
+"""Trains, calls what it is given at the start of every step, and returns the loss of every step."""
 
 
 def make_inputs(directory: Path, total_steps: int) -> np.ndarray:
@@ -71,9 +103,16 @@ def make_inputs(directory: Path, total_steps: int) -> np.ndarray:
     torch.manual_seed(0)
     LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=4, max_position_embeddings=4096, tie_word_embeddings=False, use_cache=False,
-        )  # fmt: skip
+            vocab_size=VOCABULARY,
+            hidden_size=256,
+            intermediate_size=688,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=4096,
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
     ).save_pretrained(directory / "model")
     ids = np.random.default_rng(0).integers(3, VOCABULARY, (total_steps * BATCH, SEQ_LEN))
     with (directory / "rows.jsonl").open("w") as file:
@@ -81,16 +120,15 @@ def make_inputs(directory: Path, total_steps: int) -> np.ndarray:
     return ids
 
 
-def bare(directory: Path, ids: np.ndarray) -> Marks:
+def bare(directory: Path, ids: np.ndarray, on_step: Callable[[], bool]) -> list[float]:
     model = LlamaForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     batches = torch.from_numpy(ids).reshape(-1, BATCH, SEQ_LEN)
-    marks = Marks()
     losses = []
     for batch in batches:
-        marks.mark()
+        on_step()
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -98,49 +136,40 @@ def bare(directory: Path, ids: np.ndarray) -> Marks:
         scheduler.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
-    marks.losses = torch.stack(losses).tolist()
-    return marks
+    return torch.stack(losses).tolist()
 
 
-def ours(directory: Path, ids: np.ndarray, *, mlflow: bool) -> Marks:
+def ours(directory: Path, ids: np.ndarray, on_step: Callable[[], bool], *, mlflow: bool = False) -> list[float]:
     storage = Path(tempfile.mkdtemp(dir=directory))
     rows = {"path": str(directory / "rows.jsonl"), "format": {"type": "tokens", "labels": None}}
     config = FinetuneConfig.model_validate(
         {
             "run": {"name": "step", "storage": str(storage)},
             "model": {"path": str(directory / "model"), "tokenizer": str(TOKENIZER)},
-            # Windows of four steps: the work of building them falls into the measured time at its true rate.
-            "data": {"train": [rows], "seq_len": SEQ_LEN, "packing": "none", "shuffle": "none", "window": 4 * BATCH},
+            # A window a step: the work of building them falls into the measured time at its true rate.
+            "data": {"train": [rows], "seq_len": SEQ_LEN, "packing": "none", "shuffle": "none", "window": BATCH},
             "parallel": {"precision": "fp32"},
             "optim": {"lr": LR, "weight_decay": 0.0, "warmup_steps": 0, "schedule": {"type": "constant"}},
             "train": {"global_batch": BATCH, "micro_batch": BATCH, "max_steps": len(ids) // BATCH},
             "tracking": {"mlflow": {"enabled": mlflow}},
         }
     )
-    device = torch.device("cpu")
-    marks = Marks()
-    join(device, alone=True)
-    try:
-        parts = assemble(config, prepare(config, 1), device)
-        parts.tracker.state()  # waits until MLflow is imported and its run open: that is start-up, not training
-        train(parts, stop=marks.mark)
-        parts.tracker.finish("finished")
-    finally:
-        dist.destroy_process_group()
-    marks.losses = [line["loss"] for line in read_trajectory(parts.plan.run_dir / "metrics.jsonl")]
+    parts = assemble(config, prepare(config, 1), torch.device("cpu"))
+    parts.tracker.state()  # waits until MLflow is imported and its run open: that is start-up, not training
+    train(parts, stop=on_step)
+    parts.tracker.finish("finished")
+    losses = [line["loss"] for line in read_trajectory(parts.plan.run_dir / "metrics.jsonl")]
     shutil.rmtree(storage)
-    return marks
+    return losses
 
 
-def trainer(directory: Path, ids: np.ndarray) -> Marks:
+def trainer(directory: Path, ids: np.ndarray, on_step: Callable[[], bool]) -> list[float]:
     from datasets import Dataset
     from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
-    marks = Marks()
-
-    class Clock(TrainerCallback):
+    class Steps(TrainerCallback):
         def on_step_begin(self, *args: object, **kwargs: object) -> None:
-            marks.mark()
+            on_step()
 
     arguments = TrainingArguments(
         output_dir=str(directory / "trainer"), per_device_train_batch_size=BATCH, max_steps=len(ids) // BATCH,
@@ -151,27 +180,56 @@ def trainer(directory: Path, ids: np.ndarray) -> Marks:
     model = LlamaForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
     dataset = Dataset.from_dict({"input_ids": ids, "labels": ids})
     run = Trainer(model=model, args=arguments, train_dataset=dataset, data_collator=default_data_collator,
-                  callbacks=[Clock()])  # fmt: skip
+                  callbacks=[Steps()])  # fmt: skip
     run.train()
-    marks.losses = [line["loss"] for line in run.state.log_history if "loss" in line]
-    return marks
+    return [line["loss"] for line in run.state.log_history if "loss" in line]
 
 
-def variants(directory: Path, ids: np.ndarray) -> dict[str, Callable[[], Marks]]:
-    found: dict[str, Callable[[], Marks]] = {
-        BARE: lambda: bare(directory, ids),
-        OURS: lambda: ours(directory, ids, mlflow=False),
-        BARE_AGAIN: lambda: bare(directory, ids),
-        OURS_MLFLOW: lambda: ours(directory, ids, mlflow=True),
+def variants(directory: Path, ids: np.ndarray) -> dict[str, Variant]:
+    found: dict[str, Variant] = {
+        BARE: partial(bare, directory, ids),
+        OURS: partial(ours, directory, ids),
+        BARE_AGAIN: partial(bare, directory, ids),
     }
-    try:
-        import accelerate
-        import datasets  # noqa: F401
-    except ImportError:
-        print("no HF Trainer row: it needs accelerate and datasets")
+    if installed("accelerate") and installed("datasets"):
+        found[TRAINER] = partial(trainer, directory, ids)
     else:
-        found[TRAINER] = lambda: trainer(directory, ids)
+        print("no HF Trainer row: it needs accelerate and datasets")
     return found
+
+
+def run_round(chosen: dict[str, Variant]) -> dict[str, float]:
+    """Seconds per token of every variant, taking turns."""
+    turns = Turns(list(chosen))
+    clocks = {name: Clock(partial(turns.next, name)) for name in chosen}
+
+    def run(name: str) -> list[float]:
+        try:
+            turns.begin(name)
+            return chosen[name](clocks[name])
+        finally:
+            turns.leave(name)
+
+    with ThreadPoolExecutor(len(chosen)) as pool:
+        losses = dict(zip(chosen, pool.map(run, chosen), strict=True))
+    for name, values in losses.items():
+        np.testing.assert_allclose(values, losses[BARE], rtol=1e-5, err_msg=f"{name} trains something else")
+    return {name: clock.per_token() for name, clock in clocks.items()}
+
+
+def mlflow_seconds(directory: Path, ids: np.ndarray) -> float:
+    """Processor time per token of MLflow's thread, while steps are trained and logged."""
+    at: list[float] = []
+
+    def look() -> bool:
+        thread = next(thread for thread in threading.enumerate() if thread.name == "mlflow")
+        assert thread.ident is not None
+        at.append(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)))
+        return False
+
+    ours(directory, ids, look, mlflow=True)
+    measured = at[WARMUP_STEPS:]
+    return (measured[-1] - measured[0]) / ((len(measured) - 1) * SEQ_LEN * BATCH)
 
 
 def measure(rounds: int, steps: int) -> dict[str, list[float]]:
@@ -181,32 +239,25 @@ def measure(rounds: int, steps: int) -> dict[str, list[float]]:
         directory = Path(name)
         ids = make_inputs(directory, WARMUP_STEPS + steps + 1)
         chosen = variants(directory, ids)
-        names = list(chosen)
         for number in range(rounds):
-            turn = number % len(names)
-            losses = {}
-            for variant in [*names[turn:], *names[:turn]]:
-                with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-                    marks = chosen[variant]()
-                found.setdefault(variant, []).append(marks.per_token())
-                losses[variant] = marks.losses
-            _same(losses)
-            shown = "  ".join(f"{variant} {1e6 * found[variant][-1]:.1f}" for variant in names)
+            turn = number % len(chosen)
+            order = [*chosen][turn:] + [*chosen][:turn]
+            with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+                values = run_round({name: chosen[name] for name in order})
+                values[OURS_MLFLOW] = values[OURS] + mlflow_seconds(directory, ids)
+            for variant in (*chosen, OURS_MLFLOW):
+                found.setdefault(variant, []).append(values[variant])
+            shown = "  ".join(f"{variant} {1e6 * found[variant][-1]:.1f}" for variant in found)
             print(f"round {number + 1}, load {os.getloadavg()[0]:.1f}, us per token: {shown}", flush=True)
-    return {variant: found[variant] for variant in names}
-
-
-def _same(losses: dict[str, list[float]]) -> None:
-    for variant, values in losses.items():
-        np.testing.assert_allclose(values, losses[BARE], rtol=1e-5, err_msg=f"{variant} trains something else")
+    return found
 
 
 def summarize(found: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Median time per token and median ratio to the mean of the round's two bare runs, with the ratios' range."""
-    bare_mean = [(a + b) / 2 for a, b in zip(found[BARE], found[BARE_AGAIN], strict=True)]
+    base = [(a + b) / 2 for a, b in zip(found[BARE], found[BARE_AGAIN], strict=True)]
     table = {}
     for variant, values in found.items():
-        ratios = [value / base for value, base in zip(values, bare_mean, strict=True)]
+        ratios = [value / reference for value, reference in zip(values, base, strict=True)]
         table[variant] = {
             "us_per_token": 1e6 * median(values),
             "ratio": median(ratios),
@@ -218,12 +269,14 @@ def summarize(found: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=10, help="measured steps of a variant in a round")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "step.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    join(torch.device("cpu"), alone=True)
     found = measure(arguments.rounds, arguments.steps)
+    dist.destroy_process_group()
     table = summarize(found)
     noise = [b / a - 1 for a, b in zip(found[BARE], found[BARE_AGAIN], strict=True)]
     print(f"\n{'':14}  us/token  median ratio  range of the {arguments.rounds} rounds")

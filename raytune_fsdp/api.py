@@ -18,29 +18,46 @@ class FinetuneResult:
     run_dir: Path
     steps: int
     checkpoint: Path
+    """The newest checkpoint."""
     export: Path | None
+    """Hugging Face model directory; None where the config asks for none."""
+    curve: Path | None
+    """Loss curve as PNG; None on ranks other than 0."""
 
 
 def finetune(config: FinetuneConfig, progress: Callable[[int, int], None] | None = None) -> FinetuneResult:
-    """Train to the end, continuing what is there, and export. Raises RaytuneError for everything that can go wrong.
+    """Train to the end, continuing what is there, export, and draw the curve. Raises RaytuneError.
 
-    `progress(done, total)` is called while the data is counted.
+    `progress(done, total)` is called while the data is counted. Under torchrun every rank calls this.
     """
-    _quiet()
+    quiet()
     from raytune_fsdp.checkpoint.commit import committed
     from raytune_fsdp.checkpoint.export import export_checkpoint
     from raytune_fsdp.launch import local
+    from raytune_fsdp.report.curves import plot
+    from raytune_fsdp.tracking.jsonl import METRICS_FILE
 
     plan = local.run(config, progress).plan
     checkpoint = committed(plan.checkpoint_dir)[-1].path
-    export = None
-    if config.export.at_end and int(os.environ.get("RANK", "0")) == 0:
-        export = plan.run_dir / "export"
-        export_checkpoint(checkpoint, export, dtype=config.export.dtype, max_file_bytes=config.export.max_file_bytes)
-    return FinetuneResult(run_dir=plan.run_dir, steps=plan.steps, checkpoint=checkpoint, export=export)
+    export = plan.run_dir / "export" if config.export.at_end else None
+    curve = None
+    if is_rank0():
+        if export is not None:
+            export_checkpoint(
+                checkpoint, export, dtype=config.export.dtype, max_file_bytes=config.export.max_file_bytes
+            )
+        curve = plan.run_dir / "report" / "loss.png"
+        curve.parent.mkdir(exist_ok=True)
+        plot(plan.run_dir / METRICS_FILE, curve, title=config.run.name)
+    return FinetuneResult(run_dir=plan.run_dir, steps=plan.steps, checkpoint=checkpoint, export=export, curve=curve)
 
 
-def _quiet() -> None:
+def is_rank0() -> bool:
+    """Whether this process speaks for the run: it was not started by torchrun, or as its rank 0."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def quiet() -> None:
     """Keep bars and advice of libraries out of the run's own lines; what a user set is left alone."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

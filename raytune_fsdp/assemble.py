@@ -109,7 +109,8 @@ def _open_run(config: FinetuneConfig, prepared: Prepared) -> int:
     prepared.hf_config.save_pretrained(model_files)
     prepared.tokenizer.save_pretrained(model_files)
     if prepared.generation_config is not None:
-        prepared.generation_config.save_pretrained(model_files)
+        # Not save_pretrained: it refuses combinations that well-known models have.
+        prepared.generation_config.to_json_file(model_files / "generation_config.json")
     earlier = [line["attempt"] for line in read_events(run_dir / EVENTS_FILE)]
     earlier += [found.attempt for found in committed(prepared.plan.checkpoint_dir)]
     return 1 + max(earlier, default=0)

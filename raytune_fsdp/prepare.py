@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from raytune_fsdp.checkpoint.commit import Found, newest
 from raytune_fsdp.checkpoint.state import RunState, check_identity, read_state
@@ -55,12 +56,13 @@ class Prepared:
 def prepare(config: FinetuneConfig, world: int, progress: Callable[[int, int], None] | None = None) -> Prepared:
     """Check everything and count the data. Reads files, writes none (a hub model goes to the hub's cache)."""
     run_dir = resolve(config.model_copy(update={"train": _counted(config)}), world).run_dir  # cheap rules first
+    directory = model_directory(config, weights=False)
     tokenizer = load_tokenizer(config)
-    directory = model_directory(config)
     hf_config = load_architecture(config.model, directory, vocabulary_of(tokenizer))
     skeleton = build_skeleton(hf_config, config.model, config.parallel.precision)
+    hf_config.architectures = [type(skeleton).__name__]  # a config written by hand, or of the bare decoder, lacks it
     _check_attention(config, skeleton, hf_config)
-    files, key_of, grown = _match_weights(config, skeleton, directory)
+    files, key_of, grown = _match_weights(config, skeleton)
     vocab_size = hf_config.get_text_config().vocab_size
     train = _windows(config, config.data.train, tokenizer, vocab_size)
     evals = {
@@ -76,7 +78,7 @@ def prepare(config: FinetuneConfig, world: int, progress: Callable[[int, int], N
         census(windows)  # a broken row is found now, not at the first evaluation
     return Prepared(
         hf_config=hf_config,
-        generation_config=skeleton.generation_config,
+        generation_config=_generation_config(skeleton, directory),
         tokenizer=tokenizer,
         train=train,
         evals=evals,
@@ -108,7 +110,7 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
             directory, trust_remote_code=config.model.trust_remote_code
         )
     except (OSError, ValueError, TypeError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
+        first = str(error).strip().splitlines()[0].rstrip(": ")
         raise ModelError(
             f"{field}={name}: no tokenizer could be loaded from {directory} ({first}); set model.tokenizer to one"
         ) from error
@@ -120,11 +122,21 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
-def model_directory(config: FinetuneConfig) -> Path | None:
+def model_directory(config: FinetuneConfig, *, weights: bool) -> Path | None:
+    """Where the model's files are. The weights of a hub model are fetched only when all else is known to be right."""
     if config.model.path is None:
         return None
-    wanted = config.model.init == "pretrained"
-    return locate(config.model.path, config.model.revision, field="model.path", weights=wanted)
+    return locate(config.model.path, config.model.revision, field="model.path", weights=weights)
+
+
+def _generation_config(skeleton: PreTrainedModel, directory: Path | None) -> GenerationConfig | None:
+    """How the model's makers generate from it: an exported model keeps their end tokens and sampling."""
+    if directory is not None and (directory / GENERATION_CONFIG_NAME).is_file():
+        try:
+            return GenerationConfig.from_pretrained(directory)
+        except (OSError, ValueError, TypeError) as error:
+            logger.warning("%s is left out: %s", directory / GENERATION_CONFIG_NAME, error)
+    return skeleton.generation_config
 
 
 def _check_attention(config: FinetuneConfig, skeleton: PreTrainedModel, hf_config: PretrainedConfig) -> None:
@@ -142,9 +154,10 @@ def _check_attention(config: FinetuneConfig, skeleton: PreTrainedModel, hf_confi
 
 
 def _match_weights(
-    config: FinetuneConfig, skeleton: PreTrainedModel, directory: Path | None
+    config: FinetuneConfig, skeleton: PreTrainedModel
 ) -> tuple[WeightFiles | None, dict[str, str], dict[str, int]]:
-    if config.model.init == "random" or directory is None:
+    directory = model_directory(config, weights=True) if config.model.init == "pretrained" else None
+    if directory is None:
         return None, {}, {}
     files = find_weights(directory)
     key_of = match_keys(skeleton, files)

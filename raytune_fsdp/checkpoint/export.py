@@ -1,13 +1,17 @@
-"""Export a committed checkpoint of a run as a Hugging Face model directory. One process, no GPU, no process group."""
+"""A committed checkpoint of a run as a model again: exported, or in memory. One process, no process group."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
 from raytune_fsdp.checkpoint.commit import MANIFEST_FILE, newest, verify
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
-from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.errors import ModelError, ResumeError
 from raytune_fsdp.model.export import export
+from raytune_fsdp.model.keys import owned_tensors
 
 MODEL_FILES = "model"
 """Directory in the run directory with the model's config and tokenizer: what an export needs besides the weights."""
@@ -36,3 +40,25 @@ def export_checkpoint(checkpoint: Path, destination: Path, *, dtype: str, max_fi
     export(
         CheckpointWeights(checkpoint), model_files(checkpoint), destination, dtype=dtype, max_file_bytes=max_file_bytes
     )
+
+
+def load_for_inference(path: Path, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer of a run directory, a checkpoint or a Hugging Face directory, in the type they are stored in."""
+    if not path.is_dir():
+        raise ModelError(
+            f"{path}: there is no such directory; give a run, a checkpoint, or a Hugging Face model directory"
+        )
+    if (path / "config.json").is_file():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        return model.to(device).eval(), AutoTokenizer.from_pretrained(path)
+    checkpoint = find_checkpoint(path)
+    files = model_files(checkpoint)
+    weights = CheckpointWeights(checkpoint)
+    tensors = weights.read_all(list(weights.shapes()))
+    hf_config = AutoConfig.from_pretrained(files)
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=next(iter(tensors.values())).dtype)
+    wanted = set(owned_tensors(model))
+    if wanted != set(tensors):
+        raise ModelError(f"{checkpoint} does not hold what {files / 'config.json'} describes: {wanted ^ set(tensors)}")
+    model.load_state_dict(tensors, strict=False)  # not strict: a tied weight is stored under one of its names
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(files)

@@ -6,6 +6,7 @@ reads what it needs at whatever world size it is now.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -74,7 +75,9 @@ def read(tensors: dict[str, torch.Tensor], directory: Path, *, alone: bool = Fal
     reader = FileSystemReader(directory)
     _compare(tensors, reader.read_metadata(), directory, whole=whole)
     try:
-        load(tensors, storage_reader=reader, no_dist=alone)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what `alone` means
+            load(tensors, storage_reader=reader, no_dist=alone)
     except CheckpointException as error:
         raise ResumeError(f"checkpoint {directory} could not be read: {_reason(error)}") from error
 

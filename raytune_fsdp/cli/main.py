@@ -18,6 +18,9 @@ PROGRAM = "raytune-fsdp"
 
 COMMANDS = {
     "train": "fine-tune a model",
+    "plan": "show what a config amounts to, without starting anything",
+    "generate": "ask a trained model",
+    "export": "write a checkpoint as a Hugging Face model directory",
 }
 
 

@@ -21,7 +21,22 @@ def main(
 def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
     _, config = parser.parse_with_config(arguments)
     # Only now, with a config that is valid, is it worth the seconds that importing torch takes.
-    from raytune_fsdp.api import finetune
+    from raytune_fsdp.api import finetune, is_rank0
 
-    finetune(config)
+    result = finetune(config, progress=_progress if sys.stderr.isatty() and is_rank0() else None)
+    if is_rank0():
+        from raytune_fsdp.report.summary import next_commands, summary
+
+        mlflow = config.tracking.mlflow
+        uri = (mlflow.uri or f"sqlite:///{config.run.storage}/mlflow.db") if mlflow.enabled else None
+        print()
+        print(summary(result.run_dir, checkpoint=result.checkpoint, export=result.export, curve=result.curve))
+        print()
+        print(next_commands(result.run_dir, export=result.export, mlflow_uri=uri))
     return 0
+
+
+def _progress(done: int, total: int) -> None:
+    """A line that counts itself up while the data is counted."""
+    end = "\n" if done == total else ""
+    print(f"\rcounting the data: window {done} of {total}", end=end, file=sys.stderr, flush=True)

@@ -81,7 +81,9 @@ def _fetch(name: str, revision: str | None, *, field: str, weights: bool) -> Pat
         raise ModelError(
             f"{what}: neither a directory here nor a model on the hub (or it is private: set HF_TOKEN)"
         ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except (LocalEntryNotFoundError, OSError) as error:
+        if silence is None and isinstance(error, HfHubHTTPError):
+            raise ModelError(f"{what}: the hub refuses ({_in_short(error)}); check the name and HF_TOKEN") from error
         raise ModelError(
             f"{what}: not a directory here, not in the local cache, and the hub cannot be reached "
             f"({silence or _in_short(error)}); give the path of a downloaded model, or download it once where there is "

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from raytune_fsdp.config import ModelConfig
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.estimate.flops import Architecture
-
-logger = logging.getLogger(__name__)
 
 MASTER_DTYPE = {
     "fp64": torch.float64,
@@ -35,15 +35,16 @@ def load_architecture(config: ModelConfig, directory: Path | None, vocabulary: i
     `vocabulary` is one more than the largest id of the tokenizer; None where there is no tokenizer to compare with.
     """
     hf_config = _read(config, directory)
+    text = hf_config.get_text_config()
+    if not isinstance(getattr(text, "vocab_size", None), int):
+        raise ModelError(f"model: {hf_config.model_type!r} is not a language model: its config has no vocab_size")
     for key, value in config.overrides.items():
-        if not hasattr(hf_config.get_text_config(), key):
+        if not hasattr(text, key):
             raise ModelError(
                 f"model.overrides.{key}={value!r}: the architecture {hf_config.model_type!r} has no such attribute; "
                 "see its config.json for those it has"
             )
-        setattr(hf_config.get_text_config(), key, value)
-    hf_config.get_text_config().use_cache = False
-    text = hf_config.get_text_config()
+        _checked(partial(setattr, text, key, value), f"model.overrides.{key}={value!r}")
     if vocabulary is not None and vocabulary > text.vocab_size:
         if not config.resize_embeddings:
             raise ModelError(
@@ -75,14 +76,18 @@ def _read(config: ModelConfig, directory: Path | None) -> PretrainedConfig:
     )
 
 
-def _checked(read: Any, what: str) -> PretrainedConfig:
+def _checked(read: Callable[[], Any], what: str) -> Any:
     """transformers' own complaint about a config, as one line that says where it comes from."""
     try:
-        hf_config: PretrainedConfig = read()
-    except (ValueError, TypeError, KeyError, OSError, AttributeError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"{what} is not a config that transformers accepts: {first}") from error
-    return hf_config
+        return read()
+    except Exception as error:  # its checks, and code that comes with a model, may raise anything
+        cause = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
+        raise ModelError(f"{what} is not a config that transformers accepts: {_in_a_line(cause)}") from error
+
+
+def _in_a_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def build_skeleton(hf_config: PretrainedConfig, config: ModelConfig, precision: str) -> PreTrainedModel:
@@ -93,11 +98,15 @@ def build_skeleton(hf_config: PretrainedConfig, config: ModelConfig, precision: 
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, **kwargs)
-    except (ValueError, ImportError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
+    except Exception as error:  # as in `_checked`
         raise ModelError(
-            f"model: transformers cannot build a causal LM of type {hf_config.model_type!r}: {first}"
+            f"model: transformers cannot build a causal LM of type {hf_config.model_type!r}: {_in_a_line(error)}"
         ) from error
+    if _sees_ahead(hf_config):
+        raise ModelError(
+            f"model: {hf_config.model_type!r} is an encoder, whose tokens see the ones they are to predict: "
+            "use a decoder, or make it one with model.overrides={is_decoder: true}"
+        )
     if _is_converted(model):
         raise ModelError(
             f"model: transformers converts the weights of {hf_config.model_type!r} while loading them, "
@@ -105,6 +114,12 @@ def build_skeleton(hf_config: PretrainedConfig, config: ModelConfig, precision: 
         )
     model.train()
     return model
+
+
+def _sees_ahead(hf_config: PretrainedConfig) -> bool:
+    """Whether this is BERT or one of its kin, which transformers builds as causal LMs without making them causal."""
+    encoder = hf_config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return encoder and not hf_config.is_encoder_decoder and getattr(hf_config, "is_decoder", True) is False
 
 
 def _is_converted(model: PreTrainedModel) -> bool:

@@ -1,0 +1,80 @@
+"""`raytune-fsdp plan`: what a config amounts to at a world size. Imports no torch; a laptop will do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from raytune_fsdp.cli.common import ConfigParser, exit_code
+
+if TYPE_CHECKING:
+    from raytune_fsdp.config import FinetuneConfig
+    from raytune_fsdp.plan import Plan
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp plan") -> int:
+    """Print the plan; returns the exit code."""
+    parser = ConfigParser(prog, "Show what a config amounts to: batches, steps, learning rate, sharding.")
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="ranks to plan for (default: cluster.workers, or 1)"
+    )
+    parser.add_argument(
+        "--samples", type=int, metavar="N", help="packed samples of an epoch, for a length in train.epochs"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda: _plan(parser, arguments))
+
+
+def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
+    found, config = parser.parse_with_config(arguments)
+    from raytune_fsdp.plan import resolve
+    from raytune_fsdp.types import Census
+
+    workers = config.cluster.workers
+    world = found.world_size or (1 if workers == "auto" else workers)
+    census = None
+    if found.samples is not None:
+        census = Census(
+            rows=0, documents=0, samples=found.samples, tokens=0, target_tokens=0, windows=0, dropped={}, truncated=0,
+            seq_len=config.data.seq_len,
+        )  # fmt: skip
+    elif config.train.epochs is not None:
+        parser.error("a length in train.epochs depends on the data: say --samples N, or train.max_steps")
+    plan = resolve(config, world, census)
+    print(
+        json.dumps({**plan.to_dict(), "layout": asdict(plan.layout)}, indent=2)
+        if found.json
+        else in_words(config, plan)
+    )
+    return 0
+
+
+def in_words(config: FinetuneConfig, plan: Plan) -> str:
+    """The plan as lines a person reads."""
+    layout, data, parallel = plan.layout, config.data, config.parallel
+    tokens = plan.global_batch * data.seq_len
+    fillers = f", {layout.fillers} of them only keep the ranks aligned" if layout.fillers else ""
+    copies = f"{layout.replicas} copies of the model" if layout.replicas > 1 else "one copy of the model"
+    rows = {
+        "run": str(plan.run_dir),
+        "world": f"{layout.world} ranks: {copies}, each over {layout.shard_size} rank(s) ({parallel.strategy})",
+        "precision": parallel.precision,
+        "batch": f"{plan.global_batch} packed samples, up to {tokens:,} tokens a step",
+        "blocks": f"{plan.blocks} of {plan.micro_batch} a step, {layout.rounds} round(s) a rank{fillers}",
+        "steps": f"{plan.steps:,}, up to {plan.steps * tokens:,} tokens",
+        "lr": f"{config.optim.lr:g}, {config.optim.schedule.type} over {plan.schedule_steps:,} steps, "
+        f"{plan.warmup_steps} of warmup",
+        "saved": f"every {plan.save_every:,} steps, and at the end",
+        "evaluated": f"every {plan.eval_every:,} steps, and at the end"
+        if data.eval or config.eval.prompts
+        else "never",
+    }
+    return "\n".join(f"{name:10} {value}" for name, value in rows.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

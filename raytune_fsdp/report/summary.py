@@ -1,0 +1,66 @@
+"""What a person wants to know when a run has ended: did it learn, what does it say now, where is it, what next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from raytune_fsdp.tracking.jsonl import EVENTS_FILE, METRICS_FILE, read_events, read_metrics
+from raytune_fsdp.tracking.names import ANSWERED
+
+
+def summary(run_dir: Path, *, checkpoint: Path, export: Path | None, curve: Path | None) -> str:
+    """Several lines of text about a finished run, from its files."""
+    lines = read_metrics(run_dir / METRICS_FILE)
+    steps = [line["trajectory"] for line in lines if line["kind"] == "step"]
+    evals = [line["values"] for line in lines if line["kind"] == "eval"]
+    answers = [e["fields"] for e in read_events(run_dir / EVENTS_FILE) if e["event"] == ANSWERED]
+    parts = [f"loss {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f} in {len(steps)} steps"]
+    parts += [f"{name} {first:.4f} -> {last:.4f}" for name, first, last in _first_and_last(evals)]
+    parts += list(_before_and_after(answers))
+    parts += ["", f"run         {_short(run_dir)}", f"checkpoint  {_short(checkpoint)}"]
+    if export is not None:
+        parts.append(f"export      {_short(export)}")
+    if curve is not None:
+        parts.append(f"loss curve  {_short(curve)}")
+    return "\n".join(parts)
+
+
+def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None) -> str:
+    """What to try with a finished run."""
+    model = _short(export or run_dir)
+    commands = [f'raytune-fsdp generate {model} "What does FSDP shard?"']
+    if mlflow_uri is not None:
+        commands.append(f"mlflow ui --backend-store-uri {mlflow_uri}")
+    commands.append("raytune-fsdp train --config FILE   (docs/configuration.md has every field)")
+    return "\n".join(["next:", *(f"  {command}" for command in commands)])
+
+
+def _first_and_last(evals: list[Mapping[str, float]]) -> Iterator[tuple[str, float, float]]:
+    for name in dict.fromkeys(name for values in evals for name in values):
+        series = [values[name] for values in evals if name in values]
+        yield name, series[0], series[-1]
+
+
+def _before_and_after(answers: list[Mapping[str, Any]]) -> Iterator[str]:
+    """Each question with its first and its last answer."""
+    for prompt in dict.fromkeys(answer["prompt"] for answer in answers):
+        said = [answer for answer in answers if answer["prompt"] == prompt]
+        yield ""
+        yield f"  {prompt}"
+        yield f"    step {said[0]['step']:>5}: {_readable(said[0]['answer'])}"
+        if len(said) > 1:
+            yield f"    step {said[-1]['step']:>5}: {_readable(said[-1]['answer'])}"
+
+
+def _readable(text: str) -> str:
+    """An answer on one line, also an untrained model's."""
+    clean = "".join(c if c.isprintable() and c != "\ufffd" else "·" for c in text)
+    return clean[:100] + ("..." if len(clean) > 100 else "") or "(nothing)"
+
+
+def _short(path: Path) -> str:
+    """Relative to where the user is, when it is below."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
