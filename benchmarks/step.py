@@ -200,7 +200,7 @@ def variants(directory: Path, ids: np.ndarray) -> dict[str, Variant]:
 
 def run_round(chosen: dict[str, Variant]) -> dict[str, float]:
     """Seconds per token of every variant, taking turns."""
-    turns = Turns(list(chosen))
+    turns = Turns([*chosen])
     clocks = {name: Clock(partial(turns.next, name)) for name in chosen}
 
     def run(name: str) -> list[float]:
@@ -237,7 +237,7 @@ def measure(rounds: int, steps: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        ids = make_inputs(directory, WARMUP_STEPS + steps + 1)
+        ids = make_inputs(directory, WARMUP_STEPS + steps + 1)  # a last step, whose start ends the measurement
         chosen = variants(directory, ids)
         for number in range(rounds):
             turn = number % len(chosen)
@@ -258,12 +258,8 @@ def summarize(found: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     table = {}
     for variant, values in found.items():
         ratios = [value / reference for value, reference in zip(values, base, strict=True)]
-        table[variant] = {
-            "us_per_token": 1e6 * median(values),
-            "ratio": median(ratios),
-            "ratio_min": min(ratios),
-            "ratio_max": max(ratios),
-        }
+        spread = {"ratio": median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)}
+        table[variant] = {"us_per_token": 1e6 * median(values), **spread}
     return table
 
 
@@ -279,12 +275,10 @@ def main() -> None:
     dist.destroy_process_group()
     table = summarize(found)
     noise = [b / a - 1 for a, b in zip(found[BARE], found[BARE_AGAIN], strict=True)]
-    print(f"\n{'':14}  us/token  median ratio  range of the {arguments.rounds} rounds")
+    print(f"\n{'':14}  us/token  median ratio  range of {arguments.rounds} rounds")
     for variant, row in table.items():
-        print(
-            f"{variant:14}  {row['us_per_token']:8.1f}  {row['ratio']:12.4f}  "
-            f"{row['ratio_min']:.4f} to {row['ratio_max']:.4f}"
-        )
+        numbers = f"{row['us_per_token']:8.1f}  {row['ratio']:12.4f}  {row['ratio_min']:.4f} to {row['ratio_max']:.4f}"
+        print(f"{variant:14}  {numbers}")
     print(f"bare against bare: median {median(noise):+.2%}, {min(noise):+.2%} to {max(noise):+.2%}")
     write_result(
         arguments.out,

@@ -5,6 +5,7 @@ All ranks must call these together: a sharded model needs every rank for a forwa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp.data.batches import eval_batches
 from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.errors import DataError
 from raytune_fsdp.parallel import release_gathered
 from raytune_fsdp.step import eval_step
 
@@ -74,12 +76,15 @@ def answer(
     else:
         encoded = tokenizer(prompt, return_tensors="pt")
     ids = encoded["input_ids"].to(device)
+    room = positions_of(model) - ids.shape[1]
+    if room < 1:
+        raise DataError(f"the prompt {prompt[:40]!r}... has {ids.shape[1]} tokens and the model no room for an answer")
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     output = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=min(max_new_tokens, room),
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=pad,
         use_cache=True,
@@ -87,3 +92,9 @@ def answer(
     )
     text: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
     return text.strip()
+
+
+def positions_of(model: PreTrainedModel) -> int:
+    """How many tokens the model can look at; a large number where its config does not say."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else sys.maxsize

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def resolve(
     schedule_steps = config.optim.schedule_steps or planned_schedule or steps
     warmup = config.optim.warmup_steps
     if warmup is None:
-        warmup = math.ceil(config.optim.warmup_ratio * schedule_steps)
+        warmup = _part(config.optim.warmup_ratio, schedule_steps)
     if warmup > schedule_steps:
         raise ConfigError(
             f"optim.warmup_steps={warmup} is more than the {schedule_steps} steps of the schedule: "
@@ -150,5 +151,10 @@ def _length(config: FinetuneConfig, census: Census | None) -> tuple[int, int | N
     assert train.epochs is not None, "the config has exactly one of max_steps and epochs"
     if census is None:
         raise ConfigError(f"train.epochs={train.epochs} needs a count of the data; train.max_steps does not")
-    total = math.ceil(train.epochs * census.samples)
+    total = _part(train.epochs, census.samples)
     return math.ceil(total / train.global_batch), total
+
+
+def _part(fraction: float, whole: int) -> int:
+    """`fraction` of `whole`, rounded up. By the decimals that were written: in floats, 0.07 of 100 is more than 7."""
+    return math.ceil(Fraction(str(fraction)) * whole)

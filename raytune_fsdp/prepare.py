@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -23,7 +24,7 @@ from raytune_fsdp.data.windows import Windows, census
 from raytune_fsdp.errors import ConfigError, DataError, ModelError, ResumeError
 from raytune_fsdp.model.files import WeightFiles, find_weights, locate
 from raytune_fsdp.model.keys import check_shapes, grown_rows, match_keys
-from raytune_fsdp.model.skeleton import build_skeleton, load_architecture, takes_position_ids
+from raytune_fsdp.model.skeleton import build_skeleton, fit_vocabulary, init_buffers, load_architecture, takes_position_ids
 from raytune_fsdp.model.weights import FileWeights, GrownWeights
 from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.types import Census
@@ -57,10 +58,12 @@ def prepare(config: FinetuneConfig, world: int, progress: Callable[[int, int], N
     """Check everything and count the data. Reads files, writes none (a hub model goes to the hub's cache)."""
     run_dir = resolve(config.model_copy(update={"train": _counted(config)}), world).run_dir  # cheap rules first
     directory = model_directory(config, weights=False)
+    hf_config = load_architecture(config.model, directory)
     tokenizer = load_tokenizer(config)
-    hf_config = load_architecture(config.model, directory, vocabulary_of(tokenizer))
+    fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=config.model.resize_embeddings)
     skeleton = build_skeleton(hf_config, config.model, config.parallel.precision)
     hf_config.architectures = [type(skeleton).__name__]  # a config written by hand, or of the bare decoder, lacks it
+    init_buffers(skeleton, torch.device("cpu"))  # a rank would fail at it otherwise
     _check_attention(config, skeleton, hf_config)
     files, key_of, grown = _match_weights(config, skeleton)
     vocab_size = hf_config.get_text_config().vocab_size
@@ -109,8 +112,8 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             directory, trust_remote_code=config.model.trust_remote_code
         )
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        first = str(error).strip().splitlines()[0].rstrip(": ")
+    except Exception as error:  # many libraries read tokenizers
+        first = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(": ")
         raise ModelError(
             f"{field}={name}: no tokenizer could be loaded from {directory} ({first}); set model.tokenizer to one"
         ) from error
@@ -191,7 +194,7 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
         "parallel.precision": config.parallel.precision,
         "train.global_batch": config.train.global_batch,
         "train.micro_batch": config.train.micro_batch,
-        **{f"data.{key}": value for key, value in train.identity().items()},
+        **{f"data.{key.replace('datasets.', 'train.')}": v for key, v in train.identity().items() if key != "seed"},
     }
     normal: dict[str, Any] = json.loads(json.dumps(identity, default=str))  # as it will come back from a checkpoint
     return normal

@@ -13,7 +13,7 @@ from raytune_fsdp.config import ModelConfig, ParallelConfig
 from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.keys import check_shapes, grown_rows, match_keys
-from raytune_fsdp.model.skeleton import build_skeleton, load_architecture
+from raytune_fsdp.model.skeleton import build_skeleton, fit_vocabulary, load_architecture
 from raytune_fsdp.model.weights import FileWeights, GrownWeights, RandomWeights, Weights
 from raytune_fsdp.parallel import make_mesh, shard
 from raytune_fsdp.plan import Layout
@@ -39,9 +39,11 @@ def load(
     vocabulary: int | None = None,
 ) -> Any:
     """The checkpoint in `directory` as a sharded network on this rank. Collective."""
-    config = ModelConfig(path=str(directory), resize_embeddings=vocabulary is not None)
+    config = ModelConfig(path=str(directory))
     spread = ParallelConfig.model_validate({"precision": "fp32", **parallel})
-    model = build_skeleton(load_architecture(config, directory, vocabulary), config, spread.precision)
+    hf_config = load_architecture(config, directory)
+    fit_vocabulary(hf_config, vocabulary or 0, resize=True)
+    model = build_skeleton(hf_config, config, spread.precision)
     weights: Weights | None = None
     if mode == "sharded" or dist.get_rank() == 0:  # in rank0 mode the others cannot have opened anything
         files = find_weights(directory)
@@ -57,7 +59,7 @@ def draw(architecture: dict[str, Any], seed: int, *, parallel: Mapping[str, Any]
     """A randomly initialised sharded network on this rank. Collective."""
     config = ModelConfig(init="random", architecture=architecture)
     spread = ParallelConfig.model_validate({"precision": "fp32", **parallel})
-    hf_config = load_architecture(config, None, None)
+    hf_config = load_architecture(config, None)
     model = build_skeleton(hf_config, config, spread.precision)
     weights = RandomWeights(build_skeleton(hf_config, config, spread.precision), seed)
     shard(model, make_mesh(layout(spread), CPU), spread)

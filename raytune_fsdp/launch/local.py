@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -81,6 +82,8 @@ def _start_ranks(config: FinetuneConfig, prepared: Prepared, world: int) -> None
         monitor_interval=0.2,
         start_method="spawn",
     )
+    # Its warnings say again, for developers, what we say for users.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     try:
         elastic_launch(launch, _rank_main)(config, prepared)
     except SignalException as signal:

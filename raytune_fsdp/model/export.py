@@ -36,6 +36,8 @@ def export(source: WholeTensors, model_files: Path, destination: Path, *, dtype:
     """
     if not (model_files / "config.json").is_file():
         raise ModelError(f"{model_files} has no config.json, so this run's model cannot be exported")
+    destination = destination.absolute()
+    _check_replaceable(destination)
     target = DTYPES[dtype]
     staging = destination.with_name(destination.name + ".tmp")
     shutil.rmtree(staging, ignore_errors=True)
@@ -56,6 +58,14 @@ def export(source: WholeTensors, model_files: Path, destination: Path, *, dtype:
     _set_dtype(staging / "config.json", types)
     shutil.rmtree(destination, ignore_errors=True)
     staging.rename(destination)
+
+
+def _check_replaceable(destination: Path) -> None:
+    """What will be deleted must be a model, not whatever else a user's slip may name."""
+    if destination.exists() and not (destination / "config.json").is_file():
+        if destination.is_dir() and not any(destination.iterdir()):
+            return
+        raise ModelError(f"{destination} exists and is not a model directory; export to another path, or remove it")
 
 
 def _export_type(stored: torch.dtype, target: torch.dtype | None) -> torch.dtype:

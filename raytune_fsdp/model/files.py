@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ from raytune_fsdp.errors import ModelError
 HUB_SECONDS = 4
 """A hub that has not answered after this long is reported, not waited for."""
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "tokenizer*"]
 
 
@@ -39,9 +37,20 @@ def locate(path: str, revision: str | None, *, field: str, weights: bool) -> Pat
         return local.absolute()
     if local.exists():
         raise ModelError(f"{field}={path} is a file; it must be a Hugging Face model directory or a hub name")
-    if not _HUB_NAME.fullmatch(path) or path.startswith((".", "/")):
+    if not _is_hub_name(path):
         raise ModelError(f"{field}={path}: there is no such directory (and it is not the name of a hub model)")
     return _fetch(path, revision, field=field, weights=weights)
+
+
+def _is_hub_name(path: str) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(path)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _fetch(name: str, revision: str | None, *, field: str, weights: bool) -> Path:

@@ -29,11 +29,8 @@ MASTER_DTYPE = {
 """Type of the weights that the optimizer updates, by `parallel.precision`."""
 
 
-def load_architecture(config: ModelConfig, directory: Path | None, vocabulary: int | None) -> PretrainedConfig:
-    """The Hugging Face config: from the model's directory or inline, with overrides, and as wide as the tokenizer.
-
-    `vocabulary` is one more than the largest id of the tokenizer; None where there is no tokenizer to compare with.
-    """
+def load_architecture(config: ModelConfig, directory: Path | None) -> PretrainedConfig:
+    """The Hugging Face config: from the model's directory or inline, with overrides."""
     hf_config = _read(config, directory)
     text = hf_config.get_text_config()
     if not isinstance(getattr(text, "vocab_size", None), int):
@@ -45,14 +42,20 @@ def load_architecture(config: ModelConfig, directory: Path | None, vocabulary: i
                 "see its config.json for those it has"
             )
         _checked(partial(setattr, text, key, value), f"model.overrides.{key}={value!r}")
-    if vocabulary is not None and vocabulary > text.vocab_size:
-        if not config.resize_embeddings:
-            raise ModelError(
-                f"the tokenizer has ids up to {vocabulary - 1}, but the model's vocabulary has only {text.vocab_size} "
-                "tokens: set model.resize_embeddings=true to grow its embeddings, or use the model's own tokenizer"
-            )
-        text.vocab_size = vocabulary
     return hf_config
+
+
+def fit_vocabulary(hf_config: PretrainedConfig, vocabulary: int, *, resize: bool) -> None:
+    """Make room for a tokenizer's ids, the largest of which is `vocabulary - 1`, where the user wants that."""
+    text = hf_config.get_text_config()
+    if vocabulary <= text.vocab_size:
+        return
+    if not resize:
+        raise ModelError(
+            f"the tokenizer has ids up to {vocabulary - 1}, but the model's vocabulary has only {text.vocab_size} "
+            "tokens: set model.resize_embeddings=true to grow its embeddings, or use the model's own tokenizer"
+        )
+    text.vocab_size = vocabulary
 
 
 def _read(config: ModelConfig, directory: Path | None) -> PretrainedConfig:
@@ -184,14 +187,26 @@ def init_buffers(model: PreTrainedModel, device: torch.device) -> None:
     for prefix, module, owner in _with_owner(model, "", model):
         names = [n for n, _ in module.named_buffers(recurse=False) if _join(prefix, n) not in persistent]
         for name in names:
-            module._buffers[name] = torch.empty_like(module.get_buffer(name), device="cpu")
+            module._buffers[name] = _unset(module.get_buffer(name))
         if names:
             owner._init_weights(module)
         for name in names:
-            module._buffers[name] = module.get_buffer(name).to(device)
+            buffer = module.get_buffer(name)
+            if buffer.is_floating_point() and buffer.isnan().any():
+                raise ModelError(
+                    f"model: {type(owner).__name__} does not compute its buffer {_join(prefix, name)} in _init_weights, "
+                    "which a network that is built without memory needs"
+                )
+            module._buffers[name] = buffer.to(device)
         # Rotary modules keep a second reference under another name; it must be the filled one.
         if "inv_freq" in names and "original_inv_freq" not in module._buffers and hasattr(module, "original_inv_freq"):
             module.original_inv_freq = module.get_buffer("inv_freq")
+
+
+def _unset(buffer: torch.Tensor) -> torch.Tensor:
+    """Memory for a buffer, with what shows if nothing computes it, where its type has such a value."""
+    unset = torch.empty_like(buffer, device="cpu")
+    return unset.fill_(torch.nan) if unset.is_floating_point() else unset.zero_()
 
 
 def _with_owner(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.loading import load
 from tests.models import build
@@ -16,8 +15,8 @@ from tests.ranks import run_ranks
 
 MIB = 1 << 20
 
-SLACK = 8 * MIB
-"""For the interpreter, the process group and the allocator's rounding."""
+SLACK = 4 * MIB
+"""For the interpreter and the allocator's rounding: 1.3 MiB were measured, on every rank in both modes."""
 
 LARGE = {
     "vocab_size": 40_001,
@@ -66,15 +65,17 @@ def _peak(small: Path, directory: Path, mode: str) -> tuple[int, int, int]:
     return peak.bytes, sum(t.untyped_storage().nbytes() for t in local), largest
 
 
+def _peaks(root: Path) -> dict[str, tuple[int, int, int]]:
+    return {mode: _peak(root / "small", root / "large", mode) for mode in ("sharded", "rank0")}
+
+
 @pytest.mark.parametrize("name", ["llama", "starcoder2"])
-@pytest.mark.parametrize("mode", ["sharded", "rank0"])
-def test_loading_holds_the_shard_and_two_tensors_at_most(tmp_path: Path, mode: str, name: str) -> None:
+def test_loading_holds_the_shard_and_two_tensors_at_most(tmp_path: Path, name: str) -> None:
     build(name).save_pretrained(tmp_path / "small")
     build(name, **LARGE).save_pretrained(tmp_path / "large", max_shard_size="100MB")
-    for rank, (peak, shard, largest) in enumerate(run_ranks(_peak, 2, tmp_path / "small", tmp_path / "large", mode)):
-        print(f"{name} {mode} rank {rank}: {peak / MIB:.1f} MiB, shard {shard / MIB:.1f}, largest {largest / MIB:.1f}")
-        assert largest > 70 * MIB
-        assert peak >= shard - SLACK, "the sampler saw nothing"
-        assert peak <= shard + 2 * largest + SLACK
-        if mode == "sharded":
-            assert peak <= shard + SLACK, "reading slices needs no copy"
+    for rank, peaks in enumerate(run_ranks(_peaks, 2, tmp_path)):
+        for mode, (peak, shard, largest) in peaks.items():
+            print(f"{name} {mode} rank {rank}: {peak / MIB:.1f} MiB: {shard / MIB:.1f} own, {largest / MIB:.1f} largest")
+            assert largest > 70 * MIB
+            assert peak >= shard - SLACK, "the sampler saw nothing"
+            assert peak <= shard + (0 if mode == "sharded" else 2 * largest) + SLACK

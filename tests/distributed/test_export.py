@@ -1,0 +1,193 @@
+"""An exported model is what was trained: from_pretrained loads every bit of it, from files as the format wants them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from raytune_fsdp.assemble import assemble
+from raytune_fsdp.checkpoint.export import export_checkpoint, find_checkpoint
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.errors import ModelError
+from raytune_fsdp.launch.local import prepare_on_rank0
+from raytune_fsdp.loop import train
+from raytune_fsdp.model import export as export_module
+from tests.loading import CPU, gathered
+from tests.models import TIED, architecture, save_checkpoint
+from tests.ranks import run_ranks
+from tests.runs import make_config, write_tokenizer
+
+NAMES = ("llama", "gemma3_text", "gpt2")
+TYPES = {"trained": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SMALL = 20_000
+"""Bytes of a file: the embedding alone is larger, most files hold several tensors."""
+
+
+def _train(values: Mapping[str, Any], reference: Path) -> None:
+    """Train to the end on this rank; rank 0 writes the gathered weights and logits."""
+    config = FinetuneConfig.model_validate(values)
+    parts = assemble(config, prepare_on_rank0(config), CPU)
+    train(parts, stop=lambda: False)
+    weights = gathered(parts.model)
+    with torch.no_grad():
+        logits = parts.model.eval()(input_ids=_tokens(), use_cache=False).logits
+    if dist.get_rank() == 0:
+        save_file({**{name: t.clone() for name, t in weights.items()}, "logits": logits}, reference)
+
+
+def _tokens() -> torch.Tensor:
+    return torch.arange(20).view(1, 20) * 3 % 64
+
+
+def run(home: Path, model: Mapping[str, Any]) -> Path:
+    """A run of one step on two ranks: its directory, with what was trained beside it in `reference.safetensors`."""
+    config = make_config(
+        home,
+        model={"tokenizer": None, "architecture": None, **model},
+        parallel={"precision": "fp32"},
+        train={"global_batch": 4, "max_steps": 1},
+    )
+    run_ranks(_train, 2, config.model_dump(), home / "reference.safetensors")
+    return home / "runs" / "run"
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A run of each architecture, from random weights."""
+    home = tmp_path_factory.mktemp(request.param)
+    tokenizer = write_tokenizer(home / "words")
+    inline = architecture(request.param, vocab_size=67)
+    return request.param, run(home, {"init": "random", "architecture": inline, "tokenizer": str(tokenizer)})
+
+
+def reference(directory: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    tensors = load_file(directory.parents[1] / "reference.safetensors")
+    return tensors, tensors.pop("logits")
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_from_pretrained_loads_what_was_trained(trained: tuple[str, Path], tmp_path: Path, dtype: str) -> None:
+    name, directory = trained
+    export_checkpoint(find_checkpoint(directory), tmp_path / "export", dtype=dtype, max_file_bytes=SMALL)
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not any(report.values()), report
+    weights, logits = reference(directory)
+    found = model.state_dict()
+    assert found.keys() == weights.keys()
+    for key, tensor in weights.items():
+        assert found[key].dtype == TYPES[dtype] and torch.equal(found[key], tensor.to(TYPES[dtype])), key
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == (name in TIED)
+    if dtype == "trained":
+        with torch.no_grad():
+            assert torch.equal(model.eval()(input_ids=_tokens(), use_cache=False).logits, logits)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert len(tokenizer) == 64 and tokenizer.convert_tokens_to_ids("w63") == 63
+
+
+def test_files_and_index_are_as_the_format_wants_them(trained: tuple[str, Path], tmp_path: Path) -> None:
+    name, directory = trained
+    export_checkpoint(find_checkpoint(directory), tmp_path / "export", dtype="bf16", max_file_bytes=SMALL)
+    index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
+    files = sorted(tmp_path.glob("export/*.safetensors"))
+    count = len(files)
+    assert count > 2
+    assert [file.name for file in files] == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    held: dict[str, str] = {}
+    total = 0
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            sizes = {key: opened.get_tensor(key).nbytes for key in opened.keys()}  # noqa: SIM118
+        assert len(sizes) == 1 or sum(sizes.values()) <= SMALL
+        assert not held.keys() & sizes.keys(), "a key is in two files"
+        held.update(dict.fromkeys(sizes, file.name))
+        total += sum(sizes.values())
+    assert index == {"metadata": {"total_size": total}, "weight_map": held}
+    weights, _ = reference(directory)
+    assert held.keys() == weights.keys() - ({"lm_head.weight"} if name in TIED else set())
+    assert not (tmp_path / "export.tmp").exists()
+
+
+def test_the_config_says_what_the_files_hold(trained: tuple[str, Path], tmp_path: Path) -> None:
+    name, directory = trained
+    for dtype in ("bf16", "fp32"):
+        export_checkpoint(find_checkpoint(directory), tmp_path / "export", dtype=dtype, max_file_bytes=10**9)
+        assert [file.name for file in tmp_path.glob("export/*.safetensors*")] == ["model.safetensors"]
+        config = json.loads((tmp_path / "export" / "config.json").read_text())
+        assert config["dtype"] == {"bf16": "bfloat16", "fp32": "float32"}[dtype]
+        assert config["model_type"] == name and config["vocab_size"] == 67
+        classes = {"llama": "LlamaForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "gpt2": "GPT2LMHeadModel"}
+        assert config["architectures"] == [classes[name]]
+        assert config.get("use_cache", True), "whoever generates from it wants the cache"
+
+
+class Broken(Exception):
+    pass
+
+
+def test_an_export_is_whole_or_not_there(
+    trained: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, directory = trained
+    checkpoint, destination = find_checkpoint(directory), tmp_path / "export"
+
+    def export() -> None:
+        export_checkpoint(checkpoint, destination, dtype="bf16", max_file_bytes=SMALL)
+
+    def write_one(*args: Any, **kwargs: Any) -> None:
+        monkeypatch.setattr(export_module, "save_file", fail)
+        save_file(*args, **kwargs)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise Broken
+
+    monkeypatch.setattr(export_module, "save_file", write_one)
+    with pytest.raises(Broken):
+        export()
+    assert not destination.exists()
+    monkeypatch.setattr(export_module, "save_file", save_file)
+    export()
+    before = {file.name: file.read_bytes() for file in destination.iterdir()}
+    monkeypatch.setattr(export_module, "save_file", write_one)
+    with pytest.raises(Broken):
+        export()
+    assert {file.name: file.read_bytes() for file in destination.iterdir()} == before, "the old one is whole"
+    monkeypatch.setattr(export_module, "save_file", save_file)
+    (destination / "left-behind").write_text("from an older export")
+    export()
+    assert {file.name: file.read_bytes() for file in destination.iterdir()} == before, "replaced, not mixed"
+
+
+def test_only_a_model_is_replaced(trained: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, directory = trained
+    checkpoint = find_checkpoint(directory)
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("three years of work")
+    monkeypatch.chdir(tmp_path / "thesis")
+    for destination in (Path("."), tmp_path / "thesis", tmp_path / "thesis" / "chapter.tex"):
+        with pytest.raises(ModelError, match="is not a model directory; export to another path"):
+            export_checkpoint(checkpoint, destination, dtype="bf16", max_file_bytes=SMALL)
+    assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter.tex"]
+    (tmp_path / "empty").mkdir()
+    export_checkpoint(checkpoint, tmp_path / "empty", dtype="bf16", max_file_bytes=10**9)
+    assert (tmp_path / "empty" / "model.safetensors").is_file()
+
+
+def test_a_model_keeps_its_makers_way_to_generate(tmp_path: Path) -> None:
+    """End tokens and sampling of a chat model, also where transformers would not write them down itself."""
+    model = save_checkpoint(tmp_path / "model", "llama")
+    write_tokenizer(model)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5], "top_p": 0.6, "do_sample": False}))
+    directory = run(tmp_path, {"path": str(model)} | {"init": "pretrained"})
+    export_checkpoint(find_checkpoint(directory), tmp_path / "export", dtype="bf16", max_file_bytes=SMALL)
+    found = GenerationConfig.from_pretrained(tmp_path / "export")
+    assert (found.eos_token_id, found.top_p) == ([2, 5], 0.6)

@@ -1,0 +1,139 @@
+"""The program as a person runs it: one command, processes of its own or torchrun's, exit codes, what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytune_fsdp.checkpoint.commit import committed
+from raytune_fsdp.config.load import dump_config
+from raytune_fsdp.tracking.jsonl import read_events, read_trajectory
+from tests.runs import GPT2, make_config
+
+ROOT = Path(__file__).parents[2]
+TRAIN = {"global_batch": 4, "micro_batch": 2, "max_steps": 6}
+
+
+def write_config(directory: Path, **sections: Any) -> Path:
+    config = make_config(directory, GPT2, **{"train": TRAIN, "parallel": {"precision": "fp32"}, **sections})
+    path = directory / "config.yaml"
+    path.write_text(dump_config(config))
+    return path
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def run(*command: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=240, **kwargs)
+
+
+def job(*arguments: str) -> list[str]:
+    return [sys.executable, str(ROOT / "jobs" / "finetune.py"), *arguments]
+
+
+def test_one_command_trains_exports_and_says_what_it_left(tmp_path: Path) -> None:
+    """Two processes that the job starts itself, with MLflow, a question, an export and a curve."""
+    config = write_config(
+        tmp_path,
+        cluster={"device": "cpu", "workers": 2},
+        tracking={"console": True, "mlflow": {"enabled": True}},
+        eval={"prompts": ["w5 w6"], "at_start": True, "max_new_tokens": 4},
+        export={"at_end": True, "dtype": "fp32"},
+    )
+    done = run(*job("--config", str(config)), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run_dir = tmp_path / "runs" / "run"
+    for expected in ("step 6/6", "w5 w6", "export ", "next:", "mlflow ui"):
+        assert expected in done.stdout, done.stdout
+    assert {path.name for path in run_dir.iterdir()} >= {
+        "config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "checkpoints", "model", "export", "report",
+    }  # fmt: skip
+    assert (run_dir / "report" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((run_dir / "plan.json").read_text())["steps"] == 6
+    assert mlflow_runs(tmp_path) == [("run", "FINISHED", 6)]
+    again = run(*job("--config", str(config), "--train.max_steps", "8"), cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert [row["step"] for row in read_trajectory(run_dir / "metrics.jsonl")] == list(range(1, 9))
+    assert mlflow_runs(tmp_path) == [("run", "FINISHED", 8)], "a continued run is the same MLflow run"
+    asked = run(sys.executable, "-m", "raytune_fsdp.cli.main", "generate", str(run_dir / "export"), "w5 w6")
+    also = run(sys.executable, "-m", "raytune_fsdp.cli.main", "generate", str(run_dir), "w5 w6")
+    assert asked.returncode == also.returncode == 0, asked.stderr + also.stderr
+    assert asked.stdout == also.stdout != ""
+
+
+def mlflow_runs(directory: Path) -> list[tuple[str, str, int]]:
+    """Name, status and last step of every run in the default database."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{directory}/runs/mlflow.db")
+    ids = [experiment.experiment_id for experiment in client.search_experiments()]
+    runs = client.search_runs(ids)
+    steps = [max(point.step for point in client.get_metric_history(r.info.run_id, "train/loss")) for r in runs]
+    return [(r.info.run_name, r.info.status, step) for r, step in zip(runs, steps, strict=True)]
+
+
+def test_torchrun_gives_the_same_run(tmp_path: Path) -> None:
+    ours = write_config(tmp_path, cluster={"device": "cpu", "workers": 2})
+    assert run(*job("--config", str(ours))).returncode == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    theirs = run(*torchrun, *job("--config", str(ours), "--run.name", "torchrun")[1:])
+    assert theirs.returncode == 0, theirs.stderr
+    rows = [read_trajectory(tmp_path / "runs" / name / "metrics.jsonl") for name in ("run", "torchrun")]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_signal_saves_and_exits_130(tmp_path: Path, workers: int) -> None:
+    config = write_config(
+        tmp_path, cluster={"device": "cpu", "workers": workers}, train={**TRAIN, "max_steps": 100_000}
+    )
+    process = subprocess.Popen(
+        job("--config", str(config)), stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
+    )
+    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size > 2000, process)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130, stderr
+    assert stderr.startswith("error: stopped"), stderr
+    newest = committed(tmp_path / "runs" / "run" / "checkpoints")[-1]
+    assert read_trajectory(metrics)[-1]["step"] == newest.step
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.05)
+
+
+def test_a_rank_that_dies_takes_the_run_with_it_and_is_named(tmp_path: Path) -> None:
+    config = write_config(tmp_path, cluster={"device": "cpu", "workers": 2}, train={**TRAIN, "max_steps": 100_000})
+    process = subprocess.Popen(
+        job("--config", str(config)), stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
+    )
+    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size > 2000, process)
+    os.kill(newest_child(process.pid), signal.SIGKILL)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1, stderr
+    assert "was killed by SIGKILL" in stderr.splitlines()[-1], stderr
+    assert not [event for event in read_events(tmp_path / "runs" / "run" / "events.jsonl") if event["event"] == "saved"]
+
+
+def newest_child(pid: int) -> int:
+    import psutil
+
+    children = [c for c in psutil.Process(pid).children(recursive=True) if "spawn_main" in " ".join(c.cmdline())]
+    return max(child.pid for child in children)

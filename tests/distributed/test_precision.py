@@ -1,0 +1,283 @@
+"""16-bit compute over 32-bit weights, the loss scale of fp16, and updates that are not finite: skipped on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from raytune_fsdp.checkpoint.commit import committed
+from raytune_fsdp.checkpoint.state import read_state
+from raytune_fsdp.checkpoint.tensors import init_optimizer_state, read, stored_shapes, tensors_of
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.errors import RaytuneError
+from raytune_fsdp.step import SCALE_GROWTH_STEPS, LossScale
+from raytune_fsdp.tracking.jsonl import read_events, read_metrics, read_trajectory
+from tests.ranks import run_ranks
+from tests.runs import LLAMA, make_config, trajectory
+
+CPU = torch.device("cpu")
+SHORT = {"global_batch": 10, "micro_batch": 2, "max_steps": 12}
+
+
+def run_dir(config: FinetuneConfig) -> Path:
+    return Path(config.run.storage) / config.run.name
+
+
+def assembled(values: Mapping[str, Any]) -> Any:
+    """A run's parts on this rank. The optimizer has its state from the start, so that it can be looked at."""
+    from raytune_fsdp.assemble import assemble
+    from raytune_fsdp.launch.local import prepare_on_rank0
+
+    config = FinetuneConfig.model_validate(values)
+    parts = assemble(config, prepare_on_rank0(config), CPU)
+    init_optimizer_state(parts.optimizer)
+    return parts
+
+
+def train_watched(parts: Any, at_step: Callable[[int], None] = lambda step: None) -> dict[str, Any]:
+    """Train; return the steps that left weights and moments as they were, the loss scales, and the error if one came.
+
+    `at_step` is called in front of every step. The last step is not among those looked at.
+    """
+    from raytune_fsdp.loop import train
+
+    kept: list[int] = []
+    scales: list[float] = []
+    before: list[torch.Tensor] = []
+
+    def look() -> bool:
+        now = [local(t).clone() for t in tensors_of(parts.model, parts.optimizer).values()]
+        if before and all(torch.equal(a, b) for a, b in zip(before, now, strict=True)):
+            kept.append(len(scales))
+        before[:] = now
+        scales.append(parts.scale.value.item())
+        at_step(len(scales))
+        return False
+
+    error = None
+    try:
+        train(parts, look)
+    except RaytuneError as raised:
+        error = (type(raised).__name__, raised.exit_code, str(raised))
+    parts.tracker.finish("failed" if error else "finished")
+    return {"kept": kept, "scales": scales, "error": error}
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+
+
+def skipped_steps(config: FinetuneConfig) -> list[int]:
+    """Steps whose update was skipped: the metrics and the events must say the same."""
+    lines = [line for line in read_metrics(run_dir(config) / "metrics.jsonl") if line["kind"] == "step"]
+    steps = [line["trajectory"]["step"] for line in lines if line["skipped"]]
+    events = read_events(run_dir(config) / "events.jsonl")
+    assert [e["fields"]["step"] for e in events if e["event"] == "skipped_update"] == steps
+    return steps
+
+
+def assert_finite(checkpoint: Path) -> None:
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored_shapes(checkpoint, "").items()}
+    read(tensors, checkpoint, alone=True)
+    assert tensors
+    assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
+
+
+# ---- fp16 ----
+
+
+def test_loss_scale_halves_after_a_bad_step_and_doubles_after_many_good_ones() -> None:
+    good, bad = torch.tensor(True), torch.tensor(False)
+    scale = LossScale.start(enabled=True, device=CPU, value=1024.0)
+    scale.update(bad)
+    assert (scale.value.item(), scale.good_steps.item()) == (512.0, 0)
+    for _ in range(SCALE_GROWTH_STEPS - 1):
+        scale.update(good)
+    assert (scale.value.item(), scale.good_steps.item()) == (512.0, SCALE_GROWTH_STEPS - 1)
+    scale.update(good)
+    assert (scale.value.item(), scale.good_steps.item()) == (1024.0, 0)
+    scale.update(good)
+    scale.update(bad)
+    assert (scale.value.item(), scale.good_steps.item()) == (512.0, 0)
+
+
+def test_other_precisions_are_never_scaled() -> None:
+    scale = LossScale.start(enabled=False, device=CPU, value=1024.0)
+    for finite in (True, False):
+        scale.update(torch.tensor(finite))
+    assert scale.value.item() == 1.0
+
+
+def train_with_scale(values: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    parts = assembled(values)
+    return train_watched(replace(parts, scale=LossScale.start(enabled=True, device=CPU, value=scale)))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_fp16_recovers_from_an_overflow(tmp_path: Path, world: int) -> None:
+    config = make_config(tmp_path, LLAMA, parallel={"precision": "fp16"}, train={**SHORT, "max_steps": 40})
+    first = 2.0**26
+    results = run_ranks(train_with_scale, world, config.model_dump(), first)
+    bad = skipped_steps(config)
+    assert bad[:2] == [1, 2], "the scale is far too large for the first steps"
+    assert bad[-1] <= 20, "and has found its size soon"
+    for result in results:
+        assert result["error"] is None
+        assert result["kept"] == bad
+        assert result["scales"] == [first / 2 ** sum(b < step for b in bad) for step in range(1, 41)]
+    losses = [row["loss"] for row in read_trajectory(run_dir(config) / "metrics.jsonl")]
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < losses[0]
+    state = read_state(committed(run_dir(config) / "checkpoints")[-1].path)
+    assert state.loss_scale == first / 2 ** len(bad)
+    assert state.good_steps == 40 - bad[-1]
+
+
+def test_fp16_is_near_fp32(tmp_path: Path) -> None:
+    curves = {
+        precision: trajectory(
+            make_config(tmp_path, LLAMA, run={"name": precision}, parallel={"precision": precision}, train=SHORT), 2
+        )
+        for precision in ("fp16", "bf16", "fp32")
+    }
+    for precision, bound in (("fp16", 2e-3), ("bf16", 2e-2)):
+        for row, exact in zip(curves[precision], curves["fp32"], strict=True):
+            assert row["samples"] == exact["samples"]
+            assert row["loss"] == pytest.approx(exact["loss"], rel=bound)
+            assert row["grad_norm"] == pytest.approx(exact["grad_norm"], rel=10 * bound)
+
+
+# ---- types ----
+
+
+def dtypes(values: Mapping[str, Any]) -> dict[str, set[torch.dtype]]:
+    """Types of what a block computes with, and of what the optimizer works on, after a step."""
+    parts = assembled(values)
+    found: dict[str, set[torch.dtype]] = {"block": set()}
+    block = parts.model.model.layers[0]
+
+    def look(module: torch.nn.Module, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        found["block"] |= {hidden.dtype, *(p.dtype for p in module.parameters())}
+
+    block.register_forward_hook(look)
+    grads: set[torch.dtype] = set()
+    for parameter in parts.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: grads.add(p.grad.dtype))
+    train_watched(parts)
+    return {
+        **found,
+        "gradients": grads,
+        "weights": {p.dtype for p in parts.model.parameters()},
+        "moments": {state[key].dtype for state in parts.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")},
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("precision", "compute", "master"),
+    [
+        ("bf16", torch.bfloat16, torch.float32),
+        ("fp16", torch.float16, torch.float32),
+        ("bf16_pure", torch.bfloat16, torch.bfloat16),
+        ("fp32", torch.float32, torch.float32),
+    ],
+)
+def test_types(tmp_path: Path, world: int, precision: str, compute: torch.dtype, master: torch.dtype) -> None:
+    config = make_config(tmp_path, LLAMA, parallel={"precision": precision}, train={**SHORT, "max_steps": 2})
+    for found in run_ranks(dtypes, world, config.model_dump()):
+        assert found["block"] == {compute}
+        assert found["weights"] == found["moments"] == found["gradients"] == {master}
+    stored = stored_shapes(committed(run_dir(config) / "checkpoints")[-1].path, "model.")
+    assert {dtype for _, dtype in stored.values()} == {master}
+
+
+# ---- updates that are not finite ----
+
+
+def train_poisoned(values: Mapping[str, Any], bad: set[int]) -> dict[str, Any]:
+    """The last rank puts a NaN into one element of its gradient, after it was reduced, in every step of `bad`."""
+    parts = assembled(values)
+    now = [0]
+
+    def poison(parameter: torch.nn.Parameter) -> None:
+        if now[0] in bad and dist.get_rank() == dist.get_world_size() - 1:
+            assert parameter.grad is not None
+            local(parameter.grad).view(-1)[0] = math.nan
+
+    next(p for p in parts.model.parameters() if p.ndim == 2).register_post_accumulate_grad_hook(poison)
+    return train_watched(parts, lambda step: now.__setitem__(0, step))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_one_ranks_nan_skips_the_update_on_all(tmp_path: Path, world: int) -> None:
+    config = make_config(tmp_path, LLAMA, parallel={"precision": "fp32"}, train=SHORT)
+    results = run_ranks(train_poisoned, world, config.model_dump(), {4, 7, 8})
+    for result in results:
+        assert result["error"] is None
+        assert result["kept"] == [4, 7, 8]
+    assert skipped_steps(config) == [4, 7, 8]
+    rows = read_trajectory(run_dir(config) / "metrics.jsonl")
+    assert [row["step"] for row in rows if math.isnan(row["grad_norm"])] == [4, 7, 8]
+    assert all(math.isfinite(row["loss"]) for row in rows)
+    assert_finite(committed(run_dir(config) / "checkpoints")[-1].path)
+
+
+def test_too_many_skipped_in_a_row_stop_the_run(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path,
+        LLAMA,
+        parallel={"precision": "bf16"},
+        train=SHORT,
+        optim={"max_skipped": 3},
+        checkpoint={"every": 2, "keep_last": None},
+    )
+    results = run_ranks(train_poisoned, 2, config.model_dump(), {2, 3, *range(5, 13)})
+    for result in results:
+        kind, exit_code, message = result["error"]
+        assert (kind, exit_code) == ("TrainingError", 1)
+        assert "step 7" in message
+        assert "optim.max_skipped=3" in message
+        assert result["kept"] == [2, 3, 5, 6]
+    assert skipped_steps(config) == [2, 3, 5, 6, 7], "two in a row at 2 and 3 are not three"
+    saved = committed(run_dir(config) / "checkpoints")
+    assert [found.step for found in saved] == [2, 4, 6]
+    assert read_state(saved[-1].path).skipped_in_row == 2
+    for found in saved:
+        assert_finite(found.path)
+    # Started again from step 6 it counts on, and stops at the next one.
+    again = run_ranks(train_poisoned, 2, config.model_dump(), {1})
+    assert "step 7" in again[0]["error"][2]
+
+
+def train_with_broken_weight(values: Mapping[str, Any], step: int) -> dict[str, Any]:
+    parts = assembled(values)
+
+    def break_weight(now: int) -> None:
+        if now == step and dist.get_rank() == 1:
+            with torch.no_grad():
+                local(next(parts.model.parameters())).view(-1)[0] = math.nan
+
+    return train_watched(parts, break_weight)
+
+
+def test_weights_that_are_not_finite_are_never_committed(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path, LLAMA, parallel={"precision": "fp32"}, train=SHORT, checkpoint={"every": 2, "keep_last": None}
+    )
+    results = run_ranks(train_with_broken_weight, 2, config.model_dump(), 5)
+    for result in results:
+        kind, exit_code, message = result["error"]
+        assert (kind, exit_code) == ("TrainingError", 1)
+        assert "nothing was saved" in message
+    saved = committed(run_dir(config) / "checkpoints")
+    assert [found.step for found in saved] == [2, 4]
+    for found in saved:
+        assert_finite(found.path)

@@ -1,0 +1,242 @@
+"""Whatever is wrong with a request is said in a line that names it, before anything is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raytune_fsdp.cli.train import main
+from raytune_fsdp.demo import CONVERSATIONS, TOKENIZER
+from tests.models import ARCHITECTURES, add_tokenizer, architecture, save_checkpoint
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that could be trained: two files of weights, and a tokenizer."""
+    directory = tmp_path_factory.mktemp("models") / "llama"
+    save_checkpoint(directory, "llama", tokenizer=True, vocab_size=1024, max_shard_size="200KB")
+    assert len(list(directory.glob("*.safetensors"))) == 2
+    return directory
+
+
+@pytest.fixture
+def model(good: Path, tmp_path: Path) -> Path:
+    """A copy of it to break."""
+    return Path(shutil.copytree(good, tmp_path / "model"))
+
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Run the command with these fields, and return the line it ends with."""
+
+    def run(**fields: Any) -> str:
+        capsys.readouterr()  # of the test itself
+        assert main(flags(tmp_path, **fields)) == 2
+        output = capsys.readouterr()
+        assert output.out == ""
+        (line,) = output.err.splitlines()
+        assert line.startswith("error: ")
+        assert not (tmp_path / "runs").exists(), "something was written"
+        return line.removeprefix("error: ")
+
+    return run
+
+
+def flags(directory: Path, **fields: Any) -> list[str]:
+    """A request that would be carried out, but for `fields`: `data__seq_len` is `data.seq_len`, None leaves it out."""
+    values = {
+        "run.name": "bad",
+        "run.storage": directory / "runs",
+        "data.train.0.path": CONVERSATIONS,
+        "data.seq_len": 128,
+        "parallel.precision": "fp32",
+        "train.global_batch": 4,
+        "train.max_steps": 1,
+        "tracking.mlflow.enabled": "false",
+        "cluster.device": "cpu",
+        **{name.replace("__", "."): value for name, value in fields.items()},
+    }
+    written = {name: json.dumps(v) if isinstance(v, dict) else str(v) for name, v in values.items() if v is not None}
+    return [word for name, value in written.items() for word in (f"--{name}", value)]
+
+
+def drawn(model_type: str, **values: Any) -> dict[str, Any]:
+    """Fields of a randomly initialised network."""
+    inline = {"model_type": model_type, "vocab_size": 1024, **values}
+    return {"model__init": "random", "model__tokenizer": TOKENIZER, "model__architecture": inline}
+
+
+def says(line: str, *parts: Any) -> None:
+    for part in parts:
+        assert str(part) in line, f"{part!r} is not in: {line}"
+
+
+def test_the_good_model_is_accepted(good: Path, tmp_path: Path) -> None:
+    """Else every refusal below would prove nothing."""
+    assert main(flags(tmp_path, model__path=good, tracking__console="false")) == 0
+    assert (tmp_path / "runs" / "bad" / "export" / "config.json").is_file()
+
+
+def test_paths_that_are_no_models(refused: Refused, tmp_path: Path, model: Path) -> None:
+    missing = tmp_path / "nothing"
+    for tokenizer in (None, TOKENIZER):
+        says(refused(model__path=missing, model__tokenizer=tokenizer), f"model.path={missing}", "no such directory")
+        file = model / "config.json"
+        says(refused(model__path=file, model__tokenizer=tokenizer), f"model.path={file}", "is a file", "directory")
+    (tmp_path / "empty").mkdir()
+    says(refused(model__path=tmp_path / "empty"), "has no config.json", "must be a Hugging Face model directory")
+    says(refused(model__path="a/b/c"), "model.path=a/b/c", "no such directory")
+    says(refused(model__path="../models"), "model.path=../models", "no such directory")
+
+
+def test_wrong_fields_and_batches(refused: Refused, good: Path) -> None:
+    says(refused(model__path=good, model__pth="x"), "model.pth", "unknown field; nearest: model.path")
+    says(refused(model__path=good, train__global_batch="many"), "train.global_batch=many", "integer >= 1")
+    line = refused(model__path=good, train__micro_batch=3)
+    says(line, "train.global_batch=4", "not a multiple of train.micro_batch=3", "3 or 6")
+    line = refused(model__path=good, cluster__workers=5)
+    says(line, "train.global_batch=4", "train.micro_batch=1", "5 ranks", "at most 4", "at least 5")
+    line = refused(model__path=good, cluster__workers=4, parallel__strategy="hybrid_shard", parallel__shard_size=3)
+    says(line, "parallel.shard_size=3", "world size 4", "[1, 2, 4]")
+    for name in ("..", "a..b", "../b", "a/b", "/tmp/a"):
+        says(refused(model__path=good, run__name=name), f"run.name={name}", "without '..' or '/'")
+
+
+def test_weights_only_as_pickle(refused: Refused, model: Path) -> None:
+    for file in model.glob("*.safetensors*"):
+        file.unlink()
+    says(refused(model__path=model), model, "no weights to load")
+    torch.save({}, model / "pytorch_model.bin")
+    says(refused(model__path=model), "pytorch_model.bin", "pickle", "can run code", "safetensors")
+
+
+def test_a_weight_file_that_is_missing_or_cut(refused: Refused, model: Path) -> None:
+    file = sorted(model.glob("*.safetensors"))[1]
+    content = file.read_bytes()
+    for size in (0, 20, len(content) - 1):
+        file.write_bytes(content[:size])
+        says(refused(model__path=model), file, "not a whole safetensors file", "download it again")
+    file.unlink()
+    says(refused(model__path=model), model, "lacks 1 of its weight files", file.name, "download the model again")
+
+
+def test_a_single_weight_file_that_is_cut(refused: Refused, tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path / "single", "llama", tokenizer=True, vocab_size=1024)
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    says(refused(model__path=model), file, "not a whole safetensors file", "download it again")
+
+
+def test_an_index_that_is_wrong(refused: Refused, model: Path) -> None:
+    index = json.loads((model / INDEX).read_text())
+    files = sorted(file.name for file in model.glob("*.safetensors"))
+    for broken in ("{", "[]", "{}", '{"weight_map": 3}'):
+        (model / INDEX).write_text(broken)
+        says(refused(model__path=model), model / INDEX, "not a safetensors index", "download it again")
+    other = {"model.norm.weight": files[files[0] == index["weight_map"]["model.norm.weight"]]}
+    (model / INDEX).write_text(json.dumps({"weight_map": {**index["weight_map"], **other}}))
+    says(refused(model__path=model), "does not hold model.norm.weight", "download the model again")
+
+
+def test_weights_of_another_architecture(refused: Refused, model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(architecture("gpt2", vocab_size=1024)))
+    line = refused(model__path=model)
+    says(line, model, "GPT2LMHeadModel (gpt2)", "27 missing (transformer.h.0", "unknown (model.embed_tokens.weight")
+
+
+def test_missing_extra_and_misshapen_weights(refused: Refused, good: Path) -> None:
+    line = refused(model__path=good, model__overrides={"num_hidden_layers": 3})
+    says(line, good, "9 missing (model.layers.2.", "none unknown")
+    line = refused(model__path=good, model__overrides={"num_hidden_layers": 1})
+    says(line, good, "none missing", "9 unknown (model.layers.1.")
+    line = refused(model__path=good, model__overrides={"intermediate_size": 96})
+    says(line, "mlp.gate_proj.weight is [64, 32] in the files and [96, 32] in the network", "(and 5 more)")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_mixtures_of_experts_are_refused_by_name(refused: Refused, name: str) -> None:
+    experts = {"num_local_experts": 4} if name == "mixtral" else {"num_experts": 4, "moe_intermediate_size": 32}
+    line = refused(**drawn(name, **{**ARCHITECTURES["llama"], "vocab_size": 1024, **experts}))
+    says(line, f"'{name}'", "not supported yet", "dense decoder architectures are")
+
+
+def test_configs_that_transformers_does_not_accept(refused: Refused, model: Path) -> None:
+    llama = {**ARCHITECTURES["llama"], "vocab_size": 1024}
+    says(refused(**drawn("lama")), "model.architecture.model_type='lama'", "check the spelling")
+    says(refused(**drawn("llama", hidden_size="big")), "model.architecture (llama)", "'hidden_size' expected int")
+    says(refused(**drawn("llama", **{**llama, "num_attention_heads": 0})), "model.architecture (llama)")
+    says(refused(**drawn("llama", **{**llama, "layer_types": ["a"]})), "model.architecture (llama)", "layer_types")
+    says(refused(**drawn("llama", **{**llama, "pad_token_id": 5000})), "'llama'", "cannot build")
+    line = refused(model__path=model, model__overrides={"hidden_size": "big"})
+    says(line, "model.overrides.hidden_size='big'", "expected int")
+    line = refused(model__path=model, model__overrides={"hiden_size": 3})
+    says(line, "model.overrides.hiden_size=3", "no such attribute")
+    config = json.loads((model / "config.json").read_text())
+    for broken in ("{", "{}", json.dumps({**config, "hidden_size": "big"}), json.dumps({**config, "layer_types": [1]})):
+        (model / "config.json").write_text(broken)
+        says(refused(model__path=model), f"model.path={model}", "not a config that transformers accepts")
+
+
+def test_networks_that_are_no_causal_decoders(refused: Refused) -> None:
+    bert = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    says(refused(**drawn("bert", **bert)), "'bert' is an encoder", "is_decoder: true")
+    says(refused(**drawn("t5")), "cannot build a causal LM of type 't5'")
+    says(refused(**drawn("vit") | {"model__architecture": {"model_type": "vit"}}), "'vit' is not a language model")
+
+
+def test_a_buffer_that_nothing_computes(refused: Refused, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in code of a model's own that computes it in __init__, which then happens without memory."""
+    from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
+
+    monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", lambda self, module: None)
+    says(refused(model__path=good), "LlamaModel does not compute its buffer model.rotary_emb.inv_freq")
+
+
+def test_sequences_longer_than_the_model_s_positions(refused: Refused, good: Path) -> None:
+    line = refused(model__path=good, data__seq_len=129)
+    says(line, "data.seq_len=129", "128 positions", "max_position_embeddings", "at most 128")
+
+
+def test_tokenizers_that_do_not_fit(refused: Refused, model: Path, tmp_path: Path) -> None:
+    small = save_checkpoint(tmp_path / "small", "llama", tokenizer=True)
+    line = refused(model__path=small)
+    says(line, "ids up to 1023", "only 131 tokens", "model.resize_embeddings=true")
+    line = refused(model__init="random", model__architecture=architecture("llama"))
+    says(line, "model.tokenizer is not set", "set model.tokenizer")
+    (model / "tokenizer.json").write_text("{")
+    says(refused(model__path=model), f"model.path={model}", "no tokenizer could be loaded", "set model.tokenizer")
+    for file in [*model.glob("tokenizer*"), *model.glob("*.jinja")]:
+        file.unlink()
+    says(refused(model__path=model), f"model.path={model}", "no tokenizer could be loaded", "set model.tokenizer")
+
+
+def test_packing_needs_positions(refused: Refused, tmp_path: Path) -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    BloomForCausalLM(BloomConfig(vocab_size=1024, hidden_size=32, n_layer=2, n_head=4)).save_pretrained(tmp_path / "m")
+    add_tokenizer(tmp_path / "m")
+    line = refused(model__path=tmp_path / "m")
+    says(line, "data.packing=best_fit", "BloomForCausalLM takes no position_ids", "set data.packing=none")
+
+
+def test_a_wrong_request_ends_the_process_with_2(tmp_path: Path, model: Path) -> None:
+    """The same through a process of its own, with nothing imported before."""
+    (model / INDEX).unlink()
+    words = flags(tmp_path, model__path=model)
+    done = subprocess.run([sys.executable, "-m", "raytune_fsdp.cli.main", "train", *words], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1 and "no weights to load" in done.stderr
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,134 @@
+"""What a hub that refuses, or does not answer, is turned into: a line within ten seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytune_fsdp.model.files import HUB_SECONDS
+from tests.unit.test_bad_input import flags, says
+
+LIMIT_SECONDS = 10
+
+NAMES = """
+import json, sys, time
+from raytune_fsdp.errors import ModelError
+from raytune_fsdp.model.files import locate
+for name, revision in json.loads(sys.argv[1]):
+    started = time.monotonic()
+    try:
+        found = str(locate(name, revision, field="model.path", weights=True))
+    except ModelError as error:
+        found = "error: " + str(error)
+    print(json.dumps([found, time.monotonic() - started]))
+"""
+"""A process of its own: the hub's library reads its environment only once."""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Says no in the hub's way: the name of a model is the status and the code of the answer."""
+
+    def do_GET(self) -> None:
+        words = self.path.split("/")
+        status, code = (int(words[3][1:]), words[4]) if self.path.startswith("/api/models/s") else (404, "any")
+        self.send_response(status)
+        if code != "any":
+            self.send_header("X-Error-Code", code)
+            self.send_header("X-Error-Message", f"the hub says {code}")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def silent_hub() -> Iterator[str]:
+    """Takes every connection and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def environment(endpoint: str, cache: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    return {**kept, "HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "NO_PROXY": "127.0.0.1"}
+
+
+def locate(endpoint: str, cache: Path, *names: tuple[str, str | None]) -> list[str]:
+    """Where those models are, or the error; each within the limit."""
+    command = [sys.executable, "-c", NAMES, json.dumps(names)]
+    done = subprocess.run(command, env=environment(endpoint, cache), capture_output=True, text=True, check=True)
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.stderr == "" and len(answers) == len(names)
+    for found, seconds in answers:
+        assert seconds < LIMIT_SECONDS, f"{seconds:.1f} s for: {found}"
+    return [found for found, _ in answers]
+
+
+def test_a_hub_that_refuses(hub: str, tmp_path: Path) -> None:
+    names = ["s403/GatedRepo", "s401/GatedRepo", "s404/RepoNotFound", "s401/RepoNotFound", "s401/any", "s500/any"]
+    asked = [*((name, None) for name in names), ("s404/RevisionNotFound", "v9")]
+    gated, gated_too, missing, private, token, down, revision = locate(hub, tmp_path, *asked)
+    for line, name in ((gated, "s403/GatedRepo"), (gated_too, "s401/GatedRepo")):
+        says(line, f"error: model.path={name}: ", "restricted", "accept its terms", "HF_TOKEN")
+    for line, name in ((missing, "s404/RepoNotFound"), (private, "s401/RepoNotFound")):
+        says(line, f"error: model.path={name}: ", "neither a directory here nor a model on the hub", "HF_TOKEN")
+    says(token, "the hub refuses", "401", "HF_TOKEN")
+    says(down, "the hub cannot be reached", "500", "give the path of a downloaded model")
+    says(revision, "error: model.path=s404/RevisionNotFound at revision v9: ", "no such revision")
+
+
+def test_no_network(tmp_path: Path) -> None:
+    (line,) = locate("http://127.0.0.1:9", tmp_path, ("someone/some-model", None))
+    says(line, "error: model.path=someone/some-model: ", "hub cannot be reached", "refused", "path of a downloaded model")
+    assert "\n" not in line
+
+
+def test_a_hub_that_never_answers(silent_hub: str, tmp_path: Path) -> None:
+    (line,) = locate(silent_hub, tmp_path, ("someone/some-model", None))
+    says(line, "hub cannot be reached", f"no answer within {HUB_SECONDS} s", "path of a downloaded model")
+
+
+def test_a_model_in_the_cache_needs_no_network(tmp_path: Path) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "hub" / "models--someone--some-model"
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    asked = [("someone/some-model", None), ("someone/some-model", commit), ("someone/some-model", "other")]
+    newest, pinned, other = locate("http://127.0.0.1:9", tmp_path, *asked)
+    assert newest == pinned == str(snapshot)
+    says(other, "at revision other", "not in the local cache")
+
+
+def test_the_command_without_a_network(tmp_path: Path) -> None:
+    words = flags(tmp_path, model__path="someone/some-model")
+    command = [sys.executable, "-m", "raytune_fsdp.cli.main", "train", *words]
+    done = subprocess.run(command, env=environment("http://127.0.0.1:9", tmp_path), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    says(done.stderr, "error: model.path=someone/some-model: ", "hub cannot be reached")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()

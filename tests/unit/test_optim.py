@@ -1,0 +1,114 @@
+"""The learning rate as a function of the step, and which weights decay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from transformers import get_constant_schedule, get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+
+from raytune_fsdp.config import OptimConfig
+from raytune_fsdp.optim import build_optimizer, lr_at, multiplier, set_lr, undecayed_names
+from raytune_fsdp.plan import resolve
+from tests.models import build
+from tests.unit.test_plan import config
+
+
+def values(schedule: dict[str, Any], *, steps: int, warmup: int, until: int | None = None) -> list[float]:
+    optim = OptimConfig.model_validate({"schedule": schedule})
+    return [multiplier(s, optim, schedule_steps=steps, warmup_steps=warmup) for s in range(1, (until or steps) + 1)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({"type": "constant"}, [0.5, 1, 1, 1, 1, 1, 1, 1]),
+        ({"type": "linear"}, [0.5, 1, 1, 0.75, 0.5, 0.25, 0, 0]),
+        ({"type": "linear", "floor": 0.2}, [0.5, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2]),
+        ({"type": "cosine"}, [0.5, 1, 1, 0.8535533905932737, 0.5, 0.1464466094067262, 0, 0]),
+        ({"type": "cosine", "floor": 0.5}, [0.5, 1, 1, 0.9267766952966369, 0.75, 0.5732233047033631, 0.5, 0.5]),
+        ({"type": "wsd", "decay": 0.5}, [0.5, 1, 1, 1, 2 / 3, 1 / 3, 0, 0]),
+        ({"type": "wsd", "decay": 0.5, "floor": 0.4}, [0.5, 1, 1, 1, 0.8, 0.6, 0.4, 0.4]),
+    ],
+)
+def test_golden_values(schedule: dict[str, Any], expected: list[float]) -> None:
+    """Six steps, two of them warmup, and two beyond the end."""
+    assert values(schedule, steps=6, warmup=2, until=8) == pytest.approx(expected, abs=1e-15)
+
+
+schedules = st.one_of(
+    st.just({"type": "constant"}),
+    st.builds(lambda t, f: {"type": t, "floor": f}, st.sampled_from(["linear", "cosine"]), st.floats(0, 1)),
+    st.builds(lambda d, f: {"type": "wsd", "decay": d, "floor": f}, st.floats(0.01, 1), st.floats(0, 1)),
+)
+
+
+@given(schedule=schedules, steps=st.integers(1, 300), warmup=st.integers(0, 300))
+def test_it_rises_to_the_peak_and_falls_to_the_floor(schedule: dict[str, Any], steps: int, warmup: int) -> None:
+    assume(warmup < steps)
+    found = values(schedule, steps=steps, warmup=warmup, until=2 * steps + 2)
+    floor = schedule.get("floor", 1.0)
+    assert all(0 < value <= 1 for value in found[:warmup]) and all(floor - 1e-12 <= v <= 1 for v in found[warmup:])
+    assert found[:warmup] == sorted(found[:warmup]) and found[warmup:] == sorted(found[warmup:], reverse=True)
+    if warmup:
+        assert found[warmup - 1] == 1
+    assert found[steps:] == pytest.approx([floor] * (steps + 2), abs=1e-12)
+
+
+@given(steps=st.integers(1, 300))
+def test_the_first_step_after_warmup_has_the_peak(steps: int) -> None:
+    for kind in ("constant", "linear", "cosine"):
+        assert values({"type": kind}, steps=steps, warmup=0)[0] == 1
+
+
+@given(steps=st.integers(2, 200), warmup=st.integers(0, 50))
+def test_it_is_transformers_schedule_behind_the_warmup(steps: int, warmup: int) -> None:
+    """Theirs starts from 0 and ours from a first step that learns something; from the peak on they are the same."""
+    assume(warmup < steps)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    theirs = {
+        "cosine": get_cosine_schedule_with_warmup(optimizer, 0, steps - warmup),
+        "linear": get_linear_schedule_with_warmup(optimizer, 0, steps - warmup),
+        "constant": get_constant_schedule(optimizer),
+    }
+    for kind, scheduler in theirs.items():
+        (shape,) = scheduler.lr_lambdas
+        ours = values({"type": kind}, steps=steps, warmup=warmup)[warmup:]
+        assert ours == pytest.approx([shape(i) for i in range(steps - warmup)], abs=1e-12)
+
+
+def test_lr_is_the_peak_times_the_multiplier() -> None:
+    wanted = config(optim={"lr": 4e-3, "warmup_ratio": 0.05})
+    plan = resolve(wanted, 1)
+    assert [lr_at(step, wanted.optim, plan) for step in (1, 5, 6)] == pytest.approx([8e-4, 4e-3, 4e-3])
+    assert lr_at(101, wanted.optim, plan) == 0 and lr_at(100, wanted.optim, plan) > 0
+
+
+LLAMA_DECAYS = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"} | {
+    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
+}  # fmt: skip
+GPT2_DECAYS = {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}
+
+
+@pytest.mark.parametrize(("name", "tied"), [("llama", False), ("llama", True), ("gpt2", True), ("gpt2", False)])
+def test_matrices_decay_and_norms_biases_and_embeddings_do_not(name: str, tied: bool) -> None:
+    model = build(name, tie_word_embeddings=tied)
+    prefix, parts = ("model.layers", LLAMA_DECAYS) if name == "llama" else ("transformer.h", GPT2_DECAYS)
+    decayed = {f"{prefix}.{i}.{part}.weight" for i in range(2) for part in parts}
+    decayed |= set() if tied else {"lm_head.weight"}
+    assert undecayed_names(model) == {key for key, _ in model.named_parameters()} - decayed
+
+
+def test_the_optimizer_has_every_weight_once(name: str = "gpt2") -> None:
+    model = build(name)
+    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.3, beta2=0.9))
+    decay, plain = optimizer.param_groups
+    assert (decay["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
+    assert decay["betas"] == (0.9, 0.9) and decay["fused"]
+    found = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(found) == sorted(id(p) for p in model.parameters())
+    set_lr(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]

@@ -1,0 +1,179 @@
+"""What follows from a config: batches, lengths, meshes, and the reasons why some cannot be had."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.plan import Plan, resolve
+from raytune_fsdp.types import Census
+
+
+def config(**sections: Mapping[str, Any]) -> FinetuneConfig:
+    values: dict[str, Any] = {
+        "run": {"name": "plan", "storage": "/runs"},
+        "model": {"path": "model"},
+        "data": {"train": [{"path": "rows.jsonl"}]},
+        "train": {"global_batch": 16, "micro_batch": 2, "max_steps": 100},
+    }
+    return FinetuneConfig.model_validate({**values, **sections})
+
+
+def census(samples: int) -> Census:
+    return Census(
+        rows=samples, documents=samples, samples=samples, tokens=samples, target_tokens=samples, windows=1,
+        dropped={}, truncated=0, seq_len=8,
+    )  # fmt: skip
+
+
+def train(**fields: Any) -> dict[str, Any]:
+    return {"global_batch": 16, "micro_batch": 2, **fields}
+
+
+@pytest.mark.parametrize(
+    ("world", "rounds", "fillers"), [(1, 8, 0), (2, 4, 0), (3, 3, 1), (4, 2, 0), (5, 2, 2), (7, 2, 6), (8, 1, 0)]
+)
+def test_blocks_are_dealt_to_all_ranks_and_filled_up(world: int, rounds: int, fillers: int) -> None:
+    plan = resolve(config(), world)
+    assert (plan.blocks, plan.layout.rounds, plan.layout.fillers) == (8, rounds, fillers)
+
+
+@given(micro=st.integers(1, 5), blocks=st.integers(1, 50), world=st.integers(1, 50))
+def test_every_block_is_computed_once(micro: int, blocks: int, world: int) -> None:
+    wanted = config(train={"global_batch": micro * blocks, "micro_batch": micro, "max_steps": 1})
+    if blocks < world:
+        with pytest.raises(ConfigError):
+            resolve(wanted, world)
+        return
+    layout = resolve(wanted, world).layout
+    assert layout.rounds * world == blocks + layout.fillers
+    assert 0 <= layout.fillers < world
+
+
+def test_a_batch_that_leaves_ranks_idle_is_refused() -> None:
+    with pytest.raises(ConfigError) as failure:
+        resolve(config(), 9)
+    message = str(failure.value)
+    for part in ("train.global_batch=16", "train.micro_batch=2", "8 block(s)", "9 ranks", "at most 8", "at least 18"):
+        assert part in message
+
+
+def test_steps_count_themselves() -> None:
+    plan = resolve(config(), 2)
+    assert (plan.steps, plan.total_samples, plan.samples_per_epoch) == (100, None, None)
+    assert plan.samples_of(1) == plan.samples_of(100) == 16
+    assert plan.samples_before(1) == 0 and plan.samples_before(101) == 1600
+
+
+@pytest.mark.parametrize(
+    ("epochs", "samples", "total", "steps"),
+    [(1, 160, 160, 10), (1, 161, 161, 11), (2.5, 10, 25, 2), (0.01, 10, 1, 1), (1.1, 10, 11, 1), (0.07, 100, 7, 1)],
+)
+def test_epochs_become_steps_by_a_count_of_the_data(epochs: float, samples: int, total: int, steps: int) -> None:
+    plan = resolve(config(train=train(epochs=epochs)), 2, census(samples))
+    assert (plan.steps, plan.total_samples, plan.samples_per_epoch) == (steps, total, samples)
+    assert sum(plan.samples_of(step) for step in range(1, steps + 1)) == total
+    assert all(plan.samples_of(step) == 16 for step in range(1, steps))
+
+
+def test_epochs_without_a_count_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"train\.epochs=2\.0 needs a count.*train\.max_steps does not"):
+        resolve(config(train=train(epochs=2.0)), 2)
+
+
+@pytest.mark.parametrize(
+    ("optim", "warmup"),
+    [
+        ({}, 3),
+        ({"warmup_ratio": 0.07}, 7),
+        ({"warmup_ratio": 0.071}, 8),
+        ({"warmup_ratio": 0}, 0),
+        ({"warmup_ratio": 1}, 100),
+        ({"warmup_steps": 20}, 20),
+        ({"warmup_steps": 0}, 0),
+        ({"schedule_steps": 1000}, 30),
+    ],
+)
+def test_warmup_is_part_of_the_schedule(optim: dict[str, Any], warmup: int) -> None:
+    assert resolve(config(optim=optim), 1).warmup_steps == warmup
+
+
+def test_a_warmup_longer_than_the_run_is_refused() -> None:
+    with pytest.raises(ConfigError) as failure:
+        resolve(config(optim={"warmup_steps": 101}), 1)
+    assert "optim.warmup_steps=101" in str(failure.value) and "100 steps" in str(failure.value)
+    assert "train.max_steps" in str(failure.value)
+
+
+def test_a_longer_run_keeps_the_schedule_it_started_with() -> None:
+    first = resolve(config(), 1)
+    longer = resolve(config(train=train(max_steps=200)), 1, planned_schedule=first.schedule_steps)
+    assert (longer.steps, longer.schedule_steps, longer.warmup_steps) == (200, 100, 3)
+    asked = config(train=train(max_steps=200), optim={"schedule_steps": 200})
+    assert resolve(asked, 1, planned_schedule=100).schedule_steps == 200
+    assert resolve(config(optim={"schedule_steps": 50}), 1).schedule_steps == 50
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "mesh"),
+    [
+        ({}, 4, (1, 4)),
+        ({"strategy": "shard_grad_op"}, 4, (1, 4)),
+        ({"strategy": "replicate"}, 4, (4, 1)),
+        ({"strategy": "hybrid_shard", "shard_size": 2}, 4, (2, 2)),
+        ({"strategy": "hybrid_shard", "shard_size": 3}, 6, (2, 3)),
+        ({"strategy": "hybrid_shard", "shard_size": 4}, 4, (1, 4)),
+        ({"strategy": "hybrid_shard", "shard_size": 1}, 4, (4, 1)),
+        ({}, 1, (1, 1)),
+    ],
+)
+def test_the_mesh_follows_the_strategy(parallel: dict[str, Any], world: int, mesh: tuple[int, int]) -> None:
+    layout = resolve(config(parallel=parallel), world).layout
+    assert (layout.replicas, layout.shard_size) == mesh
+
+
+@pytest.mark.parametrize(("size", "world", "valid"), [(4, 6, [1, 2, 3, 6]), (8, 4, [1, 2, 4]), (2, 7, [1, 7])])
+def test_a_shard_size_that_does_not_divide_names_those_that_do(size: int, world: int, valid: list[int]) -> None:
+    with pytest.raises(ConfigError) as failure:
+        resolve(config(parallel={"strategy": "hybrid_shard", "shard_size": size}), world)
+    assert f"parallel.shard_size={size}" in str(failure.value) and f"valid: {valid}" in str(failure.value)
+
+
+@given(world=st.integers(1, 8), epochs=st.sampled_from([None, 0.5, 3]))
+def test_what_is_written_does_not_depend_on_the_world(world: int, epochs: float | None) -> None:
+    def plan(size: int) -> Plan:
+        section = train(max_steps=7) if epochs is None else train(epochs=epochs)
+        return resolve(config(train=section), size, None if epochs is None else census(100))
+
+    written = plan(world).to_dict()
+    assert written == plan(1).to_dict()
+    assert json.loads(json.dumps(written)) == written, "plan.json holds plain data"
+    assert "layout" not in written and "run_dir" not in written
+
+
+def test_cadences_end_with_the_run() -> None:
+    plan = resolve(config(train=train(max_steps=10, log_every=4)), 1)
+    assert (plan.eval_every, plan.save_every) == (10, 10)
+    assert [step for step in range(1, 11) if plan.due(step, plan.log_every)] == [4, 8, 10]
+
+
+def test_the_run_lives_below_its_storage(tmp_path: Path) -> None:
+    plan = resolve(config(run={"name": "a", "storage": str(tmp_path)}), 1)
+    assert plan.run_dir == tmp_path / "a" and plan.checkpoint_dir == tmp_path / "a" / "checkpoints"
+    assert resolve(config(run={"name": "a", "storage": "~/runs"}), 1).run_dir == Path.home() / "runs" / "a"
+    assert resolve(config(run={"name": "a", "storage": "runs"}), 1).run_dir.is_absolute()
+
+
+def test_the_founding_recipe() -> None:
+    plan = resolve(config(train={"global_batch": 16, "micro_batch": 1, "max_steps": 500}), 16)
+    assert (plan.blocks, plan.layout.rounds, plan.layout.fillers, plan.warmup_steps) == (16, 1, 0, 15)
+    assert math.prod((plan.layout.replicas, plan.layout.shard_size)) == 16
