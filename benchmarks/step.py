@@ -1,6 +1,6 @@
 """What the training loop costs above a bare PyTorch loop: processor time per token, same model, weights and batches.
 
-    python benchmarks/step.py [--rounds 9] [--steps 10] [--out benchmarks/results/step.json]
+    python -m benchmarks.step [--rounds 9] [--steps 10] [--out benchmarks/results/step.json]
 
 One process, fp32, AdamW fused, clipping at 1.0, every step's metrics written. The variants take turns step by step, so
 that what else happens on the machine hits all of them: each has a Python thread, which computes with one thread, and
@@ -35,9 +35,9 @@ from statistics import fmean, median
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import installed, write_result  # before transformers, which it keeps quiet
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.record import installed, write_result
 from raytune_fsdp.assemble import assemble
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.demo import TOKENIZER

@@ -17,6 +17,8 @@ class FinetuneResult:
 
     run_dir: Path
     steps: int
+    trained: int
+    """Steps of this call; 0 where the run was complete already."""
     checkpoint: Path
     """The newest checkpoint."""
     export: Path | None
@@ -37,7 +39,8 @@ def finetune(config: FinetuneConfig, progress: Callable[[int, int], None] | None
     from raytune_fsdp.report.curves import plot
     from raytune_fsdp.tracking.jsonl import METRICS_FILE
 
-    plan = local.run(config, progress).plan
+    prepared = local.run(config, progress)
+    plan = prepared.plan
     checkpoint = committed(plan.checkpoint_dir)[-1].path
     export = plan.run_dir / "export" if config.export.at_end else None
     curve = None
@@ -49,7 +52,14 @@ def finetune(config: FinetuneConfig, progress: Callable[[int, int], None] | None
         curve = plan.run_dir / "report" / "loss.png"
         curve.parent.mkdir(exist_ok=True)
         plot(plan.run_dir / METRICS_FILE, curve, title=config.run.name)
-    return FinetuneResult(run_dir=plan.run_dir, steps=plan.steps, checkpoint=checkpoint, export=export, curve=curve)
+    return FinetuneResult(
+        run_dir=plan.run_dir,
+        steps=plan.steps,
+        trained=max(0, plan.steps - prepared.state.step),
+        checkpoint=checkpoint,
+        export=export,
+        curve=curve,
+    )
 
 
 def is_rank0() -> bool:

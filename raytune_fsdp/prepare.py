@@ -24,7 +24,13 @@ from raytune_fsdp.data.windows import Windows, census
 from raytune_fsdp.errors import ConfigError, DataError, ModelError, ResumeError
 from raytune_fsdp.model.files import WeightFiles, find_weights, locate
 from raytune_fsdp.model.keys import check_shapes, grown_rows, match_keys
-from raytune_fsdp.model.skeleton import build_skeleton, fit_vocabulary, init_buffers, load_architecture, takes_position_ids
+from raytune_fsdp.model.skeleton import (
+    build_skeleton,
+    fit_vocabulary,
+    init_buffers,
+    load_architecture,
+    takes_position_ids,
+)
 from raytune_fsdp.model.weights import FileWeights, GrownWeights
 from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.types import Census

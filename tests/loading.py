@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from raytune_fsdp.config import ModelConfig, ParallelConfig
 from raytune_fsdp.model.files import find_weights
@@ -24,11 +26,17 @@ FULL: Mapping[str, Any] = {}
 """Fields of ParallelConfig for the default strategy."""
 
 
-def layout(parallel: ParallelConfig) -> Layout:
-    """The mesh that the plan would choose for all ranks there are."""
+def mesh(parallel: ParallelConfig) -> DeviceMesh:
+    """The mesh that the plan would choose for all ranks there are. Collective."""
     world = dist.get_world_size()
-    size = {"hybrid_shard": parallel.shard_size, "replicate": 1}.get(parallel.strategy) or world
-    return Layout(world=world, replicas=world // size, shard_size=size, rounds=1, fillers=0)
+    return _mesh(world, {"hybrid_shard": parallel.shard_size, "replicate": 1}.get(parallel.strategy) or world)
+
+
+@cache
+def _mesh(world: int, size: int) -> DeviceMesh:
+    """Made once in a process: its groups take longer to set up than a tiny network takes to load."""
+    layout = Layout(world=world, replicas=world // size, shard_size=size, rounds=1, fillers=0)
+    return make_mesh(layout, CPU)
 
 
 def load(
@@ -50,7 +58,7 @@ def load(
         stored = FileWeights(files, match_keys(model, files))
         weights = GrownWeights(stored, grown_rows(model, stored.shapes()))
         check_shapes(model, weights)
-    shard(model, make_mesh(layout(spread), CPU), spread)
+    shard(model, mesh(spread), spread)
     fill(model, weights, mode, CPU)
     return model
 
@@ -62,7 +70,7 @@ def draw(architecture: dict[str, Any], seed: int, *, parallel: Mapping[str, Any]
     hf_config = load_architecture(config, None)
     model = build_skeleton(hf_config, config, spread.precision)
     weights = RandomWeights(build_skeleton(hf_config, config, spread.precision), seed)
-    shard(model, make_mesh(layout(spread), CPU), spread)
+    shard(model, mesh(spread), spread)
     fill(model, weights, "sharded", CPU)
     return model
 

@@ -51,7 +51,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "starcoder2": {**_LIKE_LLAMA, "tie_word_embeddings": True},
     "stablelm": {**_LIKE_LLAMA, "tie_word_embeddings": False},
 }
-"""Small configs by model type: tied and untied, with grouped heads, sliding windows, biases, rotary and learned positions."""
+"""Small configs by model type: tied and untied, grouped heads, sliding windows, biases, rotary or learned positions."""
 
 TIED = ("qwen3", "gemma3_text", "gpt2", "starcoder2")
 

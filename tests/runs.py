@@ -46,7 +46,9 @@ def write_tokenizer(directory: Path, vocabulary: int = 64) -> Path:
     return directory
 
 
-def make_config(directory: Path, architecture: Mapping[str, Any] = GPT2, **sections: Mapping[str, Any]) -> FinetuneConfig:
+def make_config(
+    directory: Path, architecture: Mapping[str, Any] = GPT2, **sections: Mapping[str, Any]
+) -> FinetuneConfig:
     """A run of 50 steps over five blocks of two samples; `sections` are merged over it."""
     data, tokenizer = directory / "tokens.jsonl", directory / "tokenizer"
     if not data.exists():

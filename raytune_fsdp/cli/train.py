@@ -29,6 +29,8 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
 
         mlflow = config.tracking.mlflow
         uri = (mlflow.uri or f"sqlite:///{config.run.storage}/mlflow.db") if mlflow.enabled else None
+        if not result.trained:
+            print(f"{config.run.name} was complete already: give run.name another value, or ask for more steps")
         print()
         print(summary(result.run_dir, checkpoint=result.checkpoint, export=result.export, curve=result.curve))
         print()

@@ -82,8 +82,9 @@ def _start_ranks(config: FinetuneConfig, prepared: Prepared, world: int) -> None
         monitor_interval=0.2,
         start_method="spawn",
     )
-    # Its warnings say again, for developers, what we say for users.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # its warnings say again, for developers, what we say
+            logging.getLogger(name).setLevel(logging.ERROR)
     try:
         elastic_launch(launch, _rank_main)(config, prepared)
     except SignalException as signal:
@@ -97,7 +98,8 @@ def _start_ranks(config: FinetuneConfig, prepared: Prepared, world: int) -> None
 @record
 def _rank_main(config: FinetuneConfig, prepared: Prepared) -> int:
     """A process that elastic_launch has started."""
-    stop = StopFlag()
+    # Ctrl-C reaches it twice, from the terminal and from elastic_launch, which kills what has not ended in 30 seconds.
+    stop = StopFlag(insist=False)
     stop.install()
     device = choose_device(config.cluster.device, int(os.environ["LOCAL_WORLD_SIZE"]))
     join(device, alone=False)
@@ -109,7 +111,7 @@ def _rank_main(config: FinetuneConfig, prepared: Prepared) -> int:
 def _run_rank(config: FinetuneConfig) -> Prepared:
     """A process that torchrun has started: rank 0 prepares for all."""
     device = choose_device(config.cluster.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    stop = StopFlag()
+    stop = StopFlag(insist=False)
     with stop.installed():
         join(device, alone=False)
         try:

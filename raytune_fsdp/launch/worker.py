@@ -28,14 +28,16 @@ COLLECTIVE_MINUTES = 10
 class StopFlag:
     """Set by SIGTERM or SIGINT; training looks at it once a step and ends with a checkpoint."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, insist: bool = True) -> None:
+        """With `insist`, a second signal of the same kind ends the process as if nobody had listened."""
         self._set = False
+        self._insist = insist
 
     def __call__(self) -> bool:
         return self._set
 
     def install(self) -> None:
-        """Take over both signals. A second one of the same kind ends the process as if nobody had."""
+        """Take over both signals."""
         for kind in (signal.SIGTERM, signal.SIGINT):
             signal.signal(kind, self._receive)
 
@@ -52,7 +54,8 @@ class StopFlag:
 
     def _receive(self, kind: int, frame: FrameType | None) -> None:
         self._set = True
-        signal.signal(kind, signal.SIG_DFL)
+        if self._insist:
+            signal.signal(kind, signal.SIG_DFL)
 
 
 def choose_device(wanted: str, workers_here: int) -> torch.device:

@@ -24,11 +24,11 @@ def match_keys(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
     """
     renamings: Any = [r for r in get_model_conversion_mapping(model) if not isinstance(r, WeightConverter)]
     wanted = owned_tensors(model)
-    names = model.state_dict()
+    names = dict(model.state_dict())
     key_of: dict[str, str] = {}
     extra = []
     for key in files.file_of:
-        name = rename_source_key(key, renamings, [], model.base_model_prefix, dict(names))[0]
+        name = rename_source_key(key, renamings, [], model.base_model_prefix, names)[0]
         if name in wanted:
             key_of.setdefault(name, key)
         elif name not in names and not _ignored(model, key):

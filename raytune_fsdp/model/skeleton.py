@@ -194,8 +194,8 @@ def init_buffers(model: PreTrainedModel, device: torch.device) -> None:
             buffer = module.get_buffer(name)
             if buffer.is_floating_point() and buffer.isnan().any():
                 raise ModelError(
-                    f"model: {type(owner).__name__} does not compute its buffer {_join(prefix, name)} in _init_weights, "
-                    "which a network that is built without memory needs"
+                    f"model: {type(owner).__name__} does not compute its buffer {_join(prefix, name)} in "
+                    "_init_weights, which a network that is built without memory needs"
                 )
             module._buffers[name] = buffer.to(device)
         # Rotary modules keep a second reference under another name; it must be the filled one.

@@ -37,7 +37,9 @@ def plain_loop(values: dict[str, Any]) -> list[tuple[float, float]]:
     model.load_state_dict({name: t.full_tensor() for name, t in sharded.state_dict().items()})
     dist.destroy_process_group()
     optim = config.optim
-    decayed = [p for n, p in model.named_parameters() if p.ndim > 1 and "wte" not in n and "wpe" not in n and "embed" not in n]
+    decayed = [
+        p for n, p in model.named_parameters() if p.ndim > 1 and "wte" not in n and "wpe" not in n and "embed" not in n
+    ]
     rest = [p for p in model.parameters() if not any(p is q for q in decayed)]
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
@@ -62,7 +64,9 @@ def plain_loop(values: dict[str, Any]) -> list[tuple[float, float]]:
     return results
 
 
-def check_against_plain(rows: list[dict[str, Any]], plain: list[tuple[float, float]], bounds: tuple[float, float]) -> None:
+def check_against_plain(
+    rows: list[dict[str, Any]], plain: list[tuple[float, float]], bounds: tuple[float, float]
+) -> None:
     for row, (loss, norm) in zip(rows, plain, strict=True):
         assert row["loss"] == pytest.approx(loss, rel=bounds[0]), row["step"]
         assert row["grad_norm"] == pytest.approx(norm, rel=bounds[1]), row["step"]
@@ -109,7 +113,9 @@ def test_world_sizes_that_do_not_divide_the_batch(gpt2: Any, world: int) -> None
 def test_strategies_and_synchronisation_modes(gpt2: Any, world: int, parallel: dict[str, Any]) -> None:
     directory, _, alone = gpt2
     name = "-".join(["par", str(world), *(str(value) for value in parallel.values())])
-    rows = trajectory(make_config(directory, GPT2, run={"name": name}, parallel={"precision": "fp64", **parallel}), world)
+    rows = trajectory(
+        make_config(directory, GPT2, run={"name": name}, parallel={"precision": "fp64", **parallel}), world
+    )
     for key, bound in zip(("loss", "grad_norm"), BOUNDS["gpt2 fp64"], strict=True):
         assert largest_difference(alone, rows, key) < bound
 
@@ -132,10 +138,19 @@ def test_llama_within_its_bounds(tmp_path: Path, precision: str) -> None:
     config = make_config(tmp_path, LLAMA, parallel={"precision": precision})
     bounds = BOUNDS[f"llama {precision}"]
     alone = trajectory(config, 1)
-    check_against_plain(alone, run_ranks(plain_loop, 1, config.model_copy(update={
-        "run": config.run.model_copy(update={"name": "plain"})}).model_dump())[0], bounds)
+    check_against_plain(
+        alone,
+        run_ranks(
+            plain_loop,
+            1,
+            config.model_copy(update={"run": config.run.model_copy(update={"name": "plain"})}).model_dump(),
+        )[0],
+        bounds,
+    )
     for world in (2, 3, 4):
-        rows = trajectory(make_config(tmp_path, LLAMA, run={"name": f"w{world}"}, parallel={"precision": precision}), world)
+        rows = trajectory(
+            make_config(tmp_path, LLAMA, run={"name": f"w{world}"}, parallel={"precision": precision}), world
+        )
         for key, bound in zip(("loss", "grad_norm"), bounds, strict=True):
             assert largest_difference(alone, rows, key) < bound
 
@@ -160,9 +175,7 @@ def test_the_last_step_of_a_run_in_epochs_may_be_short(tmp_path: Path) -> None:
     """Every sample of both epochs is in exactly one step, also when the last batch is not full."""
     runs = []
     for world in (1, 3):
-        config = make_config(
-            tmp_path, GPT2, run={"name": f"w{world}"}, train={"max_steps": None, "epochs": 2}
-        )
+        config = make_config(tmp_path, GPT2, run={"name": f"w{world}"}, train={"max_steps": None, "epochs": 2})
         runs.append(trajectory(config, world))
     assert runs[0][-1]["epoch"] == 2.0
     assert runs[0][-1]["tokens"] < runs[0][0]["tokens"]

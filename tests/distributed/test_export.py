@@ -186,8 +186,13 @@ def test_a_model_keeps_its_makers_way_to_generate(tmp_path: Path) -> None:
     """End tokens and sampling of a chat model, also where transformers would not write them down itself."""
     model = save_checkpoint(tmp_path / "model", "llama")
     write_tokenizer(model)
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5], "top_p": 0.6, "do_sample": False}))
-    directory = run(tmp_path, {"path": str(model)} | {"init": "pretrained"})
+    generation = {
+        "eos_token_id": [2, 5],
+        "top_p": 0.6,
+        "do_sample": False,
+    }  # as Llama 2's, which save_pretrained refuses
+    (model / "generation_config.json").write_text(json.dumps(generation))
+    directory = run(tmp_path, {"path": str(model), "init": "pretrained"})
     export_checkpoint(find_checkpoint(directory), tmp_path / "export", dtype="bf16", max_file_bytes=SMALL)
     found = GenerationConfig.from_pretrained(tmp_path / "export")
     assert (found.eos_token_id, found.top_p) == ([2, 5], 0.6)

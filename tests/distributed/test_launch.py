@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -33,8 +34,25 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
+def start(*command: str, **kwargs: Any) -> subprocess.Popen[str]:
+    """A command in a session of its own, so that nothing it starts can outlive the test."""
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True,
+        **kwargs,
+    )  # fmt: skip
+
+
+def end(process: subprocess.Popen[str], seconds: float = 240) -> subprocess.CompletedProcess[str]:
+    try:
+        stdout, stderr = process.communicate(timeout=seconds)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
 def run(*command: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=240, **kwargs)
+    return end(start(*command, **kwargs))
 
 
 def job(*arguments: str) -> list[str]:
@@ -92,20 +110,22 @@ def test_torchrun_gives_the_same_run(tmp_path: Path) -> None:
     assert rows[0] == rows[1]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_signal_saves_and_exits_130(tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize(("workers", "kind"), [(1, signal.SIGTERM), (2, signal.SIGINT)])
+def test_a_signal_saves_and_exits_130(tmp_path: Path, workers: int, kind: signal.Signals) -> None:
+    """SIGTERM to the process that was started, as schedulers do; SIGINT to all, as a terminal does for Ctrl-C."""
     config = write_config(
         tmp_path, cluster={"device": "cpu", "workers": workers}, train={**TRAIN, "max_steps": 100_000}
     )
-    process = subprocess.Popen(
-        job("--config", str(config)), stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
-    )
+    process = start(*job("--config", str(config)))
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.stat().st_size > 2000, process)
-    process.send_signal(signal.SIGTERM)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 130, stderr
-    assert stderr.startswith("error: stopped"), stderr
+    if kind == signal.SIGINT:
+        os.killpg(process.pid, kind)
+    else:
+        process.send_signal(kind)
+    done = end(process)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.startswith("error: stopped"), done.stderr
     newest = committed(tmp_path / "runs" / "run" / "checkpoints")[-1]
     assert read_trajectory(metrics)[-1]["step"] == newest.step
 
@@ -120,15 +140,13 @@ def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 12
 
 def test_a_rank_that_dies_takes_the_run_with_it_and_is_named(tmp_path: Path) -> None:
     config = write_config(tmp_path, cluster={"device": "cpu", "workers": 2}, train={**TRAIN, "max_steps": 100_000})
-    process = subprocess.Popen(
-        job("--config", str(config)), stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
-    )
+    process = start(*job("--config", str(config)))
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.stat().st_size > 2000, process)
     os.kill(newest_child(process.pid), signal.SIGKILL)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 1, stderr
-    assert "was killed by SIGKILL" in stderr.splitlines()[-1], stderr
+    done = end(process)
+    assert done.returncode == 1, done.stderr
+    assert "was killed by SIGKILL" in done.stderr.splitlines()[-1], done.stderr
     assert not [event for event in read_events(tmp_path / "runs" / "run" / "events.jsonl") if event["event"] == "saved"]
 
 

@@ -17,7 +17,7 @@ from raytune_fsdp.assemble import _fill_mode, assemble
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.prepare import Prepared, prepare
-from tests.loading import CPU, FULL, assert_same, gathered, load
+from tests.loading import CPU, assert_same, gathered, load
 from tests.models import ARCHITECTURES, TIED, VOCABULARY, build, save_checkpoint
 from tests.ranks import run_ranks
 

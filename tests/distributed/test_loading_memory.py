@@ -75,7 +75,7 @@ def test_loading_holds_the_shard_and_two_tensors_at_most(tmp_path: Path, name: s
     build(name, **LARGE).save_pretrained(tmp_path / "large", max_shard_size="100MB")
     for rank, peaks in enumerate(run_ranks(_peaks, 2, tmp_path)):
         for mode, (peak, shard, largest) in peaks.items():
-            print(f"{name} {mode} rank {rank}: {peak / MIB:.1f} MiB: {shard / MIB:.1f} own, {largest / MIB:.1f} largest")
+            print(name, mode, rank, f"{peak / MIB:.1f} MiB: {shard / MIB:.1f} own, {largest / MIB:.1f} largest")
             assert largest > 70 * MIB
             assert peak >= shard - SLACK, "the sampler saw nothing"
             assert peak <= shard + (0 if mode == "sharded" else 2 * largest) + SLACK

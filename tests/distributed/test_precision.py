@@ -158,22 +158,20 @@ def test_fp16_is_near_fp32(tmp_path: Path) -> None:
 
 
 def dtypes(values: Mapping[str, Any]) -> dict[str, set[torch.dtype]]:
-    """Types of what a block computes with, and of what the optimizer works on, after a step."""
+    """Types of what a layer computes with, and of what the optimizer works on, after a step."""
     parts = assembled(values)
-    found: dict[str, set[torch.dtype]] = {"block": set()}
-    block = parts.model.model.layers[0]
+    computed: set[torch.dtype] = set()
 
-    def look(module: torch.nn.Module, args: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        found["block"] |= {hidden.dtype, *(p.dtype for p in module.parameters())}
+    def look(module: torch.nn.Linear, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        computed.update((inputs[0].dtype, module.weight.dtype, output.dtype))
 
-    block.register_forward_hook(look)
+    parts.model.model.layers[0].mlp.up_proj.register_forward_hook(look)
     grads: set[torch.dtype] = set()
     for parameter in parts.model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: grads.add(p.grad.dtype))
     train_watched(parts)
     return {
-        **found,
+        "computed": computed,
         "gradients": grads,
         "weights": {p.dtype for p in parts.model.parameters()},
         "moments": {state[key].dtype for state in parts.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")},
@@ -193,7 +191,7 @@ def dtypes(values: Mapping[str, Any]) -> dict[str, set[torch.dtype]]:
 def test_types(tmp_path: Path, world: int, precision: str, compute: torch.dtype, master: torch.dtype) -> None:
     config = make_config(tmp_path, LLAMA, parallel={"precision": precision}, train={**SHORT, "max_steps": 2})
     for found in run_ranks(dtypes, world, config.model_dump()):
-        assert found["block"] == {compute}
+        assert found["computed"] == {compute}
         assert found["weights"] == found["moments"] == found["gradients"] == {master}
     stored = stored_shapes(committed(run_dir(config) / "checkpoints")[-1].path, "model.")
     assert {dtype for _, dtype in stored.values()} == {master}

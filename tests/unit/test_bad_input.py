@@ -236,7 +236,8 @@ def test_a_wrong_request_ends_the_process_with_2(tmp_path: Path, model: Path) ->
     """The same through a process of its own, with nothing imported before."""
     (model / INDEX).unlink()
     words = flags(tmp_path, model__path=model)
-    done = subprocess.run([sys.executable, "-m", "raytune_fsdp.cli.main", "train", *words], capture_output=True, text=True)
+    command = [sys.executable, "-m", "raytune_fsdp.cli.main", "train", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1 and "no weights to load" in done.stderr
     assert not (tmp_path / "runs").exists()

@@ -48,7 +48,7 @@ class Hub(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    do_HEAD = do_GET  # noqa: N815
+    do_HEAD = do_GET
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -101,7 +101,7 @@ def test_a_hub_that_refuses(hub: str, tmp_path: Path) -> None:
 
 def test_no_network(tmp_path: Path) -> None:
     (line,) = locate("http://127.0.0.1:9", tmp_path, ("someone/some-model", None))
-    says(line, "error: model.path=someone/some-model: ", "hub cannot be reached", "refused", "path of a downloaded model")
+    says(line, "error: model.path=someone/some-model: ", "hub cannot be reached", "refused", "give the path")
     assert "\n" not in line
 
 

@@ -22,7 +22,7 @@ def count(values: dict[str, Any]) -> tuple[Architecture, int]:
 
 
 def test_the_founding_recipe_is_at_2_84_percent_of_its_devices() -> None:
-    """70B weights, 500 steps of 16 samples of 2048 tokens in 13.5 hours on 16 A100: 45.4 % only of one device's peak."""
+    """70B weights, 500 steps of 16 samples of 2048 tokens in 13.5 hours on 16 A100: 45.4 % only of one's peak."""
     weights = Architecture(matmul_weights=70_000_000_000, layers=80, query_width=8192)
     flops = training_flops(weights, tokens=2048 * 16 * 500, attended_pairs=0)
     peak = peak_flops("NVIDIA A100-SXM4-80GB")

@@ -31,7 +31,8 @@ def test_no_file_is_called_after_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["raytune_fsdp", "raytune_fsdp.config", "raytune_fsdp.plan", "raytune_fsdp.cli.main", "raytune_fsdp.errors"]
+    "module",
+    ["raytune_fsdp", "raytune_fsdp.config", "raytune_fsdp.plan", "raytune_fsdp.cli.main", "raytune_fsdp.errors"],
 )
 def test_importing_it_is_light(module: str) -> None:
     code = f"import sys, {module}; print(*[m for m in ('torch', 'ray', 'mlflow', 'transformers') if m in sys.modules])"

@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: what a result says about where it comes from, and its file."""
+"""A result: its numbers, and where they come from."""
 
 from __future__ import annotations
 
@@ -11,14 +11,6 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "mlflow")
-
-
-# Read when transformers, tokenizers and datasets are imported: offline, without bars and advice.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def installed(package: str) -> str | None:
