@@ -4,10 +4,10 @@
     python -m benchmarks.gpu.train_step --out DIRECTORY --device cpu --size tiny      to see that it works
 
 A random Llama of that size trains in bf16 (fp32 master weights, fused AdamW) on documents of random tokens, lengths
-log-normal around 600, packed into samples of 4096. Metrics are fetched every five steps, as a run on a cluster would; the
-first ten steps do not count. MFU is what `raytune_fsdp.estimate.flops` describes: 6 operations a token and weight, input
-embedding left out, plus the attention inside documents, over the device's dense bf16 peak. Beside it the count of 6 for
-every weight and none for attention, which is what many tables show. Needs neither Ray nor MLflow.
+log-normal around 600, packed into samples of 4096. Metrics are fetched every five steps, as a run on a cluster would do
+it; the first ten steps do not count. MFU is what `raytune_fsdp.estimate.flops` describes: 6 operations a token and
+weight, input embedding left out, plus the attention inside documents, over the device's dense bf16 peak. Beside it, as
+6N, the count of 6 for every weight and none for attention, which many tables show. Needs neither Ray nor MLflow.
 """
 
 from __future__ import annotations

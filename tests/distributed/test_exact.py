@@ -1,4 +1,4 @@
-"""What is learned does not depend on how many ranks learn it, how they share the model, or how often they accumulate."""
+"""What is learned does not depend on how many ranks learn it, how they share the model, or how they accumulate."""
 
 from __future__ import annotations
 
