@@ -8,13 +8,14 @@ from dataclasses import asdict, replace
 import torch
 import torch.distributed as dist
 
-from raytune_fsdp.checkpoint.commit import committed, remove_staging, write_durably
+from raytune_fsdp.checkpoint.commit import committed, remove_staging
 from raytune_fsdp.checkpoint.export import MODEL_FILES
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.checkpoint.store import Store, on_rank0
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.data.batches import Stream, rank_batches
+from raytune_fsdp.durable import replace_durably
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.loop import Parts
 from raytune_fsdp.metrics import Meter
@@ -103,8 +104,8 @@ def _open_run(config: FinetuneConfig, prepared: Prepared) -> int:
     run_dir = prepared.plan.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     remove_staging(prepared.plan.checkpoint_dir)
-    write_durably(run_dir / "config.yaml", dump_config(config))
-    write_durably(run_dir / "plan.json", json.dumps(prepared.plan.to_dict(), indent=1))
+    replace_durably(run_dir / "config.yaml", dump_config(config))
+    replace_durably(run_dir / "plan.json", json.dumps(prepared.plan.to_dict(), indent=1))
     model_files = run_dir / MODEL_FILES
     prepared.hf_config.save_pretrained(model_files)
     prepared.tokenizer.save_pretrained(model_files)

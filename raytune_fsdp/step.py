@@ -139,7 +139,11 @@ def _count(blocks: Sequence[Batch], plan: Plan, device: torch.device, *, stop: b
 
 def _seed_block(seed: int, step: int, block: Batch) -> None:
     """Dropout depends on the block and its place in the run, not on the rank that happens to compute it."""
-    torch.manual_seed(derive_key("block", seed, step, block.index) & (2**63 - 1))
+    key = derive_key("block", seed, step, block.index) & (2**63 - 1)
+    # Not torch.manual_seed: for every kind of device that is not in use it takes down the call stack, 0.8 ms in all.
+    torch.default_generator.manual_seed(key)
+    if block.input_ids.is_cuda:
+        torch.cuda.manual_seed(key)
 
 
 def _global_loss_and_norm(

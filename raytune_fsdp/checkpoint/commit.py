@@ -16,6 +16,7 @@ from pathlib import Path
 
 import xxhash
 
+from raytune_fsdp.durable import sync_directory, write_durably
 from raytune_fsdp.errors import TrainingError
 
 logger = logging.getLogger(__name__)
@@ -69,23 +70,6 @@ def commit(staging: Path, final: Path, sums: FileSums) -> int:
     staging.rename(final)
     sync_directory(final.parent)
     return sum(size for size, _ in sums.values())
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a small file and wait until storage has it."""
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_directory(directory: Path) -> None:
-    """Wait until storage has the directory's entries: a rename is not durable before that."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def committed(directory: Path) -> list[Found]:

@@ -43,7 +43,7 @@ def export_checkpoint(checkpoint: Path, destination: Path, *, dtype: str, max_fi
 
 
 def load_for_inference(path: Path, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer of a run directory, a checkpoint or a Hugging Face directory, in the type they are stored in."""
+    """Model and tokenizer of a run, a checkpoint or a Hugging Face directory, in the type they are stored in."""
     if not path.is_dir():
         raise ModelError(
             f"{path}: there is no such directory; give a run, a checkpoint, or a Hugging Face model directory"

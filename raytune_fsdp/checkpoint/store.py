@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from raytune_fsdp.checkpoint import commit
 from raytune_fsdp.checkpoint.state import STATE_FILE, RunState
 from raytune_fsdp.checkpoint.tensors import all_finite, init_optimizer_state, read, tensors_of, write
+from raytune_fsdp.durable import write_durably
 from raytune_fsdp.errors import RaytuneError, TrainingError
 from raytune_fsdp.types import Saved
 
@@ -58,7 +59,7 @@ class Store:
 
     def _open(self, staging: Path, state: RunState) -> None:
         staging.mkdir(parents=True)
-        commit.write_durably(staging / STATE_FILE, state.to_json())
+        write_durably(staging / STATE_FILE, state.to_json())
 
     def _commit(self, staging: Path, final: Path, everyone: list[dict[str, tuple[int, str]]]) -> int:
         sums = commit.hash_files(staging, (STATE_FILE, ".metadata"))

@@ -18,6 +18,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from raytune_fsdp.durable import sync_directory
 from raytune_fsdp.errors import RaytuneError, TrainingError
 from raytune_fsdp.tracking.redaction import redact
 from raytune_fsdp.tracking.tracker import RunStart, Status
@@ -138,7 +139,7 @@ def cut(path: Path, last_step: int) -> set[tuple[int, str]]:
         output.flush()
         os.fsync(output.fileno())
     os.replace(temporary, path)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
     if num_steps != last_step:
         logger.warning("%s has %d lines for the first %d steps; the missing ones are lost", path, num_steps, last_step)
     return evaluated
@@ -232,14 +233,6 @@ def _write_all(file: FileIO, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _cannot_write(path: Path, error: OSError) -> TrainingError:

@@ -1,4 +1,4 @@
-"""Training on one GPU through the real path: precision, compilation, memory, what is reported. Needs no Ray, no MLflow."""
+"""Training on one GPU through the real path: precision, compilation, memory, reports. Needs no Ray and no MLflow."""
 
 from __future__ import annotations
 

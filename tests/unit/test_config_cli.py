@@ -36,7 +36,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The configs that `finetune` was called with."""
     configs: list[Any] = []
     api = types.ModuleType("raytune_fsdp.api")
-    api.finetune = configs.append  # type: ignore[attr-defined]
+    api.finetune = lambda config, progress: configs.append(config)  # type: ignore[attr-defined]
+    api.is_rank0 = lambda: False  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "raytune_fsdp.api", api)
     return configs
 
