@@ -10,7 +10,7 @@ from raytune_fsdp.config.base import Section
 
 
 class TrainConfig(Section):
-    global_batch: int = Field(ge=1)
+    global_batch: int = Field(ge=1, le=2**24)
     """Packed samples of one optimizer step, over all ranks and accumulation. What is learned depends on it; on how
     many ranks share it, it does not."""
 
