@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,11 +32,16 @@ def summary(run_dir: Path, *, checkpoint: Path, export: Path | None, curve: Path
 def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None) -> str:
     """What to try with a finished run."""
     model = _short(export or run_dir)
-    commands = [f'raytune-fsdp generate {model} "What does FSDP shard?"']
+    commands = [f'{_program("raytune-fsdp")} generate {model} "What does FSDP shard?"']
     if mlflow_uri is not None:
-        commands.append(f"mlflow ui --backend-store-uri {mlflow_uri}")
-    commands.append("raytune-fsdp train --config FILE   (docs/configuration.md has every field)")
+        commands.append(f"{_program('mlflow')} ui --backend-store-uri {mlflow_uri}")
+    commands.append(f"{_program('raytune-fsdp')} train --help   (your own model and data: README.md)")
     return "\n".join(["next:", *(f"  {command}" for command in commands)])
+
+
+def _program(name: str) -> str:
+    """A command as it can be typed here: by its path where the environment it is in is not active."""
+    return name if shutil.which(name) else _short(Path(sys.executable).parent / name)
 
 
 def _first_and_last(evals: list[Mapping[str, float]]) -> Iterator[tuple[str, float, float]]:

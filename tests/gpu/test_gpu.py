@@ -97,7 +97,7 @@ def test_compiled_is_near_eager(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="torch.compile needs Triton")
     eager = losses(train(tmp_path, "eager", parallel={"precision": "bf16"}))
     compiled = losses(train(tmp_path, "compiled", parallel={"precision": "bf16", "compile": True}))
-    assert compiled == pytest.approx(eager, rel=1e-2)
+    assert compiled == pytest.approx(eager, rel=2e-2)
 
 
 def test_fp16_recovers_from_an_overflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,4 +123,4 @@ def test_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
     parted = train(tmp_path, "parted", parallel={"precision": "bf16"}, optim={"schedule_steps": 20})
     samples = [[line["trajectory"]["samples"] for line in lines] for lines in (whole, parted)]
     assert samples[0] == samples[1]
-    assert losses(parted) == pytest.approx(losses(whole), rel=1e-2)
+    assert losses(parted) == pytest.approx(losses(whole), rel=2e-2)
