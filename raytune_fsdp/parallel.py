@@ -21,7 +21,7 @@ COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Replicas x shards, or only shards: over an axis of one, every block would be all-reduced for nothing. Collective."""
+    """Replicas x shards, or only shards: over an axis of one, blocks would be all-reduced for nothing. Collective."""
     if layout.replicas == 1:
         return init_device_mesh(device.type, (layout.shard_size,), mesh_dim_names=("shard",))
     return init_device_mesh(device.type, (layout.replicas, layout.shard_size), mesh_dim_names=("replicate", "shard"))

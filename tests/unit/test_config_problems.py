@@ -38,7 +38,7 @@ def test_a_value_against_its_rule_names_the_flag(tmp_path: Path) -> None:
 
 def test_a_value_against_its_rule_names_the_line(tmp_path: Path) -> None:
     assert problems(tmp_path, text=YAML.replace("10\n  max", "-2\n  max")) == [
-        "train.global_batch=-2: must be integer >= 1 (from job.yaml line 9)"
+        "train.global_batch=-2: must be integer >= 1, <= 2**24 (from job.yaml line 9)"
     ]
 
 
