@@ -41,7 +41,10 @@ def finetune(config: FinetuneConfig, progress: Callable[[int, int], None] | None
 
     prepared = local.run(config, progress)
     plan = prepared.plan
-    checkpoint = committed(plan.checkpoint_dir)[-1].path
+    trained = max(0, plan.steps - prepared.state.step)
+    newest = committed(plan.checkpoint_dir)[-1] if trained else prepared.resume
+    assert newest is not None, "a run that is complete has a checkpoint"
+    checkpoint = newest.path
     export = plan.run_dir / "export" if config.export.at_end else None
     curve = None
     if is_rank0():
@@ -55,7 +58,7 @@ def finetune(config: FinetuneConfig, progress: Callable[[int, int], None] | None
     return FinetuneResult(
         run_dir=plan.run_dir,
         steps=plan.steps,
-        trained=max(0, plan.steps - prepared.state.step),
+        trained=trained,
         checkpoint=checkpoint,
         export=export,
         curve=curve,

@@ -8,15 +8,16 @@ from dataclasses import asdict, replace
 import torch
 import torch.distributed as dist
 
-from raytune_fsdp.checkpoint.commit import committed, remove_staging
+from raytune_fsdp.checkpoint.commit import committed, remove_staging, set_aside_newer
 from raytune_fsdp.checkpoint.export import MODEL_FILES
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.checkpoint.store import Store, on_rank0
+from raytune_fsdp.checkpoint.store import Store, load, on_rank0
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.data.batches import Stream, rank_batches
 from raytune_fsdp.durable import replace_durably
 from raytune_fsdp.errors import ModelError
+from raytune_fsdp.evaluate import check_packing
 from raytune_fsdp.loop import Parts
 from raytune_fsdp.metrics import Meter
 from raytune_fsdp.model.fill import fill
@@ -36,7 +37,6 @@ from raytune_fsdp.tracking.tracker import Composite, NullTracker, RunStart, Trac
 def assemble(config: FinetuneConfig, prepared: Prepared, device: torch.device) -> Parts:
     """Build everything. Collective: needs the process group, all ranks must call this."""
     plan, state = prepared.plan, prepared.state
-    attempt = on_rank0(lambda: _open_run(config, prepared))
     model = build_skeleton(prepared.hf_config, config.model, config.parallel.precision)
     architecture = count_architecture(model)
     shard(model, make_mesh(plan.layout, device), config.parallel)
@@ -45,9 +45,11 @@ def assemble(config: FinetuneConfig, prepared: Prepared, device: torch.device) -
     else:
         fill(model, None, "empty", device)  # the checkpoint has every tensor
     optimizer = build_optimizer(model, config.optim)
-    store = Store(directory=plan.checkpoint_dir, attempt=attempt, keep_last=config.checkpoint.keep_last)
     if prepared.resume is not None:
-        store.load(model, optimizer, prepared.resume.path)
+        load(model, optimizer, prepared.resume.path)
+    if config.data.packing != "none":
+        check_packing(model, config.data.packing)
+    attempt = on_rank0(lambda: _open_run(config, prepared))  # nothing is written before this
     batches = rank_batches(
         Stream(prepared.train, seed=config.run.seed),
         cursor=state.cursor,
@@ -83,7 +85,7 @@ def assemble(config: FinetuneConfig, prepared: Prepared, device: torch.device) -
             max_skipped=config.optim.max_skipped,
             skipped_in_row=state.skipped_in_row,
         ),
-        store=store,
+        store=Store(directory=plan.checkpoint_dir, attempt=attempt, keep_last=config.checkpoint.keep_last),
         tracker=_start_tracker(config, prepared, attempt),
         state=_next_state(prepared, attempt),
     )
@@ -104,6 +106,8 @@ def _open_run(config: FinetuneConfig, prepared: Prepared) -> int:
     run_dir = prepared.plan.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     remove_staging(prepared.plan.checkpoint_dir)
+    if prepared.resume is not None:
+        set_aside_newer(prepared.plan.checkpoint_dir, prepared.resume)
     replace_durably(run_dir / "config.yaml", dump_config(config))
     replace_durably(run_dir / "plan.json", json.dumps(prepared.plan.to_dict(), indent=1))
     model_files = run_dir / MODEL_FILES
@@ -186,4 +190,7 @@ def _start_tracker(config: FinetuneConfig, prepared: Prepared, attempt: int) -> 
     tracker.event(
         names.ATTEMPT_STARTED, world_size=plan.layout.world, resumed_from=prepared.state.step, **asdict(plan.layout)
     )
+    counted = prepared.census
+    if counted is not None and (counted.dropped or counted.truncated):
+        tracker.event(names.ROWS_DROPPED, **counted.dropped, truncated=counted.truncated, rows=counted.rows)
     return tracker

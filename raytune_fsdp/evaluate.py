@@ -11,11 +11,12 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from jinja2 import TemplateError
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp.data.batches import eval_batches
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import DataError
+from raytune_fsdp.errors import ConfigError, DataError
 from raytune_fsdp.parallel import release_gathered
 from raytune_fsdp.step import eval_step
 
@@ -68,17 +69,8 @@ def answer(
     temperature: float = 0.0,
 ) -> str:
     """One answer. With a chat template the prompt is a user's message, without one it is continued."""
-    if tokenizer.chat_template:
-        messages = [{"role": "user", "content": prompt}]
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        encoded = tokenizer(prompt, return_tensors="pt")
-    ids = encoded["input_ids"].to(device)
-    room = positions_of(model) - ids.shape[1]
-    if room < 1:
-        raise DataError(f"the prompt {prompt[:40]!r}... has {ids.shape[1]} tokens and the model no room for an answer")
+    ids = encode_prompt(tokenizer, prompt, positions=positions_of(model.config)).to(device)
+    room = positions_of(model.config) - ids.shape[1]
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     output = model.generate(
@@ -94,7 +86,55 @@ def answer(
     return text.strip()
 
 
-def positions_of(model: PreTrainedModel) -> int:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, positions: int) -> torch.Tensor:
+    """Token ids of a prompt, as a batch of one; an error where it leaves nothing to answer, or nowhere."""
+    try:
+        if tokenizer.chat_template:
+            messages = [{"role": "user", "content": prompt}]
+            encoded = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        else:
+            encoded = tokenizer(prompt, return_tensors="pt")
+    except TemplateError as error:
+        raise DataError(f"the chat template refuses the prompt {prompt[:40]!r}: {error}") from error
+    ids: torch.Tensor = encoded["input_ids"].long()
+    if not 0 < ids.shape[1] < positions:
+        raise DataError(
+            f"the prompt {prompt[:40]!r} has {ids.shape[1]} tokens; it needs at least 1, and fewer than the "
+            f"{positions} positions the model knows"
+        )
+    return ids
+
+
+def positions_of(config: PretrainedConfig) -> int:
     """How many tokens the model can look at; a large number where its config does not say."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) else sys.maxsize
+
+
+def check_packing(model: PreTrainedModel, packing: str) -> None:
+    """Refuse to pack documents for a model in which one sees another. Collective.
+
+    Not every architecture that takes position_ids takes the borders of documents from them (state spaces and
+    convolutions run on, some masks ignore them), so it is tried: what changes in a first document must not be seen
+    in a second one.
+    """
+    device = next(model.parameters()).device
+    length, vocabulary = 8, model.config.get_text_config().vocab_size
+    positions = torch.arange(length, device=device).repeat(2)[None]
+    second = torch.arange(length, device=device) % vocabulary
+    with evaluating(model):
+        seen = []
+        for first in (second, (second + 1 + length) % vocabulary):
+            ids = torch.cat([first, second])[None]
+            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+            seen.append(logits[0, length:].double())
+    change = (seen[0] - seen[1]).abs().max() / seen[0].abs().max().clamp(min=1e-30)
+    leaks = torch.tensor(float(change > 1e-5))
+    dist.all_reduce(leaks)
+    if leaks:
+        raise ConfigError(
+            f"data.packing={packing}: in {type(model).__name__} with {model.config._attn_implementation} attention, "
+            f"packed documents see each other (logits change by {change.item():.1e}); set data.packing=none"
+        )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp import evaluate
@@ -53,25 +54,34 @@ def train(parts: Parts, stop: Callable[[], bool]) -> RunState:
     waiting_since = time.perf_counter()
     for batches in parts.batches:
         data_seconds = time.perf_counter() - waiting_since
+        stopping = _on_any_rank(stop())
         step = batches.step
         lr = lr_at(step, parts.config.optim, plan)
         tensors = train_step(
             parts.model, parts.optimizer, parts.scale, batches,
             plan=plan, parallel=parts.config.parallel, optim=parts.config.optim,
-            lr=lr, seed=parts.config.run.seed, stop=stop(),
+            lr=lr, seed=parts.config.run.seed,
         )  # fmt: skip
         meter.add(batches, tensors, lr=lr, data_seconds=data_seconds)
         evaluating, saving = plan.due(step, plan.eval_every), plan.due(step, plan.save_every)
-        if plan.due(step, plan.log_every) or evaluating or saving:
+        if plan.due(step, plan.log_every) or evaluating or saving or stopping:
             _log(parts)
+        if saving or stopping:  # before anything that could fail without harm to the weights
+            samples = plan.samples_before(step + 1)
+            state = _save(parts, replace(state, step=step, cursor=batches.cursor, samples=samples))
         if evaluating:
             _evaluate(parts, step)
-        if saving or meter.stop_requested:
-            state = _save(parts, replace(state, step=step, cursor=batches.cursor))
-        if meter.stop_requested and step < plan.steps:
+        if stopping and step < plan.steps:
             raise Interrupted(f"stopped behind step {step}, which is saved; the same command continues from there")
         waiting_since = time.perf_counter()
     return state
+
+
+def _on_any_rank(flag: bool) -> bool:
+    """Whether any rank says so. Between hosts only: the device is not waited for."""
+    flags = torch.tensor(int(flag))
+    dist.all_reduce(flags)
+    return bool(flags)
 
 
 def _log(parts: Parts) -> None:

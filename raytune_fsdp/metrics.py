@@ -44,8 +44,6 @@ class Meter:
         self._windows = windows
         self._max_skipped = max_skipped
         self.skipped_in_row = skipped_in_row
-        self.stop_requested = False
-        """Whether any rank was asked to stop, as of the last fetch: the same on all ranks."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._peak = peak_flops(name)
         self._pending: list[_Pending] = []
@@ -72,7 +70,6 @@ class Meter:
             self._metrics(pending, counts[i].tolist(), values[i].tolist(), seconds)
             for i, pending in enumerate(self._pending)
         ]
-        self.stop_requested = bool(counts[:, 3].any())
         self._pending.clear()
         self._since = now
         return rows

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from raytune_fsdp.checkpoint.state import RunState, check_identity, read_state
 from raytune_fsdp.config import DatasetConfig, FinetuneConfig
 from raytune_fsdp.data.windows import Windows, census
 from raytune_fsdp.errors import ConfigError, DataError, ModelError, ResumeError
+from raytune_fsdp.evaluate import encode_prompt, positions_of
 from raytune_fsdp.model.files import WeightFiles, find_weights, locate
 from raytune_fsdp.model.keys import check_shapes, grown_rows, match_keys
 from raytune_fsdp.model.skeleton import (
@@ -63,6 +65,7 @@ class Prepared:
 def prepare(config: FinetuneConfig, world: int, progress: Callable[[int, int], None] | None = None) -> Prepared:
     """Check everything and count the data. Reads files, writes none (a hub model goes to the hub's cache)."""
     run_dir = resolve(config.model_copy(update={"train": _counted(config)}), world).run_dir  # cheap rules first
+    _check_storage(run_dir)
     directory = model_directory(config, weights=False)
     hf_config = load_architecture(config.model, directory)
     tokenizer = load_tokenizer(config)
@@ -71,6 +74,11 @@ def prepare(config: FinetuneConfig, world: int, progress: Callable[[int, int], N
     hf_config.architectures = [type(skeleton).__name__]  # a config written by hand, or of the bare decoder, lacks it
     init_buffers(skeleton, torch.device("cpu"))  # a rank would fail at it otherwise
     _check_attention(config, skeleton, hf_config)
+    if config.parallel.activation_checkpointing != "none" and not skeleton.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"parallel.activation_checkpointing={config.parallel.activation_checkpointing}: {type(skeleton).__name__} "
+            "does not support it; set it to none"
+        )
     files, key_of, grown = _match_weights(config, skeleton)
     vocab_size = hf_config.get_text_config().vocab_size
     train = _windows(config, config.data.train, tokenizer, vocab_size)
@@ -83,8 +91,14 @@ def prepare(config: FinetuneConfig, world: int, progress: Callable[[int, int], N
     identity = identity_of(config, hf_config, train)
     resume, state = find_resume(config, run_dir, identity)
     counted = census(train, progress) if config.train.epochs is not None else None
+    if counted is None:
+        train.build(0)  # the rest is read while training; a wrong column or template shows in the first rows
+    for prompt in config.eval.prompts:
+        encode_prompt(tokenizer, prompt, positions=positions_of(hf_config))
     for windows in evals.values():
         census(windows)  # a broken row is found now, not at the first evaluation
+    plan = resolve(config, world, counted, planned_schedule=state.schedule_steps)
+    _check_extension(config, plan, state)
     return Prepared(
         hf_config=hf_config,
         generation_config=_generation_config(skeleton, directory),
@@ -98,8 +112,28 @@ def prepare(config: FinetuneConfig, world: int, progress: Callable[[int, int], N
         resume=resume,
         state=state,
         identity=identity,
-        plan=resolve(config, world, counted, planned_schedule=state.schedule_steps),
+        plan=plan,
     )
+
+
+def _check_extension(config: FinetuneConfig, plan: Plan, state: RunState) -> None:
+    """A run whose last step was short cannot go on: a short step would be in its middle, unlike in a longer run."""
+    whole = state.step * plan.global_batch
+    if state.samples < whole and plan.total_samples != state.samples:
+        raise ResumeError(
+            f"the run ended with a short step: {state.samples} packed samples are no multiple of "
+            f"train.global_batch={plan.global_batch}, so it cannot be extended (train.epochs={config.train.epochs}, "
+            f"train.max_steps={config.train.max_steps}); start a run of the wanted length under another run.name"
+        )
+
+
+def _check_storage(run_dir: Path) -> None:
+    """Find out now, not on the ranks, where the run cannot be written."""
+    there = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"run.storage: {there} is a file, so {run_dir} cannot be a directory; choose another path")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.storage: {there} is not writable for this user; choose another path")
 
 
 def _counted(config: FinetuneConfig) -> Any:
@@ -149,8 +183,8 @@ def _generation_config(skeleton: PreTrainedModel, directory: Path | None) -> Gen
 
 
 def _check_attention(config: FinetuneConfig, skeleton: PreTrainedModel, hf_config: PretrainedConfig) -> None:
-    positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(positions, int) and config.data.seq_len > positions:
+    positions = positions_of(hf_config)
+    if config.data.seq_len > positions:
         raise ConfigError(
             f"data.seq_len={config.data.seq_len} is more than the {positions} positions the model knows "
             f"(max_position_embeddings): set data.seq_len to at most {positions}"

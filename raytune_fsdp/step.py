@@ -21,8 +21,8 @@ from raytune_fsdp.parallel import set_gradient_sync
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.types import Batch, StepBatches
 
-FIRST_ID = 4
-"""Numbers in front of the sample ids in `StepTensors.counts`: target tokens, tokens, attended pairs, stop requests."""
+FIRST_ID = 3
+"""Numbers in front of the sample ids in `StepTensors.counts`: target tokens, tokens, attended pairs."""
 
 FIRST_SCALE = 2.0**15
 """fp16: the loss scale of the first step."""
@@ -63,7 +63,7 @@ class StepTensors:
     """What a step leaves on the device, summed over all ranks."""
 
     counts: torch.Tensor
-    """int64: target tokens, tokens, attended pairs, ranks that were asked to stop, then the ids of the global batch."""
+    """int64: target tokens, tokens, attended pairs, then the ids of the global batch."""
     values: torch.Tensor
     """float64: loss, gradient norm, 1 if the update was skipped."""
 
@@ -79,11 +79,10 @@ def train_step(
     optim: OptimConfig,
     lr: float,
     seed: int,
-    stop: bool = False,
 ) -> StepTensors:
     """Forward, backward and update over one global batch. All ranks must call this with equally many blocks."""
     device = scale.value.device
-    counts = _count(batches.blocks, plan, device, stop=stop)
+    counts = _count(batches.blocks, plan, device)
     targets = counts[0].clamp(min=1)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     for k, block in enumerate(batches.blocks):
@@ -118,13 +117,12 @@ def _forward(model: PreTrainedModel, block: Batch) -> torch.Tensor:
     return token_loss_sum(logits, block.labels)
 
 
-def _count(blocks: Sequence[Batch], plan: Plan, device: torch.device, *, stop: bool) -> torch.Tensor:
+def _count(blocks: Sequence[Batch], plan: Plan, device: torch.device) -> torch.Tensor:
     """Counts of the global batch and the ids of its samples in their order: one sum over ranks gives all of them.
 
     Every rank writes the ids of its own blocks to their places and leaves zeros elsewhere.
     """
     counts = torch.zeros(FIRST_ID + plan.global_batch, dtype=torch.int64)
-    counts[3] = int(stop)
     for block in blocks:
         counts[0] += block.target_tokens
         counts[1] += block.tokens

@@ -37,11 +37,12 @@ def write_tokens(path: Path, rows: int = 120, vocabulary: int = 64, longest: int
 
 def write_tokenizer(directory: Path, vocabulary: int = 64) -> Path:
     """A tokenizer of single words, only there because a model has one."""
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = {f"w{i}": i for i in range(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w2").save_pretrained(directory)
     return directory
 

@@ -10,19 +10,20 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
 from raytune_fsdp.durable import sync_directory, write_durably
-from raytune_fsdp.errors import TrainingError
+from raytune_fsdp.errors import ResumeError, TrainingError
 
 logger = logging.getLogger(__name__)
 
 MANIFEST_FILE = "manifest.json"
 STAGING = ".tmp"
+DAMAGED = ".damaged"
 _NAME = re.compile(r"step-(\d{8,})\.a(\d+)")
 _CHUNK_BYTES = 1 << 24
 
@@ -84,16 +85,35 @@ def committed(directory: Path) -> list[Found]:
     return sorted(found)
 
 
-def newest(directory: Path, refused: Callable[[Path, str], None] | None = None) -> Found | None:
-    """The newest checkpoint whose files are what the manifest says; `refused` hears of newer ones that are not."""
+def newest(directory: Path) -> Found | None:
+    """The newest checkpoint whose files are what the manifest says; None where there never was one.
+
+    Checkpoints that are there and all damaged are an error: starting anew would throw away the run.
+    """
+    problems = []
     for found in reversed(committed(directory)):
         problem = verify(found.path)
         if problem is None:
             return found
-        logger.warning("checkpoint %s is damaged (%s); using an older one", found.path, problem)
-        if refused is not None:
-            refused(found.path, problem)
+        problems.append(f"{found.path.name}: {problem}")
+        logger.warning("checkpoint %s is damaged (%s); looking for an older one", found.path, problem)
+    if problems:
+        raise ResumeError(
+            f"{directory}: every checkpoint is damaged ({'; '.join(problems)}): restore one of them, or move the "
+            "directory away to start anew"
+        )
     return None
+
+
+def set_aside_newer(directory: Path, chosen: Found) -> list[Path]:
+    """Take damaged checkpoints behind the chosen one out of the way: pruning, by step, would keep them instead."""
+    aside = []
+    for found in committed(directory):
+        if found > chosen:
+            target = found.path.with_name(found.path.name + DAMAGED)
+            found.path.rename(target)
+            aside.append(target)
+    return aside
 
 
 def verify(checkpoint: Path) -> str | None:
@@ -107,8 +127,10 @@ def verify(checkpoint: Path) -> str | None:
         for name, (_, digest) in hash_files(checkpoint, files).items():
             if digest != files[name]["xxh3"]:
                 return f"the content of {name} is not what was written"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
+    except OSError as error:  # storage that cannot be read now may be read later: no verdict on the checkpoint
+        raise ResumeError(f"{checkpoint} cannot be read: {error}; try again when the storage answers") from error
     return None
 
 

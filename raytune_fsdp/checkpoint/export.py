@@ -19,6 +19,7 @@ MODEL_FILES = "model"
 
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint that `path` means: itself, or the newest complete one of the run directory it is."""
+    path = path.resolve()  # the run directory is found from a checkpoint by its parents
     if (path / MANIFEST_FILE).is_file():
         problem = verify(path)
         if problem:
@@ -49,10 +50,16 @@ def load_for_inference(path: Path, device: torch.device) -> tuple[PreTrainedMode
             f"{path}: there is no such directory; give a run, a checkpoint, or a Hugging Face model directory"
         )
     if (path / "config.json").is_file():
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-        return model.to(device).eval(), AutoTokenizer.from_pretrained(path)
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+            return model.to(device).eval(), AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError, RuntimeError) as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelError(f"{path} is not a whole Hugging Face model directory: {first}") from error
     checkpoint = find_checkpoint(path)
     files = model_files(checkpoint)
+    if not (files / "config.json").is_file():
+        raise ModelError(f"{checkpoint} is not in a run directory: {files} has no config.json")
     weights = CheckpointWeights(checkpoint)
     tensors = weights.read_all(list(weights.shapes()))
     hf_config = AutoConfig.from_pretrained(files)

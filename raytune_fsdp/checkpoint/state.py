@@ -20,6 +20,8 @@ class RunState:
     """Where a run stands after a step."""
 
     step: int = 0
+    samples: int = 0
+    """Packed samples consumed so far: fewer than whole batches where the last step was short."""
     cursor: Cursor = field(default_factory=Cursor)
     schedule_steps: int | None = None
     """Length the learning-rate schedule was planned over."""

@@ -51,12 +51,6 @@ class Store:
         size = on_rank0(lambda: self._commit(staging, final, everyone))
         return Saved(step=state.step, path=final, seconds=time.perf_counter() - started, bytes=size)
 
-    def load(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, path: Path) -> None:
-        """Read the tensors of a committed checkpoint into model and optimizer. All ranks must call this."""
-        init_optimizer_state(optimizer)
-        tensors = tensors_of(model, optimizer)
-        read(tensors, path)
-
     def _open(self, staging: Path, state: RunState) -> None:
         staging.mkdir(parents=True)
         write_durably(staging / STATE_FILE, state.to_json())
@@ -69,6 +63,12 @@ class Store:
         if self.keep_last is not None:
             commit.prune(self.directory, self.keep_last)
         return size
+
+
+def load(model: PreTrainedModel, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """Read the tensors of a committed checkpoint into model and optimizer. All ranks must call this."""
+    init_optimizer_state(optimizer)
+    read(tensors_of(model, optimizer), path)
 
 
 def on_rank0(work: Callable[[], T]) -> T:

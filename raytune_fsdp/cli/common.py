@@ -6,6 +6,7 @@ Imports nothing heavy.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError
+from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, UserError
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -24,7 +25,9 @@ def exit_code(work: Callable[[], int]) -> int:
     try:
         return work()
     except RaytuneError as error:
-        for line in (str(error) or type(error).__name__).splitlines():
+        # Under torchrun every rank comes here with the same error.
+        speaks = os.environ.get("RANK", "0") == "0" or not isinstance(error, UserError)
+        for line in (str(error) or type(error).__name__).splitlines() if speaks else ():
             print(f"error: {line}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:

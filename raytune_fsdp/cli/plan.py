@@ -31,6 +31,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp plan") -> 
 
 def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
     found, config = parser.parse_with_config(arguments)
+    for flag, value in (("--world-size", found.world_size), ("--samples", found.samples)):
+        if value is not None and value < 1:
+            parser.error(f"{flag} {value} must be at least 1")
     from raytune_fsdp.plan import resolve
     from raytune_fsdp.types import Census
 

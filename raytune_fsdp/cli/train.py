@@ -28,7 +28,7 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
         from raytune_fsdp.report.summary import next_commands, summary
 
         mlflow = config.tracking.mlflow
-        uri = (mlflow.uri or f"sqlite:///{config.run.storage}/mlflow.db") if mlflow.enabled else None
+        uri = (mlflow.uri or f"sqlite:///{result.run_dir.parent}/mlflow.db") if mlflow.enabled else None
         if not result.trained:
             print(f"{config.run.name} was complete already: give run.name another value, or ask for more steps")
         print()

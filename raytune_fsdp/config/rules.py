@@ -14,3 +14,10 @@ def safe_name(value: str) -> str:
             "must be 1 to 128 letters, digits, '.', '_' or '-', starting with a letter or digit, without '..' or '/'"
         )
     return value
+
+
+def local_path(value: str) -> str:
+    """A path of a file system. A URL would silently become a directory of that name."""
+    if not value or "://" in value or "\0" in value:
+        raise ValueError("must be a directory on a mounted file system (object stores are not supported yet)")
+    return value

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from raytune_fsdp.config.base import Section
-from raytune_fsdp.config.rules import safe_name
+from raytune_fsdp.config.rules import local_path, safe_name
 
 
 class RunConfig(Section):
@@ -15,7 +15,7 @@ class RunConfig(Section):
     """Name of the run and of its directory below `run.storage`. Letters, digits, `.`, `_` and `-`; the same name
     continues the same run."""
 
-    storage: str = "runs"
+    storage: Annotated[str, AfterValidator(local_path)] = "runs"
     """Directory that every machine of the run can write to. The run lives in `<storage>/<name>`."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)

@@ -8,6 +8,7 @@ of activation checkpointing done again does not count. Per device: the work of a
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 _TERA = 1e12
@@ -56,4 +57,4 @@ def mfu(flops: float, *, seconds: float, devices: int, peak_flops: float) -> flo
 
 def peak_flops(device_name: str) -> float | None:
     """Peak of a device by its name, None where it is not known (MFU is not reported then)."""
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
+    return next((peak for part, peak in PEAK_FLOPS.items() if re.search(rf"\b{part}\b", device_name)), None)

@@ -19,6 +19,9 @@ from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, Training
 from raytune_fsdp.launch.worker import StopFlag, choose_device, join, work
 from raytune_fsdp.prepare import Prepared, prepare
 
+SHUTDOWN_SECONDS = 600
+"""Ranks that were asked to stop have this long to finish their step and to save it; then they are killed."""
+
 Progress = Callable[[int, int], None]
 
 
@@ -39,6 +42,8 @@ def world_size(config: FinetuneConfig) -> int:
                 "cluster.workers, or set cluster.device=cpu"
             )
         return wanted
+    if config.cluster.device == "cuda" and not gpus:
+        raise ConfigError("cluster.device=cuda, but this machine has no GPU that torch can use: set cluster.device=cpu")
     return max(1, gpus) if config.cluster.device != "cpu" else 1
 
 
@@ -81,6 +86,7 @@ def _start_ranks(config: FinetuneConfig, prepared: Prepared, world: int) -> None
         max_restarts=0,
         monitor_interval=0.2,
         start_method="spawn",
+        shutdown_timeout=SHUTDOWN_SECONDS,
     )
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # its warnings say again, for developers, what we say
@@ -98,7 +104,7 @@ def _start_ranks(config: FinetuneConfig, prepared: Prepared, world: int) -> None
 @record
 def _rank_main(config: FinetuneConfig, prepared: Prepared) -> int:
     """A process that elastic_launch has started."""
-    # Ctrl-C reaches it twice, from the terminal and from elastic_launch, which kills what has not ended in 30 seconds.
+    # Ctrl-C reaches it twice, from the terminal and from elastic_launch.
     stop = StopFlag(insist=False)
     stop.install()
     device = choose_device(config.cluster.device, int(os.environ["LOCAL_WORLD_SIZE"]))

@@ -16,12 +16,12 @@ from torch._C._distributed_c10d import HashStore
 
 from raytune_fsdp.assemble import assemble
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import Interrupted
+from raytune_fsdp.errors import DataError, Interrupted, TrainingError
 from raytune_fsdp.loop import train
 from raytune_fsdp.prepare import Prepared
 from raytune_fsdp.tracking.tracker import Status
 
-COLLECTIVE_MINUTES = 10
+COLLECTIVE_MINUTES = 30
 """A rank that waits longer than this for the others gives up."""
 
 
@@ -89,6 +89,8 @@ def work(config: FinetuneConfig, prepared: Prepared, device: torch.device, stop:
     except Interrupted:
         status = "interrupted"
         raise
+    except DataError as error:  # a row that was not read before: training has started, so it is no longer a refusal
+        raise TrainingError(f"{error}; the same command continues from the last checkpoint") from error
     finally:
         parts.tracker.finish(status)
     return state.step

@@ -6,6 +6,7 @@ Tensors go from the source to safetensors files one file at a time, so no more t
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ def export(source: WholeTensors, model_files: Path, destination: Path, *, dtype:
     destination = destination.absolute()
     _check_replaceable(destination)
     target = DTYPES[dtype]
-    staging = destination.with_name(destination.name + ".tmp")
+    staging = destination.with_name(f".{destination.name}.export-{os.getpid()}")
     shutil.rmtree(staging, ignore_errors=True)
     shutil.copytree(model_files, staging)
     stored = source.dtypes()

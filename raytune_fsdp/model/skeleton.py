@@ -170,8 +170,8 @@ def count_architecture(model: PreTrainedModel) -> Architecture:
     weights = sum(p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in inputs)
     if output is not None and id(output.weight) in inputs:  # tied: a lookup on the way in, a product on the way out
         weights += output.weight.numel()
-    heads = text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    heads = getattr(text, "num_attention_heads", 0)  # state-space models have none, and no attention to count
+    head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
     return Architecture(matmul_weights=weights, layers=text.num_hidden_layers, query_width=heads * head_dim)
 
 

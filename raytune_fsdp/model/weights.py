@@ -101,11 +101,22 @@ class RandomWeights:
     @torch.no_grad()
     def _draw(self, unit: str) -> dict[str, torch.Tensor]:
         module = copy.deepcopy(self._units[unit]).to_empty(device="cpu")
+        for tensor in module.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)  # shows what nothing initialises
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_key("weights", self._seed, unit))
             for child in reversed(list(module.modules())):  # children before parents, as transformers does
                 self._twin._init_weights(child)
-        return {f"{unit}.{name}": tensor for name, tensor in module.state_dict().items()}
+        drawn = {f"{unit}.{name}": tensor for name, tensor in module.state_dict().items()}
+        unset = [name for name, tensor in drawn.items() if tensor.is_floating_point() and tensor.isnan().any()]
+        if unset:
+            raise ModelError(
+                f"model.init=random: {type(self._twin).__name__} does not initialise {unset[0]} in _init_weights"
+                + (f" (and {len(unset) - 1} more)" if len(unset) > 1 else "")
+                + "; start from a checkpoint with model.init=pretrained"
+            )
+        return drawn
 
 
 def _units(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:

@@ -22,6 +22,8 @@ SKIPPED_UPDATE = "skipped_update"
 """Fields: step, grad_norm."""
 ANSWERED = "answered"
 """Fields: step, prompt, answer."""
+ROWS_DROPPED = "rows_dropped"
+"""Fields: rows that did not become a document, by reason; truncated, rows."""
 RESIZED = "resized"
 """Fields: before, after (world sizes)."""
 

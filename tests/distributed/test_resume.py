@@ -119,6 +119,39 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert [fields["resumed_from"] for fields in started] == [0, 8]
 
 
+def test_pruning_keeps_what_is_good(tmp_path: Path) -> None:
+    """A damaged checkpoint behind the one that was continued from must not push new ones out."""
+    config = make_config(tmp_path, GPT2, train={**TRAIN, "max_steps": 12}, checkpoint={"every": 4, "keep_last": 3})
+    whole = trajectory(config, 1)
+    checkpoints = run_dir(config) / "checkpoints"
+    for found in committed(checkpoints)[1:]:
+        next(found.path.glob("*.distcp")).write_bytes(b"")
+    assert trajectory(config, 1, stop_after=6)[-1]["step"] == 6
+    assert [found.step for found in committed(checkpoints)] == [4, 6]
+    assert trajectory(config, 1) == whole
+    for found in committed(checkpoints):
+        next(found.path.glob("*.distcp")).write_bytes(b"")
+    with pytest.raises(AssertionError, match="every checkpoint is damaged"):
+        trajectory(config, 1)
+    assert read_trajectory(run_dir(config) / "metrics.jsonl") == whole, "a refused start must leave the record alone"
+
+
+def test_a_stop_is_heard_between_two_looks_at_the_device(tmp_path: Path) -> None:
+    config = make_config(tmp_path, GPT2, train={**TRAIN, "log_every": 30})
+    rows = trajectory(config, 2, stop_after=7)
+    assert [row["step"] for row in rows] == list(range(1, 8))
+    assert committed(run_dir(config) / "checkpoints")[-1].step == 7
+
+
+def test_a_run_that_ended_with_a_short_step_is_not_extended(tmp_path: Path) -> None:
+    once = {"global_batch": 10, "micro_batch": 2, "max_steps": None}
+    first = make_config(tmp_path, GPT2, train={**once, "epochs": 1})
+    assert trajectory(first, 1)[-1]["tokens"] < trajectory(first, 1)[0]["tokens"]
+    for longer in ({**once, "epochs": 2}, {**once, "epochs": None, "max_steps": 30}):
+        with pytest.raises(AssertionError, match="the run ended with a short step"):
+            trajectory(make_config(tmp_path, GPT2, train=longer), 1)
+
+
 def test_looking_does_not_change_the_run(tmp_path: Path) -> None:
     """Evaluations, questions, checkpoints and rare logging leave the trajectory alone, bit by bit."""
     plain = trajectory(make_config(tmp_path, DROPOUT, train={**TRAIN, "max_steps": 12}), 2)
