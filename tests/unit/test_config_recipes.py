@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from raytune_fsdp.config.load import load_config
+from raytune_fsdp.plan import resolve
+from raytune_fsdp.types import Census
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "jobs" / "recipes").glob("*.yaml"))
 
@@ -14,6 +16,20 @@ RECIPES = sorted((Path(__file__).resolve().parents[2] / "jobs" / "recipes").glob
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_parses(recipe: Path) -> None:
     assert load_config(recipe, []).run.name
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_plans_at_its_world_size(recipe: Path) -> None:
+    """The file's name ends with its machines (16xa100); the demo runs on two workers."""
+    config = load_config(recipe, [])
+    world = 2 if recipe.stem == "demo" else int(recipe.stem.rsplit("-", 1)[1].split("x")[0])
+    census = Census(
+        rows=15_000, documents=15_000, samples=3_000, tokens=1, target_tokens=1, windows=4, dropped={}, truncated=0,
+        seq_len=config.data.seq_len,
+    )  # fmt: skip
+    plan = resolve(config, world, census)
+    assert plan.layout.world == world
+    assert plan.layout.fillers == 0, "a shipped recipe wastes nothing"
 
 
 def test_the_founding_recipe_has_its_document_s_values() -> None:
