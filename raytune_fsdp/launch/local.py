@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, Training
 from raytune_fsdp.launch.worker import StopFlag, choose_device, join, work
 from raytune_fsdp.prepare import Prepared, prepare
 
-SHUTDOWN_SECONDS = 600
-"""Ranks that were asked to stop have this long to finish their step and to save it; then they are killed."""
+SHUTDOWN_SECONDS = 120
+"""Ranks that are to end have this long, to save what they were asked to or to notice that another has died."""
 
 Progress = Callable[[int, int], None]
 
@@ -76,6 +77,9 @@ def _alone(config: FinetuneConfig, prepared: Prepared) -> None:
 def _start_ranks(config: FinetuneConfig, prepared: Prepared, world: int) -> None:
     """Start `world` processes on this machine and wait for them; one that fails takes the others with it."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
+    # A field that older versions of torch lack; they wait for 30 seconds.
+    known = "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}
+    patience: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_SECONDS} if known else {}
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -86,7 +90,7 @@ def _start_ranks(config: FinetuneConfig, prepared: Prepared, world: int) -> None
         max_restarts=0,
         monitor_interval=0.2,
         start_method="spawn",
-        shutdown_timeout=SHUTDOWN_SECONDS,
+        **patience,
     )
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # its warnings say again, for developers, what we say
