@@ -18,19 +18,12 @@ class CheckpointWeights:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._stored = stored_shapes(directory, _PREFIX)
-        self._current: tuple[str, torch.Tensor] | None = None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(shape) for name, (shape, _) in self._stored.items()}
 
     def dtypes(self) -> dict[str, torch.dtype]:
         return {name: dtype for name, (_, dtype) in self._stored.items()}
-
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        if self._current is None or self._current[0] != name:
-            self._current = (name, self.read_all([name])[name])
-        tensor = self._current[1]
-        return tensor[start:stop] if tensor.ndim else tensor
 
     def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Several whole tensors at once, on the CPU."""
