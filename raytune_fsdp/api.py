@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.types import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +27,10 @@ class FinetuneResult:
     """Loss curve as PNG; None on ranks other than 0."""
 
 
-def finetune(config: FinetuneConfig, progress: Callable[[int, int], None] | None = None) -> FinetuneResult:
+def finetune(config: FinetuneConfig, progress: Progress | None = None) -> FinetuneResult:
     """Train to the end, continuing what is there, export, and draw the curve. Raises RaytuneError.
 
-    `progress(done, total)` is called while the data is counted. Under torchrun every rank calls this.
+    `progress(what, done, total)` is told of the data's preparation and count. Under torchrun every rank calls this.
     """
     quiet()
     from raytune_fsdp.checkpoint.commit import committed
@@ -74,6 +74,6 @@ def quiet() -> None:
     """Keep bars and advice of libraries out of the run's own lines; what a user set is left alone."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # nothing is forked here
     if not sys.warnoptions:
         os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")

@@ -14,7 +14,8 @@ from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.checkpoint.store import Store, load, on_rank0
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import dump_config
-from raytune_fsdp.data.batches import Stream, rank_batches
+from raytune_fsdp.data.batches import Division, Stream, rank_batches
+from raytune_fsdp.data.skipped import SkippedRows, told
 from raytune_fsdp.durable import replace_durably
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.evaluate import check_packing
@@ -32,6 +33,7 @@ from raytune_fsdp.tracking.console import ConsoleTracker
 from raytune_fsdp.tracking.jsonl import EVENTS_FILE, JsonlTracker, read_events
 from raytune_fsdp.tracking.mlflow import MlflowTracker, sqlite_location
 from raytune_fsdp.tracking.tracker import Composite, NullTracker, RunStart, Tracker, flatten
+from raytune_fsdp.types import Census
 
 
 def assemble(config: FinetuneConfig, prepared: Prepared, device: torch.device) -> Parts:
@@ -50,17 +52,14 @@ def assemble(config: FinetuneConfig, prepared: Prepared, device: torch.device) -
     if config.data.packing != "none":
         check_packing(model, config.data.packing)
     attempt = on_rank0(lambda: _open_run(config, prepared))  # nothing is written before this
-    batches = rank_batches(
-        Stream(prepared.train, seed=config.run.seed),
-        cursor=state.cursor,
+    stream = Stream(prepared.train, seed=config.run.seed)
+    division = Division(
         first_step=state.step + 1,
         last_step=plan.steps,
         total_samples=plan.total_samples,
         global_batch=plan.global_batch,
         micro_batch=plan.micro_batch,
         world=plan.layout.world,
-        rank=dist.get_rank(),
-        device=device,
     )
     return Parts(
         config=config,
@@ -75,16 +74,18 @@ def assemble(config: FinetuneConfig, prepared: Prepared, device: torch.device) -
             value=state.loss_scale or FIRST_SCALE,
             good_steps=state.good_steps,
         ),
-        batches=batches,
+        batches=rank_batches(stream, division, cursor=state.cursor, rank=dist.get_rank(), device=device),
         evals=prepared.evals,
         meter=Meter(
             plan,
             architecture,
             device,
-            windows=len(prepared.train),
+            windows=prepared.train.count,
+            cursor=state.cursor,
             max_skipped=config.optim.max_skipped,
             skipped_in_row=state.skipped_in_row,
         ),
+        skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None),
         store=Store(directory=plan.checkpoint_dir, attempt=attempt, keep_last=config.checkpoint.keep_last),
         tracker=_start_tracker(config, prepared, attempt),
         state=_next_state(prepared, attempt),
@@ -190,7 +191,16 @@ def _start_tracker(config: FinetuneConfig, prepared: Prepared, attempt: int) -> 
     tracker.event(
         names.ATTEMPT_STARTED, world_size=plan.layout.world, resumed_from=prepared.state.step, **asdict(plan.layout)
     )
-    counted = prepared.census
-    if counted is not None and (counted.dropped or counted.truncated):
-        tracker.event(names.ROWS_DROPPED, **counted.dropped, truncated=counted.truncated, rows=counted.rows)
+    if prepared.census is not None and prepared.census.built:
+        tracker.event(names.WINDOWS_BUILT, windows=prepared.census.built, steps=None)
+    if prepared.census is not None and prepared.state.step == 0:
+        _tell_of_dropped_rows(tracker, prepared.census)
     return tracker
+
+
+def _tell_of_dropped_rows(tracker: Tracker, census: Census) -> None:
+    total = census.total
+    if total.dropped or total.truncated or total.cut:
+        tracker.event(names.ROWS_DROPPED, **total.dropped, truncated=total.truncated, cut=total.cut, rows=total.rows)
+    for fields in told(census.skipped):
+        tracker.event(names.ROWS_SKIPPED, **fields)

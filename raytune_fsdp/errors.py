@@ -4,6 +4,7 @@
     ├── UserError           exit code 2: what was asked for cannot be done; nothing was started
     │   ├── ConfigError     a field, a flag or a combination of them
     │   ├── DataError       a dataset, a row, a tokenizer
+    │   │   └── RowError    one row that cannot be used; data.bad_rows=skip leaves it out
     │   ├── ModelError      a model path, a checkpoint of weights, an architecture
     │   └── ResumeError     a run directory or checkpoint that cannot be continued as asked
     ├── TrainingError       exit code 1: training itself failed
@@ -33,6 +34,17 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """A dataset, a row or a tokenizer."""
+
+
+class RowError(DataError):
+    """One row that cannot be used; `data.bad_rows=skip` leaves it out and counts it under `reason`."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[RowError], tuple[str, str]]:
+        return RowError, (str(self), self.reason)
 
 
 class ModelError(UserError):

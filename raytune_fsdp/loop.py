@@ -14,6 +14,7 @@ from raytune_fsdp import evaluate
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.checkpoint.store import Store
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import Interrupted
 from raytune_fsdp.metrics import Meter
@@ -39,6 +40,7 @@ class Parts:
     batches: Iterator[StepBatches]
     evals: Mapping[str, Windows]
     meter: Meter
+    skipped: SkippedRows
     store: Store
     tracker: Tracker
     state: RunState
@@ -68,7 +70,7 @@ def train(parts: Parts, stop: Callable[[], bool]) -> RunState:
             _log(parts)
         if saving or stopping:  # before anything that could fail without harm to the weights
             samples = plan.samples_before(step + 1)
-            state = _save(parts, replace(state, step=step, cursor=batches.cursor, samples=samples))
+            state = _save(parts, replace(state, step=step, cursor=meter.cursor, samples=samples))
         if evaluating:
             _evaluate(parts, step)
         if stopping and step < plan.steps:
@@ -91,6 +93,11 @@ def _log(parts: Parts) -> None:
     for row in rows:
         if row.skipped:
             parts.tracker.event(names.SKIPPED_UPDATE, step=row.step, loss=row.loss, grad_norm=row.grad_norm)
+    built = sum(row.windows_built for row in rows)
+    if built:
+        parts.tracker.event(names.WINDOWS_BUILT, windows=built, steps=[rows[0].step, rows[-1].step])
+    for fields in parts.skipped.up_to(parts.meter.cursor):
+        parts.tracker.event(names.ROWS_SKIPPED, **fields)
     parts.meter.check(rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,6 @@ from raytune_fsdp.types import Cursor, StepBatches, StepMetrics
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pending:
     step: int
-    cursor: Cursor
     lr: float
     data_seconds: float
     tensors: StepTensors
@@ -34,7 +34,8 @@ class Meter:
         architecture: Architecture,
         device: torch.device,
         *,
-        windows: int,
+        windows: Callable[[int], int],
+        cursor: Cursor,
         max_skipped: int,
         skipped_in_row: int = 0,
     ) -> None:
@@ -42,6 +43,8 @@ class Meter:
         self._architecture = architecture
         self._device = device
         self._windows = windows
+        self.cursor = cursor
+        """The sample behind the last step that was fetched: where a run continues that stops there."""
         self._max_skipped = max_skipped
         self.skipped_in_row = skipped_in_row
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -54,9 +57,7 @@ class Meter:
         self._since = time.perf_counter()
 
     def add(self, batches: StepBatches, tensors: StepTensors, *, lr: float, data_seconds: float) -> None:
-        self._pending.append(
-            _Pending(step=batches.step, cursor=batches.cursor, lr=lr, data_seconds=data_seconds, tensors=tensors)
-        )
+        self._pending.append(_Pending(step=batches.step, lr=lr, data_seconds=data_seconds, tensors=tensors))
 
     def fetch(self) -> list[StepMetrics]:
         """Metrics of all steps since the last fetch; waits for the device. Time is spread evenly over them."""
@@ -86,13 +87,14 @@ class Meter:
                 )
 
     def _metrics(self, pending: _Pending, counts: list[int], values: list[float], seconds: float) -> StepMetrics:
-        targets, tokens, pairs = counts[:3]
+        targets, tokens, pairs, built = counts[:4]
+        self.cursor = Cursor(epoch=counts[4], window=counts[5], index=counts[6])
         loss, norm, skipped = values
         flops = training_flops(self._architecture, tokens=tokens, attended_pairs=pairs)
         world = self._plan.layout.world
         return StepMetrics(
             step=pending.step,
-            epoch=self._epoch(pending),
+            epoch=self._epoch(pending.step),
             samples=self._samples(pending.step, counts),
             tokens=tokens,
             target_tokens=targets,
@@ -105,17 +107,18 @@ class Meter:
             tokens_per_second=tokens / seconds,
             mfu=mfu(flops, seconds=seconds, devices=world, peak_flops=self._peak) if self._peak else None,
             memory_bytes=self._memory(),
+            windows_built=built,
         )
 
     def _samples(self, step: int, counts: list[int]) -> str:
         ids = counts[FIRST_ID : FIRST_ID + self._plan.samples_of(step)]
         return xxhash.xxh3_64_hexdigest(torch.tensor(ids, dtype=torch.int64).numpy().tobytes())
 
-    def _epoch(self, pending: _Pending) -> float:
+    def _epoch(self, step: int) -> float:
         per_epoch = self._plan.samples_per_epoch
         if per_epoch:
-            return self._plan.samples_before(pending.step + 1) / per_epoch
-        return pending.cursor.epoch + pending.cursor.window / self._windows
+            return self._plan.samples_before(step + 1) / per_epoch
+        return self.cursor.epoch + self.cursor.window / self._windows(self.cursor.epoch)
 
     def _memory(self) -> int:
         if self._device.type == "cuda":

@@ -105,7 +105,7 @@ def resolve(
         blocks=blocks,
         steps=steps,
         total_samples=total_samples,
-        samples_per_epoch=census.samples if census else None,
+        samples_per_epoch=census.epochs[0] if census else None,
         schedule_steps=schedule_steps,
         warmup_steps=warmup,
         log_every=train.log_every,
@@ -151,7 +151,7 @@ def _length(config: FinetuneConfig, census: Census | None) -> tuple[int, int | N
     assert train.epochs is not None, "the config has exactly one of max_steps and epochs"
     if census is None:
         raise ConfigError(f"train.epochs={train.epochs} needs a count of the data; train.max_steps does not")
-    total = _part(train.epochs, census.samples)
+    total = census.samples_in(Fraction(str(train.epochs)))
     return math.ceil(total / train.global_batch), total
 
 

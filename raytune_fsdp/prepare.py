@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,13 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from raytune_fsdp.checkpoint.commit import Found, newest
 from raytune_fsdp.checkpoint.state import RunState, check_identity, read_state
-from raytune_fsdp.config import DatasetConfig, FinetuneConfig
-from raytune_fsdp.data.windows import Windows, census
-from raytune_fsdp.errors import ConfigError, DataError, ModelError, ResumeError
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.data.census import census
+from raytune_fsdp.data.identity import files_by_key
+from raytune_fsdp.data.opening import open_data
+from raytune_fsdp.data.templates import load_template
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.errors import ConfigError, ModelError, ResumeError
 from raytune_fsdp.evaluate import encode_prompt, positions_of
 from raytune_fsdp.model.files import WeightFiles, find_weights, locate
 from raytune_fsdp.model.keys import check_shapes, grown_rows, match_keys
@@ -35,7 +39,7 @@ from raytune_fsdp.model.skeleton import (
 )
 from raytune_fsdp.model.weights import FileWeights, GrownWeights
 from raytune_fsdp.plan import Plan, resolve
-from raytune_fsdp.types import Census
+from raytune_fsdp.types import Census, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +66,8 @@ class Prepared:
     plan: Plan
 
 
-def prepare(config: FinetuneConfig, world: int, progress: Callable[[int, int], None] | None = None) -> Prepared:
-    """Check everything and count the data. Reads files, writes none (a hub model goes to the hub's cache)."""
+def prepare(config: FinetuneConfig, world: int, progress: Progress | None = None) -> Prepared:
+    """Check everything and count the data. Writes nothing but caches: the one of the data, and the hub's."""
     run_dir = resolve(config.model_copy(update={"train": _counted(config)}), world).run_dir  # cheap rules first
     _check_storage(run_dir)
     directory = model_directory(config, weights=False)
@@ -81,22 +85,18 @@ def prepare(config: FinetuneConfig, world: int, progress: Callable[[int, int], N
         )
     files, key_of, grown = _match_weights(config, skeleton)
     vocab_size = hf_config.get_text_config().vocab_size
-    train = _windows(config, config.data.train, tokenizer, vocab_size)
-    evals = {
-        (dataset.name or Path(dataset.path).stem): _windows(config, [dataset], tokenizer, vocab_size)
-        for dataset in config.data.eval
-    }
-    if len(evals) != len(config.data.eval):
-        raise DataError("data.eval: two datasets have the same name; give each its own data.eval.*.name")
-    identity = identity_of(config, hf_config, train)
-    resume, state = find_resume(config, run_dir, identity)
-    counted = census(train, progress) if config.train.epochs is not None else None
-    if counted is None:
-        train.build(0)  # the rest is read while training; a wrong column or template shows in the first rows
     for prompt in config.eval.prompts:
         encode_prompt(tokenizer, prompt, positions=positions_of(hf_config))
+    train, evals = open_data(config, tokenizer, vocab_size, progress)
+    identity = identity_of(config, hf_config, train)
+    resume, state = find_resume(config, run_dir, identity, files_of(train))
     for windows in evals.values():
-        census(windows)  # a broken row is found now, not at the first evaluation
+        census(windows, progress=progress)  # a broken row is found now, not at the first evaluation
+    counted = None
+    if config.train.epochs is not None:
+        counted = census(train, config.train.epochs, progress=progress)
+    else:
+        train.get(0, 0)  # the rest is read while training; a wrong column or template shows in the first rows
     plan = resolve(config, world, counted, planned_schedule=state.schedule_steps)
     _check_extension(config, plan, state)
     return Prepared(
@@ -114,6 +114,17 @@ def prepare(config: FinetuneConfig, world: int, progress: Callable[[int, int], N
         identity=identity,
         plan=plan,
     )
+
+
+def prepare_data(
+    config: FinetuneConfig, progress: Progress | None = None
+) -> tuple[PreTrainedTokenizerBase, Windows, dict[str, Windows]]:
+    """The tokenizer and the data of a config, without its weights."""
+    hf_config = load_architecture(config.model, model_directory(config, weights=False))
+    tokenizer = load_tokenizer(config)
+    fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=config.model.resize_embeddings)
+    train, evals = open_data(config, tokenizer, hf_config.get_text_config().vocab_size, progress)
+    return tokenizer, train, evals
 
 
 def _check_extension(config: FinetuneConfig, plan: Plan, state: RunState) -> None:
@@ -157,6 +168,9 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
         raise ModelError(
             f"{field}={name}: no tokenizer could be loaded from {directory} ({first}); set model.tokenizer to one"
         ) from error
+    if config.data.chat_template is not None:
+        # The tokenizer takes it along, to prompts and into the exported model.
+        tokenizer.chat_template = load_template(config.data.chat_template)
     return tokenizer
 
 
@@ -210,12 +224,6 @@ def _match_weights(
     return files, key_of, grown
 
 
-def _windows(
-    config: FinetuneConfig, datasets: Sequence[DatasetConfig], tokenizer: PreTrainedTokenizerBase, vocab_size: int
-) -> Windows:
-    return Windows(datasets, config.data, seed=config.run.seed, tokenizer=tokenizer, vocab_size=vocab_size)
-
-
 def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Windows) -> dict[str, Any]:
     """What decides the trajectory, by the names a user knows. A path does not: what it holds does."""
     architecture = {
@@ -234,13 +242,24 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
         "parallel.precision": config.parallel.precision,
         "train.global_batch": config.train.global_batch,
         "train.micro_batch": config.train.micro_batch,
-        **{f"data.{key.replace('datasets.', 'train.')}": v for key, v in train.identity().items() if key != "seed"},
+        **{_data_key(key): value for key, value in train.identity.items() if key != "seed"},
     }
     normal: dict[str, Any] = json.loads(json.dumps(identity, default=str))  # as it will come back from a checkpoint
     return normal
 
 
-def find_resume(config: FinetuneConfig, run_dir: Path, identity: Mapping[str, Any]) -> tuple[Found | None, RunState]:
+def _data_key(key: str) -> str:
+    return f"data.{key.replace('datasets.', 'train.')}"
+
+
+def files_of(train: Windows) -> dict[str, str]:
+    """The file behind each key of the identity that is a file's content."""
+    return {_data_key(key): file for key, file in files_by_key(train.sources).items()}
+
+
+def find_resume(
+    config: FinetuneConfig, run_dir: Path, identity: Mapping[str, Any], files: Mapping[str, str]
+) -> tuple[Found | None, RunState]:
     """The checkpoint to continue from and the state in it, by the rules of `run.resume`."""
     found = newest(run_dir / "checkpoints")
     if found is None:
@@ -256,5 +275,5 @@ def find_resume(config: FinetuneConfig, run_dir: Path, identity: Mapping[str, An
             "or set run.resume=auto to continue it"
         )
     state = read_state(found.path)
-    check_identity(state.identity, identity, found.path)
+    check_identity(state.identity, identity, found.path, files)
     return found, state

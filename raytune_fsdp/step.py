@@ -6,7 +6,6 @@ because the loss and the gradient norm it depends on are already summed over all
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +20,9 @@ from raytune_fsdp.parallel import set_gradient_sync
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.types import Batch, StepBatches
 
-FIRST_ID = 3
-"""Numbers in front of the sample ids in `StepTensors.counts`: target tokens, tokens, attended pairs."""
+FIRST_ID = 7
+"""Numbers in front of the sample ids in `StepTensors.counts`: target tokens, tokens, attended pairs, windows built, and
+the cursor behind the step (epoch, window, index)."""
 
 FIRST_SCALE = 2.0**15
 """fp16: the loss scale of the first step."""
@@ -63,7 +63,7 @@ class StepTensors:
     """What a step leaves on the device, summed over all ranks."""
 
     counts: torch.Tensor
-    """int64: target tokens, tokens, attended pairs, then the ids of the global batch."""
+    """int64: the numbers that FIRST_ID counts, then the ids of the global batch."""
     values: torch.Tensor
     """float64: loss, gradient norm, 1 if the update was skipped."""
 
@@ -82,7 +82,7 @@ def train_step(
 ) -> StepTensors:
     """Forward, backward and update over one global batch. All ranks must call this with equally many blocks."""
     device = scale.value.device
-    counts = _count(batches.blocks, plan, device)
+    counts = _count(batches, plan, device)
     targets = counts[0].clamp(min=1)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     for k, block in enumerate(batches.blocks):
@@ -117,16 +117,19 @@ def _forward(model: PreTrainedModel, block: Batch) -> torch.Tensor:
     return token_loss_sum(logits, block.labels)
 
 
-def _count(blocks: Sequence[Batch], plan: Plan, device: torch.device) -> torch.Tensor:
+def _count(batches: StepBatches, plan: Plan, device: torch.device) -> torch.Tensor:
     """Counts of the global batch and the ids of its samples in their order: one sum over ranks gives all of them.
 
-    Every rank writes the ids of its own blocks to their places and leaves zeros elsewhere.
+    Every rank writes the ids of its own blocks to their places and leaves zeros elsewhere; the cursor comes from the
+    rank that has the step's last block.
     """
     counts = torch.zeros(FIRST_ID + plan.global_batch, dtype=torch.int64)
-    for block in blocks:
-        counts[0] += block.target_tokens
-        counts[1] += block.tokens
-        counts[2] += block.attended_pairs
+    counts[3] = batches.windows_built
+    last = (plan.samples_of(batches.step) - 1) // plan.micro_batch
+    for block in batches.blocks:
+        counts[:3] += torch.tensor([block.target_tokens, block.tokens, block.attended_pairs])
+        if block.index == last:
+            counts[4:7] = torch.tensor([block.behind.epoch, block.behind.window, block.behind.index])
         if not block.is_filler:
             first = FIRST_ID + block.index * plan.micro_batch
             counts[first : first + len(block.sample_ids)] = torch.tensor(block.sample_ids, dtype=torch.int64)

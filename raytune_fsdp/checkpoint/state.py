@@ -51,10 +51,11 @@ def read_state(directory: Path) -> RunState:
     return RunState(**values)
 
 
-def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:
-    """Refuse to continue a run as another one, naming every difference."""
+def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], directory: Path, files: Mapping[str, str]) -> None:
+    """Refuse to continue a run as another one, naming every difference; `files` names the file behind a key."""
     differences = [
-        f"{key}: was {saved.get(key, 'not set')!r}, is {now.get(key, 'not set')!r}"
+        f"{key}{f' ({files[key]})' if key in files else ''}: "
+        f"was {saved.get(key, 'not set')!r}, is {now.get(key, 'not set')!r}"
         for key in sorted({*saved, *now})
         if saved.get(key) != now.get(key)
     ]

@@ -18,6 +18,7 @@ PROGRAM = "raytune-fsdp"
 
 COMMANDS = {
     "train": "fine-tune a model",
+    "data": "look at the data, count it, clean up what was prepared of it",
     "plan": "show what a config amounts to, without starting anything",
     "generate": "ask a trained model",
     "export": "write a checkpoint as a Hugging Face model directory",

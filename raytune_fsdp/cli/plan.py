@@ -41,10 +41,7 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
     world = found.world_size or (1 if workers == "auto" else workers)
     census = None
     if found.samples is not None:
-        census = Census(
-            rows=0, documents=0, samples=found.samples, tokens=0, target_tokens=0, windows=0, dropped={}, truncated=0,
-            seq_len=config.data.seq_len,
-        )  # fmt: skip
+        census = Census(seq_len=config.data.seq_len, epochs=(found.samples,))
     elif config.train.epochs is not None:
         parser.error("a length in train.epochs depends on the data: say --samples N, or train.max_steps")
     plan = resolve(config, world, census)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raytune_fsdp.cli.common import ConfigParser, exit_code
+from raytune_fsdp.cli.progress import shown
 
 
 def main(
@@ -23,7 +24,8 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
     # Only now, with a config that is valid, is it worth the seconds that importing torch takes.
     from raytune_fsdp.api import finetune, is_rank0
 
-    result = finetune(config, progress=_progress if sys.stderr.isatty() and is_rank0() else None)
+    with shown(quiet=not is_rank0()) as progress:
+        result = finetune(config, progress)
     if is_rank0():
         from raytune_fsdp.report.summary import next_commands, summary
 
@@ -36,9 +38,3 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
         print()
         print(next_commands(result.run_dir, export=result.export, mlflow_uri=uri))
     return 0
-
-
-def _progress(done: int, total: int) -> None:
-    """A line that counts itself up while the data is counted."""
-    end = "\n" if done == total else ""
-    print(f"\rcounting the data: window {done} of {total}", end=end, file=sys.stderr, flush=True)

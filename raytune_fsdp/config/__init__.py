@@ -9,7 +9,8 @@ from pydantic import Field
 
 from raytune_fsdp.config.base import Section
 from raytune_fsdp.config.cluster import ClusterConfig, ExportConfig
-from raytune_fsdp.config.data import ChatFormat, CompletionFormat, DataConfig, DatasetConfig, TokensFormat
+from raytune_fsdp.config.data import CacheConfig, DataConfig, DatasetConfig
+from raytune_fsdp.config.formats import ChatFormat, CompletionFormat, Format, InstructionFormat, TokensFormat
 from raytune_fsdp.config.method import FullMethod
 from raytune_fsdp.config.model import ModelConfig
 from raytune_fsdp.config.optim import OptimConfig
@@ -60,6 +61,7 @@ class FinetuneConfig(Section):
 
 
 __all__ = [
+    "CacheConfig",
     "ChatFormat",
     "CheckpointConfig",
     "ClusterConfig",
@@ -69,7 +71,9 @@ __all__ = [
     "EvalConfig",
     "ExportConfig",
     "FinetuneConfig",
+    "Format",
     "FullMethod",
+    "InstructionFormat",
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",

@@ -1,59 +1,73 @@
-"""`data`: which rows, in which format, in which order, packed how."""
+"""`data`: which rows, in which format, in which mixture and order, packed how."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from raytune_fsdp.config.base import Section
-from raytune_fsdp.config.rules import safe_name
-
-
-class ChatFormat(Section):
-    type: Literal["chat"] = "chat"
-    """Rows hold a conversation."""
-
-    messages: str = "messages"
-    """Column with the list of messages, each with `role` and `content`."""
-
-
-class CompletionFormat(Section):
-    type: Literal["completion"]
-    """Rows hold plain text; every token is trained on."""
-
-    text: str = "text"
-    """Column with the text."""
-
-
-class TokensFormat(Section):
-    type: Literal["tokens"]
-    """Rows are tokenized already."""
-
-    input_ids: str = "input_ids"
-    """Column with the token ids."""
-
-    labels: str | None = "labels"
-    """Column with the labels, -100 where a token is not trained on. Null: every token is trained on."""
-
-
-Format = Annotated[ChatFormat | CompletionFormat | TokensFormat, Field(discriminator="type")]
+from raytune_fsdp.config.formats import ChatFormat, Format
+from raytune_fsdp.config.rules import local_path, safe_name
 
 
 class DatasetConfig(Section):
     name: Annotated[str, AfterValidator(safe_name)] | None = None
-    """Name in metrics and messages. Default: the file's name without its ending."""
+    """Name in metrics and messages. Default: the file's, directory's or hub dataset's name."""
 
-    path: str
-    """A JSON Lines file, one row a line."""
+    path: str | None = None
+    """Files with rows: a file, a directory, a pattern such as `data/*.jsonl`, a folder written by
+    `Dataset.save_to_disk`, or a URL such as `s3://bucket/data/*.parquet` or `hf://datasets/org/name/**.parquet`."""
+
+    hub: str | None = None
+    """Name of a dataset on the Hugging Face hub (or in its cache), in place of `path`."""
+
+    subset: str | None = None
+    """Configuration of the hub dataset."""
+
+    split: str = "train"
+    """Split of the hub dataset, or of a folder that holds several."""
+
+    revision: str | None = None
+    """Branch, tag or commit of the hub dataset."""
+
+    file_type: Literal["auto", "jsonl", "json", "csv", "text", "parquet", "arrow"] = "auto"
+    """What the files are. `auto`: by their ending; `.gz` and `.zst` behind it are unpacked."""
 
     format: Format = Field(default_factory=ChatFormat)
     """How a row becomes a document."""
 
+    weight: float | None = Field(default=None, ge=0)
+    """How often each row is seen in an epoch: 1 where nothing is said, 3 for three times, 0.25 for a quarter of the
+    rows, another one in each epoch."""
+
+    share: float | None = Field(default=None, ge=0, le=1)
+    """Fraction of the rows of an epoch that come from this dataset, in place of `weight`; an epoch then has as many
+    rows as the datasets together. If one dataset has a share, all need one."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if (self.path is None) == (self.hub is None):
+            raise ValueError(f"path={self.path!r} and hub={self.hub!r}: set exactly one of the two")
+        if self.path is not None and (self.subset is not None or self.revision is not None):
+            raise ValueError("subset and revision belong to a hub dataset: set hub in place of path, or leave them out")
+        if self.weight is not None and self.share is not None:
+            raise ValueError(f"weight={self.weight} and share={self.share}: set at most one of the two")
+        return self
+
+
+class CacheConfig(Section):
+    path: Annotated[str, AfterValidator(local_path)] | None = None
+    """Directory for prepared rows and packed windows, seen by all nodes. Null: `cache` in `run.storage`."""
+
+    max_gb: float = Field(default=200.0, gt=0)
+    """Size at most, in 10^9 bytes; what was not used for longest is removed first."""
+
 
 class DataConfig(Section):
     train: list[DatasetConfig] = Field(min_length=1)
-    """Datasets to train on."""
+    """Datasets to train on, mixed by their weights."""
 
     eval: list[DatasetConfig] = Field(default_factory=list)
     """Datasets to measure the loss on, each on its own curve."""
@@ -61,17 +75,52 @@ class DataConfig(Section):
     seq_len: int = Field(default=2048, ge=2)
     """Tokens in a packed sample."""
 
-    packing: Literal["best_fit", "none"] = "best_fit"
-    """`best_fit` puts whole documents together, none sees another; `none` pads every document to `seq_len`."""
+    packing: Literal["best_fit", "concat", "none"] = "best_fit"
+    """`best_fit` puts whole documents together; `concat` puts one behind the other and cuts them where a sample is full,
+    for pretraining; `none` pads every document to `seq_len`. No document sees another."""
 
-    long_documents: Literal["error", "truncate", "drop"] = "error"
-    """What happens to a document of more than `seq_len` tokens. What is cut or dropped is counted."""
+    long_documents: Literal["error", "truncate", "drop", "split"] = "error"
+    """What happens to a document of more than `seq_len` tokens. What is cut, split or dropped is counted. `split` makes
+    documents of `seq_len` tokens of it."""
 
-    shuffle: Literal["rows", "none"] = "rows"
-    """`rows`: a permutation of all rows keyed by `run.seed`; `none`: the order of the files."""
+    bad_rows: Literal["error", "skip"] = "error"
+    """What happens to a row that cannot be used: broken JSON, a missing column, no token to train on and the like.
+    `skip` leaves it out, counts it by reason and lists it in events.jsonl."""
+
+    shuffle: Literal["rows", "blocks", "none"] = "rows"
+    """`rows`: a permutation of all rows keyed by `run.seed`; `blocks`: of the row groups of Parquet files (runs of
+    rows of other files) and of the rows inside each, which reads files in place; `none`: the order of the files."""
+
+    reshuffle: Literal["auto", "windows", "full"] = "auto"
+    """What changes from epoch to epoch. `windows`: the order of the windows and of the samples in each, so data is
+    tokenized once; `full`: every epoch draws new windows. `auto`: `windows`, or `full` where a weight is no whole
+    number."""
 
     window: int = Field(default=4096, ge=1)
     """Rows that are packed together: the unit of data work."""
 
     chat_template: str | None = None
-    """File with a Jinja chat template to use in place of the tokenizer's own."""
+    """A file with a Jinja chat template, or the name of one that comes with this package (chatml, llama-2, llama-3,
+    openassistant), to use in place of the tokenizer's own."""
+
+    cache: CacheConfig = Field(default_factory=CacheConfig)
+    """Where prepared data is kept."""
+
+    @model_validator(mode="after")
+    def _mixture(self) -> Self:
+        shares = [dataset.share for dataset in self.train]
+        if any(share is not None for share in shares):
+            if any(share is None for share in shares):
+                raise ValueError(f"data.train.*.share={shares}: if one dataset has a share, all need one")
+            if not math.isclose(total := math.fsum(share or 0.0 for share in shares), 1.0, abs_tol=1e-9):
+                raise ValueError(f"data.train.*.share={shares} add up to {total:g}; they must add up to 1")
+        elif all(dataset.weight == 0 for dataset in self.train):
+            raise ValueError(
+                "data.train.*.weight: all are 0, so nothing would be trained on; give one a weight above 0"
+            )
+        for index, dataset in enumerate(self.eval):
+            if dataset.weight is not None or dataset.share is not None:
+                raise ValueError(
+                    f"data.eval.{index}: weight and share are for data.train; an evaluation sees every row once"
+                )
+        return self

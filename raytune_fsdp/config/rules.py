@@ -16,6 +16,13 @@ def safe_name(value: str) -> str:
     return value
 
 
+def run_name(value: str) -> str:
+    """The name of a run's directory, beside which the cache of the data lives."""
+    if value == "cache":
+        raise ValueError("'cache' is the directory of prepared data in run.storage; choose another name")
+    return safe_name(value)
+
+
 def local_path(value: str) -> str:
     """A path of a file system. A URL would silently become a directory of that name."""
     if not value or "://" in value or "\0" in value:

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from raytune_fsdp.config.base import Section
-from raytune_fsdp.config.rules import local_path, safe_name
+from raytune_fsdp.config.rules import local_path, run_name
 
 
 class RunConfig(Section):
-    name: Annotated[str, AfterValidator(safe_name)]
+    name: Annotated[str, AfterValidator(run_name)]
     """Name of the run and of its directory below `run.storage`. Letters, digits, `.`, `_` and `-`; the same name
     continues the same run."""
 

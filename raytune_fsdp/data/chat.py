@@ -1,164 +1,233 @@
-"""A conversation becomes token ids and a mask of the tokens that the assistant wrote.
-
-The mask comes from `{% generation %}` in the chat template where it has that. Where it has not, from the difference
-between the conversation rendered with and without a turn, if that is exact to the token; else it is a DataError.
-"""
+"""A row becomes a conversation: messages as chat templates expect them, whatever the file calls their parts."""
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Any
+import json
+from dataclasses import dataclass
+from typing import Any
 
-from jinja2 import TemplateError
-
+from raytune_fsdp.config.formats import ChatFormat
 from raytune_fsdp.data.sources import shorten
-from raytune_fsdp.errors import DataError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from raytune_fsdp.data.templates import REASONING_KEYS
+from raytune_fsdp.errors import RowError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# Some templates (Llama 3.2) print today's date unless told another; the data must not depend on the day it is read.
-_DATE = "26 Jul 2024"
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_ADD_GENERATION = (
-    "put {% generation %} … {% endgeneration %} around the assistant's text in a copy of the template "
-    "and name that file in data.chat_template"
-)
+_USUAL_ROLES = {
+    **{role: role for role in ROLES},
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "tool_result": "tool",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+}
+# ShareGPT files write a call as a message of its own, whose text is the call in JSON.
+_CALLS = ("function_call", "tool_call")
 
 
-def resolve_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> str:
-    """The text of the template that conversations are rendered with: the one given, else the tokenizer's own."""
-    if not tokenizer.is_fast:
-        raise DataError(
-            f"{type(tokenizer).__name__} is not a fast tokenizer: the tokens of the assistant cannot be told apart; "
-            "use a tokenizer with a tokenizer.json, or datasets with format.type=tokens"
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a chat template gets, and which messages may be trained on."""
+
+    messages: list[dict[str, Any]]
+    train: list[bool]
+    tools: list[dict[str, Any]] | None
+    where: str
+    column: str
+
+
+def read_conversation(row: dict[str, Any], format: ChatFormat, where: str) -> Conversation:
+    """The conversation of a row, or a RowError that says what is wrong with it."""
+    column = format.messages
+    given = read_column(row, column, "messages", where)
+    if not isinstance(given, list):
+        raise RowError(
+            f"{where}: {column}={shorten(given)} is not a list of messages; "
+            'each row needs [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]',
+            "wrong_type",
         )
-    try:
-        template = chat_template or tokenizer.get_chat_template()
-    except ValueError:
-        raise DataError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no chat template, format.type=chat needs one; "
-            "name a file with a Jinja template in data.chat_template, or use format.type=completion"
-        ) from None
-    if "strftime_now" in template and "date_string" not in template:
-        raise DataError(
-            "the chat template prints the current date (strftime_now), so the same data would be different tomorrow; "
-            "write a fixed date into a copy of the template and name that file in data.chat_template"
-        )
-    return template
-
-
-def check_messages(messages: Any, *, column: str, where: str) -> list[dict[str, Any]]:
-    """The conversation as it is, if it is one: a list of messages with a known role and text."""
-    if not isinstance(messages, list) or not messages:
-        raise DataError(
-            f"{where}: {column}={shorten(messages)} is not a list of messages; "
-            'each row needs [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]'
-        )
-    for index, message in enumerate(messages):
+    if not given:
+        raise RowError(f"{where}: {column}=[] has no messages; correct or remove the row", "empty")
+    messages, train = [], []
+    for index, message in enumerate(given):
         place = f"{where}: {column}[{index}]"
         if not isinstance(message, dict):
-            raise DataError(f"{place}={shorten(message)} is not an object; a message has a role and a content")
-        role = message.get("role")
-        if role not in ROLES:
-            raise DataError(
-                f"{place}.role={shorten(role)} is missing or unknown; it must be one of {', '.join(ROLES)} "
-                "(rename human to user, gpt or bot to assistant)"
+            raise RowError(
+                f"{place}={shorten(message)} is not an object; a message has a role and a content", "wrong_type"
             )
-        check_text(message.get("content"), place=f"{place}.content")
-    return messages
+        # Readers of Arrow fill in the keys that other messages have.
+        message = _without_nulls(message)
+        trained = message.pop("train", True)
+        if not isinstance(trained, bool):
+            raise RowError(f"{place}.train={shorten(trained)} is not true or false; correct the row", "wrong_type")
+        messages.append(_read_message(message, format, place))
+        train.append(trained)
+    tools = None if format.tools is None else _read_tools(row.get(format.tools), f"{where}: {format.tools}")
+    return Conversation(messages, train, tools, where, column)
 
 
-def check_text(value: Any, *, place: str) -> str:
+def read_column(row: dict[str, Any], name: str, field: str, where: str) -> Any:
+    """The value of a column that every row needs. `field` is the one of the dataset's format that names it."""
+    if name not in row:
+        raise RowError(
+            f"{where}: the row has no column {name!r}, it has {shorten(', '.join(map(repr, row)) or 'none')}; "
+            f"name the right one in the dataset's format.{field}",
+            "missing_column",
+        )
+    if row[name] is None:
+        raise RowError(f"{where}: column {name!r} is null; correct or remove the row", "null")
+    return row[name]
+
+
+def check_text(value: Any, place: str) -> str:
     """The text as it is, if it is one that a tokenizer can take."""
+    if value is None:
+        raise RowError(f"{place} is missing or null, not text; correct or remove the row", "null")
     if not isinstance(value, str):
-        kind = "missing or null" if value is None else f"a {type(value).__name__}"
-        raise DataError(f"{place}={shorten(value)} is {kind}, not text; correct or remove the row")
-    if not value.strip():
-        raise DataError(f"{place}={shorten(repr(value))} is empty; correct or remove the row")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{place} has half a surrogate pair, {value[error.start]!r}, at character {error.start}; "
-            "correct or remove the row"
-        ) from None
+        raise RowError(
+            f"{place}={shorten(value)} is a {type(value).__name__}, not text; correct or remove the row", "wrong_type"
+        )
+    if not value or value.isspace():
+        raise RowError(f"{place}={shorten(repr(value))} is empty; correct or remove the row", "empty")
+    check_unicode(value, place)
     return value
 
 
-def to_ids_and_mask(
-    messages: list[dict[str, Any]], *, tokenizer: PreTrainedTokenizerBase, template: str, where: str
-) -> tuple[list[int], list[bool]]:
-    """Token ids of the conversation, and for each whether the assistant wrote it (the end of its turn included)."""
+def check_unicode(value: str, place: str) -> None:
+    """Refuse text that cannot be written as UTF-8: JSON can spell half a character, a tokenizer cannot take it."""
     try:
-        if not _GENERATION.search(template):
-            return _mask_by_prefixes(messages, tokenizer=tokenizer, template=template, where=where)
-        encoded: Any = tokenizer.apply_chat_template(
-            messages,
-            chat_template=template,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"verbose": False},
-            date_string=_DATE,
-        )
-    except (TemplateError, TypeError, ValueError) as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise DataError(
-            f"{where}: the chat template refused the conversation ({error}); its roles are {roles}; "
-            "correct the row, or name another template in data.chat_template"
-        ) from error
-    mask = [bool(flag) for flag in encoded["assistant_masks"]]
-    _check_turns(messages, mask, encoded.encodings[0].offsets, where=where)
-    return encoded["input_ids"], mask
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RowError(
+            f"{place} has half a surrogate pair, {value[error.start]!r}, at character {error.start}; "
+            "correct or remove the row",
+            "invalid_utf8",
+        ) from None
 
 
-def _check_turns(
-    messages: list[dict[str, Any]], mask: list[bool], offsets: list[tuple[int, int]], *, where: str
-) -> None:
-    # Where a tokenizer drops the character at which a turn starts or ends, transformers loses the turn, or takes all
-    # that follows for the assistant's. Both leave fewer turns in the mask than there are in the conversation.
-    before = [None, *(message["role"] for message in messages)]
-    turns = sum(message["role"] == "assistant" != last for message, last in zip(messages, before, strict=False))
-    found = sum(flag and not last for flag, last in zip(mask, [False, *mask], strict=False))
-    gaps = any(start > end for (start, _), (_, end) in zip(offsets[1:], offsets, strict=False))
-    if found < turns and gaps:
-        raise DataError(
-            f"{where}: the tokenizer drops characters at the border of an assistant's turn ({found} of {turns} turns "
-            "are in the mask); keep white space out of {% generation %} … {% endgeneration %}, or strip the row's text"
-        )
+def _read_message(message: dict[str, Any], format: ChatFormat, place: str) -> dict[str, Any]:
+    role_key = format.role or ("role" if "role" in message else "from")
+    content_key = format.content or ("content" if "content" in message else "value")
+    given = message.pop(role_key, None)
+    role = _read_role(given, format, f"{place}.{role_key}")
+    content = message.pop(content_key, None)
+    place_of_content = f"{place}.{content_key}"
+    if isinstance(content, list):
+        content = _join_parts(content, place_of_content)
+    if given in _CALLS and given not in format.roles:
+        calls = _parse(check_text(content, place_of_content), place_of_content, "a call as JSON")
+        message["tool_calls"], content = calls if isinstance(calls, list) else [calls], None
+    elif "function_call" in message:
+        message["tool_calls"] = [message.pop("function_call")]
+    calls = message.pop("tool_calls", None)
+    if calls:
+        message["tool_calls"] = _read_calls(calls, role, f"{place}.tool_calls")
+    if calls and (content is None or (isinstance(content, str) and not content.strip())):
+        content = content or ""
+    else:
+        check_text(content, place_of_content)
+    for key in REASONING_KEYS:
+        if message.get(key) == "":
+            del message[key]
+        elif key in message:
+            check_text(message[key], f"{place}.{key}")
+    return {**message, "role": role, "content": content}
 
 
-def _mask_by_prefixes(
-    messages: list[dict[str, Any]], *, tokenizer: PreTrainedTokenizerBase, template: str, where: str
-) -> tuple[list[int], list[bool]]:
-    def render(count: int, *, prompt: bool) -> str:
-        text = tokenizer.apply_chat_template(
-            messages[:count], chat_template=template, tokenize=False, add_generation_prompt=prompt, date_string=_DATE
-        )
-        return str(text)
+def _read_role(given: Any, format: ChatFormat, place: str) -> str:
+    if isinstance(given, str):
+        role = format.roles.get(given) or _USUAL_ROLES.get(given)
+        if role in ROLES:
+            return role
+    raise RowError(
+        f"{place}={shorten(given)} is missing or unknown; it must be one of {', '.join(ROLES)}, "
+        "or say in the dataset's format.roles which of these it means",
+        "unknown_role",
+    )
 
-    text = render(len(messages), prompt=False)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    mask = [False] * len(encoded["input_ids"])
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = render(index, prompt=True) if index else None
-        until = render(index + 1, prompt=False)
-        if before is None or not until.startswith(before) or not text.startswith(until):
-            raise DataError(
-                f"{where}: the chat template has no {{% generation %}}, and renders message {index} differently with "
-                f"and without the messages around it, so the assistant's tokens cannot be found; {_ADD_GENERATION}"
+
+def _join_parts(parts: list[Any], place: str) -> str:
+    texts = []
+    for index, part in enumerate(parts):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RowError(
+                f'{place}[{index}]={shorten(part)} is not {{"type": "text", "text": "…"}}; only text can be trained '
+                "on: correct or remove the row",
+                "wrong_type",
             )
-        for token, (start, end) in enumerate(encoded["offset_mapping"]):
-            inside = max(start, len(before)) < min(end, len(until))
-            if inside and not len(before) <= start <= end <= len(until):
-                raise DataError(
-                    f"{where}: token {text[start:end]!r} is partly the assistant's in message {index}, and the chat "
-                    f"template has no {{% generation %}} that settles it; {_ADD_GENERATION}"
-                )
-            mask[token] = mask[token] or inside
-    return encoded["input_ids"], mask
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _read_calls(calls: Any, role: str, place: str) -> list[dict[str, Any]]:
+    if role != "assistant":
+        raise RowError(f"{place}: only an assistant calls tools, this is a {role}; correct the row", "wrong_type")
+    if isinstance(calls, str):
+        calls = _parse(calls, place, "a list of calls")
+    if not isinstance(calls, list):
+        raise RowError(f"{place}={shorten(calls)} is not a list of calls; correct the row", "wrong_type")
+    return [_read_call(call, f"{place}[{index}]") for index, call in enumerate(calls)]
+
+
+def _read_call(call: Any, place: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise RowError(
+            f'{place}={shorten(call)} is not a call; it needs {{"function": {{"name": "…", "arguments": {{…}}}}}}',
+            "wrong_type",
+        )
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments:
+        # Templates write arguments as JSON; text would become JSON in JSON.
+        arguments = _parse(arguments, f"{place}.function.arguments", "an object")
+    if arguments in (None, ""):
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise RowError(
+            f"{place}.function.arguments={shorten(arguments)} is not an object; correct the row", "wrong_type"
+        )
+    around = {key: value for key, value in call.items() if key != "function"} if function is not call else {}
+    return {"type": "function", **around, "function": {**function, "arguments": arguments}}
+
+
+def _read_tools(tools: Any, place: str) -> list[dict[str, Any]] | None:
+    if isinstance(tools, str):
+        tools = _parse(tools, place, "a list of JSON schemas") if tools.strip() else None
+    if tools is None or tools == []:
+        return None
+    if isinstance(tools, list):
+        tools = [
+            _parse(tool, f"{place}[{i}]", "a JSON schema") if isinstance(tool, str) else tool
+            for i, tool in enumerate(tools)
+        ]
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RowError(
+            f"{place}={shorten(tools)} is not a list of JSON schemas; correct the row, or set the dataset's "
+            "format.tools to null if the column holds something else",
+            "wrong_type",
+        )
+    return [_without_nulls(tool) for tool in tools]
+
+
+def _parse(text: str, place: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(
+            f"{place}={shorten(text)} is not {what} as JSON ({error}); correct the row", "wrong_type"
+        ) from None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value

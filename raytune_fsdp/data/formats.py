@@ -1,17 +1,21 @@
-"""A row becomes a document: token ids, and labels that say which of them are trained on."""
+"""Rows become documents: token ids, and labels that say which of them are trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from raytune_fsdp.config.data import ChatFormat, CompletionFormat, TokensFormat
-from raytune_fsdp.data.chat import check_messages, check_text, resolve_template, to_ids_and_mask
+from raytune_fsdp.config.formats import ChatFormat, CompletionFormat, Format, InstructionFormat, TokensFormat
+from raytune_fsdp.data.chat import Conversation, check_text, read_column, read_conversation
+from raytune_fsdp.data.columns import read_instruction, read_tokens
+from raytune_fsdp.data.masks import SpanEncoder, Tokens
 from raytune_fsdp.data.sources import shorten
-from raytune_fsdp.errors import DataError
+from raytune_fsdp.data.templates import Span, chat_template
+from raytune_fsdp.data.turns import trained_spans
+from raytune_fsdp.errors import DataError, RowError
 from raytune_fsdp.types import IGNORE
 
 if TYPE_CHECKING:
@@ -37,100 +41,134 @@ class Document:
         return Document(self.input_ids[:length], self.labels[:length])
 
 
-def to_document(
-    row: dict[str, Any],
-    format: ChatFormat | CompletionFormat | TokensFormat,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int,
-    where: str,
-    chat_template: str | None = None,
-) -> Document:
-    """The document of one row. `where` names the row in errors, `chat_template` is the text of a Jinja template."""
-    if isinstance(format, ChatFormat):
-        messages = check_messages(_column(row, format.messages, "messages", where), column=format.messages, where=where)
-        template = resolve_template(tokenizer, chat_template)
-        ids, mask = to_ids_and_mask(messages, tokenizer=tokenizer, template=template, where=where)
-        labels = [token if trained else IGNORE for token, trained in zip(ids, mask, strict=True)]
-    elif isinstance(format, CompletionFormat):
-        text = check_text(_column(row, format.text, "text", where), place=f"{where}: {format.text}")
-        ids = labels = _completion_ids(text, tokenizer)
-    else:
-        ids = _integers(_column(row, format.input_ids, "input_ids", where), column=format.input_ids, where=where)
-        labels = ids if format.labels is None else _token_labels(row, format, ids, where)
-    _check_ids(ids, vocab_size=vocab_size, where=where)
-    document = Document(np.array(ids, dtype=np.int32), np.array(labels, dtype=np.int32))
-    if not document.target_tokens:
-        raise DataError(
-            f"{where}: no token of the row can be trained on ({len(ids)} tokens, the first is never a target); "
-            f"{_NO_TARGET[format.type]}"
-        )
-    return document
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A row as text, the characters of it that are trained on (None: all), and whether it is a text of its own, which
+    the tokenizer's special tokens go around; chat templates write theirs themselves."""
+
+    text: str
+    spans: list[Span] | None
+    alone: bool
+
+
+class Formatter:
+    """Turns the rows of one dataset into documents. Can be pickled.
+
+    Raises DataError at once for what no row can cure: a template or special token that is missing, a slow tokenizer.
+    """
+
+    def __init__(
+        self, format: Format, *, tokenizer: PreTrainedTokenizerBase, vocab_size: int, template: str | None
+    ) -> None:
+        self.format = format
+        self._given = (format, tokenizer, vocab_size, template)
+        self._vocab_size = vocab_size
+        self._special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        if isinstance(format, TokensFormat):
+            return
+        self._encoder = SpanEncoder(tokenizer)
+        if isinstance(format, ChatFormat) or (isinstance(format, InstructionFormat) and format.style == "chat"):
+            self._templates = [chat_template(tokenizer, template, tools=tools) for tools in (False, True)]
+            return
+        if tokenizer.eos_token_id is None:
+            raise DataError(
+                f"the tokenizer {tokenizer.name_or_path!r} has no eos_token, which ends every document with "
+                f"format.type={format.type}; set eos_token in its tokenizer_config.json"
+            )
+        self._eos = int(tokenizer.eos_token_id)
+
+    def __reduce__(self) -> Any:
+        # Without what is made of the tokenizer: that is made again, and once in a process.
+        return _formatter, self._given
+
+    def documents(self, rows: Sequence[dict[str, Any] | RowError], wheres: Sequence[str]) -> list[Document | RowError]:
+        """The document of each row, in the same order, or what is wrong with the row. `wheres` name the rows."""
+        read = [self._read_or_error(row, where) for row, where in zip(rows, wheres, strict=True)]
+        texts = [item for item in read if isinstance(item, _Text)]
+        encoded: Iterator[Tokens] = iter(())
+        if texts:
+            encoded = iter(self._encoder.encode([item.text for item in texts], [item.spans for item in texts]))
+        documents: list[Document | RowError] = []
+        for item, where in zip(read, wheres, strict=True):
+            document = self._assemble(item, next(encoded), where) if isinstance(item, _Text) else item
+            if isinstance(document, Document):
+                document = self._check(document, where) or document
+            documents.append(document)
+        return documents
+
+    def _read_or_error(self, row: dict[str, Any] | RowError, where: str) -> _Text | Document | RowError:
+        if isinstance(row, RowError):
+            return row
+        try:
+            return self._read(row, where)
+        except RowError as error:
+            return error
+
+    def _read(self, row: dict[str, Any], where: str) -> _Text | Document:
+        format = self.format
+        if isinstance(format, ChatFormat):
+            return self._render(read_conversation(row, format, where), format.loss)
+        if isinstance(format, CompletionFormat):
+            return _Text(
+                check_text(read_column(row, format.text, "text", where), f"{where}: {format.text}"), None, True
+            )
+        if isinstance(format, TokensFormat):
+            return Document(*read_tokens(row, format, where))
+        instruction = read_instruction(row, format, where)
+        if format.style == "chat":
+            return self._render(instruction.conversation(where), "all" if format.loss == "all" else "assistant")
+        prompt = instruction.alpaca() if format.style == "alpaca" else instruction.plain()
+        text = prompt + instruction.completion
+        return _Text(text, None if format.loss == "all" else [(len(prompt), len(text))], True)
+
+    def _render(self, conversation: Conversation, loss: Literal["assistant", "last_turn", "all"]) -> _Text:
+        template = self._templates[conversation.tools is not None]
+        return _Text(*trained_spans(template, conversation, loss=loss, special=self._special), False)
+
+    def _assemble(self, text: _Text, tokens: Tokens, where: str) -> Document | RowError:
+        if tokens.missed is not None:
+            missed = text.text[slice(*tokens.missed)]
+            return RowError(
+                f"{where}: the tokenizer makes no token of {shorten(missed)!r}, which is to be trained on; "
+                "correct or remove the row",
+                "no_targets",
+            )
+        ids, trained = tokens.ids, tokens.trained
+        if text.alone:
+            before, behind = self._encoder.before, self._encoder.behind
+            ended = self._eos in (behind[-1:] or ids[-1:])
+            behind = behind if ended else [*behind, self._eos]
+            ids = np.concatenate([before, ids, behind]).astype(np.int32)
+            if trained is not None:
+                trained = np.concatenate([np.zeros(len(before), bool), trained, np.ones(len(behind), bool)])
+        return Document(ids, ids if trained is None else np.where(trained, ids, np.int32(IGNORE)))
+
+    def _check(self, document: Document, where: str) -> RowError | None:
+        ids = document.input_ids
+        if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab_size):
+            index = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
+            return RowError(
+                f"{where}: token {index} has id {ids[index]}, the model's vocabulary ends at {self._vocab_size - 1}; "
+                "use the model's own tokenizer, or set model.resize_embeddings=true if the tokenizer has tokens that "
+                "were added",
+                "outside_vocabulary",
+            )
+        if not document.target_tokens:
+            return RowError(
+                f"{where}: no token of the row can be trained on ({len(ids)} tokens, the first is never a target); "
+                f"{_NO_TARGET[self.format.type]}",
+                "no_targets",
+            )
+        return None
+
+
+def _formatter(format: Format, tokenizer: PreTrainedTokenizerBase, vocab_size: int, template: str | None) -> Formatter:
+    return Formatter(format, tokenizer=tokenizer, vocab_size=vocab_size, template=template)
 
 
 _NO_TARGET = {
     "chat": "a conversation needs a message with role assistant that the chat template marks as generated",
+    "instruction": "an answer needs a token, remove the row",
     "completion": "a text needs two tokens at least, remove the row",
-    "tokens": "labels must repeat the input id at some place after the first",
+    "tokens": "labels must repeat the input id (and mask be 1) at some place after the first",
 }
-
-
-def _column(row: dict[str, Any], name: str, field: str, where: str) -> Any:
-    if name not in row:
-        raise DataError(
-            f"{where}: the row has no column {name!r}, it has {shorten(', '.join(map(repr, row)) or 'none')}; "
-            f"name the right one in the dataset's format.{field}"
-        )
-    if row[name] is None:
-        raise DataError(f"{where}: column {name!r} is null; correct or remove the row")
-    return row[name]
-
-
-def _completion_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    if tokenizer.eos_token_id is None:
-        raise DataError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no eos_token, which ends every document with "
-            "format.type=completion; set eos_token in its tokenizer_config.json"
-        )
-    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
-    return ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
-
-
-def _integers(values: Any, *, column: str, where: str) -> list[int]:
-    if not isinstance(values, list) or not values:
-        raise DataError(f"{where}: {column}={shorten(values)} is not a list of token ids; correct or remove the row")
-    for index, value in enumerate(values):
-        if type(value) is not int:
-            raise DataError(f"{where}: {column}[{index}]={shorten(value)} is not an integer; correct or remove the row")
-    return values
-
-
-def _token_labels(row: dict[str, Any], format: TokensFormat, ids: Sequence[int], where: str) -> list[int]:
-    assert format.labels is not None
-    if format.labels not in row:
-        raise DataError(
-            f"{where}: the row has no column {format.labels!r}; name the right one in the dataset's format.labels, "
-            "or set it to null to train on every token"
-        )
-    labels = _integers(row[format.labels], column=format.labels, where=where)
-    if len(labels) != len(ids):
-        raise DataError(
-            f"{where}: {format.labels} has {len(labels)} entries, {format.input_ids} has {len(ids)}; "
-            "each token needs one label"
-        )
-    for index, (label, token) in enumerate(zip(labels, ids, strict=True)):
-        if label not in (IGNORE, token):
-            raise DataError(
-                f"{where}: {format.labels}[{index}]={label}, {format.input_ids}[{index}]={token}; a label must be "
-                f"{IGNORE} or equal to the input id at the same place: do not shift labels, the model does that"
-            )
-    return labels
-
-
-def _check_ids(ids: Sequence[int], *, vocab_size: int, where: str) -> None:
-    for index in (ids.index(min(ids)), ids.index(max(ids))):
-        if not 0 <= ids[index] < vocab_size:
-            raise DataError(
-                f"{where}: token {index} has id {ids[index]}, the model's vocabulary ends at {vocab_size - 1}; use the "
-                "model's own tokenizer, or set model.resize_embeddings=true if the tokenizer has tokens that were added"
-            )

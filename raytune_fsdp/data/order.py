@@ -1,6 +1,6 @@
 """The order of the data: keyed permutations that are looked up, never stored.
 
-ORDER_VERSION 1, which must never change under its number (golden values are in the tests):
+ORDER_VERSION 2, which must never change under its number (golden values are in the tests):
 
     mix64(x)      the finalizer of splitmix64, on integers modulo 2**64
     derive_key    xxh3_64 of the parts, each written as i<n>:<decimal>, or s<n>:<utf-8>, with n its length in bytes
@@ -8,13 +8,16 @@ ORDER_VERSION 1, which must never change under its number (golden values are in 
                   round r maps (left, right) to (right, left ^ (mix64(k_r ^ right) mod 2**h)), where
                   k_r = mix64(key + (r+1)*G) and G = 0x9E3779B97F4A7C15;
                   a result >= n is put in again until it is < n (cycle walking: at most 4 passes on average)
+
+How these make the order of rows is said in `mixture`, of samples and windows in `windows` and `batches`: all of it
+belongs to this version.
 """
 
 from __future__ import annotations
 
 import xxhash
 
-ORDER_VERSION = 1
+ORDER_VERSION = 2
 
 _ROUNDS = 8
 _MASK64 = (1 << 64) - 1

@@ -1,55 +1,48 @@
-"""Windows: fixed groups of rows, packed together. The unit of data work, and a pure function of the inputs.
+"""Windows: fixed groups of rows, packed together. The unit of data work and of caching, a pure function of the inputs.
 
-The rows of all datasets, one after the other, are one index space; `order` permutes it; window k is the k-th group of
-`data.window` rows of that order. Which machine builds it, when and how often changes nothing.
+An epoch is an order of the rows of all datasets (`mixture`); window k is its k-th group of `data.window` rows. Which
+machine builds it, when and how often changes nothing. Where every epoch has the same rows it has the same windows too,
+and epochs differ by the order of the windows and of the samples in them (`batches.Stream`).
 """
 
 from __future__ import annotations
 
-import json
-from bisect import bisect_right
+import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import xxhash
+import numpy as np
 
 from raytune_fsdp.config.data import DataConfig, DatasetConfig
-from raytune_fsdp.data.formats import Document, to_document
-from raytune_fsdp.data.order import ORDER_VERSION, Permutation, derive_key
-from raytune_fsdp.data.packing import pack
-from raytune_fsdp.data.sources import JsonLines
-from raytune_fsdp.errors import DataError
-from raytune_fsdp.types import Census, PackedSample
+from raytune_fsdp.data.cache import WindowCache
+from raytune_fsdp.data.formats import Document, Formatter
+from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows
+from raytune_fsdp.data.mixture import Mixture, weights_of
+from raytune_fsdp.data.order import Permutation, derive_key
+from raytune_fsdp.data.packing import PackedSamples, pack
+from raytune_fsdp.data.sources import Source, dataset_name, open_source
+from raytune_fsdp.data.templates import load_template
+from raytune_fsdp.data.window import Window
+from raytune_fsdp.errors import ConfigError, DataError, RowError
+from raytune_fsdp.types import DatasetCount, Progress, SkippedRow, WindowCounts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Bounded by bytes, because a window may hold 1 MB or 1 GB. Enough for every window of a small dataset, which is then
-# tokenized once a process and not once an epoch; of a large one, only the newest window is ever asked for again.
-_CACHE_BYTES = 256 << 20
+logger = logging.getLogger(__name__)
 
+# Bounded by bytes, because a window may hold 1 MB or 1 GB. Enough for every window of a small dataset; of a large one,
+# only the newest window is ever asked for again.
+_MEMORY_BYTES = 256 << 20
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
-    """What the rows of one window became."""
-
-    samples: tuple[PackedSample, ...]
-    rows: int
-    documents: tuple[int, ...]
-    """Documents of each dataset, after dropping."""
-    tokens: int
-    target_tokens: int
-    dropped: Mapping[str, int]
-    """Rows that did not become a document, by reason."""
-    truncated: int
+# Rows that are read, formatted and tokenized together: enough to keep all cores of the tokenizer busy.
+_BATCH_ROWS = 512
 
 
 class Windows:
-    """All windows of some datasets. Opening reads the files once, for hashes and offsets, and tokenizes nothing."""
+    """All windows of some datasets. Opening prepares the files (see `sources`) and tokenizes nothing."""
 
     def __init__(
         self,
@@ -59,23 +52,37 @@ class Windows:
         seed: int,
         tokenizer: PreTrainedTokenizerBase,
         vocab_size: int,
+        cache: Path,
+        progress: Progress | None = None,
     ) -> None:
         self.data = data
         self.seed = seed
         self.names = _names(datasets)
         """Names of the datasets, in the order that source ids count them."""
-        self.sources = [JsonLines(dataset.path) for dataset in datasets]
-        self._formats = [dataset.format for dataset in datasets]
-        self._ends = list(accumulate(len(source) for source in self.sources))
-        self.rows = self._ends[-1]
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._template = _read_template(data.chat_template)
+        self.sources = [
+            open_source(dataset, cache=cache, in_place=data.shuffle != "rows", progress=progress)
+            for dataset in datasets
+        ]
+        template = None if data.chat_template is None else load_template(data.chat_template)
+        self._formatters = [
+            Formatter(dataset.format, tokenizer=tokenizer, vocab_size=vocab_size, template=template)
+            for dataset in datasets
+        ]
         self.pad_id = _pad_id(tokenizer, vocab_size)
-        self._order = Permutation(self.rows, key=derive_key("rows", seed)) if self.shuffled else None
-        self._cache: OrderedDict[int, Window] = OrderedDict()
-        self.fingerprint = self._fingerprint()
-        """Hash of all that decides the windows: content of the files, tokenizer, config of the data, seed."""
+        self._mixture = _mixture(datasets, self.sources, data, seed)
+        self.repeats = self._mixture.repeats if data.reshuffle == "auto" else data.reshuffle == "windows"
+        """Whether every epoch has the same windows."""
+        self.weights = tuple(map(float, self._mixture.weights))
+        self._check_mixture()
+        self.identity = identity_of_windows(
+            datasets, data, self.sources, self._mixture.weights, tokenizer, template,
+            seed=seed, pad_id=self.pad_id, repeats=self.repeats,
+        )  # fmt: skip
+        """All that decides the windows, by name."""
+        self.fingerprint = fingerprint_of(self.identity)
+        about = {"datasets": self.names, "sources": [source.label for source in self.sources], "seq_len": self.seq_len}
+        self.cache = WindowCache(cache, self.fingerprint, int(data.cache.max_gb * 1e9), about)
+        self._memory: OrderedDict[tuple[int, int], Window] = OrderedDict()
 
     @property
     def seq_len(self) -> int:
@@ -83,160 +90,191 @@ class Windows:
 
     @property
     def shuffled(self) -> bool:
-        return self.data.shuffle == "rows"
+        return self.data.shuffle != "none"
 
-    def __len__(self) -> int:
-        return -(-self.rows // self.data.window)
+    def rows(self, epoch: int) -> int:
+        """Rows of an epoch."""
+        return self._mixture.length(0 if self.repeats else epoch)
 
-    def build(self, k: int) -> Window:
-        """Window k; reads and tokenizes its rows unless it is still in memory."""
-        if k not in self._cache:
-            self._cache[k] = self._build(k)
-        self._cache.move_to_end(k)
-        held = sum(len(window.samples) for window in self._cache.values()) * self.seq_len * 16
-        while held > _CACHE_BYTES and len(self._cache) > 1:
-            _, window = self._cache.popitem(last=False)
-            held -= len(window.samples) * self.seq_len * 16
-        return self._cache[k]
+    def count(self, epoch: int) -> int:
+        """Windows of an epoch."""
+        return -(-self.rows(epoch) // self.data.window)
 
-    def _build(self, k: int) -> Window:
-        assert 0 <= k < len(self), f"window {k} of {len(self)}"
-        first, last = k * self.data.window, min((k + 1) * self.data.window, self.rows)
+    def enough(self) -> int:
+        """Windows after which every row has come up, wherever one begins."""
+        return self._mixture.epochs_for_all_rows() * (self.rows(0) // self.data.window + 2)
+
+    def get(self, epoch: int, k: int, *, must_keep: bool = False) -> tuple[Window, bool]:
+        """Window k of an epoch, from memory, from the cache or built; and whether it had to be built.
+
+        A window that cannot be cached is only an error with `must_keep`.
+        """
+        assert 0 <= k < self.count(epoch), f"window {k} of {self.count(epoch)}"
+        key = (0 if self.repeats else epoch, k)
+        window, built = self._memory.get(key) or self.cache.read(*key), False
+        if window is None:
+            with self.cache.building(k):
+                window = self.cache.read(*key)  # another process may have built it meanwhile
+                if window is None:
+                    window, built = self._build(*key), True
+                    self._keep(key, window, must_keep)
+        self._memory[key] = window
+        self._memory.move_to_end(key)
+        held = sum(each.samples.nbytes for each in self._memory.values())
+        while held > _MEMORY_BYTES and len(self._memory) > 1:
+            _, oldest = self._memory.popitem(last=False)
+            held -= oldest.samples.nbytes
+        return window, built
+
+    def counts(self, epoch: int, k: int) -> WindowCounts | None:
+        """A window in numbers, if it has been built and is still there."""
+        key = (0 if self.repeats else epoch, k)
+        window = self._memory.get(key) or self.cache.read(*key)
+        return None if window is None else window.counts
+
+    def _keep(self, key: tuple[int, int], window: Window, must_keep: bool) -> None:
+        try:
+            self.cache.write(*key, window)
+        except DataError as error:
+            if must_keep:
+                raise
+            logger.warning("window %d will be built again when it is needed again: %s", key[1], error)
+
+    def _build(self, epoch: int, k: int) -> Window:
+        rows = list(self._mixture.rows(epoch, k * self.data.window, (k + 1) * self.data.window))
+        counts = [DatasetCount() for _ in self.sources]
+        skipped: list[SkippedRow] = []
         documents: list[Document] = []
         sources: list[int] = []
-        dropped: Counter[str] = Counter()
-        truncated = 0
-        for index in range(first, last):
-            source, document, where = self._document(self._order(index) if self._order else index)
-            kept, reason = self._fit(document, where)
-            if kept is None:
-                dropped[reason] += 1
+        for dataset, document, where in self._documents(rows):
+            count = counts[dataset]
+            count.rows += 1
+            if isinstance(document, RowError):
+                self._skip(document, where, count, skipped)
                 continue
-            truncated += kept is not document
-            documents.append(kept)
-            sources.append(source)
-        samples = pack(documents, sources=sources, seq_len=self.seq_len, pad_id=self.pad_id, packing=self.data.packing)
+            for part in self._fit(document, where, count, skipped):
+                documents.append(part)
+                sources.append(dataset)
+        order = None
         if self.shuffled:
             # The packer starts with the longest documents: without this, length would decide the place in training.
-            order = Permutation(len(samples), key=derive_key("packed", self.seed, k))
-            samples = [samples[order(i)] for i in range(len(samples))]
-        by_source = Counter(sources)
-        return Window(
-            samples=tuple(samples),
-            rows=last - first,
-            documents=tuple(by_source[i] for i in range(len(self.sources))),
-            tokens=sum(len(document.input_ids) for document in documents),
-            target_tokens=sum(document.target_tokens for document in documents),
-            dropped=dict(dropped),
-            truncated=truncated,
-        )
+            def order(n: int) -> Permutation:
+                return Permutation(n, key=derive_key("packed", self.seed, epoch, k))
 
-    def _document(self, row: int) -> tuple[int, Document, str]:
-        source = bisect_right(self._ends, row)
-        file = self.sources[source]
-        index = row - (self._ends[source - 1] if source else 0)
-        where = file.where(index)
-        document = to_document(
-            file.row(index),
-            self._formats[source],
-            tokenizer=self._tokenizer,
-            vocab_size=self._vocab_size,
-            where=where,
-            chat_template=self._template,
-        )
-        return source, document, where
+        samples = pack(
+            documents, sources=sources, seq_len=self.seq_len, pad_id=self.pad_id, packing=self.data.packing,
+            reorder=order,
+        )  # fmt: skip
+        return Window(samples=samples, counts=_finish(samples, counts, skipped))
 
-    def _fit(self, document: Document, where: str) -> tuple[Document | None, str]:
-        """The document as it is trained on, or None and the reason for dropping it."""
-        length = len(document.input_ids)
-        if length <= self.seq_len:
-            return document, ""
-        if self.data.long_documents == "error":
-            raise DataError(
+    def _documents(self, rows: Sequence[tuple[int, int]]) -> list[tuple[int, Document | RowError, str]]:
+        """Dataset, document and place of these rows, in their order; read and tokenized in batches of one dataset."""
+        found: list[tuple[int, Document | RowError, str] | None] = [None] * len(rows)
+        for dataset, (source, formatter) in enumerate(zip(self.sources, self._formatters, strict=True)):
+            places = [place for place, (d, _) in enumerate(rows) if d == dataset]
+            for first in range(0, len(places), _BATCH_ROWS):
+                batch = places[first : first + _BATCH_ROWS]
+                indices = [rows[place][1] for place in batch]
+                wheres = [source.where(index) for index in indices]
+                documents = formatter.documents(source.rows(indices), wheres)
+                for place, document, where in zip(batch, documents, wheres, strict=True):
+                    found[place] = (dataset, document, where)
+                    if isinstance(document, RowError):
+                        self._refuse(document)
+        return [item for item in found if item is not None]
+
+    def _refuse(self, error: RowError) -> None:
+        if self.data.bad_rows == "error":
+            raise RowError(f"{error}; or set data.bad_rows=skip to leave such rows out", error.reason)
+
+    def _skip(self, error: RowError, where: str, count: DatasetCount, skipped: list[SkippedRow]) -> None:
+        self._refuse(error)
+        count.dropped[error.reason] = count.dropped.get(error.reason, 0) + 1
+        skipped.append(SkippedRow(where=where, reason=error.reason, message=str(error)))
+
+    def _fit(self, document: Document, where: str, count: DatasetCount, skipped: list[SkippedRow]) -> list[Document]:
+        """The document as it is packed, in one part or several; none if it is dropped."""
+        length, policy = len(document.input_ids), self.data.long_documents
+        bucket = int(4 * np.log2(length))
+        count.lengths[bucket] = count.lengths.get(bucket, 0) + 1
+        if length <= self.seq_len or (self.data.packing == "concat" and policy in ("error", "split")):
+            return [document]
+        if policy == "split":
+            ends = [slice(start, start + self.seq_len) for start in range(0, length, self.seq_len)]
+            return [Document(document.input_ids[part], document.labels[part]) for part in ends]
+        if policy == "truncate":
+            document = document.cut(self.seq_len)
+            if document.target_tokens:
+                count.truncated += 1
+                return [document]
+        if policy == "error":
+            message = (
                 f"{where}: the row has {length} tokens, data.seq_len={self.seq_len}; raise data.seq_len to {length}, "
-                "or set data.long_documents=truncate or drop"
+                "or set data.long_documents=truncate, split or drop"
             )
-        if self.data.long_documents == "drop":
-            return None, "too_long"
-        cut = document.cut(self.seq_len)
-        return (cut, "") if cut.target_tokens else (None, "no_target_tokens")
+            self._skip(RowError(message, "too_long"), where, count, skipped)
+            return []
+        reason = "too_long" if policy == "drop" else "no_targets_left"
+        count.dropped[reason] = count.dropped.get(reason, 0) + 1
+        return []
 
-    def identity(self) -> dict[str, object]:
-        """All that decides the windows, by name: content of the files, formats, tokenizer, config of the data, seed."""
-        # By place, not by name: the order of the datasets decides the windows, what they are called does not.
-        files = {f"datasets.{i}.content": source.fingerprint for i, source in enumerate(self.sources)}
-        formats = {f"datasets.{i}.format": format.model_dump() for i, format in enumerate(self._formats)}
-        return {
-            "order_version": ORDER_VERSION,
-            "seed": self.seed,
-            **files,
-            **formats,
-            "tokenizer": _tokenizer_fingerprint(self._tokenizer),
-            "chat_template": self._template,
-            "pad_id": self.pad_id,
-            **self.data.model_dump(include={"seq_len", "packing", "long_documents", "shuffle", "window"}),
-        }
-
-    def _fingerprint(self) -> str:
-        return xxhash.xxh3_128_hexdigest(json.dumps(self.identity(), sort_keys=True).encode())
-
-
-def census(windows: Windows, progress: Callable[[int, int], None] | None = None) -> Census:
-    """Build every window once and count. `progress(done, total)` is called after each; bad rows raise here."""
-    samples = 0
-    documents = [0] * len(windows.names)
-    dropped: Counter[str] = Counter()
-    rows = tokens = target_tokens = truncated = 0
-    for k in range(len(windows)):
-        window = windows.build(k)
-        samples += len(window.samples)
-        documents = [total + new for total, new in zip(documents, window.documents, strict=True)]
-        dropped.update(window.dropped)
-        rows += window.rows
-        tokens += window.tokens
-        target_tokens += window.target_tokens
-        truncated += window.truncated
-        if progress is not None:
-            progress(k + 1, len(windows))
-    for name, source, count in zip(windows.names, windows.sources, documents, strict=True):
-        if not count:
+    def _check_mixture(self) -> None:
+        if not self.rows(0):
             raise DataError(
-                f"dataset {name!r} ({source.path}): none of its {len(source)} rows is left, dropped over all datasets: "
-                f"{dict(dropped)}; raise data.seq_len={windows.seq_len} or remove the dataset"
+                f"data.train: the weights {self.weights} of {self.names} leave no row in an epoch; raise one of them"
             )
-    return Census(
-        rows=rows,
-        documents=sum(documents),
-        samples=samples,
-        tokens=tokens,
-        target_tokens=target_tokens,
-        windows=len(windows),
-        dropped=dict(dropped),
-        truncated=truncated,
-        seq_len=windows.seq_len,
+        if self.repeats and not self._mixture.repeats:
+            raise ConfigError(
+                f"data.reshuffle=windows with the weights {self.weights} of {self.names}: the rows of the first epoch "
+                "would be taken again and again, others never; set data.reshuffle=full or auto"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Other processes read windows from the cache.
+        return {**self.__dict__, "_memory": OrderedDict()}
+
+
+def _mixture(datasets: Sequence[DatasetConfig], sources: Sequence[Source], data: DataConfig, seed: int) -> Mixture:
+    weights = weights_of(
+        [dataset.weight for dataset in datasets],
+        [dataset.share for dataset in datasets],
+        [len(source) for source in sources],
     )
+    return Mixture([source.blocks for source in sources], weights, shuffle=data.shuffle, seed=seed)
+
+
+def _finish(samples: PackedSamples, counts: list[DatasetCount], skipped: list[SkippedRow]) -> WindowCounts:
+    """The counts that follow from the packed samples."""
+    seq_len = samples.input_ids.shape[1]
+    many = len(counts)
+    pieces = np.bincount(samples.sources, minlength=many)
+    tokens = np.bincount(samples.sources, weights=samples.lengths, minlength=many)
+    targets = np.zeros(many, dtype=np.int64)
+    if len(samples.lengths):
+        # Where each document starts in the samples, laid end to end; padding behind the last one has no targets.
+        before = np.cumsum(samples.lengths) - samples.lengths
+        in_sample = np.diff(samples.first_document)
+        first = np.repeat(before[samples.first_document[:-1]], in_sample)
+        starts = np.repeat(np.arange(len(samples)) * seq_len, in_sample) + before - first
+        each = np.add.reduceat(samples.trained.reshape(-1), starts, dtype=np.int64)
+        targets = np.bincount(samples.sources, weights=each, minlength=many).astype(np.int64)
+    for dataset, count in enumerate(counts):
+        count.documents = count.rows - sum(count.dropped.values())
+        count.tokens = int(tokens[dataset])
+        count.target_tokens = int(targets[dataset])
+        count.cut = int(pieces[dataset]) - count.documents
+    return WindowCounts(samples=len(samples), datasets=tuple(counts), skipped=tuple(skipped))
 
 
 def _names(datasets: Sequence[DatasetConfig]) -> tuple[str, ...]:
     if not datasets:
         raise DataError("no dataset was given; data.train needs one entry at least")
-    names = tuple(dataset.name or Path(dataset.path).stem for dataset in datasets)
+    names = tuple(dataset_name(dataset) for dataset in datasets)
     for name, count in Counter(names).items():
         if count > 1:
-            paths = ", ".join(dataset.path for dataset, n in zip(datasets, names, strict=True) if n == name)
+            paths = ", ".join(str(d.path or d.hub) for d, n in zip(datasets, names, strict=True) if n == name)
             raise DataError(f"{count} datasets are called {name!r} ({paths}); give each its own name in data.*.name")
     return names
-
-
-def _read_template(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"data.chat_template={path!r} cannot be read ({error}); it must be a text file with a Jinja template"
-        ) from None
 
 
 def _pad_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
@@ -245,15 +283,3 @@ def _pad_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
         if candidate is not None and 0 <= candidate < vocab_size:
             return int(candidate)
     return 0
-
-
-def _tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    if tokenizer.is_fast:
-        content = json.loads(tokenizer.backend_tokenizer.to_str())
-        # Left behind by earlier calls with padding or truncation; no part of what the tokenizer is.
-        content["padding"] = content["truncation"] = None
-    else:
-        content = tokenizer.get_vocab()
-    special = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.chat_template]
-    text = json.dumps([type(tokenizer).__name__, content, special], sort_keys=True, default=str)
-    return xxhash.xxh3_128_hexdigest(text.encode())

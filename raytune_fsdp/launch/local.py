@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -19,11 +18,10 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, TrainingError
 from raytune_fsdp.launch.worker import StopFlag, choose_device, join, work
 from raytune_fsdp.prepare import Prepared, prepare
+from raytune_fsdp.types import Progress
 
 SHUTDOWN_SECONDS = 120
 """Ranks that are to end have this long, to save what they were asked to or to notice that another has died."""
-
-Progress = Callable[[int, int], None]
 
 
 def under_torchrun() -> bool:

@@ -52,6 +52,8 @@ class ConsoleTracker:
         self._print(f"eval {self._place(step)}  {shown}", _BOLD)
 
     def event(self, name: str, /, **fields: object) -> None:
+        if name == names.WINDOWS_BUILT and fields.get("steps"):
+            return  # the usual course of a run whose data is tokenized as it goes
         self._print(f"     {in_words(name, redact(fields))}", _YELLOW if name != names.SAVED else "")
 
     def state(self) -> dict[str, str]:
@@ -107,6 +109,13 @@ def in_words(name: str, fields: Mapping[str, object]) -> str:
             return f"step {get('step')}: update skipped" + (f" ({rest})" if rest else "")
         case names.ANSWERED:
             return f"asked: {get('prompt')}\n     answered: {get('answer')}"
+        case names.ROWS_SKIPPED:
+            reasons, rows = get("reasons"), get("rows")
+            counts = ", ".join(f"{n} {reason}" for reason, n in reasons.items()) if isinstance(reasons, dict) else ""
+            first = f"; the first: {rows[0]['message']}" if isinstance(rows, list) and rows else ""
+            return f"rows left out: {counts}{first}"
+        case names.WINDOWS_BUILT:
+            return f"tokenized {get('windows')} windows of data"
         case names.RESIZED:
             return f"resized from {get('before')} to {get('after')} workers"
         case names.ATTEMPT_STARTED:

@@ -23,7 +23,12 @@ SKIPPED_UPDATE = "skipped_update"
 ANSWERED = "answered"
 """Fields: step, prompt, answer."""
 ROWS_DROPPED = "rows_dropped"
-"""Fields: rows that did not become a document, by reason; truncated, rows."""
+"""Fields: rows that did not become a document, by reason; truncated, cut, rows."""
+ROWS_SKIPPED = "rows_skipped"
+"""Rows that cannot be used and were left out. Fields: rows (where, reason, message of each), reasons (counts)."""
+WINDOWS_BUILT = "windows_built"
+"""Windows that had to be tokenized, because no cache had them. Fields: windows; steps, the first and the last that used
+them (null: counted before the first step)."""
 RESIZED = "resized"
 """Fields: before, after (world sizes)."""
 

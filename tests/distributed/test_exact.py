@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.data.batches import Stream, to_batch
+from raytune_fsdp.data.batches import Stream, stream_batch
 from raytune_fsdp.prepare import prepare
 from raytune_fsdp.types import Cursor
 from tests.ranks import run_ranks
@@ -47,7 +47,7 @@ def plain_loop(values: dict[str, Any]) -> list[tuple[float, float]]:
     results = []
     warmup = math.ceil(optim.warmup_ratio * STEPS)
     for step in range(1, STEPS + 1):
-        batch = to_batch([next(samples)[0] for _ in range(config.train.global_batch)], index=0)
+        batch = stream_batch([next(samples) for _ in range(config.train.global_batch)], index=0)
         logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(
             logits[:, :-1].reshape(-1, logits.shape[-1]), batch.labels[:, 1:].reshape(-1), ignore_index=-100

@@ -52,7 +52,7 @@ def test_an_architecture_whose_documents_see_each_other_is_refused(tmp_path: Any
     config = make_config(tmp_path, OPT, train={"global_batch": 4, "micro_batch": 2, "max_steps": 2})
     with pytest.raises(AssertionError, match="packed documents see each other"):
         run_ranks(train_rank, 2, config.model_dump())
-    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "runs" / "run").exists()
     data = {**config.model_dump()["data"], "packing": "none"}
     padded = make_config(tmp_path, OPT, train={"global_batch": 4, "micro_batch": 2, "max_steps": 2}, data=data)
     assert run_ranks(train_rank, 2, padded.model_dump()) == [False, False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,16 @@ import pytest
 from raytune_fsdp.checkpoint.commit import committed
 from raytune_fsdp.tracking.jsonl import read_events, read_metrics, read_trajectory
 from tests.ranks import run_ranks
-from tests.runs import GPT2, LLAMA, largest_difference, make_config, train_rank, trajectory
+from tests.runs import (
+    GPT2,
+    LLAMA,
+    largest_difference,
+    make_config,
+    train_rank,
+    trajectory,
+    write_tokenizer,
+    write_tokens,
+)
 
 TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 40}
 DROPOUT = {**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
@@ -47,6 +57,34 @@ def test_other_world_sizes_see_the_same_samples_and_losses(tmp_path: Path) -> No
     assert {line["trajectory"]["step"]: line["world_size"] for line in steps}[20] == 3
     attempts = [e for e in read_events(run_dir(config) / "events.jsonl") if e["event"] == "attempt_started"]
     assert [event["attempt"] for event in attempts] == [1, 2, 3, 4]
+
+
+def test_resume_tokenizes_at_most_one_window_again(tmp_path: Path) -> None:
+    """Stopped in the middle of an epoch, the cache lost, continued on another world size: the same samples."""
+    write_tokens(tmp_path / "tokens.jsonl", rows=700)
+    write_tokenizer(tmp_path / "tokenizer")
+    train = {**TRAIN, "max_steps": 24}
+    whole = trajectory(make_config(tmp_path, train=train), 1)
+    (once,) = windows_built(make_config(tmp_path, train=train))
+    assert once > 10 and whole[-1]["epoch"] < 1
+    kept = make_config(tmp_path, run={"name": "kept"}, train=train)
+    lost = make_config(tmp_path, run={"name": "lost"}, train=train, data={"cache": {"path": str(tmp_path / "lost")}})
+    for config, again in ((kept, [0, 0]), (lost, None)):
+        trajectory(config, 2, stop_after=11)
+        shutil.rmtree(tmp_path / "lost", ignore_errors=True)
+        assert [row["samples"] for row in trajectory(config, 3)] == [row["samples"] for row in whole]
+        built = windows_built(config)
+        assert built == again if again is not None else sum(built) - once in (0, 1)
+
+
+def windows_built(config: Any) -> list[int]:
+    """Windows that each attempt has tokenized."""
+    events = read_events(run_dir(config) / "events.jsonl")
+    attempts = {event["attempt"] for event in events}
+    return [
+        sum(e["fields"]["windows"] for e in events if (e["event"], e["attempt"]) == ("windows_built", attempt))
+        for attempt in sorted(attempts)
+    ]
 
 
 def test_other_strategies_continue_the_same_run(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(directory: Path) -> dict[str, tuple[int, int]]:
-    """All files below a directory, with sizes and times of change."""
-    files = (path for path in directory.rglob("*") if path.is_file())
+    """All files below a directory, with sizes and times of change; what is prepared of the data aside."""
+    files = (path for path in directory.rglob("*") if path.is_file() and "cache" not in path.parts)
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 
@@ -71,11 +71,12 @@ def test_every_difference_is_listed_with_both_values(home: Path, refused: Refuse
     data = {"train": [{"path": str(other), "format": {"type": "tokens"}}]}
     lines = refused(optim={"lr": 1e-3}, run={"seed": 4}, data=data, train={"global_batch": 6})
     assert "was trained with other settings" in lines[0] and "give run.name another value" in lines[0]
-    differences = {line.split(":")[0].strip(): line for line in lines[1:]}
-    assert set(differences) == {"optim.lr", "run.seed", "data.train.0.content", "train.global_batch"}
+    differences = {line.split(":")[0].split(" (")[0].strip(): line for line in lines[1:]}
+    assert set(differences) == {"optim.lr", "run.seed", "data.train.0.files.0", "train.global_batch"}
     for name, was, now in (("optim.lr", 0.003, 0.001), ("run.seed", 3, 4), ("train.global_batch", 4, 6)):
         assert differences[name].endswith(f"was {was}, is {now}")
-    was, now = differences["data.train.0.content"].split(": was ")[1].split(", is ")
+    assert f"({other})" in differences["data.train.0.files.0"]
+    was, now = differences["data.train.0.files.0"].split(": was ")[1].split(", is ")
     assert was != now and len(was) == len(now)
 
 

@@ -20,7 +20,7 @@ FIELDS = {field.path: field for field in describe(ROOT)}
         ("model.overrides", "map with any keys"),
         ("model.architecture", "map with any keys, or null"),
         ("data.train", "list of maps (at least 1)"),
-        ("data.packing", "one of best_fit, none"),
+        ("data.packing", "one of best_fit, concat, none"),
         ("eval.prompts", "list of text"),
         ("optim.beta1", "number >= 0, < 1"),
         ("optim.max_grad_norm", "number > 0, or null"),
@@ -57,7 +57,7 @@ def test_a_field_that_not_every_type_has_says_which_do() -> None:
 
 def test_items_of_a_list_are_described() -> None:
     assert FIELDS["data.train.N.path"] == Field(
-        "data.train.N.path", "text", "required", FIELDS["data.train.N.path"].doc
+        "data.train.N.path", "text, or null", "null", FIELDS["data.train.N.path"].doc
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config import ChatFormat, FinetuneConfig
 from raytune_fsdp.config.describe import describe
 from raytune_fsdp.config.load import ROOT, load_config
 from raytune_fsdp.errors import ConfigError
@@ -129,7 +129,7 @@ def test_list_of_text(base: Path) -> None:
 
 def test_list_item_by_index_keeps_its_other_fields(base: Path) -> None:
     dataset = load_config(base, ["--data.train.0.path", "b.jsonl"]).data.train[0]
-    assert (dataset.path, dataset.format.model_dump()) == ("b.jsonl", {"type": "chat", "messages": "turns"})
+    assert (dataset.path, dataset.format) == ("b.jsonl", ChatFormat(messages="turns"))
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -58,7 +58,7 @@ def test_a_rule_about_a_section_without_a_field(tmp_path: Path) -> None:
 
 def test_a_mistyped_choice_names_all_and_the_nearest(tmp_path: Path) -> None:
     assert problems(tmp_path, "--data.packing", "bestfit") == [
-        "data.packing=bestfit: must be one of best_fit, none; nearest: best_fit (from flag --data.packing)"
+        "data.packing=bestfit: must be one of best_fit, concat, none; nearest: best_fit (from flag --data.packing)"
     ]
 
 

@@ -23,10 +23,7 @@ def test_recipe_plans_at_its_world_size(recipe: Path) -> None:
     """The file's name ends with its machines (16xa100); the demo runs on two workers."""
     config = load_config(recipe, [])
     world = 2 if recipe.stem == "demo" else int(recipe.stem.rsplit("-", 1)[1].split("x")[0])
-    census = Census(
-        rows=15_000, documents=15_000, samples=3_000, tokens=1, target_tokens=1, windows=4, dropped={}, truncated=0,
-        seq_len=config.data.seq_len,
-    )  # fmt: skip
+    census = Census(seq_len=config.data.seq_len, epochs=(3_000,))
     plan = resolve(config, world, census)
     assert plan.layout.world == world
     assert plan.layout.fillers == 0, "a shipped recipe wastes nothing"

@@ -2,73 +2,54 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
-from raytune_fsdp.config import DataConfig, DatasetConfig, TokensFormat
-from raytune_fsdp.data.batches import FILLER_INDEX, Stream, eval_batches, rank_batches
+from raytune_fsdp.data.batches import FILLER_INDEX, Division, Stream, eval_batches, rank_batches
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.demo import TOKENIZER
 from raytune_fsdp.errors import DataError, ResumeError
 from raytune_fsdp.types import IGNORE, PADDING, Batch, Cursor, StepBatches
+from tests.rows import all_samples, make_windows, token_rows
 
-_TOKENIZER = AutoTokenizer.from_pretrained(TOKENIZER)
 LENGTHS = [2 + (7 * i) % 15 for i in range(61)]
 
 
-def make(
-    lengths: list[int], *, seq_len: int = 16, window: int = 8, shuffle: str = "rows", long_documents: str = "error"
-) -> Windows:
+def make(lengths: Sequence[int], **options: Any) -> Windows:
     """Row i is `lengths[i]` times the token i + 2. Every window is built before the file is gone."""
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "rows.jsonl"
-        path.write_text("".join(json.dumps({"input_ids": [2 + i] * n}) + "\n" for i, n in enumerate(lengths)))
-        rows = DatasetConfig(path=str(path), format=TokensFormat(type="tokens", labels=None))
-        data = DataConfig.model_validate(
-            {
-                "train": [rows],
-                "seq_len": seq_len,
-                "window": window,
-                "shuffle": shuffle,
-                "long_documents": long_documents,
-            }
-        )
-        windows = Windows([rows], data, seed=5, tokenizer=_TOKENIZER, vocab_size=10_000)
-        for k in range(len(windows)):
-            windows.build(k)
+        windows = make_windows([token_rows(Path(directory), lengths)], cache=Path(directory), **options)
+        for k in range(windows.count(0)):
+            windows.get(0, k)
     return windows
 
 
 def num_samples(windows: Windows) -> int:
-    return sum(len(windows.build(k).samples) for k in range(len(windows)))
+    return len(all_samples(windows))
 
 
 def steps(
     windows: Windows, *, world: int, rank: int, last: int, batch: int = 6, micro: int = 2, total: int | None = None,
     first: int = 1, cursor: Cursor | None = None,
 ) -> list[StepBatches]:  # fmt: skip
-    return list(
-        rank_batches(
-            Stream(windows, seed=5),
-            cursor=cursor or Cursor(),
-            first_step=first,
-            last_step=last,
-            total_samples=total,
-            global_batch=batch,
-            micro_batch=micro,
-            world=world,
-            rank=rank,
-        )
+    division = Division(
+        first_step=first, last_step=last, total_samples=total, global_batch=batch, micro_batch=micro, world=world
     )
+    return list(rank_batches(Stream(windows, seed=5), division, cursor=cursor or Cursor(), rank=rank))
+
+
+def behind(ranks: list[list[StepBatches]], step: int) -> Cursor:
+    """The cursor behind the step at this place, from the rank that has its last block."""
+    blocks = [block for rank in ranks for block in rank[step].blocks if not block.is_filler]
+    return max(blocks, key=lambda block: block.index).behind
 
 
 def interleaved(ranks: list[list[StepBatches]], *, blocks_per_step: int) -> list[list[int]]:
@@ -93,11 +74,11 @@ def test_every_document_once_in_every_epoch(lengths: list[int], extra: int, wind
     windows = make(lengths, seq_len=12 + extra, window=window)
     count = num_samples(windows)
     stream = list(islice(Stream(windows, seed=1).samples(Cursor()), 2 * count))
-    assert stream[count - 1][1] == Cursor(epoch=1)
+    assert stream[count - 1].behind == Cursor(epoch=1)
     for epoch in (stream[:count], stream[count:]):
         found: Counter[int] = Counter()
-        for sample, _ in epoch:
-            found.update(sample.input_ids[sample.source_ids != PADDING].tolist())
+        for each in epoch:
+            found.update(each.sample.input_ids[each.sample.source_ids != PADDING].tolist())
         assert found == {2 + i: n for i, n in enumerate(lengths)}
 
 
@@ -110,12 +91,11 @@ def test_steps_take_the_stream_in_order(data: st.DataObject, world: int, blocks:
     ranks = [
         steps(windows, world=world, rank=r, last=last, batch=batch, micro=micro, total=total) for r in range(world)
     ]
-    stream = [sample.id for sample, _ in islice(Stream(windows, seed=5).samples(Cursor()), total)]
+    stream = [each.sample.id for each in islice(Stream(windows, seed=5).samples(Cursor()), total)]
     expected = [stream[s * batch : (s + 1) * batch] for s in range(last)]
     assert interleaved(ranks, blocks_per_step=blocks) == expected
     for of_step in zip(*ranks, strict=True):
         assert len({len(s.blocks) for s in of_step}) == 1
-        assert len({s.cursor for s in of_step}) == 1
 
 
 def test_every_world_size_has_the_same_steps() -> None:
@@ -131,53 +111,71 @@ def test_every_world_size_has_the_same_steps() -> None:
 def test_same_tail_from_every_step_on_every_rank(world: int) -> None:
     windows = make(LENGTHS)
     last = 2 * num_samples(windows) // 6
-    for rank in range(world):
-        whole = steps(windows, world=world, rank=rank, last=last)
-        for done in range(1, last):
-            tail = steps(windows, world=world, rank=rank, first=done + 1, last=last, cursor=whole[done - 1].cursor)
-            assert [seen(s) for s in tail] == [seen(s) for s in whole[done:]]
+    whole = [steps(windows, world=world, rank=rank, last=last) for rank in range(world)]
+    for done in range(1, last):
+        cursor = behind(whole, done - 1)
+        for rank in range(world):
+            tail = steps(windows, world=world, rank=rank, first=done + 1, last=last, cursor=cursor)
+            assert [seen(s) for s in tail] == [seen(s) for s in whole[rank][done:]]
 
 
 def seen(step: StepBatches) -> tuple[object, ...]:
-    return step.step, step.cursor, [(b.index, b.sample_ids, b.tokens, b.input_ids.tolist()) for b in step.blocks]
+    return step.step, [(b.index, b.sample_ids, b.tokens, b.behind, b.input_ids.tolist()) for b in step.blocks]
 
 
-def test_resume_builds_no_window_that_was_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_goes_back_to_no_window_that_was_used_up() -> None:
+    stream = Stream(make(LENGTHS), seed=5)
+    for each in islice(stream.samples(Cursor()), num_samples(stream.windows) - 1):
+        first = next(stream.section(each.behind, 0))
+        assert stream.place(each.behind, 0) == (0, each.behind.window)
+        assert first.behind.window - each.behind.window in (0, 1) or first.behind.epoch == 1
+
+
+def test_sections_are_the_stream() -> None:
     windows = make(LENGTHS)
-    count = num_samples(windows)
-    built: list[int] = []
-    build = windows.build
-    monkeypatch.setattr(windows, "build", lambda k: (built.append(k), build(k))[1])
-    stream = list(islice(Stream(windows, seed=5).samples(Cursor()), count))
-    order = list(dict.fromkeys(built))
-    for _, cursor in stream[:-1]:
-        built.clear()
-        next(Stream(windows, seed=5).samples(cursor))
-        assert built == [order[cursor.window]]
+    count = 3 * num_samples(windows)
+    whole = [(each.sample.id, each.behind) for each in islice(Stream(windows, seed=5).samples(Cursor()), count)]
+    for done in (0, 1, 7, num_samples(windows)):
+        cursor = whole[done - 1][1] if done else Cursor()
+        stream = Stream(windows, seed=5)
+        sections = [each for number in range(2 * windows.count(0)) for each in stream.section(cursor, number)]
+        assert [(each.sample.id, each.behind) for each in sections][: count - done] == whole[
+            done : done + len(sections)
+        ]
+
+
+def test_first_sample_of_a_window_says_whether_it_was_built(tmp_path: Path) -> None:
+    rows = [token_rows(tmp_path, [9] * 24)]
+    first = list(islice(Stream(make_windows(rows, cache=tmp_path), seed=5).samples(Cursor()), 48))
+    assert [i for i, each in enumerate(first) if each.built] == [0, 8, 16]
+    again = list(islice(Stream(make_windows(rows, cache=tmp_path), seed=5).samples(first[11].behind), 24))
+    assert not any(each.built for each in again)
 
 
 def test_epochs_differ_in_order_only() -> None:
     windows = make(LENGTHS)
     count = num_samples(windows)
-    ids = [sample.id for sample, _ in islice(Stream(windows, seed=5).samples(Cursor()), 2 * count)]
+    ids = [each.sample.id for each in islice(Stream(windows, seed=5).samples(Cursor()), 2 * count)]
     assert ids[:count] != ids[count:] and sorted(ids[:count]) == sorted(ids[count:])
     in_order = make(LENGTHS, shuffle="none")
-    ids = [sample.id for sample, _ in islice(Stream(in_order, seed=5).samples(Cursor()), 2 * num_samples(in_order))]
+    ids = [each.sample.id for each in islice(Stream(in_order, seed=5).samples(Cursor()), 2 * num_samples(in_order))]
     assert ids[: len(ids) // 2] == ids[len(ids) // 2 :]
 
 
 def test_windows_without_samples_are_passed_over() -> None:
     windows = make([20, 20, 3, 20, 4, 20], window=1, long_documents="drop")
     stream = list(islice(Stream(windows, seed=5).samples(Cursor()), 4))
-    found = [int(sample.input_ids[0]) for sample, _ in stream]
+    found = [int(each.sample.input_ids[0]) for each in stream]
     assert sorted(found[:2]) == sorted(found[2:]) == [4, 6]
     for index in range(3):
-        assert next(Stream(windows, seed=5).samples(stream[index][1]))[0].id == stream[index + 1][0].id
+        assert next(Stream(windows, seed=5).samples(stream[index].behind)).sample.id == stream[index + 1].sample.id
 
 
 def test_stream_of_nothing_ends_with_an_error() -> None:
     windows = make([20, 20], window=1, long_documents="drop")
-    with pytest.raises(DataError, match=r"no row is left after dropping the ones longer than data\.seq_len=16"):
+    with pytest.raises(
+        DataError, match=r"no row of rows is left after dropping .*long_documents=drop.*data\.seq_len=16"
+    ):
         next(Stream(windows, seed=5).samples(Cursor()))
 
 
@@ -232,7 +230,7 @@ def test_eval_goes_over_all_samples_once(world: int) -> None:
     ranks = [list(eval_batches(windows, micro_batch=3, world=world, rank=r)) for r in range(world)]
     assert len({len(blocks) for blocks in ranks}) == 1
     blocks = sorted((b for of_rank in ranks for b in of_rank if not b.is_filler), key=lambda b: b.index)
-    expected = [sample.id for k in range(len(windows)) for sample in windows.build(k).samples]
+    expected = [sample.id for sample in all_samples(windows)]
     assert [i for block in blocks for i in block.sample_ids] == expected
     assert len(ranks[0]) == -(-len(blocks) // world)
     assert all(of_rank[i].is_filler <= (i == len(of_rank) - 1) for of_rank in ranks for i in range(len(of_rank)))

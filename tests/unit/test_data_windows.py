@@ -1,4 +1,4 @@
-"""Windows: pure functions of their inputs, counted once, with every row accounted for."""
+"""Windows: pure functions of their inputs, with every row accounted for."""
 
 from __future__ import annotations
 
@@ -10,186 +10,180 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
-from raytune_fsdp.config import DataConfig, DatasetConfig, TokensFormat
+from raytune_fsdp.config import DatasetConfig, TokensFormat
 from raytune_fsdp.data import windows as windows_module
-from raytune_fsdp.data.windows import Windows, census
-from raytune_fsdp.demo import CONVERSATIONS, HELDOUT, TOKENIZER
-from raytune_fsdp.errors import DataError
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.demo import TOKENIZER
+from raytune_fsdp.errors import ConfigError, DataError
 from raytune_fsdp.types import PADDING
-
-TOKENS = TokensFormat(type="tokens", labels=None)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(TOKENIZER)
+from tests.rows import all_samples, documents_in, make_windows, token_rows
 
 
-def dataset(directory: Path, lengths: list[int], *, name: str = "rows", first_id: int = 2) -> DatasetConfig:
-    """Row i is `lengths[i]` times the token `first_id + i`, so that a document is known by any of its tokens."""
-    path = directory / f"{name}.jsonl"
-    path.write_text("".join(json.dumps({"input_ids": [first_id + i] * n}) + "\n" for i, n in enumerate(lengths)))
-    return DatasetConfig(path=str(path), format=TOKENS)
+def ids(windows: Windows, epoch: int = 0) -> list[list[int]]:
+    return [[s.id for s in windows.get(epoch, k)[0].samples] for k in range(windows.count(epoch))]
 
 
-def make(
-    datasets: list[DatasetConfig], tokenizer: PreTrainedTokenizerBase, *, seed: int = 0, **options: Any
-) -> Windows:
-    data = DataConfig(train=datasets, **{"seq_len": 16, "window": 8, **options})
-    return Windows(datasets, data, seed=seed, tokenizer=tokenizer, vocab_size=10_000)
-
-
-def documents_in(windows: Windows) -> list[tuple[int, int]]:
-    """(token, length) of each document of all windows, in order."""
-    found = []
-    for k in range(len(windows)):
-        for sample in windows.build(k).samples:
-            real = sample.input_ids[sample.source_ids != PADDING]
-            tokens, counts = np.unique(real, return_counts=True)
-            found += list(zip(tokens.tolist(), counts.tolist(), strict=True))
-    return found
-
-
-def ids(windows: Windows) -> list[list[int]]:
-    return [[sample.id for sample in windows.build(k).samples] for k in range(len(windows))]
-
-
-def test_two_datasets_are_one_index_space(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    first = dataset(tmp_path, [3, 5, 7], name="first")
-    second = dataset(tmp_path, [2] * 20, name="second", first_id=50)
-    windows = make([first, second], tokenizer)
-    assert (len(windows), windows.rows, windows.names) == (3, 23, ("first", "second"))
-    assert sorted(documents_in(windows)) == [(2, 3), (3, 5), (4, 7), *((50 + i, 2) for i in range(20))]
-    for k in range(3):
-        for sample in windows.build(k).samples:
+def test_two_datasets_are_mixed_evenly(tmp_path: Path) -> None:
+    first = token_rows(tmp_path, [2] * 8, name="first")
+    second = token_rows(tmp_path, [2] * 24, name="second", first_id=50)
+    windows = make_windows([first, second], cache=tmp_path)
+    assert (windows.count(0), windows.rows(0), windows.names) == (4, 32, ("first", "second"))
+    for k in range(4):
+        window = windows.get(0, k)[0]
+        assert [count.rows for count in window.counts.datasets] == [2, 6]
+        for sample in window.samples:
             real = sample.source_ids != PADDING
             assert ((sample.input_ids[real] >= 50) == (sample.source_ids[real] == 1)).all()
+    assert sorted(documents_in(all_samples(windows))) == [
+        *((2 + i, 2) for i in range(8)),
+        *((50 + i, 2) for i in range(24)),
+    ]
 
 
-def test_same_inputs_same_windows_in_any_order(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    rows = [dataset(tmp_path, [1 + i % 15 + 1 for i in range(60)])]
-    windows, again = make(rows, tokenizer), pickle.loads(pickle.dumps(make(rows, tokenizer)))
-    backwards = [[sample.id for sample in again.build(k).samples] for k in reversed(range(len(again)))]
+def test_same_inputs_same_windows_in_any_order(tmp_path: Path) -> None:
+    rows = [token_rows(tmp_path, [1 + i % 15 + 1 for i in range(60)])]
+    windows = make_windows(rows, cache=tmp_path / "a")
+    again = pickle.loads(pickle.dumps(make_windows(rows, cache=tmp_path / "b")))
+    backwards = [[s.id for s in again.get(0, k)[0].samples] for k in reversed(range(again.count(0)))]
     assert ids(windows) == backwards[::-1]
     assert windows.fingerprint == again.fingerprint
-    assert ids(make(rows, tokenizer, seed=1)) != ids(windows)
+    assert ids(make_windows(rows, cache=tmp_path, seed=1)) != ids(windows)
 
 
-def test_memory_is_bounded_and_changes_nothing(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [dataset(tmp_path, [9] * 60)]
-    expected = ids(make(rows, tokenizer))
-    monkeypatch.setattr(windows_module, "_CACHE_BYTES", 2 * 8 * 16 * 16)
-    windows = make(rows, tokenizer)
+def test_memory_is_bounded_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [token_rows(tmp_path, [9] * 60)]
+    expected = ids(make_windows(rows, cache=tmp_path / "a"))
+    monkeypatch.setattr(windows_module, "_MEMORY_BYTES", 2 * 8 * (16 * 5 + 8))
+    windows = make_windows(rows, cache=tmp_path / "b")
     assert ids(windows) == expected == ids(windows)
-    assert len(windows._cache) == 2
+    assert len(windows._memory) == 2
 
 
-def test_shuffle_none_keeps_the_order_of_the_file(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    rows = [dataset(tmp_path, [9, 2, 12, 4] * 5)]
-    windows = make(rows, tokenizer, shuffle="none", packing="none")
-    assert [token for token, _ in documents_in(windows)] == list(range(2, 22))
+def test_shuffle_none_keeps_the_order_of_the_file(tmp_path: Path) -> None:
+    windows = make_windows([token_rows(tmp_path, [9, 2, 12, 4] * 5)], cache=tmp_path, shuffle="none", packing="none")
+    assert [token for token, _ in documents_in(all_samples(windows))] == list(range(2, 22))
 
 
-def test_place_in_the_stream_says_nothing_about_length(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    generator = np.random.default_rng(0)
-    lengths = generator.integers(2, 65, size=2000).tolist()
-    windows = make([dataset(tmp_path, lengths)], tokenizer, seq_len=64, window=2000)
+def test_place_in_the_stream_says_nothing_about_length(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(2, 65, size=2000).tolist()
+    windows = make_windows([token_rows(tmp_path, lengths)], cache=tmp_path, seq_len=64, window=2000)
     # The longest document of a sample is what a packer that starts with long ones would sort by.
-    longest = [int(sample.position_ids[sample.source_ids == 0].max()) for sample in windows.build(0).samples]
+    longest = [int(s.position_ids[s.source_ids == 0].max()) for s in windows.get(0, 0)[0].samples]
     # Over about 1000 samples, 0.1 is three standard deviations; the seed is fixed.
     assert abs(np.corrcoef(np.arange(len(longest)), longest)[0, 1]) < 0.1
 
 
-def test_long_documents(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    rows = [dataset(tmp_path, [16, 17, 3])]
-    with pytest.raises(DataError, match=r"rows\.jsonl:2: the row has 17 tokens, data\.seq_len=16; raise .* to 17"):
-        census(make(rows, tokenizer))
-    dropped = make(rows, tokenizer, long_documents="drop")
-    assert sorted(documents_in(dropped)) == [(2, 16), (4, 3)]
-    assert census(dropped).dropped == {"too_long": 1}
-    cut = make(rows, tokenizer, long_documents="truncate")
-    assert sorted(documents_in(cut)) == [(2, 16), (3, 16), (4, 3)]
-    assert (census(cut).truncated, census(cut).dropped) == (1, {})
+def counted(windows: Windows) -> dict[str, Any]:
+    """The counts of the first dataset, over all windows."""
+    total = windows.get(0, 0)[0].counts.datasets[0]
+    for k in range(1, windows.count(0)):
+        total.add(windows.get(0, k)[0].counts.datasets[0])
+    return {
+        name: getattr(total, name) for name in ("documents", "tokens", "target_tokens", "dropped", "truncated", "cut")
+    }
 
 
-def test_cut_before_the_answer_is_dropped(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_long_documents(tmp_path: Path) -> None:
+    rows = [token_rows(tmp_path, [16, 37, 3])]
+
+    def windows(policy: str) -> Windows:
+        return make_windows(rows, cache=tmp_path, long_documents=policy)
+
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: the row has 37 tokens, data\.seq_len=16; raise .* to 37"):
+        windows("error").get(0, 0)
+    assert sorted(documents_in(all_samples(windows("drop")))) == [(2, 16), (4, 3)]
+    assert counted(windows("drop")) == {
+        "documents": 2, "tokens": 19, "target_tokens": 17, "dropped": {"too_long": 1}, "truncated": 0, "cut": 0,
+    }  # fmt: skip
+    assert sorted(documents_in(all_samples(windows("truncate")))) == [(2, 16), (3, 16), (4, 3)]
+    assert counted(windows("truncate")) == {
+        "documents": 3, "tokens": 35, "target_tokens": 32, "dropped": {}, "truncated": 1, "cut": 0,
+    }  # fmt: skip
+    assert sorted(documents_in(all_samples(windows("split")))) == [(2, 16), (3, 5), (3, 16), (3, 16), (4, 3)]
+    assert counted(windows("split")) == {
+        "documents": 3, "tokens": 56, "target_tokens": 51, "dropped": {}, "truncated": 0, "cut": 2,
+    }  # fmt: skip
+
+
+def test_concat_cuts_documents_where_a_sample_is_full(tmp_path: Path) -> None:
+    rows = [token_rows(tmp_path, [10, 37, 3])]
+    windows = make_windows(rows, cache=tmp_path, packing="concat", shuffle="none")
+    samples = all_samples(windows)
+    assert documents_in(samples) == [(2, 10), (3, 6), (3, 16), (3, 15), (4, 1), (4, 2)]
+    assert samples[0].position_ids.tolist() == [*range(10), *range(6)]
+    # The first token of a piece cannot be predicted from what is in its sample.
+    assert (samples[1].labels[0], samples[1].labels[1]) == (-100, 3)
+    assert counted(windows) == {
+        "documents": 3, "tokens": 50, "target_tokens": 44, "dropped": {}, "truncated": 0, "cut": 3,
+    }  # fmt: skip
+
+
+def test_cut_before_the_answer_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     late = {"input_ids": [5] * 20, "labels": [-100] * 18 + [5] * 2}
     early = {"input_ids": [6] * 20, "labels": [6] * 20}
     path.write_text(json.dumps(late) + "\n" + json.dumps(early) + "\n")
     rows = [DatasetConfig(path=str(path), format=TokensFormat(type="tokens"))]
-    counted = census(make(rows, tokenizer, long_documents="truncate"))
-    assert (counted.documents, counted.truncated, counted.dropped) == (1, 1, {"no_target_tokens": 1})
+    assert counted(make_windows(rows, cache=tmp_path, long_documents="truncate")) == {
+        "documents": 1, "tokens": 16, "target_tokens": 15, "dropped": {"no_targets_left": 1}, "truncated": 1, "cut": 0,
+    }  # fmt: skip
 
 
-def test_census_counts_what_was_packed(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    lengths = [2 + i % 14 for i in range(30)]
-    seen: list[tuple[int, int]] = []
-    counted = census(make([dataset(tmp_path, lengths)], tokenizer), lambda done, total: seen.append((done, total)))
-    assert (counted.rows, counted.documents, counted.windows) == (30, 30, 4)
-    assert (counted.tokens, counted.target_tokens) == (sum(lengths), sum(lengths) - 30)
-    assert 0.8 < counted.efficiency <= 1.0
-    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+def test_epochs_with_fractional_weights_go_through_all_rows(tmp_path: Path) -> None:
+    rows = [token_rows(tmp_path, [3] * 10, weight=0.5), token_rows(tmp_path, [2] * 6, name="b", first_id=50)]
+    windows = make_windows(rows, cache=tmp_path)
+    assert not windows.repeats
+    seen: Counter[int] = Counter()
+    for epoch in range(4):
+        assert windows.rows(epoch) == 11
+        seen.update(token for token, _ in documents_in(all_samples(windows, epoch)))
+    assert seen == {**{2 + i: 2 for i in range(10)}, **{50 + i: 4 for i in range(6)}}
+    assert ids(windows, 0) != ids(windows, 1)
+    with pytest.raises(ConfigError, match=r"data\.reshuffle=windows with the weights \(0\.5, 1\.0\)"):
+        make_windows(rows, cache=tmp_path, reshuffle="windows")
 
 
-def test_demo_data_in_numbers(tokenizer: PreTrainedTokenizerBase) -> None:
-    rows = [DatasetConfig(path=str(CONVERSATIONS)), DatasetConfig(path=str(HELDOUT))]
-    windows = make(rows, tokenizer, seq_len=128, window=4096)
-    counted = census(windows)
-    assert windows.names == ("conversations", "heldout")
-    assert counted.documents == counted.rows >= 172
-    assert counted.efficiency > 0.95
-    assert Counter(windows.build(0).documents) == Counter((counted.rows - 16, 16))
+def test_reshuffle_full_draws_new_windows(tmp_path: Path) -> None:
+    windows = make_windows([token_rows(tmp_path, [3] * 40)], cache=tmp_path, reshuffle="full")
+    first, second = all_samples(windows, 0), all_samples(windows, 1)
+    assert sorted(documents_in(first)) == sorted(documents_in(second))
+    assert {s.id for s in first}.isdisjoint(s.id for s in second)
+    again = make_windows([token_rows(tmp_path, [3] * 40)], cache=tmp_path)
+    assert again.repeats and ids(again, 0) == ids(again, 3)
 
 
-def test_fingerprint_follows_what_decides_the_windows(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    rows = [dataset(tmp_path, [3, 4])]
-    template = tmp_path / "template.jinja"
-    template.write_text("{{ messages }}")
+def test_fingerprint_follows_what_decides_the_windows(tmp_path: Path) -> None:
+    rows = [token_rows(tmp_path, [3, 4])]
     other = AutoTokenizer.from_pretrained(TOKENIZER)
     other.add_tokens(["<|new|>"])
-    prints = [
-        make(rows, tokenizer).fingerprint,
-        make(rows, tokenizer, seed=1).fingerprint,
-        make(rows, other).fingerprint,
-        make(rows, tokenizer, seq_len=17).fingerprint,
-        make(rows, tokenizer, window=9).fingerprint,
-        make(rows, tokenizer, packing="none").fingerprint,
-        make(rows, tokenizer, shuffle="none").fingerprint,
-        make(rows, tokenizer, long_documents="drop").fingerprint,
-        make(rows, tokenizer, chat_template=str(template)).fingerprint,
-        make([dataset(tmp_path, [3, 5])], tokenizer).fingerprint,
-    ]
+    options: list[dict[str, Any]] = [
+        {}, {"seed": 1}, {"tokenizer": other}, {"seq_len": 17}, {"window": 9}, {"packing": "none"},
+        {"packing": "concat"}, {"shuffle": "none"}, {"shuffle": "blocks"}, {"long_documents": "drop"},
+        {"bad_rows": "skip"}, {"reshuffle": "full"}, {"chat_template": "chatml"},
+    ]  # fmt: skip
+    prints = [make_windows(rows, cache=tmp_path, **each).fingerprint for each in options]
+    prints.append(make_windows([token_rows(tmp_path, [3, 4], weight=2)], cache=tmp_path).fingerprint)
+    prints.append(make_windows([token_rows(tmp_path, [3, 5])], cache=tmp_path).fingerprint)
     assert len(set(prints)) == len(prints)
 
 
-def test_fingerprint_follows_the_order_of_the_datasets(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    rows = [dataset(tmp_path, [3, 4], name="a"), dataset(tmp_path, [5], name="b")]
-    assert make(rows, tokenizer).fingerprint != make(rows[::-1], tokenizer).fingerprint
-
-
-def test_fingerprint_ignores_names_and_earlier_calls(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    first = make([dataset(tmp_path, [3, 4], name="a")], tokenizer).fingerprint
+def test_fingerprint_ignores_names_and_earlier_calls(tmp_path: Path) -> None:
+    a, b = token_rows(tmp_path, [3, 4], name="a"), token_rows(tmp_path, [5], name="b")
+    assert make_windows([a, b], cache=tmp_path).fingerprint != make_windows([b, a], cache=tmp_path).fingerprint
     other = AutoTokenizer.from_pretrained(TOKENIZER)
     other(["x", "x x"], padding=True, truncation=True, max_length=5)
-    assert make([dataset(tmp_path, [3, 4], name="b")], other).fingerprint == first
+    same = make_windows([token_rows(tmp_path, [3, 4], name="c")], cache=tmp_path, tokenizer=other)
+    assert same.fingerprint == make_windows([a], cache=tmp_path).fingerprint
 
 
-def test_what_cannot_be_opened(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    rows = dataset(tmp_path, [3, 4])
+def test_what_cannot_be_opened(tmp_path: Path) -> None:
+    rows = token_rows(tmp_path, [3, 4])
     with pytest.raises(DataError, match=r"2 datasets are called 'rows' \(.*rows\.jsonl, .*; give each its own name"):
-        make([rows, rows], tokenizer)
-    with pytest.raises(DataError, match=r"data\.chat_template='no\.jinja' cannot be read"):
-        make([rows], tokenizer, chat_template="no.jinja")
-
-
-def test_dataset_of_which_nothing_is_left(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    rows = [dataset(tmp_path, [3, 4], name="good"), dataset(tmp_path, [20], name="long")]
-    with pytest.raises(
-        DataError, match=r"dataset 'long' \(.*\): none of its 1 rows is left.*too_long.*data\.seq_len=16"
-    ):
-        census(make(rows, tokenizer, long_documents="drop"))
+        make_windows([rows, rows], cache=tmp_path)
+    with pytest.raises(DataError, match=r"data\.chat_template.*no\.jinja"):
+        make_windows([rows], cache=tmp_path, chat_template="no.jinja")
+    some = token_rows(tmp_path, [3] * 5, name="some", weight=0)
+    with pytest.raises(ValueError, match=r"all are 0, so nothing would be trained on"):
+        make_windows([some], cache=tmp_path)

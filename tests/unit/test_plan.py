@@ -29,10 +29,7 @@ def config(**sections: Mapping[str, Any]) -> FinetuneConfig:
 
 
 def census(samples: int) -> Census:
-    return Census(
-        rows=samples, documents=samples, samples=samples, tokens=samples, target_tokens=samples, windows=1,
-        dropped={}, truncated=0, seq_len=8,
-    )  # fmt: skip
+    return Census(seq_len=8, epochs=(samples,))
 
 
 def train(**fields: Any) -> dict[str, Any]:

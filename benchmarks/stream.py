@@ -1,0 +1,157 @@
+"""How fast the stream comes through Ray Data, and how long ranks that compute wait for it.
+
+    python -m benchmarks.stream [--out benchmarks/results/stream.json]
+
+A Ray of this machine with a logical CPU for each core; the ranks are actors that need none and make their batches with
+`ray_batches`. Rows are text of about 400 tokens, packed to 2048; a window is 1024 rows, about 200 samples.
+
+- throughput: ranks take what they get as fast as they can. The windows are in the cache (`census`, on Ray, measured
+  first), so this is the way from there: reading, Ray Data, tensors. It counts from a rank's 6th step to its last.
+- waiting: two ranks take 100 ms a step; nothing is cached, windows are tokenized while they go on. What counts is the
+  share of the time, from the 6th step to the last, that a rank waited for its batch. The target is 2 %.
+
+The time to the first batch is from the moment that the dataset is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from transformers import AutoTokenizer
+
+from benchmarks.record import write_result
+from raytune_fsdp.config import CompletionFormat, DataConfig, DatasetConfig
+from raytune_fsdp.data.batches import Division, Stream
+from raytune_fsdp.data.census import census
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.demo import TOKENIZER
+from raytune_fsdp.launch.ray_data import RotatedSplit, build_on_ray, ray_batches, stream_dataset
+from raytune_fsdp.types import Cursor
+
+SEQ_LEN, WINDOW, ROWS, WORDS, SEED = 2048, 1024, 32768, 220, 7
+UNMEASURED_STEPS = 5
+COLUMNS = ("ranks", "micro_batch", "cached", "step_ms", "rows_s", "tokens_s", "wait_percent", "first_s", "built")
+
+
+def write_rows(path: Path) -> None:
+    """Rows of words of the demo's conversations, with lognormal lengths."""
+    rng = np.random.default_rng(SEED)
+    words = (Path(TOKENIZER).parent / "conversations.jsonl").read_text().replace('"', " ").split()
+    with path.open("w") as file:
+        for length in np.minimum(rng.lognormal(np.log(WORDS), 0.8, ROWS), 3 * WORDS).astype(int) + 1:
+            file.write(json.dumps({"text": " ".join(rng.choice(words, length))}) + "\n")
+
+
+def open_windows(rows: Path, cache: Path) -> Windows:
+    datasets = [DatasetConfig(path=str(rows), format=CompletionFormat(type="completion"))]
+    data = DataConfig(train=datasets, seq_len=SEQ_LEN, window=WINDOW, long_documents="truncate")
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    return Windows(datasets, data, seed=SEED, tokenizer=tokenizer, vocab_size=len(tokenizer), cache=cache)
+
+
+@ray.remote(num_cpus=0)
+class Rank:
+    """Takes its batches, and takes its time for each."""
+
+    def run(self, shard: Any, windows: Windows, division: Division, rank: int, step_seconds: float) -> dict[str, Any]:
+        asked, waited, built = [time.time()], [], 0
+        for step in ray_batches(shard, windows, division, rank=rank):
+            waited.append(time.time() - asked[-1])
+            built += step.windows_built
+            if len(waited) == 1:
+                first = time.time()
+            time.sleep(step_seconds)
+            asked.append(time.time())
+        seconds = asked[-1] - asked[UNMEASURED_STEPS]
+        return {"first": first, "seconds": seconds, "waited": sum(waited[UNMEASURED_STEPS:]), "built": built}
+
+
+def measure(windows: Windows, *, ranks: int, micro_batch: int, steps: int, step_seconds: float = 0.0) -> dict[str, Any]:
+    batch = ranks * micro_batch
+    division = Division(
+        first_step=1, last_step=steps, total_samples=None, global_batch=batch, micro_batch=micro_batch, world=ranks
+    )
+    actors = [Rank.remote() for _ in range(ranks)]
+    ray.get([actor.__ray_ready__.remote() for actor in actors])
+    start = time.time()
+    dataset = stream_dataset(Stream(windows, seed=SEED), Cursor(), micro_batch=micro_batch, samples=division.samples())
+    shards = RotatedSplit().configure({"train": dataset}, ranks)
+    found = ray.get(
+        [
+            actor.run.remote(shard["train"], windows, division, rank, step_seconds)
+            for rank, (actor, shard) in enumerate(zip(actors, shards, strict=True))
+        ]
+    )
+    seconds = max(each["seconds"] for each in found)
+    rows = (steps - UNMEASURED_STEPS) * batch / seconds
+    return {
+        "ranks": ranks,
+        "micro_batch": micro_batch,
+        "step_ms": round(step_seconds * 1000),
+        "rows_s": round(rows, 1),
+        "tokens_s": round(rows * SEQ_LEN),
+        "wait_percent": round(100 * max(each["waited"] / each["seconds"] for each in found), 2),
+        "first_s": round(max(each["first"] for each in found) - start, 2),
+        "built": sum(each["built"] for each in found),
+    }
+
+
+def show(line: dict[str, Any]) -> None:
+    print("  ".join(f"{line[name]!s:>{max(8, len(name))}}" for name in COLUMNS), flush=True)
+
+
+def run(directory: Path) -> dict[str, Any]:
+    rows = directory / "rows.jsonl"
+    write_rows(rows)
+    cached = open_windows(rows, directory / "cached")
+    start = time.perf_counter()
+    counted = census(cached, build=build_on_ray)
+    seconds = time.perf_counter() - start
+    print(f"census: {counted.windows} windows, {counted.total.rows / seconds:.0f} rows/s of text")
+    print("  ".join(f"{name:>8}" for name in COLUMNS))
+    lines = []
+    measure(cached, ranks=2, micro_batch=8, steps=20)  # processes start
+    for micro_batch, steps in ((1, 400), (8, 120)):
+        for ranks in (1, 2):
+            line = {**measure(cached, ranks=ranks, micro_batch=micro_batch, steps=steps), "cached": True}
+            show(line)
+            lines.append(line)
+    for micro_batch in (1, 8):
+        fresh = open_windows(rows, directory / f"fresh-{micro_batch}")
+        line = {**measure(fresh, ranks=2, micro_batch=micro_batch, steps=150, step_seconds=0.1), "cached": False}
+        show(line)
+        lines.append(line)
+    return {"census_rows_s": round(counted.total.rows / seconds), "seq_len": SEQ_LEN, "window": WINDOW, "lines": lines}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="ray-"))  # short: the names of sockets have a limit
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # else Ray writes a token into the home directory
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(
+            num_cpus=os.cpu_count(), include_dashboard=False, object_store_memory=1 << 30,
+            _temp_dir=str(directory / "ray"), logging_level="ERROR", log_to_driver=False,
+        )  # fmt: skip
+        values = run(directory)
+    finally:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
+    if arguments.out is not None:
+        write_result(arguments.out, values)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""`raytune-fsdp data`: look at the data, count it, clean up what was prepared of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raytune_fsdp.cli.common import ConfigParser, Parser, exit_code, nearest
+from raytune_fsdp.cli.progress import shown
+from raytune_fsdp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raytune_fsdp.data.windows import Windows
+
+COMMANDS = {
+    "preview": "show packed samples, with the tokens that are trained on marked",
+    "stats": "count rows, tokens and what is dropped, and show how long documents are",
+    "clean": "remove prepared data that was not used for a while",
+}
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp data") -> int:
+    """Run one of the three; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _main(arguments, prog))
+
+
+def _main(arguments: list[str], prog: str) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        lines = "\n".join(f"  {name:8} {summary}" for name, summary in COMMANDS.items())
+        print(f"usage: {prog} COMMAND [arguments]\n\ncommands:\n{lines}", file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else ConfigError.exit_code
+    name, *rest = arguments
+    if name not in COMMANDS:
+        raise ConfigError(f"unknown command data {name}{nearest(name, COMMANDS)}; commands: {', '.join(COMMANDS)}")
+    return {"preview": _preview, "stats": _stats, "clean": _clean}[name](rest, f"{prog} {name}")
+
+
+def _preview(arguments: Sequence[str], prog: str) -> int:
+    parser = ConfigParser(prog, "Show packed samples as they are trained on, in the order of the run.")
+    parser.add_argument("--samples", type=int, default=2, metavar="N", help="how many (default: 2)")
+    parser.add_argument("--eval", metavar="NAME", help="of this evaluation dataset (default: of the training data)")
+    found, config = parser.parse_with_config(arguments)
+    if found.samples < 1:
+        parser.error(f"--samples {found.samples} must be at least 1")
+    from raytune_fsdp.prepare import prepare_data
+
+    with shown() as progress:
+        tokenizer, train, evals = prepare_data(config, progress)
+    if found.eval is not None and found.eval not in evals:
+        known = ", ".join(evals) or "none"
+        parser.error(
+            f"--eval {found.eval}: no evaluation dataset is called so{nearest(found.eval, evals)}; all: {known}"
+        )
+    windows = train if found.eval is None else evals[found.eval]
+    from raytune_fsdp.data.batches import Stream
+    from raytune_fsdp.report.data import preview
+    from raytune_fsdp.types import Cursor
+
+    colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    samples = Stream(windows, seed=config.run.seed).samples(Cursor())
+    for number, each in enumerate(islice(samples, found.samples), start=1):
+        for line in preview(each.sample, tokenizer, windows.names, title=f"sample {number}", colours=colours):
+            print(line)
+    return 0
+
+
+def _stats(arguments: Sequence[str], prog: str) -> int:
+    parser = ConfigParser(prog, "Count the data: all windows are tokenized and packed, and kept for the run.")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the lengths of the documents into this file")
+    found, config = parser.parse_with_config(arguments)
+    from raytune_fsdp.data.census import census
+    from raytune_fsdp.prepare import prepare_data
+    from raytune_fsdp.report.data import plot_lengths, stats
+
+    with shown() as progress:
+        _, train, evals = prepare_data(config, progress)
+        every: dict[str, Windows] = {"train": train, **{f"eval {name}": windows for name, windows in evals.items()}}
+        censuses = {
+            what: census(windows, (config.train.epochs or 1.0) if windows is train else 1.0, progress=progress)
+            for what, windows in every.items()
+        }
+    for what, counted in censuses.items():
+        for line in stats(counted, title=what):
+            print(line)
+        print()
+    if found.png is not None:
+        plot_lengths(censuses, found.png)
+        print(f"lengths  {found.png}")
+    return 0
+
+
+def _clean(arguments: Sequence[str], prog: str) -> int:
+    parser = Parser(prog, "Remove prepared rows and windows from a cache; they are made again when they are needed.")
+    parser.add_argument("cache", type=Path, help="the cache: data.cache.path, or `cache` in run.storage")
+    parser.add_argument(
+        "--unused-days", type=float, default=7.0, metavar="N", help="spare what was used since (default: 7)"
+    )
+    parser.add_argument(
+        "--keep-gb", type=float, default=0.0, metavar="N", help="stop when so much is left (default: 0)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    found = parser.parse(arguments)
+    for flag, value in (("--unused-days", found.unused_days), ("--keep-gb", found.keep_gb)):
+        if value < 0:
+            parser.error(f"{flag} {value:g} must not be negative")
+    from raytune_fsdp.data.cache import entries, remove
+
+    if not found.cache.is_dir():
+        raise ConfigError(
+            f"{found.cache} is no directory; name the cache of a run: data.cache.path, or run.storage/cache"
+        )
+    before = sum(entry.bytes for entry in entries(found.cache))
+    removed = remove(
+        found.cache, keep_bytes=int(found.keep_gb * 1e9), unused_for=found.unused_days * 86400, dry_run=found.dry_run
+    )
+    freed = sum(entry.bytes for entry in removed)
+    verb = "would remove" if found.dry_run else "removed"
+    print(f"{verb} {len(removed):,} prepared files and windows, {_size(freed)}; left {_size(before - freed)}")
+    return 0
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""`data.*.format`: how a row becomes a document, and which of its tokens are trained on."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from raytune_fsdp.config.base import Section
+
+
+class ChatFormat(Section):
+    type: Literal["chat"] = "chat"
+    """Rows hold a conversation: a list of messages, each with a role and a content, rendered by the chat template."""
+
+    messages: str = "messages"
+    """Column with the list of messages. ShareGPT files call it `conversations`."""
+
+    role: str | None = None
+    """Key of a message's role. Null: `role`, or `from` (ShareGPT) where messages have that."""
+
+    content: str | None = None
+    """Key of a message's text. Null: `content`, or `value` (ShareGPT) where messages have that."""
+
+    roles: dict[str, Literal["system", "developer", "user", "assistant", "tool"]] = Field(default_factory=dict)
+    """Names of roles in the file, each with what it means: system, developer, user, assistant or tool. `human`, `gpt`
+    and other usual names are known without."""
+
+    tools: str | None = "tools"
+    """Column with the tools that the assistant may call: a list of JSON schemas, or that list as JSON text. Rows
+    without it are fine. Null: the column is not read."""
+
+    loss: Literal["assistant", "last_turn", "all"] = "assistant"
+    """Tokens that are trained on: all turns of the assistant, its last turn, or every token. A message with
+    `"train": false` is never trained on."""
+
+
+class InstructionFormat(Section):
+    type: Literal["instruction"]
+    """Rows hold a question and an answer in two columns: Alpaca files, prompt/completion files."""
+
+    prompt: str = "instruction"
+    """Column with the question."""
+
+    input: str | None = "input"
+    """Column with what the question is about. Rows without it, or where it is empty, are fine. Null: not read."""
+
+    completion: str = "output"
+    """Column with the answer."""
+
+    system: str | None = None
+    """Column with a system message. Null: none."""
+
+    style: Literal["alpaca", "plain", "chat"] = "alpaca"
+    """`alpaca`: under the headings that Stanford's Alpaca used; `plain`: the question and the answer, nothing between
+    them (a system message before and an input behind the question, after an empty line); `chat`: as a conversation, by
+    the chat template."""
+
+    loss: Literal["completion", "all"] = "completion"
+    """Tokens that are trained on: the answer with its end, or every token."""
+
+
+class CompletionFormat(Section):
+    type: Literal["completion"]
+    """Rows hold plain text; every token is trained on."""
+
+    text: str = "text"
+    """Column with the text."""
+
+
+class TokensFormat(Section):
+    type: Literal["tokens"]
+    """Rows are tokenized already."""
+
+    input_ids: str = "input_ids"
+    """Column with the token ids."""
+
+    labels: str | None = "labels"
+    """Column with the labels, -100 where a token is not trained on. Null: every token is trained on, or those that
+    `mask` marks."""
+
+    mask: str | None = None
+    """Column with 1 for each token that is trained on and 0 for the others, in place of `labels`."""
+
+
+Format = Annotated[ChatFormat | InstructionFormat | CompletionFormat | TokensFormat, Field(discriminator="type")]

@@ -1,0 +1,113 @@
+"""Count the data before anything is trained on it: every window is built once, and stays in the cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.errors import DataError
+from raytune_fsdp.types import Census, DatasetCount, Progress, SkippedRow, WindowCounts
+
+Places = Sequence[tuple[int, int]]
+"""Epochs and windows."""
+
+Builder = Callable[[Windows, Places], Iterable[tuple[WindowCounts, bool]]]
+"""Counts of these windows in their order, and whether each had to be tokenized."""
+
+_LISTED_ROWS = 10_000
+
+
+def build_here(windows: Windows, places: Places) -> Iterator[tuple[WindowCounts, bool]]:
+    """Build windows in this process, one after the other."""
+    for epoch, k in places:
+        window, built = windows.get(epoch, k, must_keep=True)
+        yield window.counts, built
+
+
+def census(
+    windows: Windows,
+    epochs: float = 1.0,
+    *,
+    progress: Progress | None = None,
+    build: Builder = build_here,
+) -> Census:
+    """The counts of so many epochs. What an earlier census has counted or built is not built again; bad rows raise."""
+    counted = [_read(windows, epoch) for epoch in range(_distinct(windows, epochs))]
+    places = [(e, k) for e, found in enumerate(counted) if found is None for k in range(windows.count(e))]
+    results = iter(build(windows, places)) if places else iter(())
+    done = 0
+    for epoch, found in enumerate(counted):
+        if found is not None:
+            continue
+        each: list[WindowCounts] = []
+        built = 0
+        for _ in range(windows.count(epoch)):
+            counts, tokenized = next(results)
+            each.append(counts)
+            built += tokenized
+            done += 1
+            if progress is not None:
+                progress("counting the data", done, len(places))
+        counted[epoch] = replace(_sum(windows, each), built=built)
+        windows.cache.write_census({str(e): c.to_json() for e, c in enumerate(counted) if c is not None})
+    total = _together(windows, [count for count in counted if count is not None])
+    _check(windows, total)
+    return total
+
+
+def _distinct(windows: Windows, epochs: float) -> int:
+    """Epochs that have to be counted: one, where all have the same windows."""
+    return 1 if windows.repeats else math.ceil(Fraction(str(epochs)))
+
+
+def _read(windows: Windows, epoch: int) -> Census | None:
+    values = windows.cache.read_census()
+    if values is None or str(epoch) not in values:
+        return None
+    return replace(Census.from_json(values[str(epoch)]), names=windows.names, built=0)
+
+
+def _sum(windows: Windows, each: Sequence[WindowCounts]) -> Census:
+    datasets = [DatasetCount() for _ in windows.names]
+    skipped: list[SkippedRow] = []
+    for counts in each:
+        for dataset, count in zip(datasets, counts.datasets, strict=True):
+            dataset.add(count)
+        skipped += counts.skipped[: _LISTED_ROWS - len(skipped)]
+    return Census(
+        seq_len=windows.seq_len,
+        epochs=(sum(counts.samples for counts in each),),
+        windows=len(each),
+        names=windows.names,
+        datasets=tuple(datasets),
+        skipped=tuple(skipped),
+    )
+
+
+def _together(windows: Windows, epochs: Sequence[Census]) -> Census:
+    datasets = [DatasetCount() for _ in windows.names]
+    for epoch in epochs:
+        for dataset, count in zip(datasets, epoch.datasets, strict=True):
+            dataset.add(count)
+    return Census(
+        seq_len=windows.seq_len,
+        epochs=tuple(samples for epoch in epochs for samples in epoch.epochs),
+        windows=sum(epoch.windows for epoch in epochs),
+        names=windows.names,
+        datasets=tuple(datasets),
+        skipped=tuple(row for epoch in epochs for row in epoch.skipped)[:_LISTED_ROWS],
+        built=sum(epoch.built for epoch in epochs),
+    )
+
+
+def _check(windows: Windows, total: Census) -> None:
+    for name, source, count in zip(windows.names, windows.sources, total.datasets, strict=True):
+        if count.rows and not count.documents:
+            reasons = ", ".join(f"{many} {reason}" for reason, many in sorted(count.dropped.items()))
+            raise DataError(
+                f"dataset {name!r} ({source.label}): none of its {len(source)} rows is left ({reasons}); "
+                f"raise data.seq_len={windows.seq_len}, correct the rows, or remove the dataset"
+            )

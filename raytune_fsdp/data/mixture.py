@@ -1,0 +1,176 @@
+"""Which row of which dataset stands at each place of an epoch: evenly interleaved, exact counts, looked up, not stored.
+
+A dataset of n rows and weight w is read as an endless sequence of passes over its rows, each pass in an order of its
+own. Epoch e takes the entries ceil(e*w*n) to ceil((e+1)*w*n) of that sequence: after any number of epochs every row was
+seen as often as the weight says, rounded up or down. Weights are fractions, so nothing is ever rounded twice.
+
+Inside an epoch entry j of c entries of a dataset has the key (2j+1)/(2c), and entries follow each other by key (then by
+dataset): each dataset is spread evenly over the epoch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate
+from typing import Literal
+
+from raytune_fsdp.data.order import Permutation, derive_key
+
+Shuffle = Literal["rows", "blocks", "none"]
+
+
+class Interleaving:
+    """The order of `sum(counts)` entries of several datasets, of which dataset d has `counts[d]`."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = tuple(counts)
+        self.total = sum(counts)
+        # Keys over one common denominator, so that they are integers and compare exactly.
+        common = math.lcm(*(count for count in counts if count))
+        self._scales = tuple(common // count if count else 0 for count in counts)
+
+    def at(self, place: int) -> tuple[int, int]:
+        """Dataset and entry at this place."""
+        if not 0 <= place < self.total:
+            raise IndexError(f"{place} is not in range({self.total})")
+        _, dataset, entry = min(self._heads(self._before(place)))
+        return dataset, entry
+
+    def walk(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Datasets and entries of places first <= place < last."""
+        heads = self._heads(self._before(first))
+        heapq.heapify(heads)
+        for _ in range(first, min(last, self.total)):
+            _, dataset, entry = heads[0]
+            yield dataset, entry
+            if entry + 1 < self.counts[dataset]:
+                heapq.heapreplace(heads, (self._key(dataset, entry + 1), dataset, entry + 1))
+            else:
+                heapq.heappop(heads)
+
+    def _key(self, dataset: int, entry: int) -> int:
+        return (2 * entry + 1) * self._scales[dataset]
+
+    def _heads(self, taken: Sequence[int]) -> list[tuple[int, int, int]]:
+        return [(self._key(d, n), d, n) for d, n in enumerate(taken) if n < self.counts[d]]
+
+    def _before(self, place: int) -> list[int]:
+        """Entries of each dataset in front of a place."""
+        if not self.total:
+            return [0] * len(self.counts)
+        # An estimate that is off by at most half an entry a dataset, then single steps to the exact place.
+        taken = [min(count, (2 * place * count + self.total) // (2 * self.total)) for count in self.counts]
+        excess = sum(taken) - place
+        for _ in range(excess):
+            _, dataset = max((self._key(d, n - 1), d) for d, n in enumerate(taken) if n)
+            taken[dataset] -= 1
+        for _ in range(-excess):
+            _, dataset, _ = min(self._heads(taken))
+            taken[dataset] += 1
+        return taken
+
+
+class BlockOrder:
+    """A permutation of rows that keeps blocks together: of the blocks, and of the rows inside each."""
+
+    def __init__(self, blocks: Sequence[int], *, key: int) -> None:
+        self._key = key
+        order = Permutation(len(blocks), key=derive_key("blocks", key))
+        self._blocks = [order(i) for i in range(len(blocks))]
+        starts = [0, *accumulate(blocks)]
+        self._first_rows = [starts[block] for block in self._blocks]
+        self._ends = list(accumulate(blocks[block] for block in self._blocks))
+        # A window takes neighbouring places, so the same block is asked for again and again.
+        self._inside = lru_cache(maxsize=4)(self._rows_of)
+
+    def __call__(self, index: int) -> int:
+        place = bisect_right(self._ends, index)
+        start = self._ends[place - 1] if place else 0
+        return self._first_rows[place] + self._inside(place)(index - start)
+
+    def _rows_of(self, place: int) -> Permutation:
+        size = self._ends[place] - (self._ends[place - 1] if place else 0)
+        return Permutation(size, key=derive_key("block", self._key, self._blocks[place]))
+
+
+class Mixture:
+    """The rows of every epoch, from the sizes of the datasets (as blocks), their weights and the seed."""
+
+    def __init__(
+        self, blocks: Sequence[Sequence[int]], weights: Sequence[Fraction], *, shuffle: Shuffle, seed: int
+    ) -> None:
+        self._blocks = blocks
+        self._rows = tuple(sum(sizes) for sizes in blocks)
+        self.weights = tuple(weights)
+        self._shuffle = shuffle
+        self._seed = seed
+        self._epoch: tuple[int, Interleaving] = (-1, Interleaving(()))
+        self._passes: dict[tuple[int, int], Callable[[int], int]] = {}
+
+    @property
+    def repeats(self) -> bool:
+        """Whether every epoch has the same rows: weights are whole numbers."""
+        return all(weight.denominator == 1 for weight in self.weights)
+
+    def epochs_for_all_rows(self) -> int:
+        """Epochs after which every row has come up, of datasets that are used at all."""
+        return 1 + math.ceil(max(1 / weight for weight in self.weights if weight))
+
+    def length(self, epoch: int) -> int:
+        """Rows of an epoch."""
+        return sum(self._bounds(d, epoch)[1] - self._bounds(d, epoch)[0] for d in range(len(self._rows)))
+
+    def rows(self, epoch: int, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Dataset and row of the places first <= place < last of an epoch."""
+        starts = [self._bounds(d, epoch)[0] for d in range(len(self._rows))]
+        for dataset, entry in self._interleaving(epoch).walk(first, last):
+            yield dataset, self._row(dataset, starts[dataset] + entry)
+
+    def row(self, epoch: int, place: int) -> tuple[int, int]:
+        """Dataset and row at one place of an epoch."""
+        dataset, entry = self._interleaving(epoch).at(place)
+        return dataset, self._row(dataset, self._bounds(dataset, epoch)[0] + entry)
+
+    def _bounds(self, dataset: int, epoch: int) -> tuple[int, int]:
+        an_epoch = self.weights[dataset] * self._rows[dataset]
+        return math.ceil(epoch * an_epoch), math.ceil((epoch + 1) * an_epoch)
+
+    def _interleaving(self, epoch: int) -> Interleaving:
+        if self._epoch[0] != epoch:
+            bounds = [self._bounds(d, epoch) for d in range(len(self._rows))]
+            self._epoch = (epoch, Interleaving([last - first for first, last in bounds]))
+        return self._epoch[1]
+
+    def _row(self, dataset: int, entry: int) -> int:
+        number, index = divmod(entry, self._rows[dataset])
+        if self._shuffle == "none":
+            return index
+        if (dataset, number) not in self._passes:
+            if len(self._passes) > 4 * len(self._rows):
+                self._passes.clear()
+            self._passes[dataset, number] = self._pass(dataset, number)
+        return self._passes[dataset, number](index)
+
+    def _pass(self, dataset: int, number: int) -> Callable[[int], int]:
+        key = derive_key(self._shuffle, self._seed, dataset, number)
+        if self._shuffle == "blocks":
+            return BlockOrder(self._blocks[dataset], key=key)
+        return Permutation(self._rows[dataset], key=key)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_passes": {}, "_epoch": (-1, Interleaving(()))}
+
+
+def weights_of(
+    weights: Sequence[float | None], shares: Sequence[float | None], rows: Sequence[int]
+) -> tuple[Fraction, ...]:
+    """Exact weights from what was written. With shares an epoch has as many rows as the datasets together."""
+    if all(share is None for share in shares):
+        return tuple(Fraction(1) if weight is None else Fraction(str(weight)) for weight in weights)
+    parts = [Fraction(str(share or 0.0)) for share in shares]
+    return tuple(part / sum(parts) * sum(rows) / count for part, count in zip(parts, rows, strict=True))

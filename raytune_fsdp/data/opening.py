@@ -1,0 +1,58 @@
+"""From a config to its data: the windows to train on, and those of each dataset to evaluate on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raytune_fsdp.config import DatasetConfig, FinetuneConfig
+from raytune_fsdp.data.sources import dataset_name
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.errors import DataError
+from raytune_fsdp.types import Progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+def cache_directory(config: FinetuneConfig) -> Path:
+    """Where prepared rows and windows are kept."""
+    return Path(config.data.cache.path or Path(config.run.storage) / "cache").expanduser().absolute()
+
+
+def open_data(
+    config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, progress: Progress | None = None
+) -> tuple[Windows, dict[str, Windows]]:
+    """The data to train on, and each dataset to evaluate on by its name."""
+    cache = cache_directory(config)
+
+    def windows(datasets: Sequence[DatasetConfig]) -> Windows:
+        return Windows(
+            datasets, config.data, seed=config.run.seed, tokenizer=tokenizer, vocab_size=vocab_size, cache=cache,
+            progress=progress,
+        )  # fmt: skip
+
+    train = windows(config.data.train)
+    evals = {dataset_name(dataset): windows([dataset]) for dataset in config.data.eval}
+    if len(evals) != len(config.data.eval):
+        raise DataError("data.eval: two datasets have the same name; give each its own data.eval.*.name")
+    _warn_of_overlap(train, evals)
+    return train, evals
+
+
+def _warn_of_overlap(train: Windows, evals: Mapping[str, Windows]) -> None:
+    """A loss on data that was trained on says little; sometimes it is meant."""
+    trained = {fingerprint: file for source in train.sources for file, fingerprint in source.fingerprints.items()}
+    for name, windows in evals.items():
+        (source,) = windows.sources
+        shared = [file for file, fingerprint in source.fingerprints.items() if fingerprint in trained]
+        if shared:
+            logger.warning(
+                "data.eval %s: %d of its %d file(s) are trained on too (%s has the content of %s), so its loss does "
+                "not show how the model does on new data", name, len(shared), len(source.fingerprints), shared[0],
+                trained[source.fingerprints[shared[0]]],
+            )  # fmt: skip

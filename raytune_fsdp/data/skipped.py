@@ -1,0 +1,47 @@
+"""The rows that `data.bad_rows=skip` has left out, told once each: as the stream reaches their window."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from raytune_fsdp.data.batches import Stream
+from raytune_fsdp.types import Cursor, SkippedRow
+
+_ROWS_TOLD_AT_ONCE = 100
+
+
+class SkippedRows:
+    """Where the stream stands, and which windows before it are still to be told of."""
+
+    def __init__(self, stream: Stream, cursor: Cursor, *, counted: bool) -> None:
+        """With `counted`, a census has told of all rows already."""
+        self._stream = stream
+        self._next = (cursor.epoch, cursor.window + (cursor.index > 0))
+        self._silent = counted or stream.windows.data.bad_rows == "error"
+
+    def up_to(self, cursor: Cursor) -> Iterator[Mapping[str, Any]]:
+        """Fields of events for the windows that were entered since the last call."""
+        windows = self._stream.windows
+        while not self._silent and self._next < (cursor.epoch, cursor.window + (cursor.index > 0)):
+            epoch, place = self._next
+            if windows.repeats and epoch:
+                self._silent = True  # every window was there in the first epoch
+            elif place >= windows.count(epoch):
+                self._next = (epoch + 1, 0)
+            else:
+                self._next = (epoch, place + 1)
+                counts = windows.counts(epoch, self._stream.window_at(epoch, place))
+                if counts is not None:
+                    yield from told(counts.skipped)
+
+
+def told(rows: Sequence[SkippedRow]) -> Iterator[Mapping[str, Any]]:
+    """Fields of the events that list these rows."""
+    for first in range(0, len(rows), _ROWS_TOLD_AT_ONCE):
+        some = rows[first : first + _ROWS_TOLD_AT_ONCE]
+        yield {
+            "reasons": dict(Counter(row.reason for row in some)),
+            "rows": [{"where": row.where, "reason": row.reason, "message": row.message} for row in some],
+        }

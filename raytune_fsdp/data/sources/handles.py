@@ -1,0 +1,154 @@
+"""What a process holds open: files, maps, decoded tables. Bounded, shared by all sources, never pickled."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import pyarrow as pa
+import xxhash
+
+from raytune_fsdp.data.sources.source import GONE, File, reading, unreadable
+from raytune_fsdp.errors import DataError
+
+_HASH_BYTES = 8 << 20
+
+
+class Bounded:
+    """The values used last, as long as their sizes together stay under a limit."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._start()
+        os.register_at_fork(after_in_child=self._fork)
+
+    def _start(self) -> None:
+        self._lock = Lock()
+        self._held = 0
+        self._values: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+
+    def _fork(self) -> None:
+        # A client of an object store cannot be used in a child, nor be closed there: its threads are not there.
+        self._parents = self._values
+        self._start()
+
+    def get(self, key: Hashable, make: Callable[[], Any], size: Callable[[Any], int] = lambda value: 1) -> Any:
+        """The value of `key`, made now unless it is still there. What others still use is not closed by leaving."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key][0]
+        value = make()
+        with self._lock:
+            if key in self._values:
+                return self._values[key][0]
+            self._values[key] = value, size(value)
+            self._held += self._values[key][1]
+            while self._held > self._limit and len(self._values) > 1:
+                self._held -= self._values.popitem(last=False)[1][1]
+        return value
+
+
+# A process may have 1024 open files, and others in it need some.
+OPEN = Bounded(256)
+DECODED = Bounded(256 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A file of this machine as it was when the dataset was opened."""
+
+    shown: str
+    path: str
+    size: int
+    mtime_ns: int | None
+    """None for files of the cache, which are never written again."""
+    content: str
+
+    def check(self, fd: int) -> None:
+        """Raise DataError if the file is another one by now."""
+        now = os.fstat(fd)
+        if now.st_size != self.size:
+            raise DataError(
+                f"{self.shown}: has {now.st_size} bytes, had {self.size} when it was opened; "
+                "a dataset must not change during a run: start again with the final file"
+            )
+        # Copies of a file on other nodes have its content and another time, so only the content can tell.
+        if self.mtime_ns not in (None, now.st_mtime_ns) and self.content != content_hash(fd):
+            raise DataError(
+                f"{self.shown}: has other content than when it was opened; "
+                "a dataset must not change during a run: start again with the final file"
+            )
+
+    def open(self) -> OpenFile:
+        """The file, held open by this process."""
+        opened: OpenFile = OPEN.get(("file", self), lambda: OpenFile(self))
+        return opened
+
+    def map(self) -> pa.Buffer:
+        """The file, mapped into memory."""
+        return OPEN.get(("map", self), self._map)
+
+    def _map(self) -> pa.Buffer:
+        OpenFile(self)
+        with reading(self.shown):
+            return pa.memory_map(self.path).read_buffer()
+
+
+def local_file(file: File, content: str) -> Stored:
+    """A local file that is read where it is."""
+    return Stored(file.shown, file.url, file.size, int(file.version), content)
+
+
+def check_unchanged(file: File) -> None:
+    """Raise DataError if the local file was written to since it was found."""
+    with reading(file.shown):
+        now = os.stat(file.url)
+    if (now.st_size, str(now.st_mtime_ns)) != (file.size, file.version):
+        raise DataError(f"{file.shown}: is being written to; start again with the final file")
+
+
+class OpenFile:
+    """A file that is read by position, so that threads and forked processes do not share an offset."""
+
+    def __init__(self, stored: Stored) -> None:
+        self._shown = stored.shown
+        self._fd = -1
+        way_out = f"all nodes must see it as {stored.path} (shared storage)" if stored.mtime_ns is not None else GONE
+        with reading(stored.shown if stored.mtime_ns is not None else stored.path, way_out):
+            self._fd = os.open(stored.path, os.O_RDONLY)
+            stored.check(self._fd)
+
+    def read(self, offset: int, length: int) -> bytes:
+        try:
+            raw = os.pread(self._fd, length, offset)
+            while len(raw) < length and (more := os.pread(self._fd, length - len(raw), offset + len(raw))):
+                raw += more
+        except OSError as error:
+            raise unreadable(self._shown, error) from error
+        if len(raw) < length:
+            raise DataError(
+                f"{self._shown}: ends before byte {offset + length}; a dataset must not change during a run: "
+                "start again with the final file"
+            )
+        return raw
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+def content_hash(fd: int, progress: Callable[[int], None] | None = None) -> str:
+    """xxh3_128 of a file's bytes, in hex."""
+    digest = xxhash.xxh3_128()
+    offset = 0
+    while chunk := os.pread(fd, _HASH_BYTES, offset):
+        digest.update(chunk)
+        offset += len(chunk)
+        if progress is not None:
+            progress(offset)
+    return digest.hexdigest()

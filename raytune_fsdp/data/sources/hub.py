@@ -1,0 +1,142 @@
+"""Datasets of the Hugging Face hub, written once as Arrow into the cache: no node downloads what another has."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from raytune_fsdp.config.data import DatasetConfig
+from raytune_fsdp.data.sources.arrow import (
+    BATCH_ROWS,
+    ArrowRows,
+    check_columns,
+    hash_file,
+    index_batches,
+    plain_schema,
+    prepared_rows,
+    write_batches,
+)
+from raytune_fsdp.data.sources.names import shorten
+from raytune_fsdp.data.sources.prepared import key_of, prepare
+from raytune_fsdp.data.sources.source import File, Progress, reading
+from raytune_fsdp.errors import DataError, RaytuneError
+
+_ASK_SECONDS = 10.0
+
+
+def open_hub(dataset: DatasetConfig, *, cache: Path, progress: Progress | None) -> ArrowRows:
+    """The rows of a dataset of the hub, at the commit that its revision means now.
+
+    Where the hub cannot be asked, what it said last counts: to another user of this cache, or the datasets library.
+    """
+    name = str(dataset.hub)
+    wanted = {"hub": name, "subset": dataset.subset, "split": dataset.split, "revision": dataset.revision}
+    noted = cache / "files" / f"{key_of(wanted)}.json"
+    commit = _ask(dataset) or _noted(noted)
+
+    def make(directory: Path) -> Mapping[str, Any]:
+        loaded = _load(dataset, commit)
+        rows = directory / "rows.arrow"
+        check_columns(loaded.data.schema, shown=name)
+        batches = _batches(loaded, shown=name, progress=progress)
+        write_batches(rows, plain_schema(loaded.data.schema), batches, shown=name)
+        content = hash_file(rows, file=File(name, str(rows), 0, ""), progress=None)
+        return {"content": content, "rows": index_batches(rows, directory, shown=name)}
+
+    identity = {"preparation": "hub", **wanted, "revision": commit or dataset.revision}
+    made = prepare(cache, identity, make, shown=name)
+    if commit is not None:
+        _note(noted, commit)
+    return prepared_rows(made, shown=name)
+
+
+def _ask(dataset: DatasetConfig) -> str | None:
+    """The commit that the hub has for the revision; None if it cannot be asked."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        commit: str | None = HfApi().dataset_info(dataset.hub, revision=dataset.revision, timeout=_ASK_SECONDS).sha
+        return commit
+    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise _refused(dataset, error, "correct hub and revision, or log in with `hf auth login`") from error
+    # No network, a proxy, a hub that is down: its client has no common base for these.
+    except Exception:
+        return None
+
+
+def _noted(path: Path) -> str | None:
+    with suppress(OSError, ValueError, KeyError):
+        return str(json.loads(path.read_text(encoding="utf-8"))["commit"])
+    return None
+
+
+def _note(path: Path, commit: str) -> None:
+    if _noted(path) == commit:
+        return
+    with suppress(OSError):  # only a help for those who cannot ask the hub
+        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+        temporary.write_text(json.dumps({"commit": commit}), encoding="utf-8")
+        temporary.replace(path)
+
+
+def _load(dataset: DatasetConfig, commit: str | None) -> Any:
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(
+            dataset.hub, dataset.subset, split=dataset.split, revision=commit or dataset.revision
+        )
+    except (RaytuneError, MemoryError):
+        raise
+    # It raises what dozens of libraries and file systems raise; the text names subsets and splits that exist.
+    except Exception as error:
+        raise _refused(dataset, error, _way_out(error)) from error
+    if commit is None and dataset.revision is not None:
+        _check_revision(dataset, loaded)
+    return loaded
+
+
+def _way_out(error: Exception) -> str:
+    if isinstance(error, ConnectionError):
+        return "connect to the hub, or load the dataset where there is a network with the same HF_HOME first"
+    if isinstance(error, OSError):
+        return "see that the directory of HF_HOME can be written and has space"
+    return "correct hub, subset, split or revision"
+
+
+def _refused(dataset: DatasetConfig, error: Exception, way_out: str) -> DataError:
+    asked = {"hub": dataset.hub, "subset": dataset.subset, "split": dataset.split, "revision": dataset.revision}
+    text = ", ".join(f"{key}={value}" for key, value in asked.items() if value is not None)
+    return DataError(f"{text}: cannot be loaded ({shorten(' '.join(str(error).split()), limit=300)}); {way_out}")
+
+
+def _check_revision(dataset: DatasetConfig, loaded: Any) -> None:
+    # Offline the library takes the newest of its cache, whatever revision is asked for. The directory is called after
+    # the commit.
+    commits = {Path(file["filename"]).parent.name for file in loaded.cache_files}
+    if commits != {dataset.revision}:
+        found = ", ".join(sorted(commit for commit in commits if re.fullmatch(r"[0-9a-f]{40}", commit))) or "unknown"
+        raise DataError(
+            f"hub={dataset.hub}, revision={dataset.revision}: the hub cannot be asked which commit that is, and the "
+            f"cache of the datasets library has {found}; set revision to that, leave it out, or connect to the hub"
+        )
+
+
+def _batches(loaded: Any, *, shown: str, progress: Progress | None) -> Iterator[Any]:
+    done, total = 0, max(len(loaded), 1)
+    size = int(loaded.data.nbytes)
+    with reading(shown):
+        for table in loaded.with_format("arrow").iter(BATCH_ROWS):
+            # However the library stored them, the batches and so the content are the same.
+            yield from table.combine_chunks().to_batches()
+            done += table.num_rows
+            if progress is not None:
+                progress(shown, size * done // total, size)

@@ -1,0 +1,160 @@
+"""Rows of Parquet files: by row group where the files are, or written once as Arrow for reading at random."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from raytune_fsdp.data.sources.arrow import (
+    BATCH_ROWS,
+    ArrowRows,
+    check_columns,
+    hash_file,
+    index_batches,
+    plain_schema,
+    prepared_rows,
+    read_groups,
+    rows_of_groups,
+    write_batches,
+    write_groups,
+)
+from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, check_unchanged, local_file
+from raytune_fsdp.data.sources.names import packing_of
+from raytune_fsdp.data.sources.places import chunks
+from raytune_fsdp.data.sources.prepared import prepare
+from raytune_fsdp.data.sources.remote import file_system, with_version
+from raytune_fsdp.data.sources.source import File, Progress, Row, reading
+from raytune_fsdp.errors import DataError, RowError
+
+_BUFFER_BYTES = 1 << 20
+# Of decoded rows at once, while a file is written as Arrow.
+_BATCH_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ParquetRows:
+    """The rows of one Parquet file, read by row group from where it is."""
+
+    shown: str
+    fingerprint: str
+    count: int
+    file: File
+    stored: Stored | None
+    """The file, if it is local."""
+    groups: str
+
+    def blocks(self) -> Iterable[int]:
+        return read_groups(self.groups)
+
+    def where(self, index: int) -> str:
+        return f"{self.shown}, row {index + 1}"
+
+    def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
+        ends = OPEN.get(("groups", self.groups), lambda: np.cumsum(read_groups(self.groups), dtype=np.int64))
+        return rows_of_groups(indices, ends=ends, group=self._group, where=self.where)
+
+    def _group(self, number: int) -> Any:
+        def make() -> Any:
+            opened, lock = OPEN.get(("parquet", self.file), self._open)
+            with reading(self.shown), lock:
+                return opened.read_row_group(number).combine_chunks()
+
+        return DECODED.get((self.file, number), make, lambda table: int(table.nbytes))
+
+    def _open(self) -> tuple[Any, Lock]:
+        if self.stored is not None:
+            self.stored.open()
+        elif with_version(File(self.shown, self.file.url, self.file.size, "")).version != self.file.version:
+            raise DataError(
+                f"{self.shown}: has other content than when it was opened; a dataset must not change during a run: "
+                "start again with the final file"
+            )
+        with reading(self.shown):
+            return _open(self.file), Lock()
+
+
+def open_parquet(file: File, *, cache: Path, in_place: bool, progress: Progress | None) -> ArrowRows | ParquetRows:
+    """Open a file where it is, or what was written of it to the cache; packed ones are always written to it."""
+    if in_place and packing_of(file.url) is None:
+        return _open_in_place(file, cache=cache, progress=progress)
+
+    def make(directory: Path) -> Mapping[str, Any]:
+        path = Path(file.url)
+        if copied := file.remote or packing_of(file.url) is not None:
+            path = directory / "copy"
+            with open(path, "wb") as target:
+                for chunk in chunks(file, packing=packing_of(file.url), progress=progress):
+                    target.write(chunk)
+        content = hash_file(path, file=file, progress=progress)
+        with reading(file.shown):
+            opened = pq.ParquetFile(str(path), buffer_size=_BUFFER_BYTES, pre_buffer=False)
+        groups = _groups(opened, shown=file.shown)
+        rows = directory / "rows.arrow"
+        batches = _batches(opened, file=file, progress=progress)
+        write_batches(rows, plain_schema(opened.schema_arrow), batches, shown=file.shown)
+        opened.close()
+        if copied:
+            path.unlink()
+        else:
+            check_unchanged(file)
+        write_groups(directory / "groups", groups)
+        return {"content": content, "rows": index_batches(rows, directory, shown=file.shown)}
+
+    made = prepare(cache, {"preparation": "parquet as arrow", **file.identity}, make, shown=file.shown)
+    return prepared_rows(made, shown=file.shown)
+
+
+def _open_in_place(file: File, *, cache: Path, progress: Progress | None) -> ParquetRows:
+    def make(directory: Path) -> Mapping[str, Any]:
+        # The content of a file on a store is known by its ETag: reading it is what is to be avoided.
+        content = file.fingerprint if file.remote else hash_file(Path(file.url), file=file, progress=progress)
+        with reading(file.shown):
+            opened = _open(file)
+        groups = _groups(opened, shown=file.shown)
+        if not file.remote:
+            check_unchanged(file)
+        write_groups(directory / "groups", groups)
+        return {"content": content, "rows": sum(groups)}
+
+    made = prepare(cache, {"preparation": "parquet in place", **file.identity}, make, shown=file.shown)
+    return ParquetRows(
+        shown=file.shown,
+        fingerprint=made.meta["content"],
+        count=made.meta["rows"],
+        file=file,
+        stored=None if file.remote else local_file(file, made.meta["content"]),
+        groups=str(made.path / "groups"),
+    )
+
+
+def _open(file: File) -> Any:
+    if not file.remote:
+        return pq.ParquetFile(file.url, pre_buffer=False)
+    system, path = file_system(file.url)
+    # Many small reads become few large ones.
+    return pq.ParquetFile(system.open_input_file(path), pre_buffer=True)
+
+
+def _groups(opened: Any, *, shown: str) -> list[int]:
+    check_columns(opened.schema_arrow, shown=shown)
+    return [opened.metadata.row_group(index).num_rows for index in range(opened.num_row_groups)]
+
+
+def _batches(opened: Any, *, file: File, progress: Progress | None) -> Iterator[Any]:
+    done, total = 0, max(opened.metadata.num_rows, 1)
+    with reading(file.shown):
+        for group in range(opened.num_row_groups):
+            facts = opened.metadata.row_group(group)
+            size = _BATCH_BYTES * facts.num_rows // max(facts.total_byte_size, 1)
+            # Group by group: no batch has rows of two, so blocks are the same as in place.
+            for batch in opened.iter_batches(min(max(size, 16), BATCH_ROWS), row_groups=[group]):
+                yield batch
+                done += batch.num_rows
+                if progress is not None:
+                    progress(file.shown, file.size * done // total, file.size)

@@ -1,0 +1,173 @@
+"""The files that a path, a pattern, a directory or a URL means, in an order that never changes."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from raytune_fsdp.config.data import DatasetConfig
+from raytune_fsdp.data.sources.names import data_files, has_wildcard, is_hidden, is_meant, kind_of, without_secrets
+from raytune_fsdp.data.sources.remote import file_system, remote_files
+from raytune_fsdp.data.sources.source import File, Progress, reading
+from raytune_fsdp.errors import DataError
+
+# Also what is asked of a store at once.
+_CHUNK_BYTES = 8 << 20
+
+
+def find_files(dataset: DatasetConfig) -> list[File]:
+    """All files of the dataset, in order; DataError if there is none."""
+    assert dataset.path is not None, dataset
+    path = dataset.path.removeprefix("file://")
+    if not path or "\0" in path:
+        raise DataError(f"path={path!r}: is no path; name a file, a directory, a pattern or a URL with rows")
+    pattern = _spread(path)
+
+    def choose(names: list[str], read: Callable[[str], bytes]) -> list[str]:
+        return _files_with_rows(names, read, dataset=dataset, shown=without_secrets(path))
+
+    files = remote_files(path, pattern, choose) if "://" in path else _local_files(path, pattern, choose)
+    if not files:
+        relative = "" if "://" in path or os.path.isabs(os.path.expanduser(path)) else f" (relative to {Path.cwd()})"
+        raise DataError(f"{without_secrets(path)}: no file matches this pattern{relative}; correct the dataset's path")
+    return files
+
+
+def one_kind(files: list[File], dataset: DatasetConfig) -> str:
+    """The kind that all files are of, from the config or their endings."""
+    if dataset.file_type != "auto":
+        return dataset.file_type
+    kinds: dict[str, str] = {}
+    for file in files:
+        kind = kind_of(file.url)
+        if kind is None:
+            raise DataError(
+                f"{file.shown}: its ending does not say what it is; set file_type to jsonl, json, csv, text, parquet "
+                "or arrow, or narrow the dataset's path to the files meant"
+            )
+        kinds.setdefault(kind, file.shown)
+    if len(kinds) > 1:
+        both = ", ".join(f"{kind}: {shown}" for kind, shown in kinds.items())
+        raise DataError(
+            f"{without_secrets(dataset.path or '')}: has files of several kinds ({both}); name those meant with a "
+            "pattern, and make a dataset of each kind"
+        )
+    return next(iter(kinds))
+
+
+def chunks(file: File, *, packing: str | None, progress: Progress | None) -> Iterator[bytes]:
+    """The content of a file, unpacked, piece by piece."""
+    with reading(file.shown), _stream(file) as raw:
+        stream = pa.CompressedInputStream(raw, packing) if packing else raw
+        while chunk := stream.read(_CHUNK_BYTES):
+            yield chunk
+            if progress is not None:
+                progress(file.shown, raw.tell(), file.size)
+
+
+def _stream(file: File) -> Any:
+    if not file.remote:
+        return pa.OSFile(file.url, "rb")
+    system, path = file_system(file.url)
+    # Not as a stream: that could not say how far it is.
+    return system.open_input_file(path)
+
+
+def _local_files(path: str, pattern: str, choose: Callable[..., list[str]]) -> list[File]:
+    place = os.path.expanduser(path)
+    # What stands for the home directory is shown as the user wrote it.
+    home = place[: len(place) - len(path.lstrip("~"))] if path.startswith("~") else ""
+
+    def to_file(found: str) -> File:
+        shown = "~" + found[len(home) :] if home and found.startswith(home) else found
+        with reading(shown):
+            facts = os.stat(found)
+        if not stat.S_ISREG(facts.st_mode):
+            raise DataError(
+                f"{shown}: is no regular file, so rows cannot be read at random; write them to a file first"
+            )
+        return File(shown, os.path.abspath(found), facts.st_size, str(facts.st_mtime_ns))
+
+    try:
+        os.stat(place)
+    except (FileNotFoundError, NotADirectoryError):
+        if has_wildcard(place):
+            pattern = os.path.expanduser(pattern)
+            matches = glob.iglob(pattern, recursive=True)
+            names = sorted(match for match in matches if os.path.isfile(match) and is_meant(match, pattern))
+            return [to_file(name) for name in names]
+        relative = "" if os.path.isabs(place) else f" (relative to {Path.cwd()})"
+        raise DataError(f"{path}: no such file{relative}; correct the dataset's path") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
+    if not os.path.isdir(place):
+        return [to_file(place)]
+    names = choose(_walk(place, shown=path), lambda name: Path(place, name).read_bytes())
+    return [to_file(os.path.join(place, name)) for name in names]
+
+
+def _walk(top: str, *, shown: str) -> list[str]:
+    def stop(error: OSError) -> None:
+        raise error
+
+    names: list[str] = []
+    seen: set[str] = set()
+    with reading(shown):
+        # Directories that are links are followed, once each.
+        for folder, folders, files in os.walk(top, followlinks=True, onerror=stop):
+            folders[:] = [name for name in folders if not is_hidden(name)]
+            if (real := os.path.realpath(folder)) in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            names += [os.path.relpath(os.path.join(folder, name), top) for name in files]
+    return names
+
+
+def _files_with_rows(
+    names: list[str], read: Callable[[str], bytes], *, dataset: DatasetConfig, shown: str
+) -> list[str]:
+    # Names are relative to the directory `shown`.
+    def saved(name: str, key: str) -> Any:
+        # What Dataset.save_to_disk of the datasets library leaves. It writes selected rows only, in their order.
+        way_out = "write the folder again with Dataset.save_to_disk of a newer version of the datasets library"
+        with reading(f"{shown.rstrip('/')}/{name}", way_out):
+            content = json.loads(read(name))
+            if content.get("_indices_data_files"):
+                raise ValueError("its rows are selected by a file of indices, as before version 2 of the library")
+            return content[key]
+
+    folder = ""
+    if "dataset_dict.json" in names:
+        splits = saved("dataset_dict.json", "splits")
+        if dataset.split not in splits:
+            raise DataError(f"{shown}: split={dataset.split!r} is not in it; set split to one of {', '.join(splits)}")
+        folder = f"{dataset.split}/"
+    if folder or {"state.json", "dataset_info.json"} <= set(names):
+        return [folder + entry["filename"] for entry in saved(f"{folder}state.json", "_data_files")]
+    chosen = data_files(names, dataset.file_type)
+    if not chosen:
+        kind = "" if dataset.file_type == "auto" else f" of file_type={dataset.file_type}"
+        raise DataError(
+            f"{shown}: is a directory without data files{kind} ({len(names)} other files); name the files with a "
+            "pattern, and what they are in file_type"
+        )
+    return chosen
+
+
+def _spread(pattern: str) -> str:
+    # `**.parquet`, which the hub's documentation uses, means `**/*.parquet`.
+    parts: list[str] = []
+    for part in pattern.split("/"):
+        parts += ["**", part[1:]] if part.startswith("**") and part != "**" else [part]
+    if any("**" in part and part != "**" for part in parts):
+        shown = without_secrets(pattern)
+        raise DataError(f"{shown}: '**' must stand alone between two slashes, as in data/**/*.jsonl; correct the path")
+    return "/".join(parts)

@@ -1,0 +1,125 @@
+"""Directories of the cache: made once, renamed into place when they are whole, used by all nodes.
+
+<cache>/files/<key>/            key: hash of what was prepared, from which file (path, size, time or ETag), and how
+    meta.json                   hash of the content, rows, size of every file; its time is that of the last use
+    ...
+<cache>/files/<key>.<x>.tmp/    being made, or left by a process that was killed
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from raytune_fsdp.data.sources.handles import Stored
+from raytune_fsdp.durable import sync_directory, write_durably
+from raytune_fsdp.errors import DataError
+
+# Goes into every key: raise it when what is prepared changes its form.
+_VERSION = 1
+_META = "meta.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A whole directory of the cache."""
+
+    path: Path
+    meta: Mapping[str, Any]
+
+    def stored(self, name: str, *, shown: str) -> Stored:
+        """A file in it."""
+        return Stored(shown, str(self.path / name), self.meta["files"][name], None, self.meta["content"])
+
+
+def prepare(
+    cache: Path, identity: Mapping[str, object], make: Callable[[Path], Mapping[str, Any]], *, shown: str
+) -> Prepared:
+    """What was prepared before, or else what `make` leaves in the empty directory it is given and returns as meta."""
+    final = cache / "files" / key_of(identity)
+    while (found := _find(final)) is None:
+        temporary = final.with_name(f"{final.name}.{uuid.uuid4().hex[:12]}.tmp")
+        try:
+            temporary.mkdir(parents=True)
+            meta = {**make(temporary), "identity": dict(identity)}
+            _finish(temporary, meta)
+            _rename(temporary, final)
+        except OSError as error:
+            raise _unwritable(cache, shown, error) from error
+        finally:
+            # Gone by now if all went well; another process may have been first, or something failed.
+            shutil.rmtree(temporary, ignore_errors=True)
+    return found
+
+
+def key_of(identity: Mapping[str, object]) -> str:
+    """Name of the directory for what `identity` describes."""
+    return xxhash.xxh3_128_hexdigest(json.dumps([_VERSION, identity], sort_keys=True).encode())
+
+
+def _find(final: Path) -> Prepared | None:
+    try:
+        meta = json.loads((final / _META).read_text(encoding="utf-8"))
+        whole = all((final / name).stat().st_size == size for name, size in meta["files"].items())
+    except (FileNotFoundError, NotADirectoryError):
+        whole = not final.exists()
+        if whole:
+            return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        _discard(final)
+        return None
+    with suppress(OSError):  # a cache that may only be read is fine
+        os.utime(final / _META)
+    return Prepared(final, meta)
+
+
+def _finish(directory: Path, meta: Mapping[str, Any]) -> None:
+    files = {}
+    for file in sorted(directory.iterdir()):
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+        files[file.name] = file.stat().st_size
+    write_durably(directory / _META, json.dumps({**meta, "files": files}, indent=1))
+    sync_directory(directory)
+
+
+def _rename(temporary: Path, final: Path) -> None:
+    try:
+        temporary.rename(final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        # Another process was faster; what it made is the same.
+    else:
+        sync_directory(final.parent)
+
+
+def _discard(final: Path) -> None:
+    # Renamed first, so that no other process finds a part of it.
+    away = final.with_name(f"{final.name}.{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        final.rename(away)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise DataError(f"{final}: is damaged and cannot be removed ({error.strerror}); remove it") from error
+    shutil.rmtree(away, ignore_errors=True)
+
+
+def _unwritable(cache: Path, shown: str, error: OSError) -> DataError:
+    reason = error.strerror or str(error)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    way_out = "free space there, or set" if full else "make it writable, or set"
+    return DataError(f"{shown}: cannot be prepared in the cache {cache} ({reason}); {way_out} data.cache.path")

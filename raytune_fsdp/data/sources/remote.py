@@ -1,0 +1,114 @@
+"""Files of object stores and of whatever else fsspec opens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.fs
+from fsspec.utils import glob_translate
+
+from raytune_fsdp.data.sources.handles import Bounded
+from raytune_fsdp.data.sources.names import has_wildcard, is_meant, split_query, without_secrets
+from raytune_fsdp.data.sources.source import File, reading
+from raytune_fsdp.errors import DataError
+
+_FILE_SYSTEMS = Bounded(16)
+# What file systems call the thing that changes with the content, best first.
+_VERSIONS = ("ETag", "etag", "sha256", "blob_id", "xet_hash", "checksum", "md5Hash", "generation")
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """The file system of a URL, as this process has it open, and the path in it."""
+    scheme, rest = url.split("://", 1)
+    if scheme not in ("s3", "gs"):
+        system, path = fsspec.core.url_to_fs(url)
+        return pa.fs.PyFileSystem(pa.fs.FSSpecHandler(system)), path
+    rest, query = split_query(rest)
+    bucket, slash, path = rest.partition("/")
+    # Of the bucket only, so that what stands in the path need not be quoted as URLs are.
+    place = f"{scheme}://{bucket}{query}"
+    system = _FILE_SYSTEMS.get(place, lambda: pa.fs.FileSystem.from_uri(place)[0])
+    return system, bucket.rpartition("@")[2] + slash + path
+
+
+def with_version(file: File) -> File:
+    """The file with what changes when its content does; asks the store."""
+    if file.version:
+        return file
+    with reading(file.shown):
+        return replace(file, version=_version(file.url))
+
+
+def _version(url: str) -> str:
+    system, path = file_system(url)
+    facts: Mapping[str, Any]
+    if isinstance(system, pa.fs.PyFileSystem):
+        facts = system.handler.fs.info(path)
+    else:
+        with system.open_input_stream(path, compression=None) as stream:
+            found = stream.metadata()
+        facts = {
+            "ETag": (found.get("ETag") or b"").decode(),
+            "mtime": system.get_file_info(path).mtime_ns,
+        }
+    name = next((name for name in (*_VERSIONS, *_TIMES) if facts.get(name)), None)
+    return f"{name}={facts[name]}" if name else "unknown"
+
+
+def remote_files(url: str, pattern: str, choose: Callable[..., list[str]]) -> list[File]:
+    """The file of a URL, those matching a pattern, or those that `choose` takes of a directory."""
+    shown = without_secrets(url)
+    with reading(shown, "check the URL and the credentials for it, and install what this kind of URL needs"):
+        if has_wildcard(split_query(url)[0]):
+            return _matching(pattern)
+        system, path = file_system(url)
+        info = system.get_file_info(path)
+        if info.type == pa.fs.FileType.NotFound:
+            raise DataError(f"{shown}: no such file; correct the dataset's path, or the credentials for it")
+        if info.type == pa.fs.FileType.File:
+            return [File(shown, url, info.size, "")]
+        top = path.rstrip("/")
+        below = {found[len(top) + 1 :]: size for found, size in _list(system, top, recursive=True)}
+
+        def read(name: str) -> bytes:
+            with system.open_input_stream(f"{top}/{name}", compression=None) as stream:
+                content: bytes = stream.read()
+                return content
+
+        return [_file(url, system, f"{top}/{name}", below[name]) for name in choose(list(below), read)]
+
+
+def _matching(url: str) -> list[File]:
+    system, pattern = file_system(url)
+    parts = pattern.split("/")
+    fixed = next(index for index, part in enumerate(parts) if has_wildcard(part))
+    matches = re.compile(glob_translate(pattern)).match
+    try:
+        found = sorted(_list(system, "/".join(parts[:fixed]), recursive=fixed < len(parts) - 1))
+    except FileNotFoundError:
+        return []
+    return [_file(url, system, path, size) for path, size in found if matches(path) and is_meant(path, pattern)]
+
+
+def _list(system: Any, folder: str, *, recursive: bool) -> Iterator[tuple[str, int]]:
+    for info in system.get_file_info(pa.fs.FileSelector(folder, recursive=recursive)):
+        if info.type == pa.fs.FileType.File:
+            yield info.path, info.size
+
+
+def _file(url: str, system: Any, path: str, size: int) -> File:
+    if isinstance(system, pa.fs.PyFileSystem):
+        found = system.handler.fs.unstrip_protocol(path)
+    else:
+        # Before the path stands the bucket's user, behind it the options of the store.
+        scheme, rest = url.split("://", 1)
+        rest, query = split_query(rest)
+        user, at, _ = rest.partition("/")[0].rpartition("@")
+        found = f"{scheme}://{user}{at}{path}{query}"
+    return File(without_secrets(found), found, size, "")

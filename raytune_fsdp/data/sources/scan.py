@@ -1,0 +1,278 @@
+"""One pass over a text file: where each row is in it, and the hash of its content.
+
+A row's span is its place in bytes. What is in it is looked at when the row is read, so a broken one is found there.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from array import array
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+
+from raytune_fsdp.data.sources.names import shorten
+from raytune_fsdp.data.sources.source import Progress, reading, unreadable
+from raytune_fsdp.errors import DataError
+
+SPAN = np.dtype([("offset", "<u8"), ("bytes", "<u8"), ("line", "<u8")])
+# The most that is read at once, so that a huge file without a line break cannot fill the memory.
+_PIECE_BYTES = 1 << 20
+# The most that one record of a CSV or one element of a JSON file may have, for the same reason: both are parsed to find
+# their end. Lines of other files may be longer.
+MAX_RECORD_BYTES = 1 << 28
+_START_BYTES = 1 << 16
+_PROGRESS_BYTES = 64 << 20
+_LINE_BREAK = ord("\n")
+_IS_SPACE = np.array([not bytes([byte]).strip() for byte in range(256)])
+_BOM = b"\xef\xbb\xbf"
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class Scanned:
+    """A file that is read once from its start, and hashed on the way."""
+
+    def __init__(self, file: BinaryIO, *, shown: str, size: int, progress: Progress | None) -> None:
+        self.shown = shown
+        self.offset = 0
+        self.line = 1
+        self._file = file
+        self._size = size
+        self._progress = progress
+        self._digest = xxhash.xxh3_128()
+        self._told = 0
+        with reading(shown):
+            start = file.read(len(_BOM))
+            file.seek(len(_BOM) if start == _BOM else 0)
+        if start == _BOM:
+            self._account(start)
+
+    @property
+    def content(self) -> str:
+        return self._digest.hexdigest()
+
+    def read(self, limit: int) -> bytes:
+        try:
+            piece = self._file.read(limit)
+        except OSError as error:
+            raise unreadable(self.shown, error) from error
+        return self._account(piece)
+
+    def readline(self, limit: int) -> bytes:
+        try:
+            piece = self._file.readline(limit)
+        except OSError as error:
+            raise unreadable(self.shown, error) from error
+        self.line += piece.endswith(b"\n")
+        return self._account(piece)
+
+    def _account(self, piece: bytes) -> bytes:
+        self._digest.update(piece)
+        self.offset += len(piece)
+        if self._progress is not None and (self.offset - self._told >= _PROGRESS_BYTES or not piece):
+            self._told = self.offset
+            self._progress(self.shown, self.offset, self._size)
+        return piece
+
+
+class Spans:
+    """Spans on their way to a file."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.count = 0
+        self._file = file
+        self._waiting = array("Q")
+
+    def add(self, offset: int, length: int, line: int = 0) -> None:
+        self._waiting.extend((offset, length, line))
+        self.count += 1
+        if len(self._waiting) >= 1 << 16:
+            self.flush()
+
+    def extend(self, spans: Any) -> None:
+        """Many at once: a row of an array each."""
+        self.flush()
+        # numpy's own way of writing does not say why it failed.
+        self._file.write(spans.astype("<u8").tobytes())
+        self.count += len(spans)
+
+    def flush(self) -> None:
+        self._waiting.tofile(self._file)
+        del self._waiting[:]
+
+
+def scan(file: Scanned, spans: Spans, *, syntax: str, delimiter: str) -> list[str]:
+    """Find all rows; returns the columns of a CSV file's header."""
+    if syntax == "csv":
+        return _scan_csv(file, spans, delimiter)
+    if syntax == "json":
+        _scan_json(file, spans)
+    else:
+        _scan_lines(file, spans)
+    return []
+
+
+def json_syntax(file: BinaryIO, *, shown: str) -> str:
+    """How a .json file is to be read: it holds an array, or one object a line. Leaves the file at its start."""
+    with reading(shown):
+        start = file.read(_START_BYTES).removeprefix(_BOM).lstrip()
+        file.seek(0)
+    if start.startswith(b"["):
+        return "json"
+    if start.split(b"\n", 1)[0].strip() == b"{":
+        raise DataError(
+            f"{shown}: is one JSON object over several lines; a JSON file with rows is an array of objects, or has one "
+            "object a line"
+        )
+    return "jsonl"
+
+
+def _scan_lines(file: Scanned, spans: Spans) -> None:
+    start, line, blank = file.offset, 1, True
+    while piece := file.read(_PIECE_BYTES):
+        base = file.offset - len(piece)
+        data = np.frombuffer(piece, dtype=np.uint8)
+        ends = np.flatnonzero(data == _LINE_BREAK) + 1
+        if not len(ends):
+            blank = blank and not piece.strip()
+            continue
+        starts = np.concatenate([[start], base + ends[:-1]])
+        kept = np.ones(len(ends), dtype=bool)
+        kept[0] = not blank or bool(piece[: ends[0]].strip())
+        # Only a line that starts with white space can be blank, and few do.
+        for index in np.flatnonzero(_IS_SPACE[data[ends[:-1]]]).tolist():
+            kept[index + 1] = bool(piece[ends[index] : ends[index + 1]].strip())
+        lines = np.arange(line, line + len(ends))
+        spans.extend(np.stack([starts, base + ends - starts, lines], axis=1)[kept])
+        start, line, blank = base + int(ends[-1]), line + len(ends), not piece[ends[-1] :].strip()
+    if not blank:
+        spans.add(start, file.offset - start, line)
+
+
+def _scan_csv(file: Scanned, spans: Spans, delimiter: str) -> list[str]:
+    records = csv_reader(_lines(file), delimiter)
+    columns: list[str] = []
+    while True:
+        start, line = file.offset, file.line
+        try:
+            fields = next(records)
+        except StopIteration:
+            return columns
+        except csv.Error as error:
+            if not columns:
+                raise DataError(f"{file.shown}:{line}: the header is no CSV record ({error}); correct it") from None
+            # A row, and a broken one: that is found again when it is read.
+            spans.add(start, file.offset - start, line)
+            continue
+        if fields and not columns:
+            columns = _columns(fields, where=f"{file.shown}:{line}")
+        elif fields:
+            spans.add(start, file.offset - start, line)
+
+
+def _columns(fields: list[str], *, where: str) -> list[str]:
+    try:
+        columns = [field.encode("latin-1").decode() for field in fields]
+    except UnicodeDecodeError:
+        raise DataError(f"{where}: the header is not UTF-8; convert the file, for example with iconv") from None
+    if len(set(columns)) < len(columns):
+        raise DataError(f"{where}: the header names a column twice ({shorten(columns)}); correct the first line")
+    return columns
+
+
+def csv_reader(lines: Iterator[str], delimiter: str) -> Iterator[list[str]]:
+    """Records of lines; strict, so that a quote that is never closed is an error and not the rest of the file."""
+    # Python's own limit, 128 kB a field, is less than a long document. It can only be set for the whole process.
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD_BYTES))
+    return csv.reader(lines, delimiter=delimiter, strict=True)
+
+
+def _lines(file: Scanned) -> Iterator[str]:
+    # Latin-1 is one character a byte, whatever is in it; quotes, delimiters, line breaks are where they are in UTF-8.
+    while line := file.readline(MAX_RECORD_BYTES):
+        if len(line) == MAX_RECORD_BYTES:
+            raise DataError(f"{file.shown}:{file.line}: a line of more than {len(line) >> 20} MiB; is this a CSV file?")
+        yield line.decode("latin-1")
+
+
+def _scan_json(file: Scanned, spans: Spans) -> None:
+    text = _Text(file, spans)
+    if text.peek() != "[":
+        raise text.broken("it does not start with '['")
+    text.at += 1
+    if text.peek() == "]":
+        return
+    while True:
+        text.peek()
+        start, end = text.base + text.at, text.value_end()
+        spans.add(start, end - start)
+        text.at = end - text.base
+        if (mark := text.peek()) not in (",", "]") or not mark:
+            raise text.broken(f"{mark!r} follows where ',' or ']' must" if mark else "the file ends in the array")
+        text.at += 1
+        if mark == "]":
+            break
+    if mark := text.peek():
+        raise text.broken(f"{mark!r} follows after the array")
+
+
+class _Text:
+    """The piece of a JSON file that is being looked at, one character a byte."""
+
+    def __init__(self, file: Scanned, spans: Spans) -> None:
+        self.text = ""
+        self.base = file.offset
+        self.at = 0
+        self._file = file
+        self._spans = spans
+        # Strings are only passed over here, and numbers too long for an int are for the one who reads the row.
+        self._decoder = json.JSONDecoder(strict=False, parse_int=str, parse_float=str)
+
+    def more(self) -> bool:
+        """Go on in the file; twice as much each time, so that a long element is not decoded over and over."""
+        self.base, self.text, self.at = self.base + self.at, self.text[self.at :], 0
+        if len(self.text) > MAX_RECORD_BYTES:
+            raise self.broken(f"it has more than {MAX_RECORD_BYTES >> 20} MiB")
+        piece = self._file.read(max(_PIECE_BYTES, len(self.text)))
+        self.text += piece.decode("latin-1")
+        return bool(piece)
+
+    def peek(self) -> str:
+        """The next character that is no space; empty at the end of the file."""
+        while True:
+            found = _SPACE.match(self.text, self.at)
+            assert found is not None
+            self.at = found.end()
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if not self.more():
+                return ""
+
+    def value_end(self) -> int:
+        """Where in the file the value ends that starts here."""
+        while True:
+            try:
+                _, end = self._decoder.raw_decode(self.text, self.at)
+            except json.JSONDecodeError as error:
+                # What is cut off at the end of the piece breaks there, or in the string that has no end yet.
+                cut_off = error.pos > len(self.text) - 16 or error.msg.startswith("Unterminated string")
+                if not cut_off or not self.more():
+                    raise self.broken(error.msg) from None
+            except RecursionError:
+                raise self.broken("it is nested too deeply") from None
+            else:
+                # A number may go on behind the end of the piece.
+                place = self.base + end
+                if end < len(self.text) or not self.more():
+                    return place
+
+    def broken(self, reason: str) -> DataError:
+        seen = shorten(self.text[self.at : self.at + 100].encode("latin-1").decode(errors="replace"))
+        return DataError(
+            f"{self._file.shown}, row {self._spans.count + 1}: not valid JSON ({reason}) at byte "
+            f"{self.base + self.at}, {seen!r}; the file is an array of objects: correct it, or write JSON Lines"
+        )

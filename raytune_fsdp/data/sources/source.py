@@ -1,0 +1,167 @@
+"""What a source is, and how the rows of several files become those of one."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+
+from raytune_fsdp.data.sources.names import shorten, without_secrets
+from raytune_fsdp.errors import DataError, RaytuneError, RowError
+
+Row = dict[str, Any]
+GONE = "data.cache.path must be seen by all nodes, and not be cleaned during a run; start again"
+_WHOLE = "check that it is there, whole, and may be read"
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, and how many bytes of how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file as it is now."""
+
+    shown: str
+    """As people are shown it: the way they wrote it."""
+    url: str
+    """Absolute path, or URL: the same from every working directory."""
+    size: int
+    version: str
+    """Changes with the content: time of a local file, ETag of an object. Empty where the store was not asked yet."""
+
+    @property
+    def remote(self) -> bool:
+        return "://" in self.url
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What tells this file from others, and from itself before a change."""
+        # The cache must not hold what may be a password.
+        url = {
+            "url": without_secrets(self.url),
+            "whole": xxhash.xxh3_128_hexdigest(self.url.encode("utf-8", "replace")),
+        }
+        return {**url, "size": self.size, "version": self.version}
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of what is known about a file without reading it."""
+        return xxhash.xxh3_128_hexdigest(json.dumps([without_secrets(self.url), self.size, self.version]).encode())
+
+
+class Source(Protocol):
+    """The rows of a dataset, by number. Small to pickle; can be used from several threads, and after a fork."""
+
+    @property
+    def label(self) -> str:
+        """What the user wrote: path, pattern, URL or name on the hub."""
+
+    @property
+    def fingerprints(self) -> Mapping[str, str]:
+        """Hash of each file, under the name that people are shown, in the order of the rows."""
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        """Numbers of rows that are best read together, in order; they add up to all rows."""
+
+    def __len__(self) -> int: ...
+
+    def where(self, index: int) -> str:
+        """`file:line` of a row, or `file, row 17`; both count from 1."""
+
+    def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
+        """The rows in the order asked for; one that is broken is a RowError in its place."""
+
+
+class Part(Protocol):
+    """The rows of one file."""
+
+    @property
+    def shown(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def count(self) -> int: ...
+
+    def blocks(self) -> Iterable[int]: ...
+
+    def where(self, index: int) -> str: ...
+
+    def rows(self, indices: Sequence[int]) -> list[Row | RowError]: ...
+
+
+@dataclass(frozen=True)
+class Files:
+    """The rows of several files, one after the other."""
+
+    label: str
+    parts: tuple[Part, ...]
+
+    @cached_property
+    def _ends(self) -> Any:
+        return np.cumsum([part.count for part in self.parts], dtype=np.int64)
+
+    @cached_property
+    def fingerprints(self) -> Mapping[str, str]:
+        return {part.shown: part.fingerprint for part in self.parts}
+
+    @cached_property
+    def blocks(self) -> Sequence[int]:
+        return array("Q", (rows for part in self.parts for rows in part.blocks() if rows))
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def where(self, index: int) -> str:
+        part, first = self._find(index)
+        return part.where(index - first)
+
+    def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
+        numbers = np.asarray(indices, dtype=np.int64)
+        if numbers.size and not 0 <= numbers.min() <= numbers.max() < len(self):
+            raise IndexError(f"rows {numbers.min()} to {numbers.max()} of {self.label}, which has {len(self)}")
+        places = np.searchsorted(self._ends, numbers, side="right")
+        found: list[Row | RowError] = [{}] * len(numbers)
+        for place in np.unique(places).tolist():
+            wanted = np.flatnonzero(places == place)
+            first = int(self._ends[place - 1]) if place else 0
+            rows = self.parts[place].rows((numbers[wanted] - first).tolist())
+            for position, row in zip(wanted.tolist(), rows, strict=True):
+                found[position] = row
+        return found
+
+    def _find(self, index: int) -> tuple[Part, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {self.label}, which has {len(self)}")
+        place = int(np.searchsorted(self._ends, index, side="right"))
+        return self.parts[place], int(self._ends[place - 1]) if place else 0
+
+    def __reduce__(self) -> tuple[type[Files], tuple[str, tuple[Part, ...]]]:
+        # Without what was computed from the parts.
+        return Files, (self.label, self.parts)
+
+
+@contextmanager
+def reading(shown: str, way_out: str = _WHOLE) -> Iterator[None]:
+    """Whatever a file system or a decoder raises becomes a DataError that names the file."""
+    try:
+        yield
+    except (RaytuneError, MemoryError):
+        raise
+    # fsspec's file systems raise what their own libraries raise.
+    except Exception as error:
+        raise unreadable(shown, error, way_out) from error
+
+
+def unreadable(shown: str, error: Exception, way_out: str = _WHOLE) -> DataError:
+    """The DataError for what a file system or a decoder raised."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or repr(error)
+    return DataError(f"{shown}: cannot be read ({shorten(' '.join(reason.split()), limit=300)}); {way_out}")

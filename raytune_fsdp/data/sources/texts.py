@@ -1,0 +1,172 @@
+"""Rows of text files: JSON Lines, JSON, CSV, plain text. Read by position from the file itself, or from a copy of it in
+the cache if it was packed or on a store."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from raytune_fsdp.data.sources.handles import OPEN, Stored, check_unchanged, local_file
+from raytune_fsdp.data.sources.names import ending_of, packing_of, shorten
+from raytune_fsdp.data.sources.places import chunks
+from raytune_fsdp.data.sources.prepared import prepare
+from raytune_fsdp.data.sources.scan import SPAN, Scanned, Spans, csv_reader, json_syntax, scan
+from raytune_fsdp.data.sources.source import GONE, File, Progress, Row, reading
+from raytune_fsdp.errors import DataError, RowError
+
+# Rows of a text file that are read together when blocks of rows are shuffled.
+_BLOCK_ROWS = 1024
+_RULES = {
+    "jsonl": "a JSON Lines file is UTF-8 text, one JSON object a line",
+    "json": "a JSON file with rows is an array of objects in UTF-8",
+    "csv": "a CSV file is UTF-8 text with a header, every record as many fields as that",
+    "text": "a text file is UTF-8, one row a line",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TextRows:
+    """The rows of one text file."""
+
+    shown: str
+    fingerprint: str
+    count: int
+    stored: Stored
+    spans: str
+    syntax: str
+    columns: tuple[str, ...]
+    delimiter: str
+
+    def blocks(self) -> Iterable[int]:
+        for first in range(0, self.count, _BLOCK_ROWS):
+            yield min(_BLOCK_ROWS, self.count - first)
+
+    def where(self, index: int) -> str:
+        if self.syntax == "json":
+            return f"{self.shown}, row {index + 1}"
+        return f"{self.shown}:{self._spans()[index]['line']}"
+
+    def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
+        spans = self._spans()[np.asarray(indices, dtype=np.int64)]
+        file = self.stored.open()
+        rows: list[Row | RowError] = [{}] * len(spans)
+        # In the order of the file, which is how storage is quickest.
+        for position in np.argsort(spans["offset"], kind="stable").tolist():
+            offset, length, _ = spans[position].item()
+            rows[position] = self._parse(file.read(offset, length), indices[position])
+        return rows
+
+    def _parse(self, raw: bytes, index: int) -> Row | RowError:
+        raw = raw.removesuffix(b"\n").removesuffix(b"\r")
+        try:
+            text = raw.decode("utf-8-sig" if self.syntax == "jsonl" else "utf-8")
+        except UnicodeDecodeError as error:
+            piece = "line" if self.syntax in ("jsonl", "text") else "row"
+            return self._broken(
+                index,
+                f"not UTF-8 at byte {error.start} of the {piece}, {raw[error.start : error.start + 8]!r}",
+                way_out="convert the file, for example with iconv",
+                reason="invalid_utf8",
+            )
+        if self.syntax == "text":
+            return {"text": text}
+        return self._csv(text, index) if self.syntax == "csv" else self._json(text, index)
+
+    def _json(self, text: str, index: int) -> Row | RowError:
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            return self._broken(index, f"not valid JSON ({error}) in {shorten(text.strip())!r}")
+        if not isinstance(row, dict):
+            return self._broken(index, f"{shorten(row)!r} is a {type(row).__name__}, not a JSON object")
+        return row
+
+    def _csv(self, text: str, index: int) -> Row | RowError:
+        try:
+            fields = next(csv_reader(io.StringIO(text, newline="\n"), self.delimiter))
+        except csv.Error as error:
+            return self._broken(index, f"not a CSV record ({error}) in {shorten(text.strip())!r}")
+        if len(fields) != len(self.columns):
+            return self._broken(
+                index, f"{len(fields)} fields, the header has {len(self.columns)}, in {shorten(text.strip())!r}"
+            )
+        return dict(zip(self.columns, fields, strict=True))
+
+    def _broken(
+        self, index: int, what: str, *, way_out: str = "correct or remove the row", reason: str = "broken_row"
+    ) -> RowError:
+        return RowError(f"{self.where(index)}: {what}; {_RULES[self.syntax]}: {way_out}", reason)
+
+    def _spans(self) -> Any:
+        def make() -> Any:
+            with reading(self.spans, GONE):
+                return np.memmap(self.spans, dtype=SPAN, mode="r", shape=(self.count,)).view(np.ndarray)
+
+        return OPEN.get(("spans", self.spans), make)
+
+
+def open_text(file: File, kind: str, *, cache: Path, progress: Progress | None) -> TextRows:
+    """Find the rows of a file, unless that was done before."""
+    packing = packing_of(file.url)
+    copied = file.remote or packing is not None
+    delimiter = "\t" if ending_of(file.url) == ".tsv" else ","
+
+    def make(directory: Path) -> Mapping[str, Any]:
+        path = Path(file.url)
+        if copied:
+            path = directory / "content"
+            with open(path, "wb") as target:
+                for chunk in chunks(file, packing=packing, progress=progress):
+                    target.write(chunk)
+        meta: Mapping[str, Any] = _find_rows(
+            path, directory / "spans", file=file, kind=kind, delimiter=delimiter, progress=progress
+        )
+        if not copied:
+            check_unchanged(file)
+        return meta
+
+    identity = {"preparation": "text", "kind": kind, **file.identity}
+    made = prepare(cache, identity, make, shown=file.shown)
+    meta, content = made.meta, made.meta["content"]
+    stored = made.stored("content", shown=file.shown) if copied else local_file(file, content)
+    return TextRows(
+        shown=file.shown,
+        fingerprint=content,
+        count=meta["rows"],
+        stored=stored,
+        spans=str(made.path / "spans"),
+        syntax=meta["syntax"],
+        columns=tuple(meta["columns"]),
+        delimiter=delimiter,
+    )
+
+
+def _find_rows(path: Path, target: Path, *, file: File, kind: str, delimiter: str, progress: Progress | None) -> Any:
+    syntax = kind
+    with _opened(path, shown=file.shown) as source, open(target, "wb") as out:
+        spans = Spans(out)
+        if kind == "json":
+            syntax = json_syntax(source, shown=file.shown)
+        size = os.fstat(source.fileno()).st_size
+        scanned = Scanned(source, shown=file.shown, size=size, progress=progress)
+        columns = scan(scanned, spans, syntax=syntax, delimiter=delimiter)
+        spans.flush()
+    if not spans.count:
+        raise DataError(
+            f"{file.shown}: has no rows ({scanned.offset} bytes); {_RULES[syntax]}: correct the dataset's path, or "
+            "remove the file"
+        )
+    return {"content": scanned.content, "rows": spans.count, "syntax": syntax, "columns": columns}
+
+
+def _opened(path: Path, *, shown: str) -> BinaryIO:
+    with reading(shown):
+        return open(path, "rb")

@@ -1,0 +1,256 @@
+"""The stream and the census on a Ray cluster: windows are built by CPU tasks, wherever there are CPUs.
+
+A task that costs no CPU keeps builds in flight, takes their windows in the order of the stream, and yields blocks of
+`micro_batch` samples. It is a Ray Data source: when enough blocks lie ready, Ray Data pulls no more, the task stops,
+and no window is built further ahead. Its blocks go to the ranks in turn (`RotatedSplit`), and each rank makes its
+batches of them (`ray_batches`). No list of windows exists: how many a run needs shows as they are built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+import ray.data
+from ray.data.block import BlockMetadata
+from ray.data.collate_fn import ArrowBatchCollateFn
+from ray.data.datasource import Datasource, ReadTask
+from ray.train import DataConfig
+
+from raytune_fsdp.data.batches import Division, Stream, StreamSample, fill_up, stream_batch
+from raytune_fsdp.data.census import Places
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.errors import TrainingError
+from raytune_fsdp.launch.ray_tasks import cpus, in_order, on_a_cpu, opened, own_errors
+from raytune_fsdp.types import Batch, Cursor, PackedSample, StepBatches, WindowCounts
+
+if TYPE_CHECKING:
+    import torch
+    from ray import ObjectRef
+    from ray.data import DataIterator, Dataset
+
+AHEAD_BYTES = 1 << 30
+"""Windows that are built ahead take at most this much of the cluster's object store, and at most a quarter of it."""
+
+FIRST_AHEAD = 8
+"""Windows that are built ahead at first, when it is not known how large they are."""
+
+READY_BYTES = 256 << 20
+"""Blocks that lie ready take at most this much of the object store, or four for each rank where that is more."""
+
+COUNTED_PER_CPU = 2
+"""Windows in flight for each CPU in a census, so that none waits for the next one."""
+
+_TOKENS = ("input_ids", "labels", "position_ids", "source_ids")
+_FIRST_BLOCK, _BYTES_PER_BLOCK = "raytune_fsdp.first_block", "raytune_fsdp.bytes_per_block"
+
+
+def stream_dataset(stream: Stream, cursor: Cursor, *, micro_batch: int, samples: int, first_block: int = 0) -> Dataset:
+    """The next `samples` samples from `cursor` on, `micro_batch` in a block (fewer in the last one). Starts nothing.
+
+    `first_block` is the number of the first block in the run: `Division.first_block` of the first step.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    source = StreamDatasource(partial(_blocks, ray.put(stream), cursor, micro_batch, samples, first_block), samples)
+    # On this node, which has the actor that hands the blocks out: if it is lost, so is the stream, anyway.
+    dataset = ray.data.read_datasource(
+        source, override_num_blocks=1, num_cpus=0, label_selector={"ray.io/node-id": here}
+    )
+    block_bytes = micro_batch * _row_bytes(stream.windows.seq_len)
+    context = dataset.context
+    context.set_config(_FIRST_BLOCK, first_block)
+    context.set_config(_BYTES_PER_BLOCK, block_bytes)
+    # Ray Data puts together what is smaller than this, and cuts what is half as large again.
+    context.target_max_block_size = block_bytes * 3 // 4
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    return dataset
+
+
+class StreamDatasource(Datasource):  # type: ignore[misc]
+    """A single task that yields the blocks one after the other."""
+
+    def __init__(self, blocks: Callable[[], Iterator[pa.Table]], samples: int) -> None:
+        super().__init__()
+        self._task = ReadTask(blocks, BlockMetadata(samples, None, None, None))
+
+    def estimate_inmemory_data_size(self) -> None:
+        return None
+
+    def get_read_tasks(self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None) -> Any:
+        return [self._task]
+
+
+class RotatedSplit(DataConfig):  # type: ignore[misc]
+    """Block g of the run goes to rank g mod world, also where the stream is taken up in the middle of the run."""
+
+    def configure(
+        self, datasets: Mapping[str, Dataset], world_size: int, *_: Any, **__: Any
+    ) -> list[dict[str, DataIterator]]:
+        shards: list[dict[str, DataIterator]] = [{} for _ in range(world_size)]
+        for name, dataset in datasets.items():
+            context = dataset.context
+            ready = max(READY_BYTES, 4 * world_size * context.get_config(_BYTES_PER_BLOCK))
+            context.execution_options.resource_limits = ray.data.ExecutionResources(object_store_memory=ready)
+            # Not equal: that would cut the end off, to give every rank as many. Blocks of one size go round in turn.
+            for place, shard in enumerate(dataset.streaming_split(world_size, equal=False)):
+                shards[(context.get_config(_FIRST_BLOCK) + place) % world_size][name] = shard
+        return shards
+
+
+def ray_batches(
+    shard: DataIterator, windows: Windows, division: Division, *, rank: int, device: torch.device | str = "cpu"
+) -> Iterator[StepBatches]:
+    """What `rank_batches` gives, from this rank's shard of a `stream_dataset` that begins with the first step."""
+    ahead = 2 * max(division.rounds(division.first_step), 2)
+    arriving = shard.iter_torch_batches(
+        batch_size=None, prefetch_batches=ahead, collate_fn=ToBlock(division, device), device="cpu"
+    )
+    with closing(iter(arriving)) as arrived, own_errors():
+        # Ray starts when all ranks have asked for a block, also those that have none in the first step.
+        blocks = chain([next(arrived, None)], arrived)
+        for step in range(division.first_step, division.last_step + 1):
+            own: list[Batch] = []
+            built = 0
+            for index, size in enumerate(division.block_sizes(step)):
+                if division.owner(step, index) == rank:
+                    block = next(blocks, None)
+                    number = division.first_block(step) + index
+                    if block is None or block.number != number or len(block.batch.sample_ids) != size:
+                        raise _out_of_order(rank, number, size, block)
+                    own.append(block.batch)
+                    built += block.windows_built
+            yield fill_up(step, own, division, windows, device, windows_built=built)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What arrives at a rank."""
+
+    number: int
+    """Counted from the start of the run."""
+    windows_built: int
+    batch: Batch
+
+
+class ToBlock(ArrowBatchCollateFn):  # type: ignore[misc]
+    """Makes tensors of what arrives. Ray Data calls it in threads, before the block is needed."""
+
+    def __init__(self, division: Division, device: torch.device | str) -> None:
+        self._blocks_per_step = division.global_batch // division.micro_batch
+        self._device = device
+
+    def __call__(self, table: pa.Table) -> Block:
+        number: int = table["block"][0].as_py()
+        samples = _to_samples(table)
+        batch = stream_batch(samples, index=number % self._blocks_per_step, device=self._device)
+        return Block(number, sum(each.built for each in samples), batch)
+
+
+def build_on_ray(windows: Windows, places: Places) -> Iterator[tuple[WindowCounts, bool]]:
+    """The `Builder` of a census on all CPUs of the cluster; windows stay in the cache, only their counts come back.
+
+    In order, so that of several bad rows the same one is told of each time.
+    """
+    held = ray.put(windows)
+    calls = (([held], epoch, k) for epoch, k in places)
+    with own_errors(), closing(in_order(_count_task.remote, calls, lambda: COUNTED_PER_CPU * cpus())) as counts:
+        yield from counts
+
+
+def _blocks(held: ObjectRef, cursor: Cursor, micro_batch: int, samples: int, first_block: int) -> Iterator[pa.Table]:
+    """Runs in the task of the source."""
+    rest: pa.Table | None = None
+    block, left = first_block, samples
+    with closing(_sections(held, cursor)) as tables:
+        while left:
+            table = next(tables).slice(0, left)
+            left -= len(table)
+            if rest is not None:
+                table = pa.concat_tables([rest, table])
+            whole = len(table) if not left else len(table) // micro_batch * micro_batch
+            for first in range(0, whole, micro_batch):
+                part = table.slice(first, min(micro_batch, whole - first))
+                yield part.append_column("block", pa.array(np.full(len(part), block, dtype=np.int64)))
+                block += 1
+            rest = table.slice(whole)
+
+
+def _sections(held: ObjectRef, cursor: Cursor) -> Generator[pa.Table, None, None]:
+    """The windows of the stream in their order, as tables of samples, for ever."""
+    most = min(AHEAD_BYTES, int(ray.cluster_resources().get("object_store_memory", 0)) // 4)
+    taken, largest, empty = 0, 1, 0
+
+    def ahead() -> int:
+        return max(2, min(cpus(), most // largest, FIRST_AHEAD + taken))
+
+    with closing(in_order(_section_task.remote, (([held], cursor, k) for k in count()), ahead)) as tables:
+        for table in tables:
+            taken, largest = taken + 1, max(largest, table.nbytes)
+            empty = 0 if len(table) else empty + 1
+            if empty:
+                ray.get(held).check_not_empty(empty)
+            yield table
+
+
+def _section(held: Sequence[ObjectRef], cursor: Cursor, number: int) -> pa.Table:
+    stream: Stream = opened(held[0])
+    return _to_table(list(stream.section(cursor, number)), stream.windows.seq_len)
+
+
+def _count(held: Sequence[ObjectRef], epoch: int, k: int) -> tuple[WindowCounts, bool]:
+    windows: Windows = opened(held[0])
+    window, built = windows.get(epoch, k, must_keep=True)
+    return window.counts, built
+
+
+_section_task, _count_task = on_a_cpu(_section), on_a_cpu(_count)
+
+
+def _to_table(samples: Sequence[StreamSample], seq_len: int) -> pa.Table:
+    """A row for each sample."""
+    columns: dict[str, pa.Array] = {}
+    for name in _TOKENS:
+        values = [getattr(each.sample, name) for each in samples] or [np.empty(0, dtype=np.int32)]
+        columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(np.concatenate(values)), seq_len)
+    columns["id"] = pa.array([each.sample.id for each in samples], pa.int64())
+    for name in ("epoch", "window", "index"):
+        columns[name] = pa.array([getattr(each.behind, name) for each in samples], pa.int64())
+    columns["built"] = pa.array([each.built for each in samples], pa.bool_())
+    return pa.table(columns)
+
+
+def _row_bytes(seq_len: int) -> int:
+    """Of a row of `_to_table`, with the number of its block."""
+    return 4 * len(_TOKENS) * seq_len + 8 * 5
+
+
+def _to_samples(table: pa.Table) -> list[StreamSample]:
+    """What `_to_table` was given."""
+    rows = len(table)
+    tokens = {name: table[name].combine_chunks().flatten().to_numpy().reshape(rows, -1) for name in _TOKENS}
+    columns = table.select(["id", "epoch", "window", "index", "built"]).to_pylist()
+    return [
+        StreamSample(
+            PackedSample(id=row["id"], **{name: values[i] for name, values in tokens.items()}),
+            Cursor(epoch=row["epoch"], window=row["window"], index=row["index"]),
+            row["built"],
+        )
+        for i, row in enumerate(columns)
+    ]
+
+
+def _out_of_order(rank: int, number: int, size: int, block: Block | None) -> TrainingError:
+    found = "the end of the data" if block is None else f"block {block.number} with {len(block.batch.sample_ids)}"
+    return TrainingError(
+        f"rank {rank} was to get block {number} of the run with {size} sample(s) from Ray Data and got {found}; the "
+        "same command continues from the last checkpoint, and with cluster.launch=local without Ray"
+    )

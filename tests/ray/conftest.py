@@ -1,0 +1,35 @@
+"""One Ray for all tests in this directory: it takes many seconds to start."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+CPUS = 4
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A Ray of this machine with `CPUS` logical CPUs; its processes and files are gone afterwards."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # else Ray writes a token into the home directory
+    import ray
+
+    directory = tempfile.mkdtemp(prefix="ray-")  # short: the names of sockets have a limit
+    ray.init(
+        num_cpus=CPUS,
+        include_dashboard=False,
+        object_store_memory=256 << 20,
+        _temp_dir=directory,
+        logging_level="ERROR",
+        log_to_driver=False,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)

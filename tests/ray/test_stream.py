@@ -1,0 +1,299 @@
+"""The stream through Ray Data is the local one, at every world size, from every step, on any number of CPUs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from raytune_fsdp.data.batches import Division, Stream, StreamSample, rank_batches
+from raytune_fsdp.data.census import census
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.errors import RowError, TrainingError
+from raytune_fsdp.launch import ray_tasks
+from raytune_fsdp.launch.ray_data import RotatedSplit, build_on_ray, ray_batches, stream_dataset
+from raytune_fsdp.types import Cursor, StepBatches
+from tests.ray.conftest import CPUS
+from tests.rows import make_windows, token_rows
+
+SEED = 5
+LENGTHS = [2 + (7 * i) % 15 for i in range(83)]
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+class UnevenStream(Stream):
+    """Some windows take longer than those behind them, and the first process to build the third one dies of it."""
+
+    def section(self, cursor: Cursor, number: int) -> Iterator[StreamSample]:
+        if number == 2:
+            try:
+                (self.windows.cache.root / "died").touch(exist_ok=False)
+            except FileExistsError:
+                pass
+            else:
+                os._exit(1)
+        time.sleep((0.1, 0.0, 0.05)[number % 3])
+        return super().section(cursor, number)
+
+
+def make(directory: Path, lengths: list[int] = LENGTHS, **options: Any) -> Windows:
+    directory.mkdir(exist_ok=True)
+    return make_windows([token_rows(directory, lengths)], cache=directory, seed=SEED, **options)
+
+
+def divide(
+    world: int, *, first: int = 1, last: int, total: int | None = None, blocks: int = 3, micro: int = 2
+) -> Division:
+    return Division(
+        first_step=first, last_step=last, total_samples=total, global_batch=blocks * micro, micro_batch=micro,
+        world=world,
+    )  # fmt: skip
+
+
+def split(stream: Stream, cursor: Cursor, division: Division) -> list[Any]:
+    """The shard of each rank, as Ray Train asks for them."""
+    dataset = stream_dataset(
+        stream,
+        cursor,
+        micro_batch=division.micro_batch,
+        samples=division.samples(),
+        first_block=division.first_block(division.first_step),
+    )
+    shards = RotatedSplit().configure({"train": dataset}, division.world, None, None)
+    return [shard["train"] for shard in shards]
+
+
+@ray.remote(num_cpus=0)
+class Rank:
+    def steps(self, shard: Any, windows: Windows, division: Division, rank: int, count: int | None = None) -> list[Any]:
+        found = []
+        batches = ray_batches(shard, windows, division, rank=rank)
+        for step in batches:
+            found.append(seen(step))
+            time.sleep(0.02 * (rank % 2))
+            if len(found) == count:
+                break
+        batches.close()
+        return found
+
+    def failure(self, *arguments: Any) -> tuple[type, str, str]:
+        try:
+            self.steps(*arguments)
+        except RowError as error:
+            return type(error), str(error), error.reason
+        raise AssertionError("no row was found to be bad")
+
+
+@pytest.fixture(scope="module")
+def ranks(cluster: None) -> list[Any]:
+    return [Rank.remote() for _ in range(3)]
+
+
+def seen(step: StepBatches) -> tuple[object, ...]:
+    """All that a rank is given in a step. Not which windows were in the cache."""
+    blocks = [
+        (
+            block.index, block.sample_ids, block.behind, block.tokens, block.target_tokens, block.attended_pairs,
+            block.input_ids.tolist(), block.labels.tolist(), block.position_ids.tolist(), block.source_ids.tolist(),
+        )
+        for block in step.blocks
+    ]  # fmt: skip
+    return step.step, blocks
+
+
+def through_ray(ranks: list[Any], stream: Stream, cursor: Cursor, division: Division) -> list[list[Any]]:
+    shards = split(stream, cursor, division)
+    running = [
+        actor.steps.remote(shard, stream.windows, division, rank)
+        for rank, (actor, shard) in enumerate(zip(ranks, shards, strict=False))
+    ]
+    result: list[list[Any]] = ray.get(running)
+    return result
+
+
+def locally(stream: Stream, cursor: Cursor, division: Division) -> list[list[Any]]:
+    return [
+        [seen(step) for step in rank_batches(stream, division, cursor=cursor, rank=rank)]
+        for rank in range(division.world)
+    ]
+
+
+def cursors(stream: Stream, last: int, **sizes: int) -> list[Cursor]:
+    """The cursor in front of each step."""
+    steps = rank_batches(stream, divide(1, last=last, **sizes), cursor=Cursor(), rank=0)
+    return [Cursor(), *(step.blocks[-1].behind for step in steps)]
+
+
+def samples_of(windows: Windows) -> list[int]:
+    return [len(windows.get(0, k)[0].samples) for k in range(windows.count(0))]
+
+
+@pytest.mark.parametrize(("world", "blocks", "micro"), [(1, 2, 8), (2, 3, 2), (3, 2, 3)])
+def test_every_rank_gets_what_it_gets_without_ray(
+    tmp_path: Path, ranks: list[Any], world: int, blocks: int, micro: int
+) -> None:
+    here, there = make(tmp_path / "here"), make(tmp_path / "there")
+    samples = sum(samples_of(here))
+    # More than two epochs; the last step has a block less, and its last block a sample less, where that leaves some.
+    last = 5 * samples // 2 // (blocks * micro)
+    total = last * blocks * micro - micro - (micro > 1)
+    starts = cursors(Stream(here, seed=SEED), last, blocks=blocks, micro=micro)
+    for first in (1, 1 + last // 3):
+        division = divide(world, first=first, last=last, total=total, blocks=blocks, micro=micro)
+        found = through_ray(ranks, UnevenStream(there, seed=SEED), starts[first - 1], division)
+        assert found == locally(Stream(here, seed=SEED), starts[first - 1], division)
+        assert sum(len(block[1]) for rank in found for _, own in rank for block in own) == division.samples()
+    assert (tmp_path / "there" / "died").exists()
+
+
+@ray.remote
+class Busy:
+    """Holds CPUs."""
+
+    def ready(self) -> bool:
+        return True
+
+
+def test_empty_windows_and_a_single_cpu(tmp_path: Path, ranks: list[Any]) -> None:
+    # Windows of two rows, most of which are too long: some windows have no sample.
+    options: dict[str, Any] = {"window": 2, "long_documents": "drop"}
+    lengths = [20 if i % 3 else 5 for i in range(40)]
+    here, there = make(tmp_path / "here", lengths, **options), make(tmp_path / "there", lengths, **options)
+    assert not all(samples_of(here))
+    division = divide(2, last=3)
+    busy = Busy.options(num_cpus=CPUS - 1).remote()
+    assert ray.get(busy.ready.remote())
+    found = through_ray(ranks, UnevenStream(there, seed=SEED), Cursor(), division)
+    ray.kill(busy)
+    assert found == locally(Stream(here, seed=SEED), Cursor(), division)
+
+
+def test_stopping_early_leaves_nothing_running(tmp_path: Path, ranks: list[Any]) -> None:
+    windows = make(tmp_path, [9] * 4000, reshuffle="full")
+    division = divide(2, last=10_000)
+    shards = split(UnevenStream(windows, seed=SEED), Cursor(), division)
+    ray.get([ranks[rank].steps.remote(shards[rank], windows, division, rank, 3) for rank in range(2)])
+    deadline = time.monotonic() + 20
+    while ray.available_resources().get("CPU") != CPUS:
+        assert time.monotonic() < deadline, "tasks are still running"
+        time.sleep(0.2)
+    built = len(list(tmp_path.rglob("*.arrow")))
+    time.sleep(1)
+    assert len(list(tmp_path.rglob("*.arrow"))) == built < windows.count(0)
+
+
+def test_bad_row_reaches_the_rank_as_what_it_is(tmp_path: Path, ranks: list[Any]) -> None:
+    windows = make(tmp_path, [*LENGTHS, 17], shuffle="none")
+    division = divide(2, last=100)
+    shards = split(Stream(windows, seed=SEED), Cursor(), division)
+    running = [ranks[rank].failure.remote(shards[rank], windows, division, rank) for rank in range(2)]
+    for kind, message, reason in ray.get(running):
+        assert kind is RowError and reason == "too_long"
+        assert "rows.jsonl:84: the row has 17 tokens, data.seq_len=16" in message and "\n" not in message
+
+
+def test_census_on_all_cpus(tmp_path: Path) -> None:
+    here, there = make(tmp_path / "here", window=3), make(tmp_path / "there", window=3)
+    told: list[int] = []
+    counted = census(there, progress=lambda _, done, __: told.append(done), build=build_on_ray)
+    assert counted == census(here)
+    assert told == list(range(1, 29)) and counted.built == 28
+    assert all(there.counts(0, k) is not None for k in range(28))
+    places = [(0, k) for k in range(28)]
+    assert not any(built for _, built in build_on_ray(there, places))  # the windows are in the cache
+
+
+def test_census_names_the_first_bad_row(tmp_path: Path) -> None:
+    lengths = [17 if i in (30, 60) else 5 for i in range(80)]
+    with pytest.raises(RowError, match=r"rows\.jsonl:31: the row has 17 tokens") as caught:
+        census(make(tmp_path, lengths, shuffle="none", window=4), build=build_on_ray)
+    assert type(caught.value) is RowError
+
+
+def test_it_is_said_when_no_cpu_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_tasks, "_PATIENCE_SECONDS", 0.5)
+    busy = Busy.options(num_cpus=CPUS).remote()
+    assert ray.get(busy.ready.remote())
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            ray.kill(busy)
+
+    listener = Listener()
+    ray_tasks.logger.addHandler(listener)
+    try:
+        assert census(make(tmp_path), build=build_on_ray).total.rows == len(LENGTHS)
+    finally:
+        ray_tasks.logger.removeHandler(listener)
+    assert said[0].startswith("the data has been waiting for 0.5 s for a task on a CPU; 0 of the cluster's 4 CPUs")
+
+
+class Shard:
+    """Gives prepared blocks, as Ray's does."""
+
+    def __init__(self, tables: list[Any]) -> None:
+        self.tables = tables
+
+    def iter_torch_batches(self, *, collate_fn: Any, **_: Any) -> Iterator[Any]:
+        return (collate_fn(table) for table in self.tables)
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ([0, 2, 1], r"block 1 of the run with 2 sample\(s\) from Ray Data and got block 2 with 2; the same"),
+        ([0, 1], r"block 2 of the run with 2 sample\(s\) from Ray Data and got the end of the data"),
+        ([0, 0, 1], r"block 1 of the run .* got block 0 with 2"),
+        ([0, 3], r"block 1 of the run .* got block 1 with 1"),
+    ],
+)
+def test_blocks_out_of_order_are_not_trained_on(tmp_path: Path, order: list[int], message: str) -> None:
+    windows = make(tmp_path)
+    division = divide(1, last=1)
+    dataset = stream_dataset(Stream(windows, seed=SEED), Cursor(), micro_batch=2, samples=6)
+    tables = list(dataset.iter_batches(batch_size=None, batch_format=None))
+    tables.append(tables[1].slice(0, 1))
+    assert len(list(ray_batches(Shard(tables[:3]), windows, division, rank=0))) == 1
+    with pytest.raises(TrainingError, match=message):
+        list(ray_batches(Shard([tables[i] for i in order]), windows, division, rank=0))
+
+
+def test_inside_a_torch_trainer(tmp_path: Path) -> None:
+    windows = make(tmp_path / "data")
+    stream = UnevenStream(windows, seed=SEED)
+    # The fourth step begins with block 9, which is not rank 0's.
+    division = divide(2, first=4, last=9)
+    start = cursors(stream, 3)[3]
+    out = tmp_path / "out"
+    out.mkdir()
+
+    def dataset() -> Any:
+        return stream_dataset(
+            stream, start, micro_batch=2, samples=division.samples(), first_block=division.first_block(4)
+        )
+
+    def work() -> None:
+        rank = ray.train.get_context().get_world_rank()
+        shard = ray.train.get_dataset_shard("train")
+        steps = [seen(step) for step in ray_batches(shard, windows, division, rank=rank)]
+        (out / str(rank)).write_text(repr(steps))
+
+    TorchTrainer(
+        work,
+        datasets={"train": dataset},
+        dataset_config=RotatedSplit(),
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path / "storage")),
+    ).fit()
+    assert [(out / str(rank)).read_text() for rank in range(2)] == [repr(r) for r in locally(stream, start, division)]

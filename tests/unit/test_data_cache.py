@@ -1,0 +1,153 @@
+"""Windows on storage: as they were built or not at all, by many writers, within a bound."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raytune_fsdp.data import cache as cache_module
+from raytune_fsdp.data.cache import WindowCache, entries, remove
+from raytune_fsdp.data.window import Window
+from raytune_fsdp.errors import DataError
+from tests.ranks import run_ranks
+from tests.rows import make_windows, token_rows
+
+
+@pytest.fixture
+def window(tmp_path: Path) -> Window:
+    rows = [token_rows(tmp_path, [3, 9, 16, 5, 7, 16, 2, 2])]
+    return make_windows(rows, cache=tmp_path / "elsewhere", seq_len=21, bad_rows="skip").get(0, 0)[0]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> WindowCache:
+    return WindowCache(tmp_path / "cache", "f" * 32, 10**9, {"datasets": ["rows"]})
+
+
+def equal(left: Window, right: Window) -> bool:
+    pairs = [(getattr(left.samples, name), getattr(right.samples, name)) for name in left.samples.__dataclass_fields__]
+    return left.counts == right.counts and all(
+        a.dtype == b.dtype and a.shape == b.shape and (np.asarray(a) == np.asarray(b)).all() for a, b in pairs
+    )
+
+
+def test_comes_back_as_it_was(cache: WindowCache, window: Window) -> None:
+    assert cache.read(0, 3) is None
+    cache.write(0, 3, window)
+    read = cache.read(0, 3)
+    assert read is not None and equal(read, window)
+    assert [s.id for s in read.samples] == [s.id for s in window.samples]
+    assert cache.read(1, 3) is None and cache.read(0, 2) is None
+
+
+def test_every_damage_is_found_and_the_file_removed(cache: WindowCache, window: Window) -> None:
+    cache.write(0, 0, window)
+    (path,) = cache.directory.glob("*.arrow")
+    good = path.read_bytes()
+    generator = random.Random(0)
+    for trial in range(300):
+        if trial % 3:
+            bad = bytearray(good)
+            bad[generator.randrange(len(good))] ^= 1 << generator.randrange(8)
+        else:
+            bad = bytearray(good[: generator.randrange(len(good))])
+        path.write_bytes(bad)
+        assert cache.read(0, 0) is None
+        assert not path.exists()
+
+
+def test_damaged_window_is_built_again(tmp_path: Path) -> None:
+    rows = [token_rows(tmp_path, [5] * 20)]
+    first = make_windows(rows, cache=tmp_path)
+    expected = [first.get(0, k)[0].samples.ids.tolist() for k in range(3)]
+    path = sorted(first.cache.directory.glob("*.arrow"))[1]
+    path.write_bytes(path.read_bytes()[:-100])
+    again = make_windows(rows, cache=tmp_path)
+    results = [again.get(0, k) for k in range(3)]
+    assert [built for _, built in results] == [False, True, False]
+    assert [window.samples.ids.tolist() for window, _ in results] == expected
+    assert make_windows(rows, cache=tmp_path).get(0, 1)[1] is False
+
+
+def test_many_writers_and_readers(cache: WindowCache, window: Window) -> None:
+    def work(number: int) -> bool:
+        cache.write(0, number % 3, window)
+        read = cache.read(0, number % 3)
+        return read is not None and equal(read, window)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(120)))
+    assert sorted(path.suffix for path in cache.directory.iterdir()) == [".arrow", ".arrow", ".arrow", ".json"]
+
+
+def fill_the_disk(directory: str) -> tuple[str, list[str], bool]:
+    """Census and stream in a process that may write no file of more than 4 kB."""
+    import resource
+
+    from raytune_fsdp.data.census import census
+
+    rows = [token_rows(Path(directory), [300] * 20)]
+    windows = make_windows(rows, cache=Path(directory) / "cache", seq_len=300)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    try:
+        census(windows)
+        message = ""
+    except DataError as error:
+        message = str(error)
+    left = [path.name for path in windows.cache.directory.iterdir() if not path.name.startswith("lock-")]
+    window, built = windows.get(0, 1)  # while training, the run goes on without a cache
+    return message, left, built and len(window.samples) > 0
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    ((message, left, goes_on),) = run_ranks(fill_the_disk, 1, str(tmp_path))
+    assert re.search(r"the cache .* cannot take another .* MB \(File too large\); free space, .*data clean", message)
+    assert left == ["about.json"] and goes_on
+
+
+def test_stays_within_its_bound(tmp_path: Path, window: Window) -> None:
+    size = window.to_bytes()[0].size + 16
+    cache = WindowCache(tmp_path, "a" * 32, 10 * size, {})
+    for k in range(40):
+        cache.write(0, k, window)
+        for path in cache.directory.glob("*.arrow"):
+            stamp = 1_000_000 + int(path.stem[-8:])
+            os.utime(path, (stamp, stamp))
+    kept = sorted(int(path.stem[-8:]) for path in cache.directory.glob("*.arrow"))
+    assert 8 <= len(kept) <= 10 and kept == list(range(40 - len(kept), 40))
+
+
+def test_clean_up_takes_what_was_unused_for_longest(tmp_path: Path, window: Window) -> None:
+    old, new = WindowCache(tmp_path, "a" * 32, 10**9, {}), WindowCache(tmp_path, "b" * 32, 10**9, {})
+    for k in range(3):
+        old.write(0, k, window)
+        new.write(0, k, window)
+    prepared = tmp_path / "files" / "key"
+    prepared.mkdir(parents=True)
+    (prepared / "rows.arrow").write_bytes(b"x" * 1000)
+    (making := tmp_path / "files" / "key.1234.tmp").mkdir()
+    (making / "rows.arrow").write_bytes(b"half")
+    (tmp_path / "mine.txt").write_text("not of the cache")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.arrow").write_text("not of the cache either")
+    (half := new.directory / "e000-w00000009.arrow.1234.tmp").write_bytes(b"half")
+    for path in [*old.directory.glob("*.arrow"), prepared / "rows.arrow"]:
+        os.utime(path, (1, 1))
+    assert len(list(entries(tmp_path))) == 7
+    removed = remove(tmp_path, unused_for=3600)
+    assert len(removed) == 4 and not old.directory.exists() and not prepared.exists()
+    assert len(list(new.directory.glob("*.arrow"))) == 3 and half.exists() and making.exists()
+    for path in (half, making / "rows.arrow"):
+        os.utime(path, (time.time() - cache_module._ABANDONED_SECONDS - 9,) * 2)
+    remove(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "elsewhere") == [
+        "files", "mine", "mine.txt", "rows.jsonl",
+    ]  # fmt: skip
+    assert not list((tmp_path / "files").iterdir())

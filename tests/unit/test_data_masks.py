@@ -1,0 +1,462 @@
+"""Masks by hand: every conversation below is written as pieces of text and whether the model is trained on them."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, processors
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from raytune_fsdp.config import ChatFormat
+from raytune_fsdp.data import masks
+from raytune_fsdp.data.masks import SpanEncoder
+from raytune_fsdp.data.templates import load_template
+from raytune_fsdp.types import IGNORE
+from tests.unit.made_tokenizers import GLUED, chat, convert, demo, metaspace, pieces, refusal, spelled
+
+# Without {% generation %}. Drops the reasoning of all but the last turn, as Qwen3 does; results are the user's.
+FORGETFUL = (
+    "{%- for m in messages -%}{%- if m.role == 'tool' -%}<|user|>({{ m.content }})\n"
+    "{%- else -%}<|{{ m.role }}|>"
+    "{%- if m.reasoning_content and loop.last -%}[{{ m.reasoning_content }}]{%- endif -%}{{ m.content }}"
+    "{%- for call in m.tool_calls or [] -%}{{ call.function.name }}({{ call.function.arguments | tojson }})"
+    "{%- endfor -%}<|endoftext|>\n"
+    "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+).replace("\n{%- e", "{{ '\n' }}{%- e")
+
+# Ends a conversation with a token of its own, behind the one that ends a turn, as Phi-3 does.
+FINAL = (
+    "{%- for m in messages -%}{{ '<|' ~ m.role ~ '|>\n' ~ m.content ~ '<|im_end|>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}{%- else -%}<|endoftext|>{%- endif -%}"
+)
+
+# Its generation prompt opens the reasoning, which turns in the text do not have, as DeepSeek-R1's does.
+OPENS = (
+    "{%- for m in messages -%}{{ '<|' ~ m.role ~ '|>' }}{{ '(' ~ m.reasoning_content ~ ')' if m.reasoning_content }}"
+    "{{ m.content }}{%- for call in m.tool_calls or [] -%}"
+    "{{ '!' ~ call.function.name ~ (call.function.arguments | tojson) }}{%- endfor -%}<|endoftext|>{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>[think]\n' }}{%- endif -%}"
+)
+
+# Numbered turns, and no end of any kind.
+PLAIN = (
+    "{%- for m in messages -%}{{ '### ' ~ m.role ~ ':\n' ~ (m.content | trim) ~ '\n\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '### assistant:\n' }}{%- endif -%}"
+)
+
+
+def turns(*given: tuple[str, str]) -> list[dict[str, Any]]:
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    return [{"role": roles[role], "content": content} for role, content in given]
+
+
+TWO_TURNS = turns(("s", "Be brief."), ("u", "What?"), ("a", "The model."), ("u", "And why?"), ("a", "It is so."))
+CALL = {"function": {"name": "weather", "arguments": '{"city": "Ulm", "day": null}'}}
+TOOL_TURNS = [
+    *turns(("u", "Weather?")),
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "Look."},
+    *turns(("t", "rain"), ("a", "It rains."), ("u", "And?")),
+    {"role": "assistant", "content": "Wait.", "reasoning_content": "Done."},
+]
+SHAREGPT = [
+    {"from": "system", "value": "Be brief."},
+    {"from": "human", "value": "Weather?"},
+    {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Ulm"}}'},
+    {"from": "observation", "value": "rain"},
+    {"from": "gpt", "value": "It rains."},
+]
+UNTRAINED = [dict(m, train=False) if m["content"] == "The model." else m for m in TWO_TURNS]
+
+# What is trained on stands between « and ».
+BRIEF = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
+WHY = "\n<|im_start|>user\nAnd why?<|im_end|>\n<|im_start|>assistant\n"
+LLAMA_3 = (
+    "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nWhat?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n«The model.<|eot_id|>»"
+    "<|start_header_id|>user<|end_header_id|>\n\nAnd why?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n«It is so.<|eot_id|>»"
+)
+OPENASSISTANT = (
+    "<|system|>Be brief.<|endoftext|><|prompter|>What?<|endoftext|><|assistant|>«The model.<|endoftext|>»"
+    "<|prompter|>And why?<|endoftext|><|assistant|>«It is so.<|endoftext|>»"
+)
+TOOLS_IN_CHATML = (
+    "<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n"
+    "«<think>\nLook.\n</think>\n\n<tool_call>\n"
+    '{"name": "weather", "arguments": {"city": "Ulm", "day": null}}\n</tool_call><|im_end|>»\n'
+    "<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n"
+    "<|im_start|>assistant\n«It rains.<|im_end|>»\n<|im_start|>user\nAnd?<|im_end|>\n"
+    "<|im_start|>assistant\n«<think>\nDone.\n</think>\n\nWait.<|im_end|>»\n"
+)
+SHAREGPT_IN_CHATML = (
+    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n"
+    '«<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call><|im_end|>»\n'
+    "<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n"
+    "<|im_start|>assistant\n«It rains.<|im_end|>»\n"
+)
+FORGOTTEN = (
+    '<|user|>Weather?<|endoftext|>\n<|assistant|>«weather({"city": "Ulm", "day": null})<|endoftext|>»\n'
+    "<|user|>(rain)\n<|assistant|>«It rains.<|endoftext|>»\n"
+    "<|user|>And?<|endoftext|>\n<|assistant|>«[Done.]Wait.<|endoftext|>»\n"
+)
+ALL_BUT_TWO = (
+    "«<|system|>»Be brief.«<|endoftext|>\n<|user|>What?<|endoftext|>\n<|assistant|>»The model.<|endoftext|>"
+    "«\n<|user|>And why?<|endoftext|>\n<|assistant|>It is so.<|endoftext|>\n»"
+)
+BEGUN = turns(("a", "The"), ("u", "What?"), ("a", "It."))
+REASONED = turns(("u", "What?"), ("a", "[think]\nSo.\n[/think]It."))
+PADDED = turns(("u", "What?"), ("a", " The model. "), ("u", "And?"))
+MERGED = turns(("u", "The Wh"), ("a", "at model "), ("u", "is"), ("a", " so"))
+CUT = turns(("u", "The mo"), ("a", "del is"), ("u", "</s>What"), ("a", "?"))
+
+Case = tuple[PreTrainedTokenizerBase, str | None, dict[str, Any], list[dict[str, Any]], str]
+CONVERSATIONS: dict[str, Case] = {
+    "own template": (
+        demo(),
+        None,
+        {},
+        TWO_TURNS,
+        "<|system|>Be brief.<|user|>What?<|assistant|>«The model.<|endoftext|>»"
+        "<|user|>And why?<|assistant|>«It is so.<|endoftext|>»",
+    ),
+    "own template, user last": (
+        demo(),
+        None,
+        {},
+        turns(("u", "What?"), ("a", "The"), ("u", "The")),
+        "<|user|>What?<|assistant|>«The<|endoftext|>»<|user|>The",
+    ),
+    "own template, several bytes": (
+        demo(),
+        None,
+        {},
+        turns(("u", "☃"), ("a", "☃é")),
+        "<|user|>☃<|assistant|>«☃é<|endoftext|>»",
+    ),
+    "chatml": (chat(), "chatml", {}, TWO_TURNS, f"{BRIEF}«The model.<|im_end|>»{WHY}«It is so.<|im_end|>»\n"),
+    "chatml, last turn": (
+        chat(),
+        "chatml",
+        {"loss": "last_turn"},
+        TWO_TURNS,
+        f"{BRIEF}The model.<|im_end|>{WHY}«It is so.<|im_end|>»\n",
+    ),
+    "chatml, train: false": (
+        chat(),
+        "chatml",
+        {},
+        UNTRAINED,
+        f"{BRIEF}The model.<|im_end|>{WHY}«It is so.<|im_end|>»\n",
+    ),
+    "chatml, all": (
+        chat(),
+        "chatml",
+        {"loss": "all"},
+        TWO_TURNS,
+        f"«{BRIEF}The model.<|im_end|>{WHY}It is so.<|im_end|>\n»",
+    ),
+    "chatml, all but one": (
+        chat(),
+        "chatml",
+        {"loss": "all"},
+        UNTRAINED,
+        f"«{BRIEF}»The model.<|im_end|>«{WHY}It is so.<|im_end|>\n»",
+    ),
+    "chatml, tools and reasoning": (chat(), "chatml", {}, TOOL_TURNS, TOOLS_IN_CHATML),
+    "chatml, ShareGPT": (chat(), "chatml", {"messages": "conversations"}, SHAREGPT, SHAREGPT_IN_CHATML),
+    "llama-2": (
+        metaspace("prepend"),
+        "llama-2",
+        {},
+        TWO_TURNS,
+        "<s> [INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nWhat? [/INST]« The model. </s>»"
+        "<s> [INST] And why? [/INST]« It is so. </s>»",
+    ),
+    "llama-3": (chat(), "llama-3", {}, TWO_TURNS, LLAMA_3),
+    "openassistant": (chat(), "openassistant", {}, TWO_TURNS, OPENASSISTANT),
+    "no tags, reasoning dropped": (chat(), FORGETFUL, {}, TOOL_TURNS, FORGOTTEN),
+    "no tags, train: false": (
+        chat(),
+        FORGETFUL,
+        {},
+        UNTRAINED[1:],
+        "<|user|>What?<|endoftext|>\n<|assistant|>The model.<|endoftext|>\n"
+        "<|user|>And why?<|endoftext|>\n<|assistant|>«It is so.<|endoftext|>»\n",
+    ),
+    "no tags, all but two": (
+        chat(),
+        FORGETFUL,
+        {"loss": "all"},
+        [dict(TWO_TURNS[0], train=False), *UNTRAINED[1:]],
+        ALL_BUT_TWO,
+    ),
+    "no tags, assistant first": (
+        chat(),
+        FORGETFUL,
+        {},
+        BEGUN,
+        "<|assistant|>«The<|endoftext|>»\n<|user|>What?<|endoftext|>\n<|assistant|>«It.<|endoftext|>»\n",
+    ),
+    "no tags, a token behind all": (
+        chat(),
+        FINAL,
+        {},
+        TWO_TURNS[1:],
+        "<|user|>\nWhat?<|im_end|>\n<|assistant|>\n«The model.<|im_end|>»\n"
+        "<|user|>\nAnd why?<|im_end|>\n<|assistant|>\n«It is so.<|im_end|>»\n<|endoftext|>",
+    ),
+    "no tags, prompt opens more": (
+        chat(),
+        OPENS,
+        {},
+        TWO_TURNS[1:],
+        "<|user|>What?<|endoftext|><|assistant|>«The model.<|endoftext|>»"
+        "<|user|>And why?<|endoftext|><|assistant|>«It is so.<|endoftext|>»",
+    ),
+    "no tags, prompt opens what is there": (
+        chat(),
+        OPENS,
+        {},
+        REASONED,
+        "<|user|>What?<|endoftext|><|assistant|>[think]\n«So.\n[/think]It.<|endoftext|>»",
+    ),
+    "no tags, call behind a prompt that opens more": (
+        chat(),
+        OPENS,
+        {},
+        TOOL_TURNS[:2],
+        '<|user|>Weather?<|endoftext|><|assistant|>«(Look.)!weather{"city": "Ulm", "day": null}<|endoftext|>»',
+    ),
+    "no tags, nothing but line breaks": (
+        chat(),
+        PLAIN,
+        {},
+        PADDED,
+        "### user:\nWhat?\n\n### assistant:\n«The model.\n\n»### user:\nAnd?\n\n",
+    ),
+    "byte-level BPE across the border": (demo(), GLUED, {}, MERGED, "The Wh«at model »is« so»"),
+    "Metaspace, always": (metaspace("always"), GLUED, {}, CUT, " The mo«del is»</s> What«?»"),
+    "Metaspace, first": (metaspace("first"), GLUED, {}, CUT, " The mo«del is»</s>What«?»"),
+    "Metaspace, prepended": (metaspace("prepend"), GLUED, {}, CUT, " The mo«del is»</s> What«?»"),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_mask(name: str) -> None:
+    tokenizer, template, options, messages, expected = CONVERSATIONS[name]
+    source = load_template(template) if template and "{" not in template else template
+    format = ChatFormat(**options)
+    document = convert({format.messages: messages}, format, tokenizer, source)
+    parts = re.split("[«»]", expected)
+    assert pieces(document, tokenizer) == [(part, bool(index % 2)) for index, part in enumerate(parts) if part]
+
+
+def test_mask_token_by_token() -> None:
+    document = convert({"messages": TWO_TURNS[1:3]}, ChatFormat(), demo())
+    tokens = [demo().decode([token]) for token in document.input_ids]
+    assert tokens == ["<|user|>", "What", "?", "<|assistant|>", "The", " model", ".", "<|endoftext|>"]
+    assert (document.labels != IGNORE).tolist() == [False] * 4 + [True] * 4
+
+
+def without_tags(source: str) -> str:
+    return re.sub(r"\{%-? (end)?generation -?%\}", "", source)
+
+
+WORDS = st.text(
+    st.sampled_from([*"aeThWnt .?\n", "é", "☃", "👍", "\u0301"]), min_size=1, max_size=12
+).filter(lambda text: text.strip())  # fmt: skip
+ENDS = {"chatml": "<|im_end|>", "llama-2": " <|endoftext|>", "llama-3": "<|eot_id|>", "openassistant": "<|endoftext|>"}
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    name=st.sampled_from(sorted(ENDS)),
+    system=st.none() | WORDS,
+    rounds=st.lists(st.tuples(WORDS, WORDS, st.booleans()), min_size=1, max_size=4),
+    last=st.none() | WORDS,
+    loss=st.sampled_from(["assistant", "last_turn", "all"]),
+)
+def test_both_ways_to_a_mask_agree(
+    name: str, system: str | None, rounds: list[tuple[str, str, bool]], last: str | None, loss: Any
+) -> None:
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for question, answer, train in rounds:
+        messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer, "train": train or answer == rounds[-1][1]},
+        ]
+    messages += [{"role": "user", "content": last}] if last else []
+    source, tokenizer = load_template(name), chat()
+    document = convert({"messages": messages}, ChatFormat(loss=loss), tokenizer, source)
+    other = convert({"messages": messages}, ChatFormat(loss=loss), tokenizer, without_tags(source))
+    assert document.input_ids.tolist() == other.input_ids.tolist()
+    assert document.labels.tolist() == other.labels.tolist()
+    # The tokens are the text, and what is trained is what the assistant says and how it ends.
+    plain = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+    text = tokenizer.apply_chat_template(plain, chat_template=source, tokenize=False)
+    assert tokenizer.decode(document.input_ids) == text
+    if loss == "all":
+        return
+    answers = [m["content"] for m in messages if m["role"] == "assistant" and m["train"]]
+    answers = answers[-1:] if loss == "last_turn" else answers
+    clean = {"llama-2": lambda text: " " + text.strip(), "llama-3": str.strip}.get(name, str)
+    expected = [clean(answer) + ENDS[name] for answer in answers]
+    assert "".join(text for text, trained in pieces(document, tokenizer) if trained) == "".join(expected)
+
+
+TEXT = st.lists(
+    st.sampled_from([*"aeThWntmodl .?\n", "é", "☃", "The", " model", "What", "</s>", "<|endoftext|>"]), max_size=14
+).map("".join)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    which=st.sampled_from(["demo", "always", "first", "prepend"]),
+    parts=st.lists(st.tuples(TEXT, st.booleans()), min_size=1, max_size=6),
+)
+def test_spans_are_kept_to_the_character(which: str, parts: list[tuple[str, bool]]) -> None:
+    """Whatever merges across their borders: the tokens of each part together are the part."""
+    tokenizer = demo() if which == "demo" else metaspace(which)
+    spans, text = [], ""
+    for part, trained in parts:
+        if trained and part:
+            spans.append((len(text), len(text) + len(part)))
+        text += part
+    (tokens,) = SpanEncoder(tokenizer).encode([text], [spans])
+    assert tokens.trained is not None and len(tokens.trained) == len(tokens.ids) and tokens.missed is None
+    ids = tokens.ids.tolist()
+    assert plain(ids, tokenizer) == plain(tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer)
+    trained = [token for token, flag in zip(ids, tokens.trained, strict=True) if flag]
+    expected = "".join(text[start:end] for start, end in spans)
+    assert plain(trained, tokenizer) == (expected if tokenizer is demo() else expected.replace(" ", ""))
+
+
+def plain(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokens' text; of SentencePiece without the spaces, as it puts some where none are: see the masks by hand."""
+    text = spelled(ids, tokenizer)
+    return text if tokenizer is demo() else text.replace(" ", "")
+
+
+def test_text_is_cut_only_where_it_must_be() -> None:
+    """Borders that no token stands across change no token, of this text nor of others in the batch."""
+    texts = ["The model. What?", "The model. What?", "x"]
+    whole = [demo()(text)["input_ids"] for text in texts]
+    tokens = SpanEncoder(demo()).encode(texts, [[(3, 10)], [(1, 3)], None])
+    assert tokens[0].ids.tolist() == whole[0] and tokens[2].ids.tolist() == whole[2]
+    assert (
+        tokens[0].trained is not None
+        and tokens[0].trained.tolist() == [False, True, True, False, False, False][: len(whole[0])]
+    )
+    assert tokens[1].ids.tolist() == [*demo()("T")["input_ids"], *demo()("he")["input_ids"], *whole[1][1:]]
+    assert tokens[2].trained is None
+
+
+def test_batches_are_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["The model. " * count for count in (1, 7, 2, 40, 1, 3)]
+    spans = [[(0, 3)], None, [(4, 9)], [(5, 100)], None, []]
+    encoder = SpanEncoder(demo())
+    once = encoder.encode(texts, spans)
+    monkeypatch.setattr(masks, "_CHARACTERS_AT_ONCE", 100)
+    parts = encoder.encode(texts, spans)
+    assert [tokens.ids.tolist() for tokens in parts] == [tokens.ids.tolist() for tokens in once]
+    assert [None if t.trained is None else t.trained.tolist() for t in parts] == [
+        None if t.trained is None else t.trained.tolist() for t in once
+    ]
+
+
+def test_offsets_that_leave_out_spaces() -> None:
+    """The post-processor of GPT-NeoX's tokenizer says that ' model' stands for 'model'."""
+    backend = copy.deepcopy(demo().backend_tokenizer)
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    assert tokenizer("The model", return_offsets_mapping=True)["offset_mapping"][1] == (4, 9)
+    document = convert({"messages": turns(("u", "The "), ("a", "model"))}, ChatFormat(), tokenizer, GLUED)
+    assert pieces(document, tokenizer) == [("The ", False), ("model", True)]
+
+
+def test_end_token_that_takes_the_line_break_behind_it() -> None:
+    """As Phi-3's: it is the token that generation ends with, so it is trained on and the text is not cut."""
+    backend = copy.deepcopy(demo().backend_tokenizer)
+    backend.add_special_tokens([AddedToken("<|im_end|>", rstrip=True), AddedToken("<|im_start|>", rstrip=True)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    source = load_template("chatml")
+    document = convert({"messages": TWO_TURNS[1:]}, ChatFormat(), tokenizer, source)
+    assert pieces(document, tokenizer) == [
+        ("<|im_start|>user\nWhat?<|im_end|><|im_start|>assistant\n", False),
+        ("The model.<|im_end|>", True),
+        ("<|im_start|>user\nAnd why?<|im_end|><|im_start|>assistant\n", False),
+        ("It is so.<|im_end|>", True),
+    ]
+
+
+def test_tokenizer_that_drops_characters() -> None:
+    words = Tokenizer(models.WordLevel({"u": 0, "x": 1, "y": 2, "a": 3, "[END]": 4}, unk_token="u"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    source = (
+        "{%- for m in messages -%}{%- if m['role'] == 'assistant' -%}{{- ' a ' -}}"
+        "{%- generation -%}{{- m['content'] -}}{%- endgeneration -%}{%- else -%}{{- ' u ' ~ m['content'] -}}"
+        "{%- endif -%}{%- endfor -%}"
+    )
+    for said in ("y", "y\n", "\ny", " \n y \n"):
+        document = convert(
+            {"messages": turns(("u", "x"), ("a", said), ("u", "x"), ("a", "y"))}, ChatFormat(), tokenizer, source
+        )
+        assert document.input_ids.tolist() == [0, 1, 3, 2] * 2
+        assert (document.labels != IGNORE).tolist() == [False, False, False, True] * 2
+    blank = "{% for m in messages %}{{ m.content }}{% generation %}{{ ' ' }}{% endgeneration %}{% endfor %}"
+    error = refusal({"messages": turns(("u", "x"), ("a", "y"))}, ChatFormat(), tokenizer, blank)
+    assert error.reason == "no_targets" and "makes no token of ' '" in str(error)
+
+
+FORGETS_WORDS = (
+    "{% for m in messages %}{% if loop.last or m['role'] != 'assistant' %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+FLAG = "{%- for m in messages -%}<|{{ m.role }}|>{{ m.content }}<|endoftext|>{%- endfor -%}<|assistant|>"
+CLOSES = (
+    "{%- for m in messages -%}{{ '<|' ~ m.role ~ '|>' ~ ('[]' if m.role == 'assistant') ~ m.content }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>[' ~ '\n' }}{%- endif -%}"
+)
+COUNTS = "{%- for m in messages -%}{{ m.content | length ~ m.content }}{%- endfor -%}"
+SWAPS = "{%- for m in messages | reverse -%}{{ m.role ~ m.content }}{%- endfor -%}"
+ONE_BLOCK = "{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}{% generation %}" + (
+    "{% for m in messages %}{{ m.content if m.role != 'user' }}{% endfor %}{% endgeneration %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "loss", "message"),
+    [
+        (
+            FORGETS_WORDS,
+            "assistant",
+            r"leaves out the content of messages\[2\] \(role assistant\), so it would be lost",
+        ),
+        (
+            FLAG,
+            "assistant",
+            r"renders messages\[2\] with another end when the conversation goes on.*put \{% generation",
+        ),
+        (CLOSES, "assistant", r"renders messages\[2\] behind something else than the generation prompt"),
+        (COUNTS, "assistant", r"differently when one character is added to it.*put \{% generation %\}"),
+        (SWAPS, "assistant", r"renders messages\[2\] between parts of other messages"),
+        (ONE_BLOCK, "last_turn", r"spans cannot be told apart by message, which loss=last_turn"),
+    ],
+)
+def test_turns_that_cannot_be_told_are_no_guess(source: str, loss: Any, message: str) -> None:
+    error = refusal({"messages": TWO_TURNS}, ChatFormat(loss=loss), chat(), source)
+    assert error.reason == "template" and re.match(rf"f\.jsonl:7: the chat template.*{message}", str(error)), error
+
+
+def test_private_use_characters_of_a_row() -> None:
+    row = {"messages": turns(("u", "a \U000f0001"), ("a", "b"))}
+    assert pieces(convert(row, ChatFormat(), demo()), demo())[1] == ("b<|endoftext|>", True)
+    error = refusal(row, ChatFormat(), demo(), GLUED)
+    assert error.reason == "template" and "private-use characters" in str(error)

@@ -1,0 +1,72 @@
+"""From a config to its data: names, the cache's place, and a warning where evaluation sees what was trained on."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytune_fsdp.data.opening import cache_directory, open_data
+from raytune_fsdp.errors import DataError
+from tests.rows import VOCABULARY, demo_tokenizer
+from tests.runs import make_config
+
+TOKENS = {"type": "tokens"}
+
+
+def open_with(directory: Path, evals: list[dict[str, Any]]) -> Any:
+    make_config(directory)
+    data = {"train": [{"path": str(directory / "tokens.jsonl"), "format": TOKENS}], "eval": evals}
+    return open_data(make_config(directory, data=data), demo_tokenizer(), VOCABULARY)
+
+
+def test_evaluation_on_trained_data_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_config(tmp_path)
+    shutil.copy(tmp_path / "tokens.jsonl", tmp_path / "copy.jsonl")
+    (tmp_path / "other.jsonl").write_text('{"input_ids": [1, 2], "labels": [1, 2]}\n')
+    _, evals = open_with(
+        tmp_path, [{"path": str(tmp_path / f"{name}.jsonl"), "format": TOKENS} for name in ("copy", "other")]
+    )
+    assert list(evals) == ["copy", "other"]
+    (record,) = caplog.records
+    assert "data.eval copy: 1 of its 1 file(s) are trained on too" in record.getMessage()
+    assert str(tmp_path / "copy.jsonl") in record.getMessage() and str(tmp_path / "tokens.jsonl") in record.getMessage()
+
+
+def test_two_of_one_name(tmp_path: Path) -> None:
+    path = {"path": str(tmp_path / "tokens.jsonl"), "format": TOKENS}
+    with pytest.raises(DataError, match=r"data\.eval: two datasets have the same name; .*data\.eval\.\*\.name"):
+        open_with(tmp_path, [path, path])
+
+
+def test_the_cache_is_beside_the_runs_unless_it_is_named(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    assert cache_directory(config) == tmp_path / "runs" / "cache"
+    assert cache_directory(make_config(tmp_path, data={"cache": {"path": str(tmp_path / "c")}})) == tmp_path / "c"
+    with pytest.raises(ValueError, match="'cache' is the directory of prepared data"):
+        make_config(tmp_path, run={"name": "cache"})
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ([{"path": "a", "share": 0.5}, {"path": "b"}], "if one dataset has a share, all need one"),
+        ([{"path": "a", "share": 0.5}, {"path": "b", "share": 0.6}], "add up to 1.1; they must add up to 1"),
+        ([{"path": "a", "weight": 0}, {"path": "b", "weight": 0}], "all are 0, so nothing would be trained on"),
+        ([{"path": "a", "weight": 1, "share": 1}], "weight=1.0 and share=1.0: set at most one"),
+        ([{}], "path=None and hub=None: set exactly one of the two"),
+        ([{"path": "a", "hub": "b"}], "path='a' and hub='b': set exactly one of the two"),
+        ([{"path": "a", "revision": "main"}], "subset and revision belong to a hub dataset"),
+    ],
+)
+def test_mixtures_that_make_no_sense(tmp_path: Path, train: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_config(tmp_path, data={"train": train})
+
+
+def test_weights_are_not_for_evaluation(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.eval\.0: weight and share are for data\.train"):
+        make_config(tmp_path, data={"train": [{"path": "a"}], "eval": [{"path": "b", "weight": 2}]})

@@ -1,0 +1,224 @@
+"""Parquet, Arrow, folders of the datasets library and datasets of the hub as sources."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets.packaged_modules.json.json import Json
+
+from raytune_fsdp.config.data import DatasetConfig
+from raytune_fsdp.data.sources import Source, handles, open_source
+from raytune_fsdp.errors import DataError, RowError
+
+ROWS = [
+    {
+        "id": i,
+        "text": None if i % 7 == 0 else f"é{i}" * (i % 5),
+        "turns": [{"role": "user", "n": j} for j in range(i % 3)],
+    }
+    for i in range(2500)
+]
+TABLE = pa.Table.from_pylist(ROWS)
+
+
+def opened(path: Path, *, in_place: bool = False, **fields: Any) -> Source:
+    cache = next(parent for parent in path.parents if parent.name.startswith("test_")) / "cache"
+    source = open_source(DatasetConfig(path=str(path), **fields), cache=cache, in_place=in_place)
+    pickled = pickle.dumps(source)
+    assert len(pickled) < 2000
+    again: Source = pickle.loads(pickled)
+    return again
+
+
+def check(source: Source, rows: list[dict[str, Any]], *, blocks: list[int]) -> None:
+    indices = [*range(len(rows)), *random.Random(0).choices(range(len(rows)), k=500), 0, 0]
+    assert len(source) == len(rows)
+    assert list(source.blocks) == blocks
+    assert source.rows(indices) == [rows[index] for index in indices]
+    assert source.rows([len(rows) - 1]) == [rows[-1]]
+
+
+@pytest.fixture
+def unbounded() -> Iterator[None]:
+    handles.DECODED._limit, limit = 1, handles.DECODED._limit
+    yield
+    handles.DECODED._limit = limit
+
+
+@pytest.mark.usefixtures("unbounded")
+@pytest.mark.parametrize("in_place", [True, False])
+def test_parquet(tmp_path: Path, in_place: bool) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(TABLE, path, row_group_size=1100)
+    source = opened(path, in_place=in_place)
+    check(source, ROWS, blocks=[1100, 1100, 300])
+    assert source.where(0) == f"{path}, row 1"
+    other = opened(path, in_place=not in_place)
+    assert source.fingerprints == other.fingerprints
+    assert list(source.blocks) == list(other.blocks)
+    assert bool(list((tmp_path / "cache").rglob("rows.arrow"))), "written once as Arrow"
+    assert not list((tmp_path / "cache").rglob("copy"))
+
+
+def write_arrow(path: Path, form: str, compression: str | None, table: pa.Table = TABLE) -> None:
+    new = {"stream": pa.ipc.new_stream, "file": pa.ipc.new_file}[form]
+    with new(str(path), table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+        writer.write_table(table, max_chunksize=900)
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("form", ["stream", "file"])
+def test_arrow_in_place(tmp_path: Path, form: str, compression: str | None) -> None:
+    path = tmp_path / "rows.arrow"
+    write_arrow(path, form, compression)
+    check(opened(path), ROWS, blocks=[900, 900, 700])
+    assert not list((tmp_path / "cache").rglob("rows.arrow"))
+
+
+@pytest.mark.parametrize("form", ["stream", "file"])
+def test_arrow_with_dictionaries_is_written_plainly(tmp_path: Path, form: str) -> None:
+    inner = pa.array([[{"kind": "x"}], [], [{"kind": "y"}, {"kind": "x"}]])
+    kind = pa.list_(pa.struct([("kind", pa.dictionary(pa.int32(), pa.string()))]))
+    table = pa.table({"a": pa.array(["p", None, "p"]).dictionary_encode(), "b": inner.cast(kind)})
+    write_arrow(tmp_path / "rows.arrow", form, None, table)
+    check(opened(tmp_path / "rows.arrow"), table.to_pylist(), blocks=[3])
+    pq.write_table(table, tmp_path / "rows.parquet")
+    check(opened(tmp_path / "rows.parquet"), table.to_pylist(), blocks=[3])
+
+
+def test_packed_parquet_and_arrow(tmp_path: Path) -> None:
+    pq.write_table(TABLE, tmp_path / "rows.parquet", row_group_size=2000)
+    write_arrow(tmp_path / "rows.arrow", "file", None)
+    for name in ("rows.parquet", "rows.arrow"):
+        content = (tmp_path / name).read_bytes()
+        plain = opened(tmp_path / name)
+        (tmp_path / f"{name}.zst").write_bytes(pa.compress(content, "zstd", asbytes=True))
+        packed = opened(tmp_path / f"{name}.zst", in_place=True)
+        check(packed, ROWS, blocks=list(plain.blocks))
+        assert list(packed.fingerprints.values()) == list(plain.fingerprints.values())
+
+
+def test_rows_that_python_cannot_hold(tmp_path: Path) -> None:
+    bad = pa.array([b"ok", b"\xff\xfe", b"fine"] * 5).cast(pa.binary()).view(pa.string())
+    when = pa.array([0, 0, 1 << 60] * 5, pa.timestamp("s"))
+    write_arrow(tmp_path / "rows.arrow", "file", None, pa.table({"text": bad, "when": when}))
+    rows = opened(tmp_path / "rows.arrow").rows(range(15))
+    reasons = [row.reason if isinstance(row, RowError) else row["text"] for row in rows]
+    assert reasons == ["ok", "invalid_utf8", "broken_row"] * 5
+    assert f"{tmp_path}/rows.arrow, row 5: not UTF-8" in str(rows[4])
+    assert "row 6: a value that Python cannot hold" in str(rows[5])
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    pq.write_table(TABLE, tmp_path / "whole.parquet")
+    whole = (tmp_path / "whole.parquet").read_bytes()
+    write_arrow(tmp_path / "whole.arrow", "stream", None)
+    arrow = (tmp_path / "whole.arrow").read_bytes()
+    twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
+    write_arrow(tmp_path / "twice.arrow", "file", None, twice)
+    write_arrow(tmp_path / "none.arrow", "file", None, TABLE.slice(0, 0))
+    pq.write_table(TABLE.slice(0, 0), tmp_path / "none.parquet")
+    for name, content, message in [
+        ("cut.parquet", whole[:-100], "cut.parquet: cannot be read (.*); check that it is there, whole"),
+        ("text.parquet", b"no parquet at all", "text.parquet: cannot be read"),
+        ("flipped.parquet", whole[:4] + bytes(3000) + whole[3004:], "flipped.parquet: cannot be read"),
+        ("cut.arrow", arrow[:-5000], "cut.arrow: cannot be read"),
+        ("text.arrow", b"no arrow at all", "text.arrow: cannot be read"),
+        ("empty.arrow", b"", "empty.arrow: cannot be read"),
+        ("twice.arrow", None, "twice.arrow: has two columns called a"),
+        ("none.arrow", None, "none.arrow: has no rows"),
+        ("none.parquet", None, "none.parquet: has no rows"),
+    ]:
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=message.replace("(", r"\(").replace(")", r"\)")):
+            opened(tmp_path / name)
+    assert not list((tmp_path / "cache").rglob("*.tmp"))
+
+
+def test_parquet_that_changed_since_it_was_opened(tmp_path: Path) -> None:
+    pq.write_table(TABLE, tmp_path / "rows.parquet")
+    source = opened(tmp_path / "rows.parquet", in_place=True)
+    pq.write_table(TABLE.slice(1), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match="rows.parquet: has .* when it was opened; a dataset must not change"):
+        source.rows([0])
+
+
+def test_folders_of_the_datasets_library(tmp_path: Path) -> None:
+    whole = datasets.Dataset.from_list(ROWS[:100])
+    whole.save_to_disk(tmp_path / "shards", num_shards=3)
+    source = opened(tmp_path / "shards")
+    check(source, ROWS[:100], blocks=[34, 33, 33])
+    assert source.where(34) == f"{tmp_path}/shards/data-00001-of-00003.arrow, row 1"
+    whole.select([7, 3, 3]).save_to_disk(tmp_path / "selected")
+    check(opened(tmp_path / "selected"), [ROWS[7], ROWS[3], ROWS[3]], blocks=[3])
+    assert not list((tmp_path / "cache").rglob("rows.arrow"))
+    datasets.DatasetDict(train=whole, test=whole.select([1])).save_to_disk(tmp_path / "splits")
+    check(opened(tmp_path / "splits"), ROWS[:100], blocks=[100])
+    check(opened(tmp_path / "splits", split="test"), ROWS[1:2], blocks=[1])
+    with pytest.raises(DataError, match=r"splits: split='dev' is not in it; set split to one of train, test"):
+        opened(tmp_path / "splits", split="dev")
+    state = tmp_path / "selected/state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "_indices_data_files": [{"filename": "i.arrow"}]}))
+    with pytest.raises(
+        DataError, match=r"selected/state\.json: cannot be read \(its rows are selected by .*save_to_disk"
+    ):
+        opened(tmp_path / "selected")
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Source]:
+    """The cache of the datasets library as it is after org/chats was loaded from the hub, and no network."""
+    library = tmp_path / "library"
+    files = {}
+    for split, rows in {"train": ROWS[:1200], "test": ROWS[:3]}.items():
+        files[split] = [str(tmp_path / f"{split}.jsonl")]
+        Path(files[split][0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for subset in ("plain", "other"):
+        builder = Json(dataset_name="chats", config_name=subset, cache_dir=str(library), hash=COMMIT, data_files=files)
+        builder.download_and_prepare()
+        # Loaded by name, the directory has the name of the subset and not a hash of the files.
+        (library / "org___chats").mkdir(exist_ok=True)
+        next((library / "chats").glob(f"{subset}-*")).rename(library / "org___chats" / subset)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", library)
+
+    def open_hub(**fields: Any) -> Source:
+        dataset = DatasetConfig(**{"hub": "org/chats", "subset": "plain", **fields})
+        return open_source(dataset, cache=tmp_path / "cache", in_place=False)
+
+    return open_hub
+
+
+def test_hub_name_without_network(hub: Callable[..., Source], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = hub()
+    assert source.label == "org/chats"
+    assert list(source.fingerprints) == ["org/chats"]
+    check(source, ROWS[:1200], blocks=list(source.blocks))
+    assert max(source.blocks) <= 1024
+    assert source.where(16) == "org/chats, row 17"
+    check(hub(split="test", revision=COMMIT), ROWS[:3], blocks=[3])
+    assert hub(subset="other").fingerprints == source.fingerprints, "the content is the same"
+    for fields, message in [
+        ({"split": "dev"}, r"split=dev: cannot be loaded \(Unknown split .*'train', 'test'.*\); correct hub, subset"),
+        ({"subset": "nope"}, r"subset=nope, .*: cannot be loaded \(.*configs in the cache: .*'other', 'plain'.*\)"),
+        ({"hub": "org/none"}, r"hub=org/none, .*: cannot be loaded \(Couldn't reach .*HF_HOME first"),
+        ({"revision": "v2"}, rf"revision=v2: the hub cannot be asked .* has {COMMIT}; set revision to that"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            hub(**fields)
+    assert not list((tmp_path / "cache").rglob("*.tmp"))
+    # Another node, which never loaded it, needs nothing but our cache.
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "nothing")
+    assert hub().rows([1199]) == ROWS[1199:1200]
