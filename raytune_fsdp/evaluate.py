@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp.data.batches import eval_batches
+from raytune_fsdp.data.templates import DATE
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ConfigError, DataError
 from raytune_fsdp.parallel import release_gathered
@@ -92,7 +93,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, positions:
         if tokenizer.chat_template:
             messages = [{"role": "user", "content": prompt}]
             encoded = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, date_string=DATE
             )
         else:
             encoded = tokenizer(prompt, return_tensors="pt")

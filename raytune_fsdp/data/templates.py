@@ -27,7 +27,7 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _SHIPPED = {path.stem: path for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
 
 # Some templates (Llama 3.2) print today's date unless told another; the data must not depend on the day it is read.
-_DATE = "26 Jul 2024"
+DATE = "26 Jul 2024"
 
 # What the code of a template can raise when a row is not what it was written for.
 _REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -57,7 +57,7 @@ class ChatTemplate:
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         self.source = source
         self.tags, self.words = _analyze(source)
-        self._variables = {**variables, "date_string": _DATE}
+        self._variables = {**variables, "date_string": DATE}
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, prompt: bool = False

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os.path
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
@@ -96,13 +97,14 @@ class Rendering:
         conversation = self._conversation
         if conversation.tools is None and self._has_all_contents_in_order():
             return
-        seen = {(mark.message, mark.kind) for mark in take_marks(self._marked_text)[1]}
+        seen = Counter((mark.message, mark.kind) for mark in take_marks(self._marked_text)[1])
         for index, message in enumerate(conversation.messages):
             name = f"{conversation.column}[{index}]"
             if message["content"].strip() and (index, "content") not in seen:
                 raise self._ignored(f"the content of {name} (role {message['role']})")
-            if "tool_calls" in message and (index, "tool_calls") not in seen:
-                raise self._ignored(f"the tool_calls of {name}")
+            # Two marks are around the name of each call.
+            if "tool_calls" in message and seen[index, "tool_calls"] < 2 * len(message["tool_calls"]):
+                raise self._ignored(f"tool_calls of {name}")
             # A template that knows reasoning may drop that of earlier turns, there as in what it asks the model with.
             for key in REASONING_KEYS:
                 known = any(word in self._template.words for word in REASONING_KEYS)

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 # Bounded by bytes, because a window may hold 1 MB or 1 GB. Enough for every window of a small dataset; of a large one,
 # only the newest window is ever asked for again.
-_MEMORY_BYTES = 256 << 20
+_MEMORY_BYTES = 128 << 20
 
 # Rows that are read, formatted and tokenized together: enough to keep all cores of the tokenizer busy.
 _BATCH_ROWS = 512

@@ -12,6 +12,7 @@ from raytune_fsdp.data.census import census
 from raytune_fsdp.demo import CONVERSATIONS, HELDOUT
 from raytune_fsdp.errors import DataError
 from raytune_fsdp.types import Census
+from tests.ranks import run_ranks
 from tests.rows import make_windows, token_rows
 
 
@@ -36,16 +37,31 @@ def test_is_not_done_twice(tmp_path: Path) -> None:
     assert again == Census(**{**_fields(first), "built": 0}) and not calls
 
 
-def test_one_that_was_stopped_goes_on_from_its_windows(tmp_path: Path) -> None:
-    rows = [token_rows(tmp_path, [5] * 30)]
+def count_and_die(directory: str) -> None:
+    """A census that is killed behind its third window, and in the middle of writing the fourth."""
+    import os
+    import signal
 
-    def stop(_: str, done: int, __: int) -> None:
-        if done == 3:
-            raise KeyboardInterrupt
+    from raytune_fsdp.data import cache
 
-    with pytest.raises(KeyboardInterrupt):
-        census(make_windows(rows, cache=tmp_path), progress=stop)
-    counted = census(make_windows(rows, cache=tmp_path))
+    written = iter(range(1, 10))
+
+    class Dying(type(Path())):  # type: ignore[misc]
+        def replace(self, target: Path) -> Path:
+            if str(target).endswith(".arrow") and next(written) == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return Path(super().replace(target))
+
+    cache.Path = Dying  # type: ignore[misc]
+    census(make_windows([token_rows(Path(directory), [5] * 30)], cache=Dying(directory)))
+
+
+def test_one_that_was_killed_goes_on_from_its_windows(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank 0 died"):
+        run_ranks(count_and_die, 1, str(tmp_path))
+    assert len(list(tmp_path.rglob("*.arrow"))) == 3 and len(list(tmp_path.rglob("*.arrow.*.tmp"))) == 1
+    windows = make_windows([token_rows(tmp_path, [5] * 30)], cache=tmp_path)
+    counted = census(windows)
     assert (counted.windows, counted.built) == (4, 1)
 
 

@@ -258,7 +258,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({**GOOD, "tools": [3]}, "wrong_type", "tools=[3] is not a list of JSON schemas"),
     (messages(("tool", "x"), ("assistant", "y")), "template", "the chat template refused the conversation"),
     (assistant(reasoning_content="x"), "template", "leaves out the reasoning_content of messages[1]"),
-    (assistant(tool_calls=[CALL]), "template", "the chat template leaves out the tool_calls of messages[1], so it would"),
+    (assistant(tool_calls=[CALL]), "template", "leaves out tool_calls of messages[1], so it"),
     ({**GOOD, "tools": [{"name": "f"}]}, "template", "leaves out the tools, so it would be lost"),
 ]  # fmt: skip
 
@@ -354,6 +354,8 @@ def test_template_that_leaves_out_a_role() -> None:
     kept = "{% for m in messages %}{{ m.tool_calls[0].function.name if m.tool_calls else m.content }}{% endfor %}"
     error = refusal(assistant(tool_calls=[CALL]), ChatFormat(), demo(), kept)
     assert "leaves out the content of messages[1] (role assistant)" in str(error)
+    row = assistant(tool_calls=[CALL, CALL], content="")
+    assert "leaves out tool_calls of messages[1]" in str(refusal(row, ChatFormat(), demo(), kept))
 
 
 def test_tokens_outside_the_vocabulary_of_the_model() -> None:

@@ -44,7 +44,20 @@ OPENS = (
     "{%- if add_generation_prompt -%}{{ '<|assistant|>[think]\n' }}{%- endif -%}"
 )
 
-# Numbered turns, and no end of any kind.
+# Its generation prompt opens and closes the reasoning, as that of Qwen3.5 does where it is not to think.
+SHUTS = (
+    "{%- for m in messages -%}{{ '<|' ~ m.role ~ '|>' }}{{ '[' ~ m.reasoning_content ~ ']' if m.reasoning_content }}"
+    "{{ m.content ~ '<|endoftext|>' }}{%- endfor -%}{%- if add_generation_prompt -%}<|assistant|>[]{%- endif -%}"
+)
+
+# What ends a turn is in {% generation %} tags of its own.
+SPLIT = (
+    "{%- for m in messages -%}{{ '<|' ~ m.role ~ '|>' }}{%- if m.role == 'assistant' -%}"
+    "{%- generation -%}{{ m.content }}{%- endgeneration -%}{%- generation -%}<|endoftext|>{%- endgeneration -%}"
+    "{%- else -%}{{ m.content }}{%- endif -%}{%- endfor -%}"
+)
+
+# Headers in words, and no end of any kind.
 PLAIN = (
     "{%- for m in messages -%}{{ '### ' ~ m.role ~ ':\n' ~ (m.content | trim) ~ '\n\n' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '### assistant:\n' }}{%- endif -%}"
@@ -233,6 +246,20 @@ CONVERSATIONS: dict[str, Case] = {
         {},
         TOOL_TURNS[:2],
         '<|user|>Weather?<|endoftext|><|assistant|>«(Look.)!weather{"city": "Ulm", "day": null}<|endoftext|>»',
+    ),
+    "no tags, reasoning where the prompt has none": (
+        chat(),
+        SHUTS,
+        {},
+        TOOL_TURNS[-2:],
+        "<|user|>And?<|endoftext|><|assistant|>[«Done.]Wait.<|endoftext|>»",
+    ),
+    "tags in two parts, last turn": (
+        demo(),
+        SPLIT,
+        {"loss": "last_turn"},
+        TWO_TURNS[1:],
+        "<|user|>What?<|assistant|>The model.<|endoftext|><|user|>And why?<|assistant|>«It is so.<|endoftext|>»",
     ),
     "no tags, nothing but line breaks": (
         chat(),
