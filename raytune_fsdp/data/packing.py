@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
     Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
-_HASHED_AT_ONCE = 32
+_SAMPLES_AT_ONCE = 32
 
 Packing = Literal["best_fit", "concat", "none"]
 
@@ -110,22 +110,30 @@ class PackedSamples(Sequence[PackedSample]):
     def rows(self, first: int, last: int) -> Int32Array:
         """[samples, 4, seq_len]: input ids, labels, position ids and source ids of samples first <= i < last."""
         input_ids = self.input_ids[first:last]
-        many, seq_len = input_ids.shape
-        rows = np.empty((many, 4, seq_len), dtype=np.int32)
+        rows = np.empty((len(input_ids), 4, input_ids.shape[1]), dtype=np.int32)
         rows[:, 0] = input_ids
         rows[:, 1] = np.where(self.trained[first:last], input_ids, np.int32(IGNORE))
-        # Each sample's documents and the padding behind them, as one sequence of segments.
         borders = self.first_document[first : last + 1]
         documents = slice(borders[0], borders[-1])
-        ends = borders[1:] - borders[0]
-        before = np.concatenate([[0], np.cumsum(self.lengths[documents], dtype=np.int64)])
-        padding = seq_len - np.diff(before[borders - borders[0]])
-        segments = np.insert(self.lengths[documents].astype(np.int64), ends, padding)
-        starts = np.cumsum(segments) - segments
-        positions = np.arange(many * seq_len) - np.repeat(starts, segments)
-        rows[:, 2] = positions.reshape(many, seq_len)
-        rows[:, 3] = np.repeat(np.insert(self.sources[documents], ends, PADDING), segments).reshape(many, seq_len)
+        _lay_out(self.lengths[documents], self.sources[documents], borders - borders[0], out=rows[:, 2:])
         return rows
+
+
+def _lay_out(lengths: Int32Array, sources: Int32Array, borders: Int64Array, *, out: Int32Array) -> Int64Array:
+    """Fill [samples, 2, seq_len] with the positions and datasets of the tokens; returns where each document starts.
+
+    Sample i has the documents `borders[i]` to `borders[i + 1]`, then padding. Starts are of samples laid end to end.
+    """
+    samples, _, seq_len = out.shape
+    before = np.concatenate([[0], np.cumsum(lengths)])
+    padding = seq_len - np.diff(before[borders])
+    # The documents and the padding of each sample, as one sequence of segments.
+    segments = np.insert(lengths, borders[1:], padding)
+    starts = np.cumsum(segments, dtype=np.int32) - segments
+    positions = np.arange(samples * seq_len, dtype=np.int32) - np.repeat(starts, segments)
+    out[:, 0] = positions.reshape(samples, seq_len)
+    out[:, 1] = np.repeat(np.insert(sources, borders[1:], PADDING), segments).reshape(samples, seq_len)
+    return before[:-1] + np.repeat(np.cumsum(padding) - padding, np.diff(borders))
 
 
 def pack(
@@ -181,30 +189,52 @@ def _lay_down(
     documents: Sequence[Document], sources: Sequence[int], bins: Sequence[Sequence[int]], *, seq_len: int, pad_id: int
 ) -> PackedSamples:
     order = [index for members in bins for index in members]
-    in_order = [documents[index] for index in order]
-    lengths = np.array([len(document.input_ids) for document in in_order], dtype=np.int32)
-    first_document = np.cumsum([0, *map(len, bins)], dtype=np.int64)
-    before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    input_ids = np.full((len(bins), seq_len), pad_id, dtype=np.int32)
-    trained = np.zeros((len(bins), seq_len), dtype=np.bool_)
-    if order:
-        real = np.arange(seq_len) < np.diff(before[first_document])[:, None]
-        input_ids[real] = np.concatenate([document.input_ids for document in in_order])
-        flags = np.concatenate([document.labels for document in in_order]) != IGNORE
-        flags[before[:-1]] = False  # nothing in its sample predicts a document's first token
-        trained[real] = flags
     samples = PackedSamples(
-        input_ids=input_ids,
-        trained=trained,
-        ids=np.zeros(len(bins), dtype=np.int64),
-        first_document=first_document,
-        lengths=lengths,
+        input_ids=np.empty((len(bins), seq_len), dtype=np.int32),
+        trained=np.empty((len(bins), seq_len), dtype=np.bool_),
+        ids=np.empty(len(bins), dtype=np.int64),
+        first_document=np.cumsum([0, *map(len, bins)], dtype=np.int64),
+        lengths=np.array([len(documents[index].input_ids) for index in order], dtype=np.int32),
         sources=np.array([sources[index] for index in order], dtype=np.int32),
     )
-    for first in range(0, len(bins), _HASHED_AT_ONCE):
-        rows = samples.rows(first, first + _HASHED_AT_ONCE)
-        samples.ids[first : first + len(rows)] = [sample_id(row) for row in rows]
+    pads = np.full(seq_len, pad_id, dtype=np.int32), np.full(seq_len, IGNORE, dtype=np.int32)
+    for first in range(0, len(bins), _SAMPLES_AT_ONCE):
+        _lay_some(samples, documents, bins[first : first + _SAMPLES_AT_ONCE], first, pads)
     return samples
+
+
+def _lay_some(
+    samples: PackedSamples,
+    documents: Sequence[Document],
+    bins: Sequence[Sequence[int]],
+    first: int,
+    pads: tuple[Int32Array, Int32Array],
+) -> None:
+    """Fill the samples from `first` on: few at a time, so that all of it stays in the processor's cache."""
+    seq_len = samples.input_ids.shape[1]
+    ids: list[Int32Array] = []
+    labels: list[Int32Array] = []
+    for members in bins:
+        room = seq_len
+        for index in members:
+            document = documents[index]
+            ids.append(document.input_ids)
+            labels.append(document.labels)
+            room -= len(document.input_ids)
+        ids.append(pads[0][:room])
+        labels.append(pads[1][:room])
+    rows = np.empty((len(bins), 4, seq_len), dtype=np.int32)
+    borders = samples.first_document[first : first + len(bins) + 1]
+    here = slice(borders[0], borders[-1])
+    starts = _lay_out(samples.lengths[here], samples.sources[here], borders - borders[0], out=rows[:, 2:])
+    end_to_end = np.concatenate(labels)
+    end_to_end[starts] = IGNORE  # nothing in its sample predicts a document's first token
+    part = slice(first, first + len(bins))
+    np.concatenate(ids, out=samples.input_ids[part].reshape(-1))
+    rows[:, 0] = samples.input_ids[part]
+    rows[:, 1] = end_to_end.reshape(len(bins), seq_len)
+    np.not_equal(rows[:, 1], IGNORE, out=samples.trained[part])
+    samples.ids[part] = [sample_id(row) for row in rows]
 
 
 def sample_id(row: Int32Array) -> int:
