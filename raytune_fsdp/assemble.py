@@ -85,7 +85,7 @@ def assemble(config: FinetuneConfig, prepared: Prepared, device: torch.device) -
             max_skipped=config.optim.max_skipped,
             skipped_in_row=state.skipped_in_row,
         ),
-        skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None),
+        skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
         store=Store(directory=plan.checkpoint_dir, attempt=attempt, keep_last=config.checkpoint.keep_last),
         tracker=_start_tracker(config, prepared, attempt),
         state=_next_state(prepared, attempt),
@@ -97,6 +97,7 @@ def _next_state(prepared: Prepared, attempt: int) -> RunState:
         prepared.state,
         schedule_steps=prepared.plan.schedule_steps,
         identity=prepared.identity,
+        files=prepared.files_of_data,
         attempt=attempt,
         world_size=prepared.plan.layout.world,
     )
@@ -191,8 +192,8 @@ def _start_tracker(config: FinetuneConfig, prepared: Prepared, attempt: int) -> 
     tracker.event(
         names.ATTEMPT_STARTED, world_size=plan.layout.world, resumed_from=prepared.state.step, **asdict(plan.layout)
     )
-    if prepared.census is not None and prepared.census.built:
-        tracker.event(names.WINDOWS_BUILT, windows=prepared.census.built, steps=None)
+    if prepared.windows_built:
+        tracker.event(names.WINDOWS_BUILT, windows=prepared.windows_built, steps=None)
     if prepared.census is not None and prepared.state.step == 0:
         _tell_of_dropped_rows(tracker, prepared.census)
     return tracker

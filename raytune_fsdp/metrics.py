@@ -118,7 +118,7 @@ class Meter:
         per_epoch = self._plan.samples_per_epoch
         if per_epoch:
             return self._plan.samples_before(step + 1) / per_epoch
-        return self.cursor.epoch + self.cursor.window / self._windows(self.cursor.epoch)
+        return self.cursor.epoch + self.cursor.window / max(1, self._windows(self.cursor.epoch))
 
     def _memory(self) -> int:
         if self._device.type == "cuda":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from raytune_fsdp.checkpoint.commit import Found, newest
 from raytune_fsdp.checkpoint.state import RunState, check_identity, read_state
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.data.batches import Stream
 from raytune_fsdp.data.census import census
 from raytune_fsdp.data.identity import files_by_key
 from raytune_fsdp.data.opening import open_data
@@ -55,6 +56,8 @@ class Prepared:
     evals: Mapping[str, Windows]
     census: Census | None
     """None where the run is given in steps: nothing is counted then."""
+    windows_built: int
+    """Windows that were tokenized for all this."""
     files: WeightFiles | None
     """None with `model.init=random`."""
     key_of: Mapping[str, str]
@@ -63,6 +66,8 @@ class Prepared:
     resume: Found | None
     state: RunState
     identity: Mapping[str, Any]
+    files_of_data: Mapping[str, Sequence[str]]
+    """Names of the files whose hashes are in the identity."""
     plan: Plan
 
 
@@ -90,13 +95,15 @@ def prepare(config: FinetuneConfig, world: int, progress: Progress | None = None
     train, evals = open_data(config, tokenizer, vocab_size, progress)
     identity = identity_of(config, hf_config, train)
     resume, state = find_resume(config, run_dir, identity, files_of(train))
-    for windows in evals.values():
-        census(windows, progress=progress)  # a broken row is found now, not at the first evaluation
+    # A broken row of an evaluation is found now, not when it comes.
+    built = sum(census(windows, progress=progress).built for windows in evals.values())
     counted = None
     if config.train.epochs is not None:
         counted = census(train, config.train.epochs, progress=progress)
+        built += counted.built
     else:
-        train.get(0, 0)  # the rest is read while training; a wrong column or template shows in the first rows
+        # The rest is read while training; a wrong column or template shows in the first rows.
+        built += Stream(train, seed=config.run.seed).first_window(state.cursor)[1]
     plan = resolve(config, world, counted, planned_schedule=state.schedule_steps)
     _check_extension(config, plan, state)
     return Prepared(
@@ -106,12 +113,14 @@ def prepare(config: FinetuneConfig, world: int, progress: Progress | None = None
         train=train,
         evals=evals,
         census=counted,
+        windows_built=built,
         files=files,
         key_of=key_of,
         grown=grown,
         resume=resume,
         state=state,
         identity=identity,
+        files_of_data=files_of(train),
         plan=plan,
     )
 
@@ -252,13 +261,13 @@ def _data_key(key: str) -> str:
     return f"data.{key.replace('datasets.', 'train.')}"
 
 
-def files_of(train: Windows) -> dict[str, str]:
-    """The file behind each key of the identity that is a file's content."""
-    return {_data_key(key): file for key, file in files_by_key(train.sources).items()}
+def files_of(train: Windows) -> dict[str, list[str]]:
+    """The names of the files whose hashes are in the identity, by its key."""
+    return {_data_key(key): files for key, files in files_by_key(train.sources).items()}
 
 
 def find_resume(
-    config: FinetuneConfig, run_dir: Path, identity: Mapping[str, Any], files: Mapping[str, str]
+    config: FinetuneConfig, run_dir: Path, identity: Mapping[str, Any], files: Mapping[str, Sequence[str]]
 ) -> tuple[Found | None, RunState]:
     """The checkpoint to continue from and the state in it, by the rules of `run.resume`."""
     found = newest(run_dir / "checkpoints")
@@ -275,5 +284,5 @@ def find_resume(
             "or set run.resume=auto to continue it"
         )
     state = read_state(found.path)
-    check_identity(state.identity, identity, found.path, files)
+    check_identity(state, identity, found.path, files)
     return found, state

@@ -27,6 +27,7 @@ LLAMA = {
 def write_tokens(path: Path, rows: int = 120, vocabulary: int = 64, longest: int = 40, seed: int = 0) -> Path:
     """Documents of random tokens and lengths, some of whose tokens are not trained on."""
     rng = np.random.default_rng(seed)
+    path.parent.mkdir(exist_ok=True)
     with open(path, "w") as file:
         for _ in range(rows):
             ids = rng.integers(3, vocabulary, int(rng.integers(4, longest + 1))).tolist()

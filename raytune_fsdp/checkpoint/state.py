@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ class RunState:
     good_steps: int = 0
     identity: Mapping[str, Any] = field(default_factory=dict)
     """What decides the trajectory: a run is only continued with the same."""
+    files: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Names of the files whose hashes are in `identity`, by its key: for messages, they decide nothing."""
     tracking: Mapping[str, str] = field(default_factory=dict)
     attempt: int = 0
     world_size: int = 0
@@ -51,16 +53,39 @@ def read_state(directory: Path) -> RunState:
     return RunState(**values)
 
 
-def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], directory: Path, files: Mapping[str, str]) -> None:
-    """Refuse to continue a run as another one, naming every difference; `files` names the file behind a key."""
+def check_identity(
+    saved: RunState, now: Mapping[str, Any], directory: Path, files: Mapping[str, Sequence[str]]
+) -> None:
+    """Refuse to continue a run as another one, naming every difference; `files` are as in RunState, of now."""
+    before = saved.identity
     differences = [
-        f"{key}{f' ({files[key]})' if key in files else ''}: "
-        f"was {saved.get(key, 'not set')!r}, is {now.get(key, 'not set')!r}"
-        for key in sorted({*saved, *now})
-        if saved.get(key) != now.get(key)
+        f"{key}: {_changed_files(before.get(key), now.get(key), saved.files[key], files[key])}"
+        if key in saved.files and key in files
+        else f"{key}: was {before.get(key, 'not set')!r}, is {now.get(key, 'not set')!r}"
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key)
     ]
     if differences:
         raise ResumeError(
             f"{directory} was trained with other settings: continuing it would be neither the old run nor a new one; "
             "set these back, or give run.name another value:\n  " + "\n  ".join(differences)
         )
+
+
+def _changed_files(
+    before: Sequence[str] | None, now: Sequence[str] | None, old_names: Sequence[str], new_names: Sequence[str]
+) -> str:
+    """Which files have come, gone or changed."""
+    old, new = dict(zip(old_names, before or (), strict=False)), dict(zip(new_names, now or (), strict=False))
+    found = {
+        "changed": [name for name in new if name in old and old[name] != new[name]],
+        "removed": [name for name in old if name not in new and old[name] not in new.values()],
+        "added": [name for name in new if name not in old and new[name] not in old.values()],
+    }
+    words = [f"{what} {_some(names)}" for what, names in found.items() if names]
+    return "; ".join(words) or "the same files in another order"
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + rest

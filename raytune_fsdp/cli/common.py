@@ -30,6 +30,10 @@ def exit_code(work: Callable[[], int]) -> int:
         for line in (str(error) or type(error).__name__).splitlines() if speaks else ():
             print(f"error: {line}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        # Whoever read our output has enough of it (`| head`). Nothing more can be printed, not at the exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return Interrupted.exit_code

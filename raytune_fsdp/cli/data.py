@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -106,8 +107,8 @@ def _clean(arguments: Sequence[str], prog: str) -> int:
     parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     found = parser.parse(arguments)
     for flag, value in (("--unused-days", found.unused_days), ("--keep-gb", found.keep_gb)):
-        if value < 0:
-            parser.error(f"{flag} {value:g} must not be negative")
+        if not 0 <= value < math.inf:
+            parser.error(f"{flag} {value:g} must be a number, and not negative")
     from raytune_fsdp.data.cache import entries, remove
 
     if not found.cache.is_dir():

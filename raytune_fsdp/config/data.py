@@ -9,14 +9,14 @@ from pydantic import AfterValidator, Field, model_validator
 
 from raytune_fsdp.config.base import Section
 from raytune_fsdp.config.formats import ChatFormat, Format
-from raytune_fsdp.config.rules import local_path, safe_name
+from raytune_fsdp.config.rules import local_path, safe_name, without_credentials
 
 
 class DatasetConfig(Section):
     name: Annotated[str, AfterValidator(safe_name)] | None = None
     """Name in metrics and messages. Default: the file's, directory's or hub dataset's name."""
 
-    path: str | None = None
+    path: Annotated[str, AfterValidator(without_credentials)] | None = None
     """Files with rows: a file, a directory, a pattern such as `data/*.jsonl`, a folder written by
     `Dataset.save_to_disk`, or a URL such as `s3://bucket/data/*.parquet` or `hf://datasets/org/name/**.parquet`."""
 

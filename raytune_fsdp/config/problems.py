@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from raytune_fsdp.config.describe import describe, in_words
+from raytune_fsdp.config.rules import CredentialsError
 from raytune_fsdp.config.schema import TAG, Place, find, tags
 from raytune_fsdp.config.text import Loc
 
@@ -78,7 +79,8 @@ def _explain_one(detail: ErrorDetails, path: Loc, place: Place | None, sources: 
         section = place is not None and bool(place.sections)
         if rule.startswith(f"{name}.") or not path:
             return f"{rule}{origin}"
-        return f"{name}: {rule}{origin}" if section else f"{name}={shown(value)}: {rule}{origin}"
+        hidden = section or isinstance(detail["ctx"]["error"], CredentialsError)
+        return f"{name}: {rule}{origin}" if hidden else f"{name}={shown(value)}: {rule}{origin}"
     rule = f"must be {in_words(place)}" if place is not None and not place.free else detail["msg"]
     near = get_close_matches(str(value), place.choices, n=1) if place is not None else []
     hint = f"; nearest: {near[0]}" if near else ""

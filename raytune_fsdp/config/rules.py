@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+_SECRET = re.compile(r"[?&][^=&]*(secret|token|password|key)[^=&]*=", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -21,6 +22,24 @@ def run_name(value: str) -> str:
     if value == "cache":
         raise ValueError("'cache' is the directory of prepared data in run.storage; choose another name")
     return safe_name(value)
+
+
+class CredentialsError(ValueError):
+    """The value must not be shown."""
+
+
+def without_credentials(value: str) -> str:
+    """A path or URL. What is in a config is written to the run directory and shown in messages."""
+    scheme, _, rest = value.rpartition("://")
+    host = rest.split("/")[0]
+    # Buckets have neither a port nor a user; elsewhere a name before @ may be part of the place (abfs), a password not.
+    secret = any(c in host for c in ":@") if scheme in ("s3", "gs", "gcs") else ":" in host.rpartition("@")[0]
+    if scheme and (secret or _SECRET.search(rest)):
+        raise CredentialsError(
+            "must not hold credentials, because it is written to the run directory: leave them to the environment "
+            "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, HF_TOKEN and the like)"
+        )
+    return value
 
 
 def local_path(value: str) -> str:

@@ -64,6 +64,10 @@ class Stream:
         window, built = self._load(cursor, number)
         return self._section(cursor, number, window, built)
 
+    def first_window(self, cursor: Cursor) -> tuple[Window, bool]:
+        """The window that the cursor is in, and whether it had to be built."""
+        return self._load(cursor, 0)
+
     def check_not_empty(self, empty: int) -> None:
         """Raise if so many windows in a row without a sample mean that there never will be one."""
         if empty > self.windows.enough():

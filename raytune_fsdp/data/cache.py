@@ -3,7 +3,7 @@
     <cache>/<fingerprint>/about.json                whose windows these are, for people
     <cache>/<fingerprint>/census.json               their counts, once all were built
     <cache>/<fingerprint>/e000-w00000012.arrow      window 12 of epoch 0
-    <cache>/<fingerprint>/lock-12                   held by whoever builds a window whose number ends so (modulo 16)
+    <cache>/<fingerprint>/locks/0012                held by whoever builds window 12, or 12 and a multiple of 1024
     <cache>/files/<key>/                            rows prepared by `sources`
 
 A file appears under its name complete or not at all; two that write the same window write the same bytes. Nothing needs
@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
+import re
 import shutil
 import time
 import uuid
@@ -22,17 +24,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
+import xxhash
 
 from raytune_fsdp.data.window import Window
 from raytune_fsdp.errors import DataError
 
+logger = logging.getLogger(__name__)
+
 FILES = "files"
 _ABOUT = "about.json"
 _TEMPORARY = ".tmp"
-_LOCKS = 16
+_LOCKS = 1024
+_LOCK_SECONDS = 300.0
+"""A window that takes others longer than this is built by those who wait for it, too."""
+_OURS = re.compile(r"[0-9a-f]{32}")
 _ABANDONED_SECONDS = 3600
 _BYTES_BETWEEN_LOOKS = 1 << 30
 """The size of the whole cache is looked up each time that one process has added this much to it."""
@@ -58,10 +66,8 @@ class WindowCache:
         try:
             with pa.OSFile(str(path)) as file:
                 window = Window.from_bytes(file.read_buffer())
-        except FileNotFoundError:
-            return None
-        except (OSError, pa.ArrowException, KeyError, ValueError):
-            window = None
+        except OSError:
+            return None  # most often it is not there; if storage has failed, another process may still read it
         with suppress(OSError):
             if window is None:
                 path.unlink()
@@ -73,9 +79,8 @@ class WindowCache:
         """Keep a window. Raises DataError where it cannot be kept, and leaves nothing behind."""
         body, digest = window.to_bytes()
         try:
-            self._open()
             self._make_room(body.size)
-            _write(self._path(epoch, k), body, digest)
+            self._put(self._path(epoch, k), body, digest)
         except OSError as error:
             raise DataError(
                 f"the cache {self.root} cannot take another {body.size / 1e6:.1f} MB ({error.strerror}); free space, "
@@ -84,33 +89,46 @@ class WindowCache:
         self._written += body.size
 
     @contextmanager
-    def building(self, k: int) -> Iterator[None]:
-        """Only one process that sees this cache builds window k at a time; where files cannot be locked, any does."""
+    def building(self, epoch: int, k: int) -> Iterator[None]:
+        """Wait until no other process builds this window. Only saves work: where files cannot be locked, all build."""
         with ExitStack() as stack:
             with suppress(OSError):
-                self._open()
-                # A few files for all windows, because a lock cannot be removed without a race.
-                handle = stack.enter_context(open(self.directory / f"lock-{k % _LOCKS:02d}", "w"))
-                fcntl.flock(handle, fcntl.LOCK_EX)  # released by the system if the process dies
+                locks = self.directory / "locks"
+                locks.mkdir(parents=True, exist_ok=True)
+                # A fixed number of files, because a lock cannot be removed without a race. The system releases the
+                # locks of a process that dies; one that hangs is not waited for much longer than a window takes.
+                handle = stack.enter_context(open(locks / f"{(k + 37 * epoch) % _LOCKS:04d}", "w"))
+                _lock(handle)
             yield
 
-    def read_census(self) -> Mapping[str, Any] | None:
+    def read_census(self) -> Mapping[str, Any]:
+        """What was counted before, by epoch; nothing if it is damaged."""
         try:
-            values: Mapping[str, Any] = json.loads((self.directory / "census.json").read_text())
-        except (OSError, ValueError):
-            return None
-        return values
+            found = json.loads((self.directory / "census.json").read_text())
+            values: Mapping[str, Any] = json.loads(found["counted"])
+            return values if found["digest"] == xxhash.xxh3_128_hexdigest(found["counted"].encode()) else {}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
 
     def write_census(self, values: Mapping[str, Any]) -> None:
+        counted = json.dumps(values)
+        found = {"counted": counted, "digest": xxhash.xxh3_128_hexdigest(counted.encode())}
         with suppress(OSError):  # only saves time
-            self._open()
-            _write(self.directory / "census.json", json.dumps(values).encode())
+            self._put(self.directory / "census.json", json.dumps(found).encode())
 
     def _path(self, epoch: int, k: int) -> Path:
         return self.directory / f"e{epoch:03d}-w{k:08d}.arrow"
 
+    def _put(self, path: Path, *parts: bytes | pa.Buffer) -> None:
+        try:
+            self._open()
+            _write(path, *parts)
+        except FileNotFoundError:  # a clean-up has removed the directory in this moment
+            self._open()
+            _write(path, *parts)
+
     def _open(self) -> None:
-        if not self.directory.exists():
+        if not (self.directory / _ABOUT).exists():
             self.directory.mkdir(parents=True, exist_ok=True)
             _write(self.directory / _ABOUT, json.dumps(self.about).encode())
 
@@ -124,7 +142,22 @@ class WindowCache:
         held = sum(entry.bytes for entry in found) - files
         if files + held + size > self.max_bytes:
             # Windows can be built again; the rows they are built from are in use.
-            remove(self.root, keep_bytes=max(0, self.max_bytes * 9 // 10 - size - files), files=False)
+            removed = remove(self.root, keep_bytes=max(0, self.max_bytes * 9 // 10 - size - files), files=False)
+            if any(entry.path.parent == self.directory for entry in removed):
+                logger.warning(
+                    "data.cache.max_gb=%g does not hold all windows of this data: some are tokenized again in every "
+                    "epoch; raise it, or name a larger directory in data.cache.path",
+                    self.max_bytes / 1e9,
+                )
+
+
+def _lock(handle: IO[str]) -> None:
+    until = time.monotonic() + _LOCK_SECONDS
+    while time.monotonic() < until:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.05)
 
 
 def _write(path: Path, *parts: bytes | pa.Buffer) -> None:
@@ -153,12 +186,8 @@ class Entry:
 
 def entries(root: Path) -> Iterator[Entry]:
     """All windows and prepared files in a cache directory. What others are writing right now is left out."""
-    for directory in _subdirectories(root):
-        if directory.name == FILES:
-            yield from _prepared_rows(directory)
-            continue
-        if not (directory / _ABOUT).exists():
-            continue  # none of ours
+    yield from _prepared_rows(root / FILES)
+    for directory in _window_directories(root):
         for file in os.scandir(directory):
             with suppress(OSError):
                 status = file.stat()
@@ -188,25 +217,36 @@ def remove(
             entry.path.unlink(missing_ok=True)
         held -= entry.bytes
         removed.append(entry)
-    for directory in [] if dry_run else _subdirectories(root):
-        if (
-            directory.name != FILES
-            and (directory / _ABOUT).exists()
-            and not any(path.suffix in (".arrow", _TEMPORARY) for path in directory.iterdir())
-        ):
+    for directory in [] if dry_run else _window_directories(root):
+        if not any(path.suffix in (".arrow", _TEMPORARY) for path in directory.iterdir()):
             shutil.rmtree(directory, ignore_errors=True)
     return removed
 
 
-def _subdirectories(directory: Path) -> list[Path]:
+def _window_directories(root: Path) -> list[Path]:
+    return [path for path in _named_by_us(root) if "datasets" in _json_of(path / _ABOUT)]
+
+
+def _named_by_us(directory: Path) -> list[Path]:
+    """Subdirectories with names as the cache gives them. Whoever names a wrong directory must not lose anything."""
     try:
-        return sorted(path for path in directory.iterdir() if path.is_dir() and not path.name.endswith(_TEMPORARY))
+        return sorted(path for path in directory.iterdir() if _OURS.match(path.name) and path.is_dir())
     except OSError:
         return []
 
 
+def _json_of(path: Path) -> Mapping[str, Any]:
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
 def _prepared_rows(files: Path) -> Iterator[Entry]:
-    for directory in (path for path in files.iterdir() if path.is_dir()):
+    for directory in _named_by_us(files):
+        if directory.suffix != _TEMPORARY and "identity" not in _json_of(directory / "meta.json"):
+            continue
         with suppress(OSError):
             found = [path.stat() for path in directory.rglob("*") if path.is_file()]
             used = max((status.st_mtime for status in found), default=directory.stat().st_mtime)

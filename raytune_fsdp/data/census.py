@@ -42,16 +42,28 @@ def census(
     for epoch, found in enumerate(counted):
         if found is not None:
             continue
-        each: list[WindowCounts] = []
-        built = 0
+        datasets = [DatasetCount() for _ in windows.names]
+        skipped: list[SkippedRow] = []
+        samples = built = 0
         for _ in range(windows.count(epoch)):
             counts, tokenized = next(results)
-            each.append(counts)
+            for dataset, count in zip(datasets, counts.datasets, strict=True):
+                dataset.add(count)
+            skipped += counts.skipped[: _LISTED_ROWS - len(skipped)]
+            samples += counts.samples
             built += tokenized
             done += 1
             if progress is not None:
                 progress("counting the data", done, len(places))
-        counted[epoch] = replace(_sum(windows, each), built=built)
+        counted[epoch] = Census(
+            seq_len=windows.seq_len,
+            epochs=(samples,),
+            windows=windows.count(epoch),
+            names=windows.names,
+            datasets=tuple(datasets),
+            skipped=tuple(skipped),
+            built=built,
+        )
         windows.cache.write_census({str(e): c.to_json() for e, c in enumerate(counted) if c is not None})
     total = _together(windows, [count for count in counted if count is not None])
     _check(windows, total)
@@ -65,26 +77,11 @@ def _distinct(windows: Windows, epochs: float) -> int:
 
 def _read(windows: Windows, epoch: int) -> Census | None:
     values = windows.cache.read_census()
-    if values is None or str(epoch) not in values:
+    if str(epoch) not in values:
         return None
-    return replace(Census.from_json(values[str(epoch)]), names=windows.names, built=0)
-
-
-def _sum(windows: Windows, each: Sequence[WindowCounts]) -> Census:
-    datasets = [DatasetCount() for _ in windows.names]
-    skipped: list[SkippedRow] = []
-    for counts in each:
-        for dataset, count in zip(datasets, counts.datasets, strict=True):
-            dataset.add(count)
-        skipped += counts.skipped[: _LISTED_ROWS - len(skipped)]
-    return Census(
-        seq_len=windows.seq_len,
-        epochs=(sum(counts.samples for counts in each),),
-        windows=len(each),
-        names=windows.names,
-        datasets=tuple(datasets),
-        skipped=tuple(skipped),
-    )
+    found = replace(Census.from_json(values[str(epoch)]), names=windows.names, built=0)
+    windows.check_skipped(found.skipped)
+    return found
 
 
 def _together(windows: Windows, epochs: Sequence[Census]) -> Census:

@@ -43,8 +43,11 @@ class Conversation:
     column: str
 
 
-def read_conversation(row: dict[str, Any], format: ChatFormat, where: str) -> Conversation:
-    """The conversation of a row, or a RowError that says what is wrong with it."""
+def read_conversation(row: dict[str, Any], format: ChatFormat, where: str, *, columnar: bool = False) -> Conversation:
+    """The conversation of a row, or a RowError that says what is wrong with it.
+
+    `columnar`: nulls stand for keys that are missing, wherever they are; else only for those of messages and calls.
+    """
     column = format.messages
     given = read_column(row, column, "messages", where)
     if not isinstance(given, list):
@@ -62,14 +65,15 @@ def read_conversation(row: dict[str, Any], format: ChatFormat, where: str) -> Co
             raise RowError(
                 f"{place}={shorten(message)} is not an object; a message has a role and a content", "wrong_type"
             )
-        # Readers of Arrow fill in the keys that other messages have.
-        message = _without_nulls(message)
+        message = _without_nulls(message, deep=columnar)
         trained = message.pop("train", True)
         if not isinstance(trained, bool):
             raise RowError(f"{place}.train={shorten(trained)} is not true or false; correct the row", "wrong_type")
         messages.append(_read_message(message, format, place))
         train.append(trained)
-    tools = None if format.tools is None else _read_tools(row.get(format.tools), f"{where}: {format.tools}")
+    tools = None
+    if format.tools is not None:
+        tools = _read_tools(row.get(format.tools), f"{where}: {format.tools}", columnar=columnar)
     return Conversation(messages, train, tools, where, column)
 
 
@@ -86,7 +90,7 @@ def read_column(row: dict[str, Any], name: str, field: str, where: str) -> Any:
     return row[name]
 
 
-def check_text(value: Any, place: str) -> str:
+def check_text(value: Any, place: str, *, may_be_empty: bool = False) -> str:
     """The text as it is, if it is one that a tokenizer can take."""
     if value is None:
         raise RowError(f"{place} is missing or null, not text; correct or remove the row", "null")
@@ -94,7 +98,7 @@ def check_text(value: Any, place: str) -> str:
         raise RowError(
             f"{place}={shorten(value)} is a {type(value).__name__}, not text; correct or remove the row", "wrong_type"
         )
-    if not value or value.isspace():
+    if not may_be_empty and (not value or value.isspace()):
         raise RowError(f"{place}={shorten(repr(value))} is empty; correct or remove the row", "empty")
     check_unicode(value, place)
     return value
@@ -132,12 +136,11 @@ def _read_message(message: dict[str, Any], format: ChatFormat, place: str) -> di
     if calls and (content is None or (isinstance(content, str) and not content.strip())):
         content = content or ""
     else:
-        check_text(content, place_of_content)
+        # Many files have a system message in every row, and a tool may have nothing to say.
+        check_text(content, place_of_content, may_be_empty=role in ("system", "developer", "tool"))
     for key in REASONING_KEYS:
-        if message.get(key) == "":
+        if key in message and not check_text(message[key], f"{place}.{key}", may_be_empty=True).strip():
             del message[key]
-        elif key in message:
-            check_text(message[key], f"{place}.{key}")
     return {**message, "role": role, "content": content}
 
 
@@ -177,7 +180,8 @@ def _read_calls(calls: Any, role: str, place: str) -> list[dict[str, Any]]:
 
 
 def _read_call(call: Any, place: str) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, dict) else None
+    call = _without_nulls(call)
+    function = _without_nulls(call.get("function", call)) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise RowError(
             f'{place}={shorten(call)} is not a call; it needs {{"function": {{"name": "…", "arguments": {{…}}}}}}',
@@ -193,11 +197,13 @@ def _read_call(call: Any, place: str) -> dict[str, Any]:
         raise RowError(
             f"{place}.function.arguments={shorten(arguments)} is not an object; correct the row", "wrong_type"
         )
-    around = {key: value for key, value in call.items() if key != "function"} if function is not call else {}
+    around = {key: value for key, value in call.items() if key != "function"} if "function" in call else {}
     return {"type": "function", **around, "function": {**function, "arguments": arguments}}
 
 
-def _read_tools(tools: Any, place: str) -> list[dict[str, Any]] | None:
+def _read_tools(tools: Any, place: str, *, columnar: bool) -> list[dict[str, Any]] | None:
+    # Before texts in them are read: these are JSON, where null is a value.
+    tools = _without_nulls(tools, deep=True) if columnar else tools
     if isinstance(tools, str):
         tools = _parse(tools, place, "a list of JSON schemas") if tools.strip() else None
     if tools is None or tools == []:
@@ -213,7 +219,7 @@ def _read_tools(tools: Any, place: str) -> list[dict[str, Any]] | None:
             "format.tools to null if the column holds something else",
             "wrong_type",
         )
-    return [_without_nulls(tool) for tool in tools]
+    return tools
 
 
 def _parse(text: str, place: str, what: str) -> Any:
@@ -225,9 +231,12 @@ def _parse(text: str, place: str, what: str) -> Any:
         ) from None
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: Any, *, deep: bool = False) -> Any:
+    """The object without keys that are null; `deep`: in all that is in it, too."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+        return {
+            key: _without_nulls(item, deep=True) if deep else item for key, item in value.items() if item is not None
+        }
+    if deep and isinstance(value, list):
+        return [_without_nulls(item, deep=True) for item in value]
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from raytune_fsdp.types import Int32Array
+
+logger = logging.getLogger(__name__)
+
+DOCUMENT_VERSION = 1
+"""Part of the identity of windows. Raise it whenever the tokens or the mask of any row change: the templates that are
+shipped, the rules of masks, Alpaca's text, the names of roles, the date that templates are told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +61,22 @@ class _Text:
 class Formatter:
     """Turns the rows of one dataset into documents. Can be pickled.
 
+    `columnar`: the rows come from columns (Parquet, Arrow), where a key that some row has is null in all others.
     Raises DataError at once for what no row can cure: a template or special token that is missing, a slow tokenizer.
     """
 
     def __init__(
-        self, format: Format, *, tokenizer: PreTrainedTokenizerBase, vocab_size: int, template: str | None
+        self,
+        format: Format,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        template: str | None,
+        columnar: bool = False,
     ) -> None:
         self.format = format
-        self._given = (format, tokenizer, vocab_size, template)
+        self._given = (format, tokenizer, vocab_size, template, columnar)
+        self._columnar = columnar
         self._vocab_size = vocab_size
         self._special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         if isinstance(format, TokensFormat):
@@ -69,6 +84,8 @@ class Formatter:
         self._encoder = SpanEncoder(tokenizer)
         if isinstance(format, ChatFormat) or (isinstance(format, InstructionFormat) and format.style == "chat"):
             self._templates = [chat_template(tokenizer, template, tools=tools) for tools in (False, True)]
+            if format.loss != "all" and not self._templates[0].trains_an_end():
+                logger.warning(_NO_END)
             return
         if tokenizer.eos_token_id is None:
             raise DataError(
@@ -107,7 +124,7 @@ class Formatter:
     def _read(self, row: dict[str, Any], where: str) -> _Text | Document:
         format = self.format
         if isinstance(format, ChatFormat):
-            return self._render(read_conversation(row, format, where), format.loss)
+            return self._render(read_conversation(row, format, where, columnar=self._columnar), format.loss)
         if isinstance(format, CompletionFormat):
             return _Text(
                 check_text(read_column(row, format.text, "text", where), f"{where}: {format.text}"), None, True
@@ -162,9 +179,17 @@ class Formatter:
         return None
 
 
-def _formatter(format: Format, tokenizer: PreTrainedTokenizerBase, vocab_size: int, template: str | None) -> Formatter:
-    return Formatter(format, tokenizer=tokenizer, vocab_size=vocab_size, template=template)
+def _formatter(
+    format: Format, tokenizer: PreTrainedTokenizerBase, vocab_size: int, template: str | None, columnar: bool
+) -> Formatter:
+    return Formatter(format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, columnar=columnar)
 
+
+_NO_END = (
+    "the chat template has nothing behind the assistant's text that is trained on, so the model does not learn to end "
+    "its turn; write the token that ends it there ({{ eos_token }}; inside of {% generation %} if it has that) in a "
+    "copy of the template and name that file in data.chat_template"
+)
 
 _NO_TARGET = {
     "chat": "a conversation needs a message with role assistant that the chat template marks as generated",

@@ -133,7 +133,8 @@ def _lay_out(lengths: Int32Array, sources: Int32Array, borders: Int64Array, *, o
     positions = np.arange(samples * seq_len, dtype=np.int32) - np.repeat(starts, segments)
     out[:, 0] = positions.reshape(samples, seq_len)
     out[:, 1] = np.repeat(np.insert(sources, borders[1:], PADDING), segments).reshape(samples, seq_len)
-    return before[:-1] + np.repeat(np.cumsum(padding) - padding, np.diff(borders))
+    document_starts: Int64Array = before[:-1] + np.repeat(np.cumsum(padding) - padding, np.diff(borders))
+    return document_starts
 
 
 def pack(

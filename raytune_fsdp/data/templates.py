@@ -76,6 +76,16 @@ class ChatTemplate:
             raise Refused(" ".join(str(error).split()) or type(error).__name__) from error
         return texts[0], spans[0] if self.tags else []
 
+    def trains_an_end(self) -> bool:
+        """Whether something behind the assistant's words is trained on; else a model does not learn to stop."""
+        try:
+            text, spans = self.render(
+                [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "Yes."}], None
+            )
+        except Refused:
+            return True
+        return not (text[: spans[-1][1]] if spans else text).endswith("Yes.")
+
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, text: str | None, *, tools: bool = False) -> ChatTemplate:
     """The template that conversations are rendered with: the one given, else the tokenizer's own."""

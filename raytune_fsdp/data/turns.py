@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import os.path
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
 from raytune_fsdp.data.chat import Conversation, check_unicode
+from raytune_fsdp.data.left_out import has_all_contents_in_order, left_out
 from raytune_fsdp.data.marks import Mark, has_marks, messages_between, take_marks, with_marks
-from raytune_fsdp.data.templates import REASONING_KEYS, ChatTemplate, Refused, Span
+from raytune_fsdp.data.templates import ChatTemplate, Refused, Span
 from raytune_fsdp.errors import RowError
 
 _WAY_OUT = (
@@ -95,39 +95,16 @@ class Rendering:
     def check_nothing_is_ignored(self) -> None:
         """Refuse what is in the row and not in the text: it would be lost without a word."""
         conversation = self._conversation
-        if conversation.tools is None and self._has_all_contents_in_order():
+        if conversation.tools is None and has_all_contents_in_order(conversation.messages, self.text):
             return
-        seen = Counter((mark.message, mark.kind) for mark in take_marks(self._marked_text)[1])
-        for index, message in enumerate(conversation.messages):
-            name = f"{conversation.column}[{index}]"
-            if message["content"].strip() and (index, "content") not in seen:
-                raise self._ignored(f"the content of {name} (role {message['role']})")
-            # Two marks are around the name of each call.
-            if "tool_calls" in message and seen[index, "tool_calls"] < 2 * len(message["tool_calls"]):
-                raise self._ignored(f"tool_calls of {name}")
-            # A template that knows reasoning may drop that of earlier turns, there as in what it asks the model with.
-            for key in REASONING_KEYS:
-                known = any(word in self._template.words for word in REASONING_KEYS)
-                if key in message and not known and (index, "reasoning_content") not in seen:
-                    raise self._ignored(f"the {key} of {name}")
-        if conversation.tools is not None and self._same_without_tools():
-            raise self._ignored("the tools")
-
-    def _has_all_contents_in_order(self) -> bool:
-        """A check that costs nothing, for rows of nothing but contents, of which none can be there by chance."""
-        place = 0
-        for message in self._conversation.messages:
-            content = message["content"].strip()
-            place = self.text.find(content, place) + len(content)
-            doubtful = len(content) < 16 and message["role"] not in ("user", "assistant")
-            if (
-                doubtful
-                or place < len(content)
-                or "tool_calls" in message
-                or not message.keys().isdisjoint(REASONING_KEYS)
-            ):
-                return False
-        return True
+        ignored = left_out(conversation, self._marked_text, self._template.words)
+        if ignored is None and conversation.tools is not None and self._same_without_tools():
+            ignored = "the tools"
+        if ignored is not None:
+            raise self._error(
+                f"the chat template leaves out {ignored}, so it would be lost; remove it from the row, or name a "
+                "template that knows it in data.chat_template"
+            )
 
     @cached_property
     def _marked_text(self) -> str:
@@ -261,12 +238,6 @@ class Rendering:
 
     def _error(self, message: str) -> RowError:
         return RowError(f"{self._conversation.where}: {message}", "template")
-
-    def _ignored(self, what: str) -> RowError:
-        return self._error(
-            f"the chat template leaves out {what}, so it would be lost; remove it from the row, or name a template "
-            "that knows it in data.chat_template"
-        )
 
     def _unclear(self, index: int, how: str) -> RowError:
         return self._error(

@@ -10,7 +10,7 @@ import pyarrow as pa
 import xxhash
 
 from raytune_fsdp.data.packing import PackedSamples
-from raytune_fsdp.types import WindowCounts
+from raytune_fsdp.types import DatasetCount, SkippedRow, WindowCounts
 
 FORMAT = 1
 """Of the bytes: an Arrow stream with one record batch, then the xxh3_128 of all that (16 bytes)."""
@@ -71,6 +71,29 @@ class Window:
             ),
             counts=WindowCounts.from_json(metadata[b"counts"]),
         )
+
+
+def finish_counts(samples: PackedSamples, counts: list[DatasetCount], skipped: list[SkippedRow]) -> WindowCounts:
+    """The counts that follow from the packed samples."""
+    seq_len = samples.input_ids.shape[1]
+    many = len(counts)
+    pieces = np.bincount(samples.sources, minlength=many)
+    tokens = np.bincount(samples.sources, weights=samples.lengths, minlength=many)
+    targets = np.zeros(many, dtype=np.int64)
+    if len(samples.lengths):
+        # Where each document starts in the samples, laid end to end; padding behind the last one has no targets.
+        before = np.cumsum(samples.lengths) - samples.lengths
+        in_sample = np.diff(samples.first_document)
+        first = np.repeat(before[samples.first_document[:-1]], in_sample)
+        starts = np.repeat(np.arange(len(samples)) * seq_len, in_sample) + before - first
+        each = np.add.reduceat(samples.trained.reshape(-1), starts, dtype=np.int64)
+        targets = np.bincount(samples.sources, weights=each, minlength=many).astype(np.int64)
+    for dataset, count in enumerate(counts):
+        count.documents = count.rows - sum(count.dropped.values())
+        count.tokens = int(tokens[dataset])
+        count.target_tokens = int(targets[dataset])
+        count.cut = int(pieces[dataset]) - count.documents
+    return WindowCounts(samples=len(samples), datasets=tuple(counts), skipped=tuple(skipped))
 
 
 def _row_bytes(seq_len: int) -> int:

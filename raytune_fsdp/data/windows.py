@@ -21,10 +21,10 @@ from raytune_fsdp.data.formats import Document, Formatter
 from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows
 from raytune_fsdp.data.mixture import Mixture, weights_of
 from raytune_fsdp.data.order import Permutation, derive_key
-from raytune_fsdp.data.packing import PackedSamples, pack
-from raytune_fsdp.data.sources import Source, dataset_name, open_source
+from raytune_fsdp.data.packing import pack
+from raytune_fsdp.data.sources import Source, dataset_name, open_source, without_secrets
 from raytune_fsdp.data.templates import load_template
-from raytune_fsdp.data.window import Window
+from raytune_fsdp.data.window import Window, finish_counts
 from raytune_fsdp.errors import ConfigError, DataError, RowError
 from raytune_fsdp.types import DatasetCount, Progress, SkippedRow, WindowCounts
 
@@ -38,7 +38,11 @@ logger = logging.getLogger(__name__)
 _MEMORY_BYTES = 128 << 20
 
 # Rows that are read, formatted and tokenized together: enough to keep all cores of the tokenizer busy.
-_BATCH_ROWS = 512
+_BATCH_ROWS = 128
+
+
+# Of a window, above which it is worth a warning: about 24 bytes each while it is built and written.
+_MANY_TOKENS = 1 << 25
 
 
 class Windows:
@@ -65,8 +69,10 @@ class Windows:
         ]
         template = None if data.chat_template is None else load_template(data.chat_template)
         self._formatters = [
-            Formatter(dataset.format, tokenizer=tokenizer, vocab_size=vocab_size, template=template)
-            for dataset in datasets
+            Formatter(
+                dataset.format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, columnar=source.columnar
+            )
+            for dataset, source in zip(datasets, self.sources, strict=True)
         ]
         self.pad_id = _pad_id(tokenizer, vocab_size)
         self._mixture = _mixture(datasets, self.sources, data, seed)
@@ -76,13 +82,14 @@ class Windows:
         self._check_mixture()
         self.identity = identity_of_windows(
             datasets, data, self.sources, self._mixture.weights, tokenizer, template,
-            seed=seed, pad_id=self.pad_id, repeats=self.repeats,
+            seed=seed, pad_id=self.pad_id, vocab_size=vocab_size, repeats=self.repeats,
         )  # fmt: skip
         """All that decides the windows, by name."""
         self.fingerprint = fingerprint_of(self.identity)
         about = {"datasets": self.names, "sources": [source.label for source in self.sources], "seq_len": self.seq_len}
         self.cache = WindowCache(cache, self.fingerprint, int(data.cache.max_gb * 1e9), about)
         self._memory: OrderedDict[tuple[int, int], Window] = OrderedDict()
+        self._warned_of_size = False
 
     @property
     def seq_len(self) -> int:
@@ -113,11 +120,12 @@ class Windows:
         key = (0 if self.repeats else epoch, k)
         window, built = self._memory.get(key) or self.cache.read(*key), False
         if window is None:
-            with self.cache.building(k):
+            with self.cache.building(*key):
                 window = self.cache.read(*key)  # another process may have built it meanwhile
                 if window is None:
                     window, built = self._build(*key), True
                     self._keep(key, window, must_keep)
+        self.check_skipped(window.counts.skipped)
         self._memory[key] = window
         self._memory.move_to_end(key)
         held = sum(each.samples.nbytes for each in self._memory.values())
@@ -125,6 +133,11 @@ class Windows:
             _, oldest = self._memory.popitem(last=False)
             held -= oldest.samples.nbytes
         return window, built
+
+    def check_skipped(self, skipped: Sequence[SkippedRow]) -> None:
+        """Refuse what was built under data.bad_rows=skip and has left rows out, if these rows are to be errors."""
+        for row in skipped[:1]:
+            self._refuse(RowError(row.message, row.reason))
 
     def counts(self, epoch: int, k: int) -> WindowCounts | None:
         """A window in numbers, if it has been built and is still there."""
@@ -141,6 +154,8 @@ class Windows:
             logger.warning("window %d will be built again when it is needed again: %s", key[1], error)
 
     def _build(self, epoch: int, k: int) -> Window:
+        for source in self.sources:
+            source.touch()
         rows = list(self._mixture.rows(epoch, k * self.data.window, (k + 1) * self.data.window))
         counts = [DatasetCount() for _ in self.sources]
         skipped: list[SkippedRow] = []
@@ -155,6 +170,7 @@ class Windows:
             for part in self._fit(document, where, count, skipped):
                 documents.append(part)
                 sources.append(dataset)
+        self._check_size(documents)
         order = None
         if self.shuffled:
             # The packer starts with the longest documents: without this, length would decide the place in training.
@@ -165,7 +181,19 @@ class Windows:
             documents, sources=sources, seq_len=self.seq_len, pad_id=self.pad_id, packing=self.data.packing,
             reorder=order,
         )  # fmt: skip
-        return Window(samples=samples, counts=_finish(samples, counts, skipped))
+        return Window(samples=samples, counts=finish_counts(samples, counts, skipped))
+
+    def _check_size(self, documents: Sequence[Document]) -> None:
+        """Windows are held in memory while they are built: say so before a machine runs out of it."""
+        tokens = sum(len(document.input_ids) for document in documents)
+        if tokens > _MANY_TOKENS and not self._warned_of_size:
+            self._warned_of_size = True
+            rows = max(1, self.data.window * _MANY_TOKENS // tokens)
+            logger.warning(
+                "data.window=%d: a window of this data has %d million tokens, so each process that builds one needs "
+                "about %.1f GB; with documents of this length data.window=%d takes 0.8 GB (it changes the order of the "
+                "data, so it is for new runs)", self.data.window, tokens // 10**6, tokens * 24e-9, rows,
+            )  # fmt: skip
 
     def _documents(self, rows: Sequence[tuple[int, int]]) -> list[tuple[int, Document | RowError, str]]:
         """Dataset, document and place of these rows, in their order; read and tokenized in batches of one dataset."""
@@ -243,36 +271,15 @@ def _mixture(datasets: Sequence[DatasetConfig], sources: Sequence[Source], data:
     return Mixture([source.blocks for source in sources], weights, shuffle=data.shuffle, seed=seed)
 
 
-def _finish(samples: PackedSamples, counts: list[DatasetCount], skipped: list[SkippedRow]) -> WindowCounts:
-    """The counts that follow from the packed samples."""
-    seq_len = samples.input_ids.shape[1]
-    many = len(counts)
-    pieces = np.bincount(samples.sources, minlength=many)
-    tokens = np.bincount(samples.sources, weights=samples.lengths, minlength=many)
-    targets = np.zeros(many, dtype=np.int64)
-    if len(samples.lengths):
-        # Where each document starts in the samples, laid end to end; padding behind the last one has no targets.
-        before = np.cumsum(samples.lengths) - samples.lengths
-        in_sample = np.diff(samples.first_document)
-        first = np.repeat(before[samples.first_document[:-1]], in_sample)
-        starts = np.repeat(np.arange(len(samples)) * seq_len, in_sample) + before - first
-        each = np.add.reduceat(samples.trained.reshape(-1), starts, dtype=np.int64)
-        targets = np.bincount(samples.sources, weights=each, minlength=many).astype(np.int64)
-    for dataset, count in enumerate(counts):
-        count.documents = count.rows - sum(count.dropped.values())
-        count.tokens = int(tokens[dataset])
-        count.target_tokens = int(targets[dataset])
-        count.cut = int(pieces[dataset]) - count.documents
-    return WindowCounts(samples=len(samples), datasets=tuple(counts), skipped=tuple(skipped))
-
-
 def _names(datasets: Sequence[DatasetConfig]) -> tuple[str, ...]:
     if not datasets:
         raise DataError("no dataset was given; data.train needs one entry at least")
     names = tuple(dataset_name(dataset) for dataset in datasets)
     for name, count in Counter(names).items():
         if count > 1:
-            paths = ", ".join(str(d.path or d.hub) for d, n in zip(datasets, names, strict=True) if n == name)
+            paths = ", ".join(
+                without_secrets(d.path or d.hub or "") for d, n in zip(datasets, names, strict=True) if n == name
+            )
             raise DataError(f"{count} datasets are called {name!r} ({paths}); give each its own name in data.*.name")
     return names
 

@@ -91,8 +91,8 @@ def _start_ranks(config: FinetuneConfig, prepared: Prepared, world: int) -> None
         **patience,
     )
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # its warnings say again, for developers, what we say
-            logging.getLogger(name).setLevel(logging.ERROR)
+        if name.startswith("torch.distributed.elastic"):  # they say again, for developers, what we say
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         elastic_launch(launch, _rank_main)(config, prepared)
     except SignalException as signal:
@@ -148,10 +148,12 @@ def prepare_on_rank0(config: FinetuneConfig) -> Prepared:
 def _cause(failed: ChildFailedError) -> RaytuneError:
     """The first rank's failure as the error it raised there, with the rank."""
     rank, failure = failed.get_first_failure()
-    name, _, text = failure.message.partition(": ")
-    kind = getattr(errors, name, None)
+    # What `record` has written of an exception is a dict; of a process that has died, a text.
+    message = failure.message.get("message", "") if isinstance(failure.message, dict) else failure.message
+    name, _, text = message.partition(": ")
+    kind = errors.DataError if name == errors.RowError.__name__ else getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, RaytuneError):
         return kind(text)
     if failure.exitcode < 0:
         return TrainingError(f"rank {rank} was killed by {failure.signal_name()}; the same command continues")
-    return TrainingError(f"rank {rank} failed: {failure.message}")
+    return TrainingError(f"rank {rank} failed: {message}")

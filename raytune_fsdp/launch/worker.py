@@ -90,7 +90,10 @@ def work(config: FinetuneConfig, prepared: Prepared, device: torch.device, stop:
         status = "interrupted"
         raise
     except DataError as error:  # a row that was not read before: training has started, so it is no longer a refusal
-        raise TrainingError(f"{error}; the same command continues from the last checkpoint") from error
+        raise TrainingError(
+            f"{error}. With data.bad_rows=skip the run goes on from its last checkpoint; corrected data would make it "
+            "another run, so give that another run.name"
+        ) from error
     finally:
         parts.tracker.finish(status)
     return state.step

@@ -155,3 +155,29 @@ def newest_child(pid: int) -> int:
 
     children = [c for c in psutil.Process(pid).children(recursive=True) if "spawn_main" in " ".join(c.cmdline())]
     return max(child.pid for child in children)
+
+
+def test_a_bad_row_met_while_training_is_named_and_can_be_skipped(tmp_path: Path) -> None:
+    """On two ranks: exit code 1, the row in one line, and the way out it names goes on from the checkpoint."""
+    config = write_config(
+        tmp_path,
+        cluster={"device": "cpu", "workers": 2},
+        data={**make_config(tmp_path).model_dump()["data"], "window": 8, "shuffle": "none"},
+        train={**TRAIN, "max_steps": 20},
+        checkpoint={"every": 2},
+    )
+    lines = (tmp_path / "tokens.jsonl").read_text().splitlines()
+    (tmp_path / "tokens.jsonl").write_text("\n".join([*lines[:70], '{"ids": [1]}', *lines[70:]]) + "\n")
+    stopped = run(*job("--config", str(config)))
+    assert stopped.returncode == 1, stopped.stderr
+    (line,) = [line for line in stopped.stderr.splitlines() if line.startswith("error:")]
+    assert "tokens.jsonl:71: the row has no column 'input_ids', it has 'ids'" in line and "data.bad_rows=skip" in line
+    assert "Traceback" not in stopped.stderr
+    reached = committed(tmp_path / "runs" / "run" / "checkpoints")[-1].step
+    assert 0 < reached < 20
+    done = run(*job("--config", str(config), "--data.bad_rows", "skip"))
+    assert done.returncode == 0, done.stderr
+    events = read_events(tmp_path / "runs" / "run" / "events.jsonl")
+    assert [e["fields"]["resumed_from"] for e in events if e["event"] == "attempt_started"] == [0, reached]
+    (told,) = [e["fields"] for e in events if e["event"] == "rows_skipped"]
+    assert told["reasons"] == {"missing_column": 1} and told["rows"][0]["where"].endswith("tokens.jsonl:71")

@@ -238,3 +238,16 @@ def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
 def test_interrupting_at_the_last_step_finishes(tmp_path: Path) -> None:
     config = make_config(tmp_path, GPT2, train={**TRAIN, "max_steps": 3})
     assert run_ranks(train_rank, 2, config.model_dump(), 3) == [False, False]
+
+
+def test_small_weights_leave_epochs_without_a_window(tmp_path: Path) -> None:
+    """Three rows of weight 0.1: most epochs have no row at all."""
+    path = write_tokens(tmp_path / "few.jsonl", rows=3)
+    data = {"train": [{"path": str(path), "format": {"type": "tokens"}, "weight": 0.1}], "seq_len": 48, "window": 2}
+    train = {"global_batch": 2, "micro_batch": 1, "max_steps": 5}
+    whole = trajectory(make_config(tmp_path, train=train, data=data), 1)
+    config = make_config(tmp_path, run={"name": "stopped"}, train=train, data=data)
+    trajectory(config, 2, stop_after=2)
+    rows = trajectory(config, 1)
+    assert [row["samples"] for row in rows] == [row["samples"] for row in whole]
+    assert whole[-1]["epoch"] > 20

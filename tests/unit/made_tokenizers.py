@@ -22,6 +22,11 @@ GLUED = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 """A template with nothing between messages, so that byte-level BPE merges across them."""
 
 
+def without_tags(source: str) -> str:
+    """The template, which does not say any more what is trained on."""
+    return re.sub(r"\{%-? *(end)?generation *-?%\}", "", source)
+
+
 @functools.cache
 def demo() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(TOKENIZER)

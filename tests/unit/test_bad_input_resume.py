@@ -71,13 +71,36 @@ def test_every_difference_is_listed_with_both_values(home: Path, refused: Refuse
     data = {"train": [{"path": str(other), "format": {"type": "tokens"}}]}
     lines = refused(optim={"lr": 1e-3}, run={"seed": 4}, data=data, train={"global_batch": 6})
     assert "was trained with other settings" in lines[0] and "give run.name another value" in lines[0]
-    differences = {line.split(":")[0].split(" (")[0].strip(): line for line in lines[1:]}
-    assert set(differences) == {"optim.lr", "run.seed", "data.train.0.files.0", "train.global_batch"}
+    differences = {line.split(":")[0].strip(): line for line in lines[1:]}
+    assert set(differences) == {"optim.lr", "run.seed", "data.train.0.files", "train.global_batch"}
     for name, was, now in (("optim.lr", 0.003, 0.001), ("run.seed", 3, 4), ("train.global_batch", 4, 6)):
         assert differences[name].endswith(f"was {was}, is {now}")
-    assert f"({other})" in differences["data.train.0.files.0"]
-    was, now = differences["data.train.0.files.0"].split(": was ")[1].split(", is ")
-    assert was != now and len(was) == len(now)
+    assert differences["data.train.0.files"].endswith(f": removed {home / 'tokens.jsonl'}; added {other}")
+
+
+def test_changed_files_are_named_and_not_their_neighbours(tmp_path: Path) -> None:
+    files = [write_tokens(tmp_path / "rows" / f"{name}.jsonl", seed=i) for i, name in enumerate("bcdefghi")]
+    data = {"train": [{"path": str(tmp_path / "rows" / "*.jsonl"), "format": {"type": "tokens"}}]}
+    config = make_config(tmp_path, **BASE, data=data)
+    finetune(config)
+
+    def refusal() -> str:
+        with pytest.raises(ResumeError) as failure:
+            finetune(config)
+        (line,) = str(failure.value).splitlines()[1:]
+        return line.strip()
+
+    write_tokens(files[2], seed=99)
+    assert refusal() == f"data.train.0.files: changed {files[2]}"
+    write_tokens(files[2], seed=2)
+    files[7].unlink()
+    first = write_tokens(tmp_path / "rows" / "a.jsonl", seed=77)
+    assert refusal() == f"data.train.0.files: removed {files[7]}; added {first}"
+    first.unlink()
+    for number in range(7):
+        files[number].unlink()
+    write_tokens(files[7], seed=7)
+    assert refusal() == f"data.train.0.files: removed {', '.join(map(str, files[:5]))} and 2 more"
 
 
 @pytest.mark.parametrize(

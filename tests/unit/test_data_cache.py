@@ -19,6 +19,8 @@ from raytune_fsdp.errors import DataError
 from tests.ranks import run_ranks
 from tests.rows import make_windows, token_rows
 
+ABOUT = {"datasets": ["rows"]}
+
 
 @pytest.fixture
 def window(tmp_path: Path) -> Window:
@@ -28,7 +30,7 @@ def window(tmp_path: Path) -> Window:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> WindowCache:
-    return WindowCache(tmp_path / "cache", "f" * 32, 10**9, {"datasets": ["rows"]})
+    return WindowCache(tmp_path / "cache", "f" * 32, 10**9, ABOUT)
 
 
 def equal(left: Window, right: Window) -> bool:
@@ -87,6 +89,44 @@ def test_many_writers_and_readers(cache: WindowCache, window: Window) -> None:
     assert sorted(path.suffix for path in cache.directory.iterdir()) == [".arrow", ".arrow", ".arrow", ".json"]
 
 
+def test_one_builds_at_a_time_but_nobody_waits_for_ever(cache: WindowCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def work(name: str, k: int) -> None:
+        with cache.building(0, k):
+            order.append(f"{name} begins")
+            time.sleep(0.3)
+            order.append(f"{name} ends")
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, ("a", "b"), (7, 7)))
+    assert [word.split()[1] for word in order] == ["begins", "ends"] * 2
+    order.clear()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, ("a", "b"), (7, 23)))
+    assert [word.split()[1] for word in order] == ["begins", "begins", "ends", "ends"]
+    monkeypatch.setattr(cache_module, "_LOCK_SECONDS", 0.2)
+    with cache.building(0, 7):
+        work("impatient", 7)
+
+
+def test_a_clean_up_at_any_moment_is_survived(
+    cache: WindowCache, window: Window, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = cache_module._write
+
+    def first_clean_up(path: Path, *parts: bytes) -> None:
+        if path.suffix == ".arrow" and cache.directory.exists():
+            monkeypatch.setattr(cache_module, "_write", write)
+            remove(cache.root)
+            assert not cache.directory.exists()
+        write(path, *parts)
+
+    monkeypatch.setattr(cache_module, "_write", first_clean_up)
+    cache.write(0, 0, window)
+    assert cache.read(0, 0) is not None and (cache.directory / "about.json").exists()
+
+
 def fill_the_disk(directory: str) -> tuple[str, list[str], bool]:
     """Census and stream in a process that may write no file of more than 4 kB."""
     import resource
@@ -101,7 +141,7 @@ def fill_the_disk(directory: str) -> tuple[str, list[str], bool]:
         message = ""
     except DataError as error:
         message = str(error)
-    left = [path.name for path in windows.cache.directory.iterdir() if not path.name.startswith("lock-")]
+    left = [path.name for path in windows.cache.directory.iterdir() if path.name != "locks"]
     window, built = windows.get(0, 1)  # while training, the run goes on without a cache
     return message, left, built and len(window.samples) > 0
 
@@ -114,7 +154,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_stays_within_its_bound(tmp_path: Path, window: Window) -> None:
     size = window.to_bytes()[0].size + 16
-    cache = WindowCache(tmp_path, "a" * 32, 10 * size, {})
+    cache = WindowCache(tmp_path, "a" * 32, 10 * size, ABOUT)
     for k in range(40):
         cache.write(0, k, window)
         for path in cache.directory.glob("*.arrow"):
@@ -125,20 +165,25 @@ def test_stays_within_its_bound(tmp_path: Path, window: Window) -> None:
 
 
 def test_clean_up_takes_what_was_unused_for_longest(tmp_path: Path, window: Window) -> None:
-    old, new = WindowCache(tmp_path, "a" * 32, 10**9, {}), WindowCache(tmp_path, "b" * 32, 10**9, {})
+    old, new = WindowCache(tmp_path, "a" * 32, 10**9, ABOUT), WindowCache(tmp_path, "b" * 32, 10**9, ABOUT)
     for k in range(3):
         old.write(0, k, window)
         new.write(0, k, window)
-    prepared = tmp_path / "files" / "key"
+    prepared = tmp_path / "files" / ("c" * 32)
     prepared.mkdir(parents=True)
     (prepared / "rows.arrow").write_bytes(b"x" * 1000)
-    (making := tmp_path / "files" / "key.1234.tmp").mkdir()
+    (prepared / "meta.json").write_text('{"identity": {}}')
+    (making := tmp_path / "files" / f"{'d' * 32}.1234.tmp").mkdir()
     (making / "rows.arrow").write_bytes(b"half")
     (tmp_path / "mine.txt").write_text("not of the cache")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.arrow").write_text("not of the cache either")
+    mine = [tmp_path / "mine", tmp_path / "files" / "photos", tmp_path / ("e" * 32), tmp_path / "files" / ("f" * 32)]
+    for directory in mine:
+        directory.mkdir()
+        (directory / "notes.arrow").write_text("not of the cache either")
+        (directory / "about.json").write_text("{}")
+        os.utime(directory / "notes.arrow", (1, 1))
     (half := new.directory / "e000-w00000009.arrow.1234.tmp").write_bytes(b"half")
-    for path in [*old.directory.glob("*.arrow"), prepared / "rows.arrow"]:
+    for path in [*old.directory.glob("*.arrow"), *prepared.iterdir()]:
         os.utime(path, (1, 1))
     assert len(list(entries(tmp_path))) == 7
     removed = remove(tmp_path, unused_for=3600)
@@ -147,7 +192,6 @@ def test_clean_up_takes_what_was_unused_for_longest(tmp_path: Path, window: Wind
     for path in (half, making / "rows.arrow"):
         os.utime(path, (time.time() - cache_module._ABANDONED_SECONDS - 9,) * 2)
     remove(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "elsewhere") == [
-        "files", "mine", "mine.txt", "rows.jsonl",
-    ]  # fmt: skip
-    assert not list((tmp_path / "files").iterdir())
+    assert all((directory / "notes.arrow").exists() for directory in mine) and (tmp_path / "mine.txt").exists()
+    left = {path.name for directory in (tmp_path, tmp_path / "files") for path in directory.iterdir()}
+    assert left == {"elsewhere", "rows.jsonl", "files", "mine.txt", *(directory.name for directory in mine)}

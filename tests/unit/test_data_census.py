@@ -37,6 +37,24 @@ def test_is_not_done_twice(tmp_path: Path) -> None:
     assert again == Census(**{**_fields(first), "built": 0}) and not calls
 
 
+def test_damaged_counts_are_counted_again(tmp_path: Path) -> None:
+    rows = [token_rows(tmp_path, [5] * 30)]
+    windows = make_windows(rows, cache=tmp_path)
+    counted = census(windows)
+    path = windows.cache.directory / "census.json"
+    whole = path.read_text()
+    for damaged in (
+        whole.replace("[30]", "[99]"),
+        whole.replace(r"\"epochs\": [", r"\"epochs\": [9"),
+        "{}",
+        "[1]",
+        whole[:-9],
+    ):
+        path.write_text(damaged)
+        again = census(make_windows(rows, cache=tmp_path))
+        assert (again.epochs, again.total, again.built) == (counted.epochs, counted.total, 0)
+
+
 def count_and_die(directory: str) -> None:
     """A census that is killed behind its third window, and in the middle of writing the fourth."""
     import os

@@ -91,7 +91,7 @@ def test_clean_spares_what_was_used_lately(config: Path, tmp_path: Path, capsys:
     assert run("clean", tmp_path / "nowhere") == 2
     assert "nowhere is no directory" in capsys.readouterr().err
     assert run("clean", cache, "--keep-gb", -1) == 2
-    assert "--keep-gb -1 must not be negative" in capsys.readouterr().err
+    assert "--keep-gb -1 must be a number, and not negative" in capsys.readouterr().err
 
 
 def test_the_three_are_named(capsys: pytest.CaptureFixture[str]) -> None:

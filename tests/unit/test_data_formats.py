@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+import json
+import logging
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
+import xxhash
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from raytune_fsdp.config import ChatFormat, CompletionFormat, InstructionFormat, TokensFormat
-from raytune_fsdp.data.formats import Document, Formatter
+from raytune_fsdp.data.formats import DOCUMENT_VERSION, Document, Formatter
 from raytune_fsdp.data.templates import load_template
 from raytune_fsdp.errors import DataError, RowError
 from raytune_fsdp.types import IGNORE
-from tests.unit.made_tokenizers import chat, convert, demo, pieces, refusal
+from tests.unit.made_tokenizers import GLUED, chat, convert, demo, pieces, refusal, without_tags
 
 TEXT = CompletionFormat(type="completion")
 TOKENS = TokensFormat(type="tokens")
@@ -144,8 +148,7 @@ WRITTEN = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</too
         {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"city": "Ulm"}'}},
         {"from": "function_call", "value": str(CALL).replace("'", '"')},
         {"from": "tool_call", "value": f"[{CALL}]".replace("'", '"'), "role": None, "content": None},
-        # As Arrow gives them: with the keys of all other rows.
-        {"role": "assistant", "content": "", "tool_calls": [{**CALL, "arguments": {"city": "Ulm", "to": None}}]},
+        {"role": "assistant", "content": "", "tool_calls": [{**CALL, "type": None, "function": None}], "train": None},
     ],
 )
 def test_calls_however_they_are_written(message: dict[str, Any]) -> None:
@@ -163,7 +166,27 @@ def test_call_without_arguments(arguments: Any) -> None:
     assert pieces(document, chat())[1] == (said, True)
 
 
-@pytest.mark.parametrize("tools", ['[{"name": "now"}]', [{"name": "now", "strict": None}], ['{"name": "now"}']])
+def test_null_is_a_value_in_json_and_a_missing_key_in_columns() -> None:
+    """Arrow gives every row the keys of all others; what is JSON in a column of text is JSON."""
+    arguments, tool = {"city": None, "day": [{"at": None}, None]}, {"name": "now", "default": None}
+    calls = [{"function": {"name": "weather", "arguments": given}} for given in (arguments, json.dumps(arguments))]
+    asked = {"role": "user", "content": "Weather?", "tool_calls": None}
+    row = {"messages": [asked, {"role": "assistant", "content": None, "tool_calls": calls}]}
+    for columnar, first in ((False, arguments), (True, {"day": [{}, None]})):
+        formatter = Formatter(
+            ChatFormat(), tokenizer=chat(), vocab_size=5000, template=load_template("chatml"), columnar=columnar
+        )
+        (document,) = pickle.loads(pickle.dumps(formatter)).documents(
+            [{**row, "tools": [tool, json.dumps(tool)]}], ["f"]
+        )
+        said = [json.dumps({"name": "weather", "arguments": given}) for given in (first, arguments)]
+        expected = "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in said) + "<|im_end|>"
+        assert pieces(document, chat())[1] == (expected, True)
+        tools = [json.dumps({"name": "now"} if columnar else tool), json.dumps(tool)]
+        assert "<tools>\n{}\n{}\n</tools>".format(*tools) in pieces(document, chat())[0][0]
+
+
+@pytest.mark.parametrize("tools", ['[{"name": "now"}]', [{"name": "now"}], ['{"name": "now"}']])
 def test_tools_however_they_are_written(tools: Any) -> None:
     document = convert({**GOOD, "tools": tools}, ChatFormat(), chat(), load_template("chatml"))
     assert '<tools>\n{"name": "now"}\n</tools>' in chat().decode(document.input_ids)
@@ -216,8 +239,30 @@ def test_reasoning_by_any_of_its_names(key: str) -> None:
     row["messages"][1][key] = "Hm."
     document = convert(row, ChatFormat(), chat(), load_template("chatml"))
     assert pieces(document, chat())[1] == ("<think>\nHm.\n</think>\n\nSo.<|im_end|>", True)
-    row["messages"][1][key] = ""
-    assert pieces(convert(row, ChatFormat(), chat(), load_template("chatml")), chat())[1] == ("So.<|im_end|>", True)
+    for nothing in ("", "\n\n", None):
+        row["messages"][1][key] = nothing
+        assert pieces(convert(row, ChatFormat(), chat(), load_template("chatml")), chat())[1] == ("So.<|im_end|>", True)
+
+
+@pytest.mark.parametrize("empty", ["", " \n", []])
+def test_empty_messages_that_are_usual(empty: Any) -> None:
+    """A system message that is there for the form; a tool that has nothing to say."""
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    row = messages(("system", empty), ("user", "Weather?"), ("tool", empty), ("assistant", "So."), ("developer", empty))
+    row["messages"].insert(2, called)
+    said = empty or ""
+    expected = [
+        (f"<|im_start|>system\n{said}<|im_end|>\n<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n", False),
+        (WRITTEN, True),
+        (
+            f"\n<|im_start|>user\n<tool_response>\n{said}\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+            False,
+        ),
+        ("So.<|im_end|>", True),
+        (f"\n<|im_start|>developer\n{said}<|im_end|>\n", False),
+    ]
+    for source in (load_template("chatml"), without_tags(load_template("chatml"))):
+        assert pieces(convert(row, ChatFormat(), chat(), source), chat()) == expected
 
 
 def assistant(**keys: Any) -> dict[str, Any]:
@@ -237,6 +282,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user"}]}, "null", "messages[0].value is missing or null, not text"),
     (messages(("user", None)), "null", "is missing or null, not text"),
     (messages(("user", 3)), "wrong_type", "messages[0].content=3 is a int, not text"),
+    (messages(("user", ""), ("assistant", "y")), "empty", "messages[0].content='' is empty"),
+    (messages(("tool", None), ("assistant", "y")), "null", "messages[0].value is missing or null"),
     (messages(("user", "x"), ("assistant", " \n")), "empty", "messages[1].content=' \\n' is empty"),
     (messages(("user", [{"type": "image", "url": "u"}])), "wrong_type", "messages[0].content[0]={'type': 'image'"),
     (messages(("user", ["x"])), "wrong_type", "messages[0].content[0]=x is not {"),
@@ -356,6 +403,113 @@ def test_template_that_leaves_out_a_role() -> None:
     assert "leaves out the content of messages[1] (role assistant)" in str(error)
     row = assistant(tool_calls=[CALL, CALL], content="")
     assert "leaves out tool_calls of messages[1]" in str(refusal(row, ChatFormat(), demo(), kept))
+
+
+# What templates that are in use do to reasoning, as few lines as it takes.
+LAST_CUT = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ (m.content | string).split('</think>')[-1] }}<|endoftext|>{% endfor %}"
+)
+MIDDLE_CUT = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('<think>')[0] ~ m.content.split('</think>')[-1] }}"
+    "<|endoftext|>{% endfor %}"
+)
+MOVED = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if '</think>' in m.content %}"
+    "[{{ m.content.split('</think>')[0].split('<think>')[-1] | trim }}]{{ m.content.split('</think>')[-1] | trim }}"
+    "{% else %}{{ m.content }}{% endif %}<|endoftext|>{% endfor %}"
+)
+ONLY_WITH_CALLS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content and m.tool_calls %}{{ m.reasoning_content }}"
+    "{% endif %}{{ m.content }}<|endoftext|>{% endfor %}"
+)
+THOUGHT = "<think>\nIt is\n  small.\n</think>\n\nSo."
+
+
+@pytest.mark.parametrize(
+    ("template", "keys", "lost"),
+    [
+        (LAST_CUT, {"content": THOUGHT}, "'It is\\n  small.' in the content of messages[3]"),
+        (MIDDLE_CUT, {"content": f"Hm. {THOUGHT}"}, "'It is\\n  small.' in the content of messages[3]"),
+        (ONLY_WITH_CALLS, {"reasoning_content": "Hm."}, "the reasoning_content of messages[3]"),
+        (MOVED, {"content": THOUGHT}, None),
+        (MOVED, {"content": "a < b, b<c and 1>0"}, None),
+    ],
+)
+def test_the_last_turn_is_trained_as_it_is_given(template: str, keys: dict[str, str], lost: str | None) -> None:
+    """A template may drop the reasoning of earlier turns, of the last one it would be lost without a word."""
+    row = {"messages": [*GOOD["messages"], {"role": "user", "content": "Why?"}, {**GOOD["messages"][1], **keys}]}
+    if lost is None:
+        assert convert(row, ChatFormat(), demo(), template).target_tokens
+    else:
+        error = refusal(row, ChatFormat(), demo(), template)
+        assert error.reason == "template" and f"the chat template leaves out {lost}, so it would be" in str(error)
+    followed = {"messages": [*row["messages"], {"role": "user", "content": "Why?"}]}
+    assert convert(followed, ChatFormat(), demo(), template).target_tokens
+
+
+UNENDED = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+TAGS_TOO_NARROW = (
+    "{% for m in messages %}<|{{ m.role }}|>{% generation %}{{ m.content }}{% endgeneration %}<|endoftext|>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "loss", "warnings"),
+    [
+        (UNENDED, "assistant", 1),
+        (UNENDED, "all", 0),
+        (UNENDED + "{{ raise_exception('no') }}", "assistant", 0),
+        (TAGS_TOO_NARROW, "last_turn", 1),
+        (load_template("chatml"), "assistant", 0),
+        (without_tags(load_template("llama-3")), "assistant", 0),
+        (None, "assistant", 0),
+    ],
+)
+def test_template_that_ends_no_turn(
+    template: str | None, loss: Any, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "raytune_fsdp.data.formats"):
+        formatter = Formatter(ChatFormat(loss=loss), tokenizer=demo(), vocab_size=5000, template=template)
+        formatter.documents([GOOD, GOOD], ["f:1", "f:2"])
+    assert len(caplog.messages) == warnings
+    assert all("does not learn to end its turn" in m and "data.chat_template" in m for m in caplog.messages)
+
+
+def golden_documents() -> list[Document]:
+    """A few rows through every format, style, loss and shipped template, and through a template without tags."""
+    texts = {"prompt": "What?\n", "input": "The GPU.", "output": "It is so. é☃", "system": "Be brief.", "text": "x"}
+    documents = [convert(texts, TEXT, demo())]
+    row = {"input_ids": [5, 6, 7], "labels": [-100, 6, -100], "mask": [0, 1, 1]}
+    documents += [convert(row, format, demo()) for format in (TOKENS, ALL_TOKENS, MASKED)]
+    for style in ("alpaca", "plain", "chat"):
+        for loss in ("completion", "all"):
+            for system, context in ((None, None), (None, "input"), ("system", "input")):
+                format = InstructionFormat(
+                    type="instruction", prompt="prompt", system=system, input=context, style=style, loss=loss
+                )
+                documents.append(convert(texts, format, demo()))
+    talk = messages(("system", "Be brief."), ("human", "What?"), ("gpt", "It."), ("user", "Why?"), ("model", " So. "))
+    muted = {"messages": [*talk["messages"][:2], {**talk["messages"][2], "train": False}, *talk["messages"][3:]]}
+    shipped = [load_template(name) for name in ("chatml", "llama-2", "llama-3", "openassistant")]
+    dated = "{{ date_string }}" + str(demo().chat_template)
+    for template in (*shipped, *map(without_tags, shipped), dated, GLUED):
+        for loss in ("assistant", "last_turn", "all"):
+            documents += [convert(row, ChatFormat(loss=loss), chat(), template) for row in (talk, muted)]
+    calls = messages(("function_call", str([CALL]).replace("'", '"')), ("observation", "rain"), ("gpt", "It rains."))
+    calls["messages"][0]["reasoning_content"] = "Hm."
+    documents.append(convert({**calls, "tools": [CALL]}, ChatFormat(), chat(), shipped[0]))
+    return documents
+
+
+def test_documents_are_those_of_their_version() -> None:
+    golden = xxhash.xxh3_128()
+    for document in golden_documents():
+        for part in (document.input_ids, document.labels):
+            golden.update(np.array([len(part), *part], dtype="<i4").tobytes())
+    assert (DOCUMENT_VERSION, golden.hexdigest()) == (1, "b42937d9b49342cb40e8e51cf10ed98e"), (
+        "rows become other tokens or masks than before: raise DOCUMENT_VERSION, so that no cached window and no run "
+        "that was begun is continued with them, and write the new hash here"
+    )
 
 
 def test_tokens_outside_the_vocabulary_of_the_model() -> None:

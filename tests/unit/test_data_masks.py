@@ -18,7 +18,7 @@ from raytune_fsdp.data import masks
 from raytune_fsdp.data.masks import SpanEncoder
 from raytune_fsdp.data.templates import load_template
 from raytune_fsdp.types import IGNORE
-from tests.unit.made_tokenizers import GLUED, chat, convert, demo, metaspace, pieces, refusal, spelled
+from tests.unit.made_tokenizers import GLUED, chat, convert, demo, metaspace, pieces, refusal, spelled, without_tags
 
 # Without {% generation %}. Drops the reasoning of all but the last turn, as Qwen3 does; results are the user's.
 FORGETFUL = (
@@ -290,10 +290,6 @@ def test_mask_token_by_token() -> None:
     tokens = [demo().decode([token]) for token in document.input_ids]
     assert tokens == ["<|user|>", "What", "?", "<|assistant|>", "The", " model", ".", "<|endoftext|>"]
     assert (document.labels != IGNORE).tolist() == [False] * 4 + [True] * 4
-
-
-def without_tags(source: str) -> str:
-    return re.sub(r"\{%-? (end)?generation -?%\}", "", source)
 
 
 WORDS = st.text(

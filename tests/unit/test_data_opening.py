@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raytune_fsdp.data.opening import cache_directory, open_data
-from raytune_fsdp.errors import DataError
+from raytune_fsdp.errors import ConfigError, DataError
 from tests.rows import VOCABULARY, demo_tokenizer
 from tests.runs import make_config
 
@@ -70,3 +70,30 @@ def test_mixtures_that_make_no_sense(tmp_path: Path, train: list[dict[str, Any]]
 def test_weights_are_not_for_evaluation(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.eval\.0: weight and share are for data\.train"):
         make_config(tmp_path, data={"train": [{"path": "a"}], "eval": [{"path": "b", "weight": 2}]})
+
+
+@pytest.mark.parametrize(
+    ("url", "refused"),
+    [
+        ("s3://AKIA:SECRET/with/slash@bucket/x.jsonl", True),
+        ("s3://AKIA:12/abc@bucket/x.jsonl", True),
+        ("https://user:pass@host/x.jsonl", True),
+        ("s3://bucket/x.jsonl?secret_key=abc", True),
+        ("s3://bucket/x@y:z.jsonl", False),
+        ("http://host:8080/x.jsonl", False),
+        ("hf://datasets/org/name@main/x.parquet", False),
+        ("abfs://container@account.dfs.core.windows.net/x.jsonl", False),
+        ("data/a:b@c.jsonl", False),
+    ],
+)
+def test_credentials_are_kept_out_of_the_config_and_of_the_error(tmp_path: Path, url: str, refused: bool) -> None:
+    from raytune_fsdp.config.load import dump_config, load_config
+
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(make_config(tmp_path)))
+    if not refused:
+        assert load_config(path, ["--data.train.0.path", url]).data.train[0].path == url
+        return
+    with pytest.raises(ConfigError, match=r"^data\.train\.0\.path: must not hold credentials") as caught:
+        load_config(path, ["--data.train.0.path", url])
+    assert not any(secret in str(caught.value) for secret in ("AKIA", "slash", "pass@", "abc"))

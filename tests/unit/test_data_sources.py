@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raytune_fsdp.config.data import DatasetConfig
-from raytune_fsdp.data.sources import Source, open_source, scan
+from raytune_fsdp.data.sources import Source, handles, open_source, scan
 from raytune_fsdp.errors import DataError, RowError
 
 
@@ -237,6 +237,23 @@ def test_fingerprint_is_of_the_content(write: Callable[..., Source]) -> None:
     assert len(first[0]) == 32
 
 
+def test_fingerprint_is_of_how_the_content_is_read(write: Callable[..., Source]) -> None:
+    content = b"a,b\tc\n1,2\t3\n"
+
+    def fingerprint(name: str, **fields: Any) -> str:
+        (found,) = write(content, name, **fields).fingerprints.values()
+        return found
+
+    ways = [fingerprint(f"rows.{ending}") for ending in ("jsonl", "txt", "csv", "tsv")]
+    assert len(set(ways)) == 4
+    assert [
+        fingerprint("rows.jsonl", file_type="text"),
+        fingerprint("rows.txt", file_type="jsonl"),
+        fingerprint("rows.json"),
+        fingerprint("rows.txt", file_type="csv"),
+    ] == [ways[1], ways[0], ways[0], ways[2]]
+
+
 def test_a_file_that_changed_since_it_was_opened(write: Callable[..., Source], tmp_path: Path) -> None:
     source = write(b'{"a": 1}\n')
     copied = pickle.dumps(source)
@@ -254,6 +271,31 @@ def test_a_file_that_changed_since_it_was_opened(write: Callable[..., Source], t
     source = write(b'{"a": 5}\n')
     (tmp_path / "rows.jsonl").unlink()
     with pytest.raises(DataError, match=r"rows\.jsonl: cannot be read \(No such file.*all nodes must see it"):
+        source.rows([0])
+
+
+def test_copies_of_files_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "many").mkdir()
+    for index in range(20):
+        (tmp_path / f"many/{index:02}.jsonl").write_text(f'{{"id": {index}}}\n')
+    source = opened(tmp_path / "many", tmp_path / "cache")
+    for file in (tmp_path / "many").iterdir():
+        os.utime(file, (1, 1))
+    hashed: list[int] = []
+    real = handles.content_hash
+
+    def count(fd: int, progress: Any = None) -> str:
+        hashed.append(fd)
+        return real(fd, progress)
+
+    monkeypatch.setattr(handles, "content_hash", count)
+    monkeypatch.setattr(handles.OPEN, "_limit", 2)
+    for _ in range(3):
+        assert source.rows(range(20)) == [{"id": index} for index in range(20)]
+    assert len(hashed) == 20
+    # What was found in a copy says nothing about what is written there later.
+    (tmp_path / "many/00.jsonl").write_text('{"id": 9}\n')
+    with pytest.raises(DataError, match=r"00\.jsonl: has other content than when it was opened"):
         source.rows([0])
 
 

@@ -15,8 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 from datasets.packaged_modules.json.json import Json
 
+from raytune_fsdp.config.base import Section
 from raytune_fsdp.config.data import DatasetConfig
-from raytune_fsdp.data.sources import Source, handles, open_source
+from raytune_fsdp.config.formats import ChatFormat, CompletionFormat, InstructionFormat, TokensFormat
+from raytune_fsdp.data.sources import Source, handles, open_source, opening
 from raytune_fsdp.errors import DataError, RowError
 
 ROWS = [
@@ -93,6 +95,45 @@ def test_arrow_with_dictionaries_is_written_plainly(tmp_path: Path, form: str) -
     check(opened(tmp_path / "rows.arrow"), table.to_pylist(), blocks=[3])
     pq.write_table(table, tmp_path / "rows.parquet")
     check(opened(tmp_path / "rows.parquet"), table.to_pylist(), blocks=[3])
+
+
+@pytest.mark.parametrize("kind", ["in place", "written as Arrow", "Arrow"])
+def test_only_columns_of_the_format_are_read(tmp_path: Path, kind: str) -> None:
+    names = ["messages", "tools", "turns.x", "instruction", "input", "output", "text", "input_ids", "labels", "other"]
+    table = pa.table({name: pa.array([{"a": 1, "messages": 2}, None]) for name in names})
+    path = tmp_path / ("rows.arrow" if kind == "Arrow" else "rows.parquet")
+    if kind == "Arrow":
+        write_arrow(path, "file", None, table)
+    else:
+        pq.write_table(table, path)
+    for format, expected in [
+        ({"type": "chat"}, ["messages", "tools"]),
+        ({"type": "chat", "messages": "turns.x", "tools": None}, ["turns.x"]),
+        ({"type": "chat", "tools": "absent"}, ["messages"]),
+        ({"type": "instruction"}, ["instruction", "input", "output"]),
+        ({"type": "instruction", "system": "other", "input": None}, ["instruction", "output", "other"]),
+        ({"type": "completion"}, ["text"]),
+        ({"type": "tokens", "mask": "other", "labels": None}, ["input_ids", "other"]),
+        ({"type": "tokens", "labels": "absent"}, ["input_ids"]),
+        # So that people are shown what there is.
+        ({"type": "completion", "text": "absent"}, names),
+        ({"type": "instruction", "prompt": "absent"}, names),
+    ]:
+        source = opened(path, in_place=kind == "in place", format=format)
+        assert source.rows([1, 0]) == table.select(expected).take([1, 0]).to_pylist(), format
+
+
+def test_every_column_of_the_formats_is_known() -> None:
+    formats: dict[str, type[Section]] = {
+        "chat": ChatFormat,
+        "instruction": InstructionFormat,
+        "completion": CompletionFormat,
+        "tokens": TokensFormat,
+    }
+    for kind, format in formats.items():
+        fields = {name for name, field in format.model_fields.items() if (field.description or "").startswith("Column")}
+        needed, optional = opening._COLUMNS[kind]
+        assert {*needed, *optional} == fields
 
 
 def test_packed_parquet_and_arrow(tmp_path: Path) -> None:

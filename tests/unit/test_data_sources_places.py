@@ -13,7 +13,7 @@ import pytest
 
 from raytune_fsdp.config.data import DatasetConfig
 from raytune_fsdp.config.rules import safe_name
-from raytune_fsdp.data.sources import Source, dataset_name, open_source
+from raytune_fsdp.data.sources import Source, dataset_name, open_source, without_secrets
 from raytune_fsdp.errors import DataError
 
 
@@ -104,7 +104,7 @@ def test_directories_and_patterns_have_one_order(tmp_path: Path, monkeypatch: py
         ({"path": "./data/**/x-*.jsonl"}, "data"),
         ({"path": "train-*.jsonl"}, "train"),
         ({"path": "*.jsonl"}, "dataset"),
-        ({"path": "s3://key:secret@bucket/a/b.parquet?region=x"}, "b"),
+        ({"path": "s3://bucket/a/b.parquet?region=x"}, "b"),
         ({"path": "s3://bucket/*.parquet"}, "bucket"),
         ({"path": "hf://datasets/org/chats/**.parquet"}, "chats"),
         ({"hub": "org/Some_Name"}, "Some_Name"),
@@ -114,3 +114,21 @@ def test_directories_and_patterns_have_one_order(tmp_path: Path, monkeypatch: py
 )
 def test_names(fields: dict[str, Any], name: str) -> None:
     assert dataset_name(DatasetConfig(**fields)) == safe_name(name)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://AKIA:ab/c+/d@bucket/x/y@z/*.parquet", "s3://bucket/x/y@z/*.parquet"),
+        ("s3://AKIA:/abc@bucket/x", "s3://bucket/x"),
+        ("s3://AKIA:12/abc@bucket/x", "s3://bucket/x"),
+        ("s3://AKIA:abc@bucket/x/y@z?secret=1&region=x", "s3://bucket/x/y@z"),
+        ("sftp://me:a:b/c@host:22/x@y", "sftp://host:22/x@y"),
+        ("https://host:8080/x@y/z", "https://host:8080/x@y/z"),
+        ("s3://bucket/x@y/part-?.jsonl", "s3://bucket/x@y/part-?.jsonl"),
+        ("hf://datasets/org/name@main/x.parquet", "hf://datasets/org/name@main/x.parquet"),
+        ("/a:b/c@d", "/a:b/c@d"),
+    ],
+)
+def test_secrets_are_cut_off_urls(url: str, shown: str) -> None:
+    assert without_secrets(url) == shown

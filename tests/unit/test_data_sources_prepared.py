@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import pickle
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,7 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytune_fsdp.config.data import DatasetConfig
-from raytune_fsdp.data.sources import Source, open_source
+from raytune_fsdp.data.sources import Source, handles, open_source, prepared
 from raytune_fsdp.data.sources.prepared import prepare
 from raytune_fsdp.errors import DataError
 
@@ -53,16 +56,18 @@ def test_it_is_made_once_and_used_again(path: Path) -> None:
 
     told: list[tuple[str, int, int]] = []
     first = opened(path, progress=lambda *facts: told.append(facts))
-    assert {what for what, _, _ in told} == {str(path)}
+    assert {what for what, _, _ in told} == {str(path), f"{path} (checked)"}
     assert told[-1][1] == told[-1][2] > 0
     (entry,) = entries(path)
+    # `data clean` knows it by this.
+    assert re.fullmatch(r"[0-9a-f]{32}", entry.name)
     os.utime(entry / "meta.json", (1, 1))
     again = opened(path, progress=refuse)
     assert again.rows([19_999, 0]) == first.rows([19_999, 0]) == [ROWS[-1], ROWS[0]]
     assert time.time() - (entry / "meta.json").stat().st_mtime < 60, "the time of its last use"
     meta = json.loads((entry / "meta.json").read_text())
     assert meta["rows"] == len(ROWS)
-    assert meta["content"] == first.fingerprints[str(path)]
+    assert "identity" in meta
     assert meta["files"] == {file.name: file.stat().st_size for file in entry.iterdir() if file.name != "meta.json"}
 
 
@@ -81,6 +86,68 @@ def test_what_is_damaged_is_made_again(path: Path, damage: str) -> None:
     assert again.fingerprints == fingerprints
     assert again.rows(range(20_000)) == ROWS
     assert entries(path) == [entry]
+
+
+def test_one_flipped_bit_is_found_and_made_again(path: Path) -> None:
+    fingerprints = opened(path).fingerprints
+    (entry,) = entries(path)
+    names = {file.name for file in entry.iterdir()}
+    assert names in ({"meta.json", "spans"}, {"meta.json", "spans", "content"}, {"meta.json", *_ARROW})
+    for name in sorted(names, reverse=True):
+        opened(path).rows(range(20_000))
+        whole = (entry / name).read_bytes()
+        damaged = bytearray(whole)
+        # A digit of the number of rows, a letter of a text, or whatever it is.
+        middle = len(whole) // 2
+        at = whole.index(b"20000") + 1 if name == "meta.json" else max(whole.find(b"xxxx", middle), middle)
+        damaged[at] ^= 1
+        facts = (entry / name).stat()
+        (entry / name).write_bytes(damaged)
+        os.utime(entry / name, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+        handles._FOUND.clear()  # as another process
+        again = opened(path)
+        assert again.fingerprints == fingerprints
+        assert len(again) == 20_000
+        assert again.rows(range(20_000)) == ROWS, name
+        assert name == "meta.json" or (entry / name).read_bytes() == whole
+    assert entries(path) == [entry]
+
+
+_ARROW = {"rows.arrow", "batches", "groups"}
+
+
+def test_another_process_checks_what_it_did_not_make(path: Path) -> None:
+    opened(path)
+    handles._FOUND.clear()
+    told: list[tuple[str, int, int]] = []
+    opened(path, progress=lambda *facts: told.append(facts))
+    assert {what for what, _, _ in told} == {f"{path} (checked)"}
+    (entry,) = entries(path)
+    size = sum(file.stat().st_size for file in entry.iterdir() if file.name != "meta.json")
+    assert told[-1][1:] == (size, size)
+    told.clear()
+    opened(path, progress=lambda *facts: told.append(facts))
+    assert not told, "once"
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_what_is_in_use_is_touched_now_and_then(path: Path, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = pickle.loads(pickle.dumps(opened(path, in_place=in_place)))
+    (entry,) = entries(path)
+
+    def touched() -> bool:
+        os.utime(entry / "meta.json", (1, 1))
+        source.touch()
+        return (entry / "meta.json").stat().st_mtime > 1
+
+    assert touched()
+    assert not touched(), "not for every window"
+    later = time.monotonic() + 3601
+    monkeypatch.setattr(prepared, "time", SimpleNamespace(monotonic=lambda: later))
+    assert touched()
+    entry.rename(entry.with_name("elsewhere"))
+    later += 3601
+    source.touch()
 
 
 def test_a_cache_that_is_gone_is_said_so(path: Path) -> None:

@@ -131,16 +131,24 @@ def test_what_cannot_be_read_from_s3(store: Any, opened: Callable[..., Source], 
         with pytest.raises(DataError, match=message):
             opened(path)
     store.put_object(Bucket="bucket", Key="b/x.jsonl", Body=b'{"id": 1}\n')
-    url = f"s3://key:hidden@bucket/b/*.jsonl?endpoint_override={server}"
-    source = opened(url)
+    source = opened(f"s3://bucket/b/*.jsonl?endpoint_override={server}")
     assert source.rows([0]) == [{"id": 1}]
     assert source.where(0) == "s3://bucket/b/x.jsonl:1"
     assert source.label == "s3://bucket/b/*.jsonl"
 
 
-def test_secrets_stay_out_of_the_cache(store: Any, opened: Callable[..., Source], server: str, tmp_path: Path) -> None:
+def test_secrets_stay_out_of_the_cache_and_of_messages(store: Any, server: str, tmp_path: Path) -> None:
+    def open_unchecked(path: str) -> Source:
+        # The config refuses credentials where it sees them.
+        dataset = DatasetConfig.model_construct(path=path)
+        return open_source(dataset, cache=tmp_path / "cache", in_place=False)
+
     store.put_object(Bucket="bucket", Key="x.jsonl", Body=b'{"id": 1}\n')
-    opened(f"s3://key:hidden@bucket/x.jsonl?endpoint_override={server}")
+    source = open_unchecked(f"s3://key:hidden@bucket/x.jsonl?endpoint_override={server}")
+    assert (source.label, source.where(0)) == ("s3://bucket/x.jsonl", "s3://bucket/x.jsonl:1")
+    # pyarrow says which URL it cannot take.
+    with pytest.raises(DataError, match=r"^s3://bucket/x\.jsonl: cannot be read \(Cannot parse URI: 's3://bucket'"):
+        open_unchecked("s3://key:hidden^@bucket/x.jsonl")
     metas = list((tmp_path / "cache").rglob("meta.json"))
     assert metas
     assert not [meta for meta in metas if "hidden" in meta.read_text()]

@@ -13,10 +13,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from raytune_fsdp.config import DatasetConfig, TokensFormat
+from raytune_fsdp.data import identity as identity_module
 from raytune_fsdp.data import windows as windows_module
+from raytune_fsdp.data.census import census
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.demo import TOKENIZER
-from raytune_fsdp.errors import ConfigError, DataError
+from raytune_fsdp.errors import ConfigError, DataError, RowError
 from raytune_fsdp.types import PADDING
 from tests.rows import all_samples, documents_in, make_windows, token_rows
 
@@ -158,15 +160,52 @@ def test_fingerprint_follows_what_decides_the_windows(tmp_path: Path) -> None:
     rows = [token_rows(tmp_path, [3, 4])]
     other = AutoTokenizer.from_pretrained(TOKENIZER)
     other.add_tokens(["<|new|>"])
+    unknown = AutoTokenizer.from_pretrained(TOKENIZER, unk_token="?")  # a template may print any special token
     options: list[dict[str, Any]] = [
         {}, {"seed": 1}, {"tokenizer": other}, {"seq_len": 17}, {"window": 9}, {"packing": "none"},
         {"packing": "concat"}, {"shuffle": "none"}, {"shuffle": "blocks"}, {"long_documents": "drop"},
-        {"bad_rows": "skip"}, {"reshuffle": "full"}, {"chat_template": "chatml"},
+        {"reshuffle": "full"}, {"vocab_size": 9_999}, {"tokenizer": unknown}, {"chat_template": "chatml"},
     ]  # fmt: skip
     prints = [make_windows(rows, cache=tmp_path, **each).fingerprint for each in options]
     prints.append(make_windows([token_rows(tmp_path, [3, 4], weight=2)], cache=tmp_path).fingerprint)
+    read_otherwise = rows[0].model_copy(update={"file_type": "text"})
+    prints.append(make_windows([read_otherwise], cache=tmp_path).fingerprint)
+    masked = rows[0].model_copy(update={"format": TokensFormat(type="tokens", labels=None, mask="mask")})
+    prints.append(make_windows([masked], cache=tmp_path).fingerprint)
     prints.append(make_windows([token_rows(tmp_path, [3, 5])], cache=tmp_path).fingerprint)
     assert len(set(prints)) == len(prints)
+    # Decides nothing, see check_skipped.
+    skipping = make_windows(rows, cache=tmp_path, bad_rows="skip")
+    assert skipping.fingerprint == make_windows(rows, cache=tmp_path).fingerprint
+
+
+def test_a_version_of_documents_is_part_of_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [token_rows(tmp_path, [3, 4])]
+    before = make_windows(rows, cache=tmp_path).fingerprint
+    for name in ("DOCUMENT_VERSION", "ORDER_VERSION", "FORMAT"):
+        with monkeypatch.context() as patch:
+            patch.setattr(identity_module, name, 99)
+            assert make_windows(rows, cache=tmp_path).fingerprint != before
+
+
+def test_what_was_skipped_before_is_an_error_where_it_has_to_be(tmp_path: Path) -> None:
+    rows = [token_rows(tmp_path, [3, 20, 4])]
+    census(make_windows(rows, cache=tmp_path, bad_rows="skip"))
+    with pytest.raises(RowError, match=r"rows\.jsonl:2: the row has 20 tokens.*data\.bad_rows=skip"):
+        census(make_windows(rows, cache=tmp_path))
+    with pytest.raises(RowError, match=r"rows\.jsonl:2"):
+        make_windows(rows, cache=tmp_path).get(0, 0)
+
+
+def test_a_window_that_takes_much_memory_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(windows_module, "_MANY_TOKENS", 50)
+    windows = make_windows([token_rows(tmp_path, [10] * 20)], cache=tmp_path)
+    for k in range(3):
+        windows.get(0, k)
+    (record,) = caplog.records
+    assert "data.window=8" in record.getMessage() and "data.window=5 takes 0.8 GB" in record.getMessage()
 
 
 def test_fingerprint_ignores_names_and_earlier_calls(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ import pyarrow as pa
 from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, check_unchanged, content_hash, local_file
 from raytune_fsdp.data.sources.names import packing_of, shorten
 from raytune_fsdp.data.sources.places import chunks
-from raytune_fsdp.data.sources.prepared import Prepared, prepare
-from raytune_fsdp.data.sources.source import GONE, File, Progress, Row, reading
+from raytune_fsdp.data.sources.prepared import Prepared, prepare, touch
+from raytune_fsdp.data.sources.source import GONE, Columns, File, Progress, Row, reading
 from raytune_fsdp.errors import DataError, RowError
 
 BATCH_ROWS = 1024
@@ -39,6 +39,7 @@ class ArrowRows:
     stored: Stored
     batches: str
     """Where its record batches are."""
+    columns: Columns
     groups: str | None = None
     """Rows that belong together where that is not record batches."""
 
@@ -46,6 +47,9 @@ class ArrowRows:
         if self.groups is not None:
             return read_groups(self.groups)
         return (int(rows) for rows in self._table()[0]["rows"])
+
+    def touch(self) -> None:
+        touch(self.batches)
 
     def where(self, index: int) -> str:
         return f"{self.shown}, row {index + 1}"
@@ -59,9 +63,11 @@ class ArrowRows:
             offset, length, _ = self._table()[0][number].item()
             with reading(self.shown):
                 message = pa.ipc.read_message(pa.BufferReader(self.stored.map().slice(offset, length)))
-                return pa.ipc.read_record_batch(message, self._schema())
+                batch = pa.ipc.read_record_batch(message, self._schema())
+            columns = self.columns.of(batch.schema.names)
+            return batch if columns is None else batch.select(columns)
 
-        return DECODED.get((self.stored, number), make, lambda batch: int(batch.nbytes))
+        return DECODED.get((self.stored, self.columns, number), make, lambda batch: int(batch.nbytes))
 
     def _schema(self) -> Any:
         return OPEN.get(("schema", self.stored), lambda: pa.ipc.read_schema(_reader(self.stored.map())))
@@ -76,7 +82,7 @@ class ArrowRows:
         return found
 
 
-def open_arrow(file: File, *, cache: Path, progress: Progress | None) -> ArrowRows:
+def open_arrow(file: File, *, cache: Path, columns: Columns, progress: Progress | None) -> ArrowRows:
     """Find the record batches of a file, unless that was done before. Copied only if it is packed or on a store."""
     packing = packing_of(file.url)
     copied = file.remote or packing is not None
@@ -103,19 +109,20 @@ def open_arrow(file: File, *, cache: Path, progress: Progress | None) -> ArrowRo
         rows = index_batches(path, directory, shown=file.shown)
         return {"content": content, "rows": rows, "copied": copied or rewritten}
 
-    made = prepare(cache, {"preparation": "arrow", **file.identity}, make, shown=file.shown)
+    made = prepare(cache, {"preparation": "arrow", **file.identity}, make, shown=file.shown, progress=progress)
     if made.meta["copied"]:
-        return prepared_rows(made, shown=file.shown)
+        return prepared_rows(made, shown=file.shown, columns=columns)
     return ArrowRows(
         shown=file.shown,
         fingerprint=made.meta["content"],
         count=made.meta["rows"],
         stored=local_file(file, made.meta["content"]),
         batches=str(made.path / "batches"),
+        columns=columns,
     )
 
 
-def prepared_rows(made: Prepared, *, shown: str) -> ArrowRows:
+def prepared_rows(made: Prepared, *, shown: str, columns: Columns) -> ArrowRows:
     """The rows of `rows.arrow` in a directory of the cache."""
     return ArrowRows(
         shown=shown,
@@ -123,6 +130,7 @@ def prepared_rows(made: Prepared, *, shown: str) -> ArrowRows:
         count=made.meta["rows"],
         stored=made.stored("rows.arrow", shown=shown),
         batches=str(made.path / "batches"),
+        columns=columns,
         groups=str(made.path / "groups") if "groups" in made.meta["files"] else None,
     )
 

@@ -52,10 +52,20 @@ class Bounded:
                 self._held -= self._values.popitem(last=False)[1][1]
         return value
 
+    def clear(self) -> None:
+        """Forget all values."""
+        with self._lock:
+            self._values.clear()
+            self._held = 0
+
 
 # A process may have 1024 open files, and others in it need some.
 OPEN = Bounded(256)
 DECODED = Bounded(256 << 20)
+
+
+# By path, time and size: what this process found in a file, however often it opens it.
+_FOUND: dict[tuple[str, int, int], str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +88,7 @@ class Stored:
                 "a dataset must not change during a run: start again with the final file"
             )
         # Copies of a file on other nodes have its content and another time, so only the content can tell.
-        if self.mtime_ns not in (None, now.st_mtime_ns) and self.content != content_hash(fd):
+        if self.mtime_ns not in (None, now.st_mtime_ns) and self.content != found_hash(fd, self.path):
             raise DataError(
                 f"{self.shown}: has other content than when it was opened; "
                 "a dataset must not change during a run: start again with the final file"
@@ -140,6 +150,15 @@ class OpenFile:
     def __del__(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
+
+
+def found_hash(fd: int, path: str, progress: Callable[[int], None] | None = None) -> str:
+    """`content_hash` of what is or will be at `path`; read once by a process, unless the file changes."""
+    facts = os.fstat(fd)
+    key = (path, facts.st_mtime_ns, facts.st_size)
+    if key not in _FOUND:
+        _FOUND[key] = content_hash(fd, progress)
+    return _FOUND[key]
 
 
 def content_hash(fd: int, progress: Callable[[int], None] | None = None) -> str:

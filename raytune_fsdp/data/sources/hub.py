@@ -23,13 +23,13 @@ from raytune_fsdp.data.sources.arrow import (
 )
 from raytune_fsdp.data.sources.names import shorten
 from raytune_fsdp.data.sources.prepared import key_of, prepare
-from raytune_fsdp.data.sources.source import File, Progress, reading
+from raytune_fsdp.data.sources.source import Columns, File, Progress, reading
 from raytune_fsdp.errors import DataError, RaytuneError
 
 _ASK_SECONDS = 10.0
 
 
-def open_hub(dataset: DatasetConfig, *, cache: Path, progress: Progress | None) -> ArrowRows:
+def open_hub(dataset: DatasetConfig, *, cache: Path, columns: Columns, progress: Progress | None) -> ArrowRows:
     """The rows of a dataset of the hub, at the commit that its revision means now.
 
     Where the hub cannot be asked, what it said last counts: to another user of this cache, or the datasets library.
@@ -49,10 +49,10 @@ def open_hub(dataset: DatasetConfig, *, cache: Path, progress: Progress | None) 
         return {"content": content, "rows": index_batches(rows, directory, shown=name)}
 
     identity = {"preparation": "hub", **wanted, "revision": commit or dataset.revision}
-    made = prepare(cache, identity, make, shown=name)
+    made = prepare(cache, identity, make, shown=name, progress=progress)
     if commit is not None:
         _note(noted, commit)
-    return prepared_rows(made, shown=name)
+    return prepared_rows(made, shown=name, columns=columns)
 
 
 def _ask(dataset: DatasetConfig) -> str | None:

@@ -60,12 +60,18 @@ def split_query(url: str) -> tuple[str, str]:
 
 
 def without_secrets(url: str) -> str:
-    """The URL without what may be a password: the user before the place, and the options."""
+    """The URL without what may be a password: the user before the place, and the options. Paths stay as they are."""
     if "://" not in url:
         return url
     scheme, rest = split_query(url)[0].split("://", 1)
-    place, slash, path = rest.partition("/")
-    return f"{scheme}://{place.rpartition('@')[2]}{slash}{path}"
+    place = rest.partition("/")[0]
+    end = place.rfind("@")
+    _, colon, port = place.partition(":")
+    # A password may have slashes, as many keys of AWS do. Behind the colon stands one unless it is a port: buckets have
+    # none.
+    if end < 0 and colon and (scheme in ("s3", "gs") or not port.isdigit()):
+        end = rest.find("@")
+    return f"{scheme}://{rest[end + 1 :]}"
 
 
 def has_wildcard(path: str) -> bool:

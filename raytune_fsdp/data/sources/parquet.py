@@ -27,9 +27,9 @@ from raytune_fsdp.data.sources.arrow import (
 from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, check_unchanged, local_file
 from raytune_fsdp.data.sources.names import packing_of
 from raytune_fsdp.data.sources.places import chunks
-from raytune_fsdp.data.sources.prepared import prepare
+from raytune_fsdp.data.sources.prepared import prepare, touch
 from raytune_fsdp.data.sources.remote import file_system, with_version
-from raytune_fsdp.data.sources.source import File, Progress, Row, reading
+from raytune_fsdp.data.sources.source import Columns, File, Progress, Row, reading
 from raytune_fsdp.errors import DataError, RowError
 
 _BUFFER_BYTES = 1 << 20
@@ -48,9 +48,13 @@ class ParquetRows:
     stored: Stored | None
     """The file, if it is local."""
     groups: str
+    columns: Columns
 
     def blocks(self) -> Iterable[int]:
         return read_groups(self.groups)
+
+    def touch(self) -> None:
+        touch(self.groups)
 
     def where(self, index: int) -> str:
         return f"{self.shown}, row {index + 1}"
@@ -63,9 +67,10 @@ class ParquetRows:
         def make() -> Any:
             opened, lock = OPEN.get(("parquet", self.file), self._open)
             with reading(self.shown), lock:
-                return opened.read_row_group(number).combine_chunks()
+                columns = self.columns.of(opened.schema_arrow.names)
+                return opened.read_row_group(number, columns=columns).combine_chunks()
 
-        return DECODED.get((self.file, number), make, lambda table: int(table.nbytes))
+        return DECODED.get((self.file, self.columns, number), make, lambda table: int(table.nbytes))
 
     def _open(self) -> tuple[Any, Lock]:
         if self.stored is not None:
@@ -79,10 +84,12 @@ class ParquetRows:
             return _open(self.file), Lock()
 
 
-def open_parquet(file: File, *, cache: Path, in_place: bool, progress: Progress | None) -> ArrowRows | ParquetRows:
+def open_parquet(
+    file: File, *, cache: Path, in_place: bool, columns: Columns, progress: Progress | None
+) -> ArrowRows | ParquetRows:
     """Open a file where it is, or what was written of it to the cache; packed ones are always written to it."""
     if in_place and packing_of(file.url) is None:
-        return _open_in_place(file, cache=cache, progress=progress)
+        return _open_in_place(file, cache=cache, columns=columns, progress=progress)
 
     def make(directory: Path) -> Mapping[str, Any]:
         path = Path(file.url)
@@ -106,11 +113,12 @@ def open_parquet(file: File, *, cache: Path, in_place: bool, progress: Progress 
         write_groups(directory / "groups", groups)
         return {"content": content, "rows": index_batches(rows, directory, shown=file.shown)}
 
-    made = prepare(cache, {"preparation": "parquet as arrow", **file.identity}, make, shown=file.shown)
-    return prepared_rows(made, shown=file.shown)
+    identity = {"preparation": "parquet as arrow", **file.identity}
+    made = prepare(cache, identity, make, shown=file.shown, progress=progress)
+    return prepared_rows(made, shown=file.shown, columns=columns)
 
 
-def _open_in_place(file: File, *, cache: Path, progress: Progress | None) -> ParquetRows:
+def _open_in_place(file: File, *, cache: Path, columns: Columns, progress: Progress | None) -> ParquetRows:
     def make(directory: Path) -> Mapping[str, Any]:
         # The content of a file on a store is known by its ETag: reading it is what is to be avoided.
         content = file.fingerprint if file.remote else hash_file(Path(file.url), file=file, progress=progress)
@@ -122,7 +130,8 @@ def _open_in_place(file: File, *, cache: Path, progress: Progress | None) -> Par
         write_groups(directory / "groups", groups)
         return {"content": content, "rows": sum(groups)}
 
-    made = prepare(cache, {"preparation": "parquet in place", **file.identity}, make, shown=file.shown)
+    identity = {"preparation": "parquet in place", **file.identity}
+    made = prepare(cache, identity, make, shown=file.shown, progress=progress)
     return ParquetRows(
         shown=file.shown,
         fingerprint=made.meta["content"],
@@ -130,6 +139,7 @@ def _open_in_place(file: File, *, cache: Path, progress: Progress | None) -> Par
         file=file,
         stored=None if file.remote else local_file(file, made.meta["content"]),
         groups=str(made.path / "groups"),
+        columns=columns,
     )
 
 

@@ -1,7 +1,7 @@
 """Directories of the cache: made once, renamed into place when they are whole, used by all nodes.
 
 <cache>/files/<key>/            key: hash of what was prepared, from which file (path, size, time or ETag), and how
-    meta.json                   hash of the content, rows, size of every file; its time is that of the last use
+    meta.json                   what was prepared, size and hash of every file; its time is that of the last use
     ...
 <cache>/files/<key>.<x>.tmp/    being made, or left by a process that was killed
 """
@@ -12,22 +12,28 @@ import errno
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from raytune_fsdp.data.sources.handles import Stored
+from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, found_hash
+from raytune_fsdp.data.sources.source import Progress
 from raytune_fsdp.durable import sync_directory, write_durably
 from raytune_fsdp.errors import DataError
 
 # Goes into every key: raise it when what is prepared changes its form.
-_VERSION = 1
+_VERSION = 2
 _META = "meta.json"
+_TOUCH_SECONDS = 3600.0
+_TOUCHED: dict[str, float] = {}
+_Tell = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +49,25 @@ class Prepared:
 
 
 def prepare(
-    cache: Path, identity: Mapping[str, object], make: Callable[[Path], Mapping[str, Any]], *, shown: str
+    cache: Path,
+    identity: Mapping[str, object],
+    make: Callable[[Path], Mapping[str, Any]],
+    *,
+    shown: str,
+    progress: Progress | None = None,
 ) -> Prepared:
-    """What was prepared before, or else what `make` leaves in the empty directory it is given and returns as meta."""
+    """What was prepared before, or else what `make` leaves in the empty directory it is given and returns as meta.
+
+    Every file is hashed, by each process once: what storage has damaged is made again.
+    """
     final = cache / "files" / key_of(identity)
-    while (found := _find(final)) is None:
+    tell = None if progress is None else partial(progress, f"{shown} (checked)")
+    while (found := _find(final, tell)) is None:
         temporary = final.with_name(f"{final.name}.{uuid.uuid4().hex[:12]}.tmp")
         try:
             temporary.mkdir(parents=True)
             meta = {**make(temporary), "identity": dict(identity)}
-            _finish(temporary, meta)
+            _finish(temporary, meta, final, tell)
             _rename(temporary, final)
         except OSError as error:
             raise _unwritable(cache, shown, error) from error
@@ -64,13 +79,32 @@ def prepare(
 
 def key_of(identity: Mapping[str, object]) -> str:
     """Name of the directory for what `identity` describes."""
-    return xxhash.xxh3_128_hexdigest(json.dumps([_VERSION, identity], sort_keys=True).encode())
+    return _digest([_VERSION, identity])
 
 
-def _find(final: Path) -> Prepared | None:
+def touch(path: str) -> None:
+    """Note that the directory with this file is in use: what was not used for long may be removed. Can be called often;
+    a process does it once an hour."""
+    now = time.monotonic()
+    if now - _TOUCHED.get(path, -_TOUCH_SECONDS) < _TOUCH_SECONDS:
+        return
+    _TOUCHED[path] = now
+    with suppress(OSError):
+        os.utime(Path(path).with_name(_META))
+
+
+def _digest(value: object) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
+
+
+def _find(final: Path, tell: _Tell | None) -> Prepared | None:
     try:
         meta = json.loads((final / _META).read_text(encoding="utf-8"))
-        whole = all((final / name).stat().st_size == size for name, size in meta["files"].items())
+        whole = (
+            meta.pop("digest") == _digest(meta)
+            and all((final / name).stat().st_size == size for name, size in meta["files"].items())
+            and _hashes(final, meta["files"], final, tell) == meta["hashes"]
+        )
     except (FileNotFoundError, NotADirectoryError):
         whole = not final.exists()
         if whole:
@@ -85,13 +119,30 @@ def _find(final: Path) -> Prepared | None:
     return Prepared(final, meta)
 
 
-def _finish(directory: Path, meta: Mapping[str, Any]) -> None:
+def _hashes(directory: Path, files: Mapping[str, int], final: Path, tell: _Tell | None) -> dict[str, str]:
+    """Hash of each file of a directory that is `final`, or will be: it need not be read again then."""
+    found: dict[str, str] = {}
+    before, total = 0, sum(files.values())
+    for name, size in files.items():
+
+        def tell_all(done: int, before: int = before) -> None:
+            if tell is not None:
+                tell(before + done, total)
+
+        with open(directory / name, "rb") as opened:
+            found[name] = found_hash(opened.fileno(), str(final / name), tell_all)
+        before += size
+    return found
+
+
+def _finish(directory: Path, meta: Mapping[str, Any], final: Path, tell: _Tell | None) -> None:
     files = {}
     for file in sorted(directory.iterdir()):
         with open(file, "rb") as opened:
             os.fsync(opened.fileno())
         files[file.name] = file.stat().st_size
-    write_durably(directory / _META, json.dumps({**meta, "files": files}, indent=1))
+    whole = {**meta, "files": files, "hashes": _hashes(directory, files, final, tell)}
+    write_durably(directory / _META, json.dumps({**whole, "digest": _digest(whole)}, indent=1))
     sync_directory(directory)
 
 
@@ -116,6 +167,9 @@ def _discard(final: Path) -> None:
     except OSError as error:
         raise DataError(f"{final}: is damaged and cannot be removed ({error.strerror}); remove it") from error
     shutil.rmtree(away, ignore_errors=True)
+    # What this process has open of it would go on being read.
+    OPEN.clear()
+    DECODED.clear()
 
 
 def _unwritable(cache: Path, shown: str, error: OSError) -> DataError:

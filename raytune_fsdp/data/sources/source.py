@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -18,6 +19,7 @@ from raytune_fsdp.errors import DataError, RaytuneError, RowError
 
 Row = dict[str, Any]
 GONE = "data.cache.path must be seen by all nodes, and not be cleaned during a run; start again"
+_URL = re.compile(r"\w+://[^\s'\"]+")
 _WHOLE = "check that it is there, whole, and may be read"
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, and how many bytes of how many."""
@@ -55,6 +57,20 @@ class File:
         return xxhash.xxh3_128_hexdigest(json.dumps([without_secrets(self.url), self.size, self.version]).encode())
 
 
+class Columns(NamedTuple):
+    """The columns that are read of rows, where a file lets one choose."""
+
+    needed: tuple[str, ...]
+    optional: tuple[str, ...]
+
+    def of(self, names: Sequence[str]) -> list[str] | None:
+        """Those of a file with these columns. None, all of them, where a needed one is missing: people are shown what
+        there is."""
+        if not set(self.needed) <= set(names):
+            return None
+        return [name for name in names if name in self.needed or name in self.optional]
+
+
 class Source(Protocol):
     """The rows of a dataset, by number. Small to pickle; can be used from several threads, and after a fork."""
 
@@ -64,7 +80,11 @@ class Source(Protocol):
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
-        """Hash of each file, under the name that people are shown, in the order of the rows."""
+        """Hash of each file and how it is read, under the name that people are shown, in the order of the rows."""
+
+    @property
+    def columnar(self) -> bool:
+        """Whether the rows come from columns, where a key that some row has is null in all others."""
 
     @property
     def blocks(self) -> Sequence[int]:
@@ -77,6 +97,9 @@ class Source(Protocol):
 
     def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
         """The rows in the order asked for; one that is broken is a RowError in its place."""
+
+    def touch(self) -> None:
+        """Note in the cache that this is in use. Can be called often."""
 
 
 class Part(Protocol):
@@ -97,6 +120,8 @@ class Part(Protocol):
 
     def rows(self, indices: Sequence[int]) -> list[Row | RowError]: ...
 
+    def touch(self) -> None: ...
+
 
 @dataclass(frozen=True)
 class Files:
@@ -104,6 +129,7 @@ class Files:
 
     label: str
     parts: tuple[Part, ...]
+    columnar: bool = False
 
     @cached_property
     def _ends(self) -> Any:
@@ -138,6 +164,10 @@ class Files:
                 found[position] = row
         return found
 
+    def touch(self) -> None:
+        for part in self.parts:
+            part.touch()
+
     def _find(self, index: int) -> tuple[Part, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {self.label}, which has {len(self)}")
@@ -164,4 +194,5 @@ def reading(shown: str, way_out: str = _WHOLE) -> Iterator[None]:
 def unreadable(shown: str, error: Exception, way_out: str = _WHOLE) -> DataError:
     """The DataError for what a file system or a decoder raised."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or repr(error)
+    reason = _URL.sub(lambda url: without_secrets(url[0]), reason)
     return DataError(f"{shown}: cannot be read ({shorten(' '.join(reason.split()), limit=300)}); {way_out}")

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import xxhash
 
 from raytune_fsdp.data.sources.handles import OPEN, Stored, check_unchanged, local_file
 from raytune_fsdp.data.sources.names import ending_of, packing_of, shorten
 from raytune_fsdp.data.sources.places import chunks
-from raytune_fsdp.data.sources.prepared import prepare
+from raytune_fsdp.data.sources.prepared import prepare, touch
 from raytune_fsdp.data.sources.scan import SPAN, Scanned, Spans, csv_reader, json_syntax, scan
 from raytune_fsdp.data.sources.source import GONE, File, Progress, Row, reading
 from raytune_fsdp.errors import DataError, RowError
@@ -48,6 +49,9 @@ class TextRows:
     def blocks(self) -> Iterable[int]:
         for first in range(0, self.count, _BLOCK_ROWS):
             yield min(_BLOCK_ROWS, self.count - first)
+
+    def touch(self) -> None:
+        touch(self.spans)
 
     def where(self, index: int) -> str:
         if self.syntax == "json":
@@ -134,12 +138,14 @@ def open_text(file: File, kind: str, *, cache: Path, progress: Progress | None) 
         return meta
 
     identity = {"preparation": "text", "kind": kind, **file.identity}
-    made = prepare(cache, identity, make, shown=file.shown)
+    made = prepare(cache, identity, make, shown=file.shown, progress=progress)
     meta, content = made.meta, made.meta["content"]
     stored = made.stored("content", shown=file.shown) if copied else local_file(file, content)
+    # The same bytes are other rows where they are read in another way.
+    read_as = [content, meta["syntax"], delimiter if meta["syntax"] == "csv" else None]
     return TextRows(
         shown=file.shown,
-        fingerprint=content,
+        fingerprint=xxhash.xxh3_128_hexdigest(json.dumps(read_as).encode()),
         count=meta["rows"],
         stored=stored,
         spans=str(made.path / "spans"),
