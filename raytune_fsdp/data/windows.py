@@ -8,8 +8,10 @@ and epochs differ by the order of the windows and of the samples in them (`batch
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+import os
+from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,7 @@ from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows
 from raytune_fsdp.data.mixture import Mixture, weights_of
 from raytune_fsdp.data.order import Permutation, derive_key
 from raytune_fsdp.data.packing import pack
-from raytune_fsdp.data.sources import Source, dataset_name, open_source, without_secrets
+from raytune_fsdp.data.sources import Source, dataset_names, open_source
 from raytune_fsdp.data.templates import load_template
 from raytune_fsdp.data.window import Window, finish_counts
 from raytune_fsdp.errors import ConfigError, DataError, RowError
@@ -61,7 +63,7 @@ class Windows:
     ) -> None:
         self.data = data
         self.seed = seed
-        self.names = _names(datasets)
+        self.names = dataset_names(datasets)
         """Names of the datasets, in the order that source ids count them."""
         self.sources = [
             open_source(dataset, cache=cache, in_place=data.shuffle != "rows", progress=progress)
@@ -198,17 +200,30 @@ class Windows:
     def _documents(self, rows: Sequence[tuple[int, int]]) -> list[tuple[int, Document | RowError, str]]:
         """Dataset, document and place of these rows, in their order; read and tokenized in batches of one dataset."""
         found: list[tuple[int, Document | RowError, str] | None] = [None] * len(rows)
-        for dataset, (source, formatter) in enumerate(zip(self.sources, self._formatters, strict=True)):
+        batches = []
+        for dataset in range(len(self.sources)):
             places = [place for place, (d, _) in enumerate(rows) if d == dataset]
-            for first in range(0, len(places), _BATCH_ROWS):
-                batch = places[first : first + _BATCH_ROWS]
-                indices = [rows[place][1] for place in batch]
-                wheres = [source.where(index) for index in indices]
-                documents = formatter.documents(source.rows(indices), wheres)
-                for place, document, where in zip(batch, documents, wheres, strict=True):
-                    found[place] = (dataset, document, where)
-                    if isinstance(document, RowError):
-                        self._refuse(document)
+            batches += [(dataset, places[i : i + _BATCH_ROWS]) for i in range(0, len(places), _BATCH_ROWS)]
+
+        def read(batch: tuple[int, list[int]]) -> list[tuple[Document | RowError, str]]:
+            dataset, places = batch
+            indices = [rows[place][1] for place in places]
+            wheres = [self.sources[dataset].where(index) for index in indices]
+            documents = self._formatters[dataset].documents(self.sources[dataset].rows(indices), wheres)
+            return list(zip(documents, wheres, strict=True))
+
+        # While the tokenizer works on a batch, which holds no lock of Python's, another is read or put into arrays.
+        alone = os.environ.get("RAYON_NUM_THREADS") == "1"
+        with ThreadPoolExecutor(1 if alone else 2, thread_name_prefix="tokenize") as threads:
+            coming = [threads.submit(read, batch) for batch in batches]
+            try:
+                for (dataset, places), future in zip(batches, coming, strict=True):
+                    for place, (document, where) in zip(places, future.result(), strict=True):
+                        found[place] = (dataset, document, where)
+                        if isinstance(document, RowError):
+                            self._refuse(document)
+            finally:
+                threads.shutdown(wait=True, cancel_futures=True)
         return [item for item in found if item is not None]
 
     def _refuse(self, error: RowError) -> None:
@@ -269,19 +284,6 @@ def _mixture(datasets: Sequence[DatasetConfig], sources: Sequence[Source], data:
         [len(source) for source in sources],
     )
     return Mixture([source.blocks for source in sources], weights, shuffle=data.shuffle, seed=seed)
-
-
-def _names(datasets: Sequence[DatasetConfig]) -> tuple[str, ...]:
-    if not datasets:
-        raise DataError("no dataset was given; data.train needs one entry at least")
-    names = tuple(dataset_name(dataset) for dataset in datasets)
-    for name, count in Counter(names).items():
-        if count > 1:
-            paths = ", ".join(
-                without_secrets(d.path or d.hub or "") for d, n in zip(datasets, names, strict=True) if n == name
-            )
-            raise DataError(f"{count} datasets are called {name!r} ({paths}); give each its own name in data.*.name")
-    return names
 
 
 def _pad_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from raytune_fsdp.config.data import DatasetConfig
+from raytune_fsdp.errors import DataError
 
 KINDS = {
     ".jsonl": "jsonl",
@@ -127,3 +130,17 @@ def _safe(name: str) -> str:
     # The rules of config.rules.safe_name, which a name in the config has to follow itself.
     kept = re.sub(r"\.{2,}", ".", re.sub(r"[^A-Za-z0-9._-]+", "-", name))
     return re.sub(r"^[^A-Za-z0-9]+", "", kept)[:128] or "dataset"
+
+
+def dataset_names(datasets: Sequence[DatasetConfig]) -> tuple[str, ...]:
+    """Names of several datasets, all different."""
+    if not datasets:
+        raise DataError("no dataset was given; data.train needs one entry at least")
+    names = tuple(dataset_name(dataset) for dataset in datasets)
+    for name, count in Counter(names).items():
+        if count > 1:
+            paths = ", ".join(
+                without_secrets(d.path or d.hub or "") for d, n in zip(datasets, names, strict=True) if n == name
+            )
+            raise DataError(f"{count} datasets are called {name!r} ({paths}); give each its own name in data.*.name")
+    return names
