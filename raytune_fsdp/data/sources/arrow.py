@@ -19,8 +19,9 @@ from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, check_uncha
 from raytune_fsdp.data.sources.names import packing_of, shorten
 from raytune_fsdp.data.sources.places import chunks
 from raytune_fsdp.data.sources.prepared import Prepared, prepare, touch
-from raytune_fsdp.data.sources.source import GONE, Columns, File, Progress, Row, reading
+from raytune_fsdp.data.sources.source import GONE, Columns, File, Row, reading
 from raytune_fsdp.errors import DataError, RowError
+from raytune_fsdp.types import Progress
 
 BATCH_ROWS = 1024
 _BATCH = np.dtype([("offset", "<u8"), ("bytes", "<u8"), ("rows", "<u8")])

@@ -23,8 +23,9 @@ from raytune_fsdp.data.sources.arrow import (
 )
 from raytune_fsdp.data.sources.names import shorten
 from raytune_fsdp.data.sources.prepared import key_of, prepare
-from raytune_fsdp.data.sources.source import Columns, File, Progress, reading
+from raytune_fsdp.data.sources.source import Columns, File, reading
 from raytune_fsdp.errors import DataError, RaytuneError
+from raytune_fsdp.types import Progress
 
 _ASK_SECONDS = 10.0
 

@@ -15,9 +15,10 @@ from raytune_fsdp.data.sources.names import without_secrets
 from raytune_fsdp.data.sources.parquet import open_parquet
 from raytune_fsdp.data.sources.places import find_files, one_kind
 from raytune_fsdp.data.sources.remote import with_version
-from raytune_fsdp.data.sources.source import Columns, File, Files, Part, Progress, Source
+from raytune_fsdp.data.sources.source import Columns, File, Files, Part, Source
 from raytune_fsdp.data.sources.texts import open_text
 from raytune_fsdp.errors import DataError
+from raytune_fsdp.types import Progress
 
 # Stores and disks answer slowly, but many at a time. What is decoded to be written again takes memory.
 _AT_ONCE = 8

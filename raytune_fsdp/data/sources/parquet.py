@@ -29,8 +29,9 @@ from raytune_fsdp.data.sources.names import packing_of
 from raytune_fsdp.data.sources.places import chunks
 from raytune_fsdp.data.sources.prepared import prepare, touch
 from raytune_fsdp.data.sources.remote import file_system, with_version
-from raytune_fsdp.data.sources.source import Columns, File, Progress, Row, reading
+from raytune_fsdp.data.sources.source import Columns, File, Row, reading
 from raytune_fsdp.errors import DataError, RowError
+from raytune_fsdp.types import Progress
 
 _BUFFER_BYTES = 1 << 20
 # Of decoded rows at once, while a file is written as Arrow.

@@ -15,8 +15,9 @@ import pyarrow as pa
 from raytune_fsdp.config.data import DatasetConfig
 from raytune_fsdp.data.sources.names import data_files, has_wildcard, is_hidden, is_meant, kind_of, without_secrets
 from raytune_fsdp.data.sources.remote import file_system, remote_files
-from raytune_fsdp.data.sources.source import File, Progress, reading
+from raytune_fsdp.data.sources.source import File, reading
 from raytune_fsdp.errors import DataError
+from raytune_fsdp.types import Progress
 
 # Also what is asked of a store at once.
 _CHUNK_BYTES = 8 << 20

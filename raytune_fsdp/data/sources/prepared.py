@@ -24,9 +24,9 @@ from typing import Any
 import xxhash
 
 from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, found_hash
-from raytune_fsdp.data.sources.source import Progress
 from raytune_fsdp.durable import sync_directory, write_durably
 from raytune_fsdp.errors import DataError
+from raytune_fsdp.types import Progress
 
 # Goes into every key: raise it when what is prepared changes its form.
 _VERSION = 2

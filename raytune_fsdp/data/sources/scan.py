@@ -16,8 +16,9 @@ import numpy as np
 import xxhash
 
 from raytune_fsdp.data.sources.names import shorten
-from raytune_fsdp.data.sources.source import Progress, reading, unreadable
+from raytune_fsdp.data.sources.source import reading, unreadable
 from raytune_fsdp.errors import DataError
+from raytune_fsdp.types import Progress
 
 SPAN = np.dtype([("offset", "<u8"), ("bytes", "<u8"), ("line", "<u8")])
 # The most that is read at once, so that a huge file without a line break cannot fill the memory.

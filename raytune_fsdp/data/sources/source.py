@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,8 +21,6 @@ Row = dict[str, Any]
 GONE = "data.cache.path must be seen by all nodes, and not be cleaned during a run; start again"
 _URL = re.compile(r"\w+://[^\s'\"]+")
 _WHOLE = "check that it is there, whole, and may be read"
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, and how many bytes of how many."""
 
 
 @dataclass(frozen=True, slots=True)

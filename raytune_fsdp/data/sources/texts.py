@@ -20,8 +20,9 @@ from raytune_fsdp.data.sources.names import ending_of, packing_of, shorten
 from raytune_fsdp.data.sources.places import chunks
 from raytune_fsdp.data.sources.prepared import prepare, touch
 from raytune_fsdp.data.sources.scan import SPAN, Scanned, Spans, csv_reader, json_syntax, scan
-from raytune_fsdp.data.sources.source import GONE, File, Progress, Row, reading
+from raytune_fsdp.data.sources.source import GONE, File, Row, reading
 from raytune_fsdp.errors import DataError, RowError
+from raytune_fsdp.types import Progress
 
 # Rows of a text file that are read together when blocks of rows are shuffled.
 _BLOCK_ROWS = 1024
