@@ -156,7 +156,7 @@ def main() -> None:
     for name, peak in list(peaks.items())[:8]:
         print(f"{peak:6} MiB at most  {name}")
     if options.out:
-        write_result(options.out, {"ray": options.ray, **counted, "peak_mib": dict(list(peaks.items())[:8])})
+        write_result(options.out, {"through_ray": options.ray, **counted, "peak_mib": dict(list(peaks.items())[:8])})
 
 
 if __name__ == "__main__":
