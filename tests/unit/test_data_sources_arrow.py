@@ -38,6 +38,7 @@ def opened(path: Path, *, in_place: bool = False, **fields: Any) -> Source:
     pickled = pickle.dumps(source)
     assert len(pickled) < 2000
     again: Source = pickle.loads(pickled)
+    assert again.columnar
     return again
 
 

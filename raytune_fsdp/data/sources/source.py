@@ -172,9 +172,9 @@ class Files:
         place = int(np.searchsorted(self._ends, index, side="right"))
         return self.parts[place], int(self._ends[place - 1]) if place else 0
 
-    def __reduce__(self) -> tuple[type[Files], tuple[str, tuple[Part, ...]]]:
+    def __reduce__(self) -> tuple[type[Files], tuple[str, tuple[Part, ...], bool]]:
         # Without what was computed from the parts.
-        return Files, (self.label, self.parts)
+        return Files, (self.label, self.parts, self.columnar)
 
 
 @contextmanager
