@@ -1,9 +1,14 @@
-"""Writing to storage so that it is there after a crash."""
+"""Writing to storage so that it is there after a crash, or whole where others look at it."""
 
 from __future__ import annotations
 
 import os
+import uuid
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyarrow import Buffer
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -20,6 +25,19 @@ def replace_durably(path: Path, text: str) -> None:
     write_durably(temporary, text)
     temporary.replace(path)
     sync_directory(path.parent)
+
+
+def replace_at_once(path: Path, *parts: bytes | Buffer) -> None:
+    """Write a file under its name at once, by any number of writers, without waiting for storage."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            for part in parts:
+                file.write(part)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def sync_directory(directory: Path) -> None:

@@ -93,8 +93,8 @@ def prepare(config: FinetuneConfig, world: int, progress: Progress | None = None
     for prompt in config.eval.prompts:
         encode_prompt(tokenizer, prompt, positions=positions_of(hf_config))
     train, evals = open_data(config, tokenizer, vocab_size, progress)
-    identity = identity_of(config, hf_config, train)
-    resume, state = find_resume(config, run_dir, identity, files_of(train))
+    identity, files_of_data = identity_of(config, hf_config, train), files_of(train)
+    resume, state = find_resume(config, run_dir, identity, files_of_data)
     # A broken row of an evaluation is found now, not when it comes.
     built = sum(census(windows, progress=progress).built for windows in evals.values())
     counted = None
@@ -120,7 +120,7 @@ def prepare(config: FinetuneConfig, world: int, progress: Progress | None = None
         resume=resume,
         state=state,
         identity=identity,
-        files_of_data=files_of(train),
+        files_of_data=files_of_data,
         plan=plan,
     )
 

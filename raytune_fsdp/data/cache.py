@@ -19,7 +19,6 @@ import os
 import re
 import shutil
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ import pyarrow as pa
 import xxhash
 
 from raytune_fsdp.data.window import Window
+from raytune_fsdp.durable import replace_at_once
 from raytune_fsdp.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -122,15 +122,15 @@ class WindowCache:
     def _put(self, path: Path, *parts: bytes | pa.Buffer) -> None:
         try:
             self._open()
-            _write(path, *parts)
+            replace_at_once(path, *parts)
         except FileNotFoundError:  # a clean-up has removed the directory in this moment
             self._open()
-            _write(path, *parts)
+            replace_at_once(path, *parts)
 
     def _open(self) -> None:
         if not (self.directory / _ABOUT).exists():
             self.directory.mkdir(parents=True, exist_ok=True)
-            _write(self.directory / _ABOUT, json.dumps(self.about).encode())
+            replace_at_once(self.directory / _ABOUT, json.dumps(self.about).encode())
 
     def _make_room(self, size: int) -> None:
         """Keep the cache within its bound: looked at now and then, because looking walks the whole directory."""
@@ -158,18 +158,6 @@ def _lock(handle: IO[str]) -> None:
             return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(0.05)
-
-
-def _write(path: Path, *parts: bytes | pa.Buffer) -> None:
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{_TEMPORARY}")
-    try:
-        with open(temporary, "wb") as file:
-            for part in parts:
-                file.write(part)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,8 @@ def census(
     build: Builder = build_here,
 ) -> Census:
     """The counts of so many epochs. What an earlier census has counted or built is not built again; bad rows raise."""
-    counted = [_read(windows, epoch) for epoch in range(_distinct(windows, epochs))]
+    known = windows.cache.read_census()
+    counted = [_restore(windows, known.get(str(epoch))) for epoch in range(_distinct(windows, epochs))]
     places = [(e, k) for e, found in enumerate(counted) if found is None for k in range(windows.count(e))]
     results = iter(build(windows, places)) if places else iter(())
     done = 0
@@ -75,11 +76,11 @@ def _distinct(windows: Windows, epochs: float) -> int:
     return 1 if windows.repeats else math.ceil(Fraction(str(epochs)))
 
 
-def _read(windows: Windows, epoch: int) -> Census | None:
-    values = windows.cache.read_census()
-    if str(epoch) not in values:
+def _restore(windows: Windows, written: str | None) -> Census | None:
+    """The counts of an epoch as an earlier census has written them, if one has."""
+    if written is None:
         return None
-    found = replace(Census.from_json(values[str(epoch)]), names=windows.names, built=0)
+    found = replace(Census.from_json(written), names=windows.names, built=0)
     windows.check_skipped(found.skipped)
     return found
 

@@ -42,7 +42,6 @@ _MEMORY_BYTES = 128 << 20
 # Rows that are read, formatted and tokenized together: enough to keep all cores of the tokenizer busy.
 _BATCH_ROWS = 128
 
-
 # Of a window, above which it is worth a warning: about 24 bytes each while it is built and written.
 _MANY_TOKENS = 1 << 25
 

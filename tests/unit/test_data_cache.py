@@ -113,16 +113,16 @@ def test_one_builds_at_a_time_but_nobody_waits_for_ever(cache: WindowCache, monk
 def test_a_clean_up_at_any_moment_is_survived(
     cache: WindowCache, window: Window, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = cache_module._write
+    write = cache_module.replace_at_once
 
     def first_clean_up(path: Path, *parts: bytes) -> None:
         if path.suffix == ".arrow" and cache.directory.exists():
-            monkeypatch.setattr(cache_module, "_write", write)
+            monkeypatch.setattr(cache_module, "replace_at_once", write)
             remove(cache.root)
             assert not cache.directory.exists()
         write(path, *parts)
 
-    monkeypatch.setattr(cache_module, "_write", first_clean_up)
+    monkeypatch.setattr(cache_module, "replace_at_once", first_clean_up)
     cache.write(0, 0, window)
     assert cache.read(0, 0) is not None and (cache.directory / "about.json").exists()
 

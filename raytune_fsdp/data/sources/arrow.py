@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, check_unchanged, content_hash, local_file
 from raytune_fsdp.data.sources.names import packing_of, shorten
-from raytune_fsdp.data.sources.places import chunks
+from raytune_fsdp.data.sources.places import copy
 from raytune_fsdp.data.sources.prepared import Prepared, prepare, touch
 from raytune_fsdp.data.sources.source import GONE, Columns, File, Row, reading
 from raytune_fsdp.errors import DataError, RowError
@@ -85,16 +85,13 @@ class ArrowRows:
 
 def open_arrow(file: File, *, cache: Path, columns: Columns, progress: Progress | None) -> ArrowRows:
     """Find the record batches of a file, unless that was done before. Copied only if it is packed or on a store."""
-    packing = packing_of(file.url)
-    copied = file.remote or packing is not None
+    copied = file.remote or packing_of(file.url) is not None
 
     def make(directory: Path) -> Mapping[str, Any]:
         path = Path(file.url)
         if copied:
             path = directory / "rows.arrow"
-            with open(path, "wb") as target:
-                for chunk in chunks(file, packing=packing, progress=progress):
-                    target.write(chunk)
+            copy(file, path, progress=progress)
         content = hash_file(path, file=file, progress=progress)
         with reading(file.shown):
             schema = pa.ipc.read_schema(_reader(_map(path)))

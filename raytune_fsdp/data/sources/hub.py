@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +23,7 @@ from raytune_fsdp.data.sources.arrow import (
 from raytune_fsdp.data.sources.names import shorten
 from raytune_fsdp.data.sources.prepared import key_of, prepare
 from raytune_fsdp.data.sources.source import Columns, File, reading
+from raytune_fsdp.durable import replace_at_once
 from raytune_fsdp.errors import DataError, RaytuneError
 from raytune_fsdp.types import Progress
 
@@ -83,9 +83,7 @@ def _note(path: Path, commit: str) -> None:
     if _noted(path) == commit:
         return
     with suppress(OSError):  # only a help for those who cannot ask the hub
-        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.tmp")
-        temporary.write_text(json.dumps({"commit": commit}), encoding="utf-8")
-        temporary.replace(path)
+        replace_at_once(path, json.dumps({"commit": commit}).encode())
 
 
 def _load(dataset: DatasetConfig, commit: str | None) -> Any:

@@ -26,7 +26,7 @@ from raytune_fsdp.data.sources.arrow import (
 )
 from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, check_unchanged, local_file
 from raytune_fsdp.data.sources.names import packing_of
-from raytune_fsdp.data.sources.places import chunks
+from raytune_fsdp.data.sources.places import copy
 from raytune_fsdp.data.sources.prepared import prepare, touch
 from raytune_fsdp.data.sources.remote import file_system, with_version
 from raytune_fsdp.data.sources.source import Columns, File, Row, reading
@@ -96,9 +96,7 @@ def open_parquet(
         path = Path(file.url)
         if copied := file.remote or packing_of(file.url) is not None:
             path = directory / "copy"
-            with open(path, "wb") as target:
-                for chunk in chunks(file, packing=packing_of(file.url), progress=progress):
-                    target.write(chunk)
+            copy(file, path, progress=progress)
         content = hash_file(path, file=file, progress=progress)
         with reading(file.shown):
             opened = pq.ParquetFile(str(path), buffer_size=_BUFFER_BYTES, pre_buffer=False)

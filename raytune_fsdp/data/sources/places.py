@@ -13,7 +13,15 @@ from typing import Any
 import pyarrow as pa
 
 from raytune_fsdp.config.data import DatasetConfig
-from raytune_fsdp.data.sources.names import data_files, has_wildcard, is_hidden, is_meant, kind_of, without_secrets
+from raytune_fsdp.data.sources.names import (
+    data_files,
+    has_wildcard,
+    is_hidden,
+    is_meant,
+    kind_of,
+    packing_of,
+    without_secrets,
+)
 from raytune_fsdp.data.sources.remote import file_system, remote_files
 from raytune_fsdp.data.sources.source import File, reading
 from raytune_fsdp.errors import DataError
@@ -63,8 +71,16 @@ def one_kind(files: list[File], dataset: DatasetConfig) -> str:
     return next(iter(kinds))
 
 
-def chunks(file: File, *, packing: str | None, progress: Progress | None) -> Iterator[bytes]:
-    """The content of a file, unpacked, piece by piece."""
+def copy(file: File, path: Path, *, progress: Progress | None) -> None:
+    """Write the content of a file, unpacked, piece by piece."""
+    with open(path, "wb") as target:
+        for chunk in _chunks(file, progress):
+            target.write(chunk)
+
+
+def _chunks(file: File, progress: Progress | None) -> Iterator[bytes]:
+    # What `reading` explains is the file's, not what happens to the copy between two pieces.
+    packing = packing_of(file.url)
     with reading(file.shown), _stream(file) as raw:
         stream = pa.CompressedInputStream(raw, packing) if packing else raw
         while chunk := stream.read(_CHUNK_BYTES):

@@ -17,7 +17,7 @@ import xxhash
 
 from raytune_fsdp.data.sources.handles import OPEN, Stored, check_unchanged, local_file
 from raytune_fsdp.data.sources.names import ending_of, packing_of, shorten
-from raytune_fsdp.data.sources.places import chunks
+from raytune_fsdp.data.sources.places import copy
 from raytune_fsdp.data.sources.prepared import prepare, touch
 from raytune_fsdp.data.sources.scan import SPAN, Scanned, Spans, csv_reader, json_syntax, scan
 from raytune_fsdp.data.sources.source import GONE, File, Row, reading
@@ -120,17 +120,14 @@ class TextRows:
 
 def open_text(file: File, kind: str, *, cache: Path, progress: Progress | None) -> TextRows:
     """Find the rows of a file, unless that was done before."""
-    packing = packing_of(file.url)
-    copied = file.remote or packing is not None
+    copied = file.remote or packing_of(file.url) is not None
     delimiter = "\t" if ending_of(file.url) == ".tsv" else ","
 
     def make(directory: Path) -> Mapping[str, Any]:
         path = Path(file.url)
         if copied:
             path = directory / "content"
-            with open(path, "wb") as target:
-                for chunk in chunks(file, packing=packing, progress=progress):
-                    target.write(chunk)
+            copy(file, path, progress=progress)
         meta: Mapping[str, Any] = _find_rows(
             path, directory / "spans", file=file, kind=kind, delimiter=delimiter, progress=progress
         )
