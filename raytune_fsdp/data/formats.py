@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DOCUMENT_VERSION = 1
+DOCUMENT_VERSION = 2
 """Part of the identity of windows. Raise it whenever the tokens or the mask of any row change: the templates that are
 shipped, the rules of masks, Alpaca's text, the names of roles, the date that templates are told."""
 

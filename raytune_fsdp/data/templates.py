@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
@@ -28,6 +29,10 @@ _SHIPPED = {path.stem: path for path in sorted((Path(__file__).parent / "templat
 
 # Some templates (Llama 3.2) print today's date unless told another; the data must not depend on the day it is read.
 DATE = "26 Jul 2024"
+
+# transformers keeps one compiled template per process, and in it what was generated so far: two threads that render at
+# once would get each other's spans, and with them a wrong mask. Rendering holds Python's lock anyway.
+_RENDERING = Lock()
 
 # What the code of a template can raise when a row is not what it was written for.
 _REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -64,14 +69,15 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]]:
         """The text, and the spans in `{% generation %}`. `prompt`: with what asks the assistant for its turn."""
         try:
-            texts, spans = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=self.source,
-                return_assistant_tokens_mask=self.tags,
-                add_generation_prompt=prompt,
-                **self._variables,
-            )
+            with _RENDERING:
+                texts, spans = render_jinja_template(
+                    conversations=[messages],
+                    tools=tools,
+                    chat_template=self.source,
+                    return_assistant_tokens_mask=self.tags,
+                    add_generation_prompt=prompt,
+                    **self._variables,
+                )
         except _REFUSALS as error:
             raise Refused(" ".join(str(error).split()) or type(error).__name__) from error
         return texts[0], spans[0] if self.tags else []

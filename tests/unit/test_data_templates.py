@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 import raytune_fsdp
 from raytune_fsdp.config import ChatFormat, CompletionFormat, InstructionFormat
 from raytune_fsdp.data.formats import Formatter
-from raytune_fsdp.data.templates import load_template
+from raytune_fsdp.data.templates import chat_template, load_template
 from raytune_fsdp.errors import DataError
 from raytune_fsdp.types import IGNORE
 from tests.unit.made_tokenizers import chat, convert, demo, refusal
@@ -114,6 +116,20 @@ def test_generation_starts_where_training_does(name: str) -> None:
         assert document.input_ids.tolist() == [*prompt, *trained.tolist(), *tokenizer.encode(ends)]
         assert tokenizer.decode(trained).strip().startswith(messages[count - 1]["content"])
         assert not tokenizer.decode(trained).endswith("\n")
+
+
+def test_threads_that_render_at_once_do_not_get_spans_of_each_other() -> None:
+    template = chat_template(chat(), load_template("chatml"))
+    conversations = [[QUESTION, {"role": "assistant", "content": "word " * n}] for n in range(400)]
+    expected = [template.render(messages, None) for messages in conversations]
+    assert len({tuple(spans) for _, spans in expected}) == 400
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert list(threads.map(lambda messages: template.render(messages, None), conversations)) == expected
+    finally:
+        sys.setswitchinterval(interval)
 
 
 TOOL = {"role": "tool", "content": "rain"}
