@@ -101,7 +101,7 @@ def measure(directory: Path, *, on_ray: bool) -> dict[str, Any]:
 def _stream_here(windows: Any, samples: int) -> int:
     from itertools import islice
 
-    from raytune_fsdp.data.batches import Stream
+    from raytune_fsdp.data.stream import Stream
     from raytune_fsdp.types import Cursor
 
     return sum(
@@ -113,19 +113,20 @@ def _stream_ray(windows: Any, samples: int) -> int:
     """Two ranks, eight samples a block."""
     import ray
 
-    from raytune_fsdp.data.batches import Division, Stream
-    from raytune_fsdp.launch.ray_data import RotatedSplit, ray_batches, stream_dataset
+    from raytune_fsdp.data.stream import Division, Stream
+    from raytune_fsdp.launch.ray_batches import ray_batches
+    from raytune_fsdp.launch.ray_data import split, stream_dataset
     from raytune_fsdp.types import Cursor
 
     division = Division(
         first_step=1, last_step=-(-samples // 16), total_samples=samples, global_batch=16, micro_batch=8, world=2
     )
     dataset = stream_dataset(Stream(windows, seed=0), Cursor(), micro_batch=8, samples=samples)
-    shards = RotatedSplit().configure({"train": dataset}, 2)
+    shards = split(dataset, 2)
 
     @ray.remote(num_cpus=0)
     def consume(shard: Any, rank: int) -> int:
-        batches = ray_batches(shard["train"], windows, division, rank=rank)
+        batches = ray_batches(shard, windows, division, rank=rank)
         return sum(len(block.sample_ids) for step in batches for block in step.blocks)
 
     return sum(ray.get([consume.remote(shard, rank) for rank, shard in enumerate(shards)]))

@@ -30,11 +30,12 @@ from transformers import AutoTokenizer
 
 from benchmarks.record import write_result
 from raytune_fsdp.config import CompletionFormat, DataConfig, DatasetConfig
-from raytune_fsdp.data.batches import Division, Stream
 from raytune_fsdp.data.census import census
+from raytune_fsdp.data.stream import Division, Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.demo import TOKENIZER
-from raytune_fsdp.launch.ray_data import RotatedSplit, build_on_ray, ray_batches, stream_dataset
+from raytune_fsdp.launch.ray_batches import ray_batches
+from raytune_fsdp.launch.ray_data import build_on_ray, split, stream_dataset
 from raytune_fsdp.types import Cursor
 
 SEQ_LEN, WINDOW, ROWS, WORDS, SEED = 2048, 1024, 32768, 220, 7
@@ -84,10 +85,10 @@ def measure(windows: Windows, *, ranks: int, micro_batch: int, steps: int, step_
     ray.get([actor.__ray_ready__.remote() for actor in actors])
     start = time.time()
     dataset = stream_dataset(Stream(windows, seed=SEED), Cursor(), micro_batch=micro_batch, samples=division.samples())
-    shards = RotatedSplit().configure({"train": dataset}, ranks)
+    shards = split(dataset, ranks)
     found = ray.get(
         [
-            actor.run.remote(shard["train"], windows, division, rank, step_seconds)
+            actor.run.remote(shard, windows, division, rank, step_seconds)
             for rank, (actor, shard) in enumerate(zip(actors, shards, strict=True))
         ]
     )

@@ -14,8 +14,9 @@ from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.checkpoint.store import Store, load, on_rank0
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import dump_config
-from raytune_fsdp.data.batches import Division, Stream, rank_batches
+from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.skipped import SkippedRows, told
+from raytune_fsdp.data.stream import Division, Stream
 from raytune_fsdp.durable import replace_durably
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.evaluate import check_packing

@@ -8,6 +8,7 @@
     │   ├── ModelError      a model path, a checkpoint of weights, an architecture
     │   └── ResumeError     a run directory or checkpoint that cannot be continued as asked
     ├── TrainingError       exit code 1: training itself failed
+    │   └── TransientError  what happens around it failed; a new attempt may succeed
     └── Interrupted         exit code 130: stopped from outside, can be continued
 
 Every message names the field (or file), the value, the rule, and the way out.
@@ -57,6 +58,10 @@ class ResumeError(UserError):
 
 class TrainingError(RaytuneError):
     """Training started and failed."""
+
+
+class TransientError(TrainingError):
+    """Storage, or the way of the data to a rank, failed: a new attempt from the last checkpoint may succeed."""
 
 
 class Interrupted(RaytuneError):

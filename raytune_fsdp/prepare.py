@@ -21,10 +21,10 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from raytune_fsdp.checkpoint.commit import Found, newest
 from raytune_fsdp.checkpoint.state import RunState, check_identity, read_state
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.data.batches import Stream
 from raytune_fsdp.data.census import census
 from raytune_fsdp.data.identity import files_by_key
 from raytune_fsdp.data.opening import open_data
+from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.templates import load_template
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ConfigError, ModelError, ResumeError

@@ -16,7 +16,7 @@ from raytune_fsdp.checkpoint import commit
 from raytune_fsdp.checkpoint.state import STATE_FILE, RunState
 from raytune_fsdp.checkpoint.tensors import all_finite, init_optimizer_state, read, tensors_of, write
 from raytune_fsdp.durable import write_durably
-from raytune_fsdp.errors import RaytuneError, TrainingError
+from raytune_fsdp.errors import RaytuneError, TrainingError, TransientError
 from raytune_fsdp.types import Saved
 
 T = TypeVar("T")
@@ -84,5 +84,5 @@ def on_rank0(work: Callable[[], T]) -> T:
     if isinstance(failure, RaytuneError):
         raise failure
     if failure is not None:
-        raise TrainingError(f"rank 0 could not write to the run's storage: {failure}") from failure
+        raise TransientError(f"rank 0 could not write to the run's storage: {failure}") from failure
     return result  # type: ignore[return-value]

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from raytune_fsdp.errors import ResumeError, TrainingError
+from raytune_fsdp.errors import ResumeError, TransientError
 from raytune_fsdp.model.keys import owned_tensors
 
 
@@ -67,7 +67,7 @@ def write(tensors: dict[str, torch.Tensor], directory: Path) -> None:
     try:
         save(tensors, storage_writer=writer)
     except CheckpointException as error:  # a BaseException: nothing else would catch it
-        raise TrainingError(f"checkpoint {directory} could not be written: {_reason(error)}") from error
+        raise TransientError(f"checkpoint {directory} could not be written: {_reason(error)}") from error
 
 
 def read(tensors: dict[str, torch.Tensor], directory: Path, *, alone: bool = False, whole: bool = True) -> None:

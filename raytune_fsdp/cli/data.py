@@ -58,7 +58,7 @@ def _preview(arguments: Sequence[str], prog: str) -> int:
             f"--eval {found.eval}: no evaluation dataset is called so{nearest(found.eval, evals)}; all: {known}"
         )
     windows = train if found.eval is None else evals[found.eval]
-    from raytune_fsdp.data.batches import Stream
+    from raytune_fsdp.data.stream import Stream
     from raytune_fsdp.report.data import preview
     from raytune_fsdp.types import Cursor
 

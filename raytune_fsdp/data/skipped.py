@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from raytune_fsdp.data.batches import Stream
+from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.types import Cursor, SkippedRow
 
 _ROWS_TOLD_AT_ONCE = 100

@@ -2,17 +2,18 @@
 
 A task that costs no CPU keeps builds in flight, takes their windows in the order of the stream, and yields blocks of
 `micro_batch` samples. It is a Ray Data source: when enough blocks lie ready, Ray Data pulls no more, the task stops,
-and no window is built further ahead. Its blocks go to the ranks in turn (`RotatedSplit`), and each rank makes its
-batches of them (`ray_batches`). No list of windows exists: how many a run needs shows as they are built.
+and no window is built further ahead. Its blocks go to the ranks in turn (`split`), and each rank makes its batches of
+them (`ray_batches.py`). No list of windows exists: how many a run needs shows as they are built.
+
+Nothing here imports torch: the processes that build windows start in half the time without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,19 +21,15 @@ import pyarrow as pa
 import ray
 import ray.data
 from ray.data.block import BlockMetadata
-from ray.data.collate_fn import ArrowBatchCollateFn
 from ray.data.datasource import Datasource, ReadTask
-from ray.train import DataConfig
 
-from raytune_fsdp.data.batches import Division, Stream, StreamSample, fill_up, stream_batch
 from raytune_fsdp.data.census import Places
+from raytune_fsdp.data.stream import Stream, StreamSample
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import TrainingError
 from raytune_fsdp.launch.ray_tasks import cpus, in_order, on_a_cpu, opened, own_errors
-from raytune_fsdp.types import Batch, Cursor, PackedSample, StepBatches, WindowCounts
+from raytune_fsdp.types import Cursor, WindowCounts
 
 if TYPE_CHECKING:
-    import torch
     from ray import ObjectRef
     from ray.data import DataIterator, Dataset
 
@@ -48,7 +45,7 @@ READY_BYTES = 256 << 20
 COUNTED_PER_CPU = 2
 """Windows in flight for each CPU in a census, so that none waits for the next one."""
 
-_TOKENS = ("input_ids", "labels", "position_ids", "source_ids")
+TOKEN_COLUMNS = ("input_ids", "labels", "position_ids", "source_ids")
 _FIRST_BLOCK, _BYTES_PER_BLOCK = "raytune_fsdp.first_block", "raytune_fsdp.bytes_per_block"
 
 
@@ -89,70 +86,15 @@ class StreamDatasource(Datasource):  # type: ignore[misc]
         return [self._task]
 
 
-class RotatedSplit(DataConfig):  # type: ignore[misc]
-    """Block g of the run goes to rank g mod world, also where the stream is taken up in the middle of the run."""
-
-    def configure(
-        self, datasets: Mapping[str, Dataset], world_size: int, *_: Any, **__: Any
-    ) -> list[dict[str, DataIterator]]:
-        shards: list[dict[str, DataIterator]] = [{} for _ in range(world_size)]
-        for name, dataset in datasets.items():
-            context = dataset.context
-            ready = max(READY_BYTES, 4 * world_size * context.get_config(_BYTES_PER_BLOCK))
-            context.execution_options.resource_limits = ray.data.ExecutionResources(object_store_memory=ready)
-            # Not equal: that would cut the end off, to give every rank as many. Blocks of one size go round in turn.
-            for place, shard in enumerate(dataset.streaming_split(world_size, equal=False)):
-                shards[(context.get_config(_FIRST_BLOCK) + place) % world_size][name] = shard
-        return shards
-
-
-def ray_batches(
-    shard: DataIterator, windows: Windows, division: Division, *, rank: int, device: torch.device | str = "cpu"
-) -> Iterator[StepBatches]:
-    """What `rank_batches` gives, from this rank's shard of a `stream_dataset` that begins with the first step."""
-    ahead = 2 * max(division.rounds(division.first_step), 2)
-    arriving = shard.iter_torch_batches(
-        batch_size=None, prefetch_batches=ahead, collate_fn=ToBlock(division, device), device="cpu"
-    )
-    with closing(iter(arriving)) as arrived, own_errors():
-        # Ray starts when all ranks have asked for a block, also those that have none in the first step.
-        blocks = chain([next(arrived, None)], arrived)
-        for step in range(division.first_step, division.last_step + 1):
-            own: list[Batch] = []
-            built = 0
-            for index, size in enumerate(division.block_sizes(step)):
-                if division.owner(step, index) == rank:
-                    block = next(blocks, None)
-                    number = division.first_block(step) + index
-                    if block is None or block.number != number or len(block.batch.sample_ids) != size:
-                        raise _out_of_order(rank, number, size, block)
-                    own.append(block.batch)
-                    built += block.windows_built
-            yield fill_up(step, own, division, windows, device, windows_built=built)
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """What arrives at a rank."""
-
-    number: int
-    """Counted from the start of the run."""
-    windows_built: int
-    batch: Batch
-
-
-class ToBlock(ArrowBatchCollateFn):  # type: ignore[misc]
-    """Makes tensors of what arrives. Ray Data calls it in threads, before the block is needed."""
-
-    def __init__(self, division: Division, device: torch.device | str) -> None:
-        self._blocks_per_step = division.global_batch // division.micro_batch
-        self._device = device
-
-    def __call__(self, table: pa.Table) -> Block:
-        number: int = table["block"][0].as_py()
-        samples = _to_samples(table)
-        batch = stream_batch(samples, index=number % self._blocks_per_step, device=self._device)
-        return Block(number, sum(each.built for each in samples), batch)
+def split(dataset: Dataset, world: int) -> list[DataIterator]:
+    """A shard for each rank: block g of the run goes to rank g mod world, wherever in the run the stream begins."""
+    context = dataset.context
+    ready = max(READY_BYTES, 4 * world * context.get_config(_BYTES_PER_BLOCK))
+    context.execution_options.resource_limits = ray.data.ExecutionResources(object_store_memory=ready)
+    # Not equal: that would cut the end off, to give every rank as many. Blocks of one size go round in turn.
+    shards = dataset.streaming_split(world, equal=False)
+    first = context.get_config(_FIRST_BLOCK) % world
+    return [shards[(rank - first) % world] for rank in range(world)]
 
 
 def build_on_ray(windows: Windows, places: Places) -> Iterator[tuple[WindowCounts, bool]]:
@@ -218,7 +160,7 @@ _section_task, _count_task = on_a_cpu(_section), on_a_cpu(_count)
 def _to_table(samples: Sequence[StreamSample], seq_len: int) -> pa.Table:
     """A row for each sample."""
     columns: dict[str, pa.Array] = {}
-    for name in _TOKENS:
+    for name in TOKEN_COLUMNS:
         values = [getattr(each.sample, name) for each in samples] or [np.empty(0, dtype=np.int32)]
         columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(np.concatenate(values)), seq_len)
     columns["id"] = pa.array([each.sample.id for each in samples], pa.int64())
@@ -230,27 +172,4 @@ def _to_table(samples: Sequence[StreamSample], seq_len: int) -> pa.Table:
 
 def _row_bytes(seq_len: int) -> int:
     """Of a row of `_to_table`, with the number of its block."""
-    return 4 * len(_TOKENS) * seq_len + 8 * 5
-
-
-def _to_samples(table: pa.Table) -> list[StreamSample]:
-    """What `_to_table` was given."""
-    rows = len(table)
-    tokens = {name: table[name].combine_chunks().flatten().to_numpy().reshape(rows, -1) for name in _TOKENS}
-    columns = table.select(["id", "epoch", "window", "index", "built"]).to_pylist()
-    return [
-        StreamSample(
-            PackedSample(id=row["id"], **{name: values[i] for name, values in tokens.items()}),
-            Cursor(epoch=row["epoch"], window=row["window"], index=row["index"]),
-            row["built"],
-        )
-        for i, row in enumerate(columns)
-    ]
-
-
-def _out_of_order(rank: int, number: int, size: int, block: Block | None) -> TrainingError:
-    found = "the end of the data" if block is None else f"block {block.number} with {len(block.batch.sample_ids)}"
-    return TrainingError(
-        f"rank {rank} was to get block {number} of the run with {size} sample(s) from Ray Data and got {found}; the "
-        "same command continues from the last checkpoint, and with cluster.launch=local without Ray"
-    )
+    return 4 * len(TOKEN_COLUMNS) * seq_len + 8 * 5

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from raytune_fsdp.durable import sync_directory
-from raytune_fsdp.errors import RaytuneError, TrainingError
+from raytune_fsdp.errors import RaytuneError, TrainingError, TransientError
 from raytune_fsdp.tracking.redaction import redact
 from raytune_fsdp.tracking.tracker import RunStart, Status
 from raytune_fsdp.types import StepMetrics
@@ -236,7 +236,7 @@ def _write_all(file: FileIO, data: bytes) -> None:
 
 
 def _cannot_write(path: Path, error: OSError) -> TrainingError:
-    return TrainingError(
+    return TransientError(
         f"{path} cannot be written: {error.strerror or error}. It is the record of the run, so training stops. "
         "Make room or make it writable; the same command then continues from the newest checkpoint."
     )

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.data.batches import Stream, stream_batch
+from raytune_fsdp.data.batches import stream_batch
+from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.prepare import prepare
 from raytune_fsdp.types import Cursor
 from tests.ranks import run_ranks

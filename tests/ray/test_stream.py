@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import ray
-from ray.train import RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
 
-from raytune_fsdp.data.batches import Division, Stream, StreamSample, rank_batches
+from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.census import census
+from raytune_fsdp.data.stream import Division, Stream, StreamSample
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import RowError, TrainingError
 from raytune_fsdp.launch import ray_tasks
-from raytune_fsdp.launch.ray_data import RotatedSplit, build_on_ray, ray_batches, stream_dataset
+from raytune_fsdp.launch.ray_batches import ray_batches
+from raytune_fsdp.launch.ray_data import build_on_ray, split, stream_dataset
 from raytune_fsdp.types import Cursor, StepBatches
 from tests.ray.conftest import CPUS
 from tests.rows import make_windows, token_rows
@@ -59,8 +59,7 @@ def divide(
     )  # fmt: skip
 
 
-def split(stream: Stream, cursor: Cursor, division: Division) -> list[Any]:
-    """The shard of each rank, as Ray Train asks for them."""
+def shards_of(stream: Stream, cursor: Cursor, division: Division) -> list[Any]:
     dataset = stream_dataset(
         stream,
         cursor,
@@ -68,8 +67,7 @@ def split(stream: Stream, cursor: Cursor, division: Division) -> list[Any]:
         samples=division.samples(),
         first_block=division.first_block(division.first_step),
     )
-    shards = RotatedSplit().configure({"train": dataset}, division.world, None, None)
-    return [shard["train"] for shard in shards]
+    return split(dataset, division.world)
 
 
 @ray.remote(num_cpus=0)
@@ -111,7 +109,7 @@ def seen(step: StepBatches) -> tuple[object, ...]:
 
 
 def through_ray(ranks: list[Any], stream: Stream, cursor: Cursor, division: Division) -> list[list[Any]]:
-    shards = split(stream, cursor, division)
+    shards = shards_of(stream, cursor, division)
     running = [
         actor.steps.remote(shard, stream.windows, division, rank)
         for rank, (actor, shard) in enumerate(zip(ranks, shards, strict=False))
@@ -180,7 +178,7 @@ def test_empty_windows_and_a_single_cpu(tmp_path: Path, ranks: list[Any]) -> Non
 def test_stopping_early_leaves_nothing_running(tmp_path: Path, ranks: list[Any]) -> None:
     windows = make(tmp_path, [9] * 4000, reshuffle="full")
     division = divide(2, last=10_000)
-    shards = split(UnevenStream(windows, seed=SEED), Cursor(), division)
+    shards = shards_of(UnevenStream(windows, seed=SEED), Cursor(), division)
     ray.get([ranks[rank].steps.remote(shards[rank], windows, division, rank, 3) for rank in range(2)])
     deadline = time.monotonic() + 20
     while ray.available_resources().get("CPU") != CPUS:
@@ -194,7 +192,7 @@ def test_stopping_early_leaves_nothing_running(tmp_path: Path, ranks: list[Any])
 def test_bad_row_reaches_the_rank_as_what_it_is(tmp_path: Path, ranks: list[Any]) -> None:
     windows = make(tmp_path, [*LENGTHS, 17], shuffle="none")
     division = divide(2, last=100)
-    shards = split(Stream(windows, seed=SEED), Cursor(), division)
+    shards = shards_of(Stream(windows, seed=SEED), Cursor(), division)
     running = [ranks[rank].failure.remote(shards[rank], windows, division, rank) for rank in range(2)]
     for kind, message, reason in ray.get(running):
         assert kind is RowError and reason == "too_long"
@@ -267,33 +265,3 @@ def test_blocks_out_of_order_are_not_trained_on(tmp_path: Path, order: list[int]
     assert len(list(ray_batches(Shard(tables[:3]), windows, division, rank=0))) == 1
     with pytest.raises(TrainingError, match=message):
         list(ray_batches(Shard([tables[i] for i in order]), windows, division, rank=0))
-
-
-def test_inside_a_torch_trainer(tmp_path: Path) -> None:
-    windows = make(tmp_path / "data")
-    stream = UnevenStream(windows, seed=SEED)
-    # The fourth step begins with block 9, which is not rank 0's.
-    division = divide(2, first=4, last=9)
-    start = cursors(stream, 3)[3]
-    out = tmp_path / "out"
-    out.mkdir()
-
-    def dataset() -> Any:
-        return stream_dataset(
-            stream, start, micro_batch=2, samples=division.samples(), first_block=division.first_block(4)
-        )
-
-    def work() -> None:
-        rank = ray.train.get_context().get_world_rank()
-        shard = ray.train.get_dataset_shard("train")
-        steps = [seen(step) for step in ray_batches(shard, windows, division, rank=rank)]
-        (out / str(rank)).write_text(repr(steps))
-
-    TorchTrainer(
-        work,
-        datasets={"train": dataset},
-        dataset_config=RotatedSplit(),
-        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
-        run_config=RunConfig(name="run", storage_path=str(tmp_path / "storage")),
-    ).fit()
-    assert [(out / str(rank)).read_text() for rank in range(2)] == [repr(r) for r in locally(stream, start, division)]

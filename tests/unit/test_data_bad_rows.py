@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from raytune_fsdp.config import DatasetConfig
-from raytune_fsdp.data.batches import Stream
 from raytune_fsdp.data.census import census
 from raytune_fsdp.data.skipped import SkippedRows
+from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.errors import RowError
 from raytune_fsdp.types import Cursor
 from tests.rows import make_windows

@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytune_fsdp.data.batches import FILLER_INDEX, Division, Stream, eval_batches, rank_batches
+from raytune_fsdp.data.batches import FILLER_INDEX, eval_batches, rank_batches
+from raytune_fsdp.data.stream import Division, Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import DataError, ResumeError
 from raytune_fsdp.types import IGNORE, PADDING, Batch, Cursor, StepBatches

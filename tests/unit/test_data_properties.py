@@ -11,7 +11,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytune_fsdp.data.batches import Division, Stream, rank_batches
+from raytune_fsdp.data.batches import rank_batches
+from raytune_fsdp.data.stream import Division, Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.types import PADDING, Cursor, StepBatches
 from tests.rows import all_samples, make_windows, token_rows
