@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,14 +31,16 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
 
     `progress(what, done, total)` is told of the data's preparation and count. Under torchrun every rank calls this.
     """
+    from raytune_fsdp.launch.quiet import quiet
+
     quiet()
     from raytune_fsdp.checkpoint.commit import committed
     from raytune_fsdp.checkpoint.export import export_checkpoint
-    from raytune_fsdp.launch import local
+    from raytune_fsdp.launch.start import run
     from raytune_fsdp.report.curves import plot
     from raytune_fsdp.tracking.jsonl import METRICS_FILE
 
-    prepared = local.run(config, progress)
+    prepared = run(config, progress)
     plan = prepared.plan
     trained = max(0, plan.steps - prepared.state.step)
     newest = committed(plan.checkpoint_dir)[-1] if trained else prepared.resume
@@ -68,12 +69,3 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
 def is_rank0() -> bool:
     """Whether this process speaks for the run: it was not started by torchrun, or as its rank 0."""
     return int(os.environ.get("RANK", "0")) == 0
-
-
-def quiet() -> None:
-    """Keep bars and advice of libraries out of the run's own lines; what a user set is left alone."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # nothing is forked here
-    if not sys.warnoptions:
-        os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")

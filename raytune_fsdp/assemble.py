@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from raytune_fsdp.model.skeleton import build_skeleton, count_architecture
 from raytune_fsdp.model.weights import FileWeights, GrownWeights, RandomWeights, Weights
 from raytune_fsdp.optim import build_optimizer
 from raytune_fsdp.parallel import make_mesh, shard
+from raytune_fsdp.plan import Plan
 from raytune_fsdp.prepare import Prepared
 from raytune_fsdp.step import FIRST_SCALE, LossScale
 from raytune_fsdp.tracking import names
@@ -34,11 +37,30 @@ from raytune_fsdp.tracking.console import ConsoleTracker
 from raytune_fsdp.tracking.jsonl import EVENTS_FILE, JsonlTracker, read_events
 from raytune_fsdp.tracking.mlflow import MlflowTracker, sqlite_location
 from raytune_fsdp.tracking.tracker import Composite, NullTracker, RunStart, Tracker, flatten
-from raytune_fsdp.types import Census
+from raytune_fsdp.types import Census, Saved, StepBatches
 
 
-def assemble(config: FinetuneConfig, prepared: Prepared, device: torch.device) -> Parts:
+def _nobody(_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What a launcher lends to a rank; everything has a default, which is to do without."""
+
+    batches: Iterator[StepBatches] | None = None
+    """This rank's batches, from the step on where the run stands. None: it makes them itself."""
+    console: TextIO | None = None
+    """Where a person follows the run. None: stdout."""
+    saved: Callable[[Saved], None] = _nobody
+    """Told on every rank of every committed checkpoint."""
+    reached: Callable[[str], None] = _nobody
+    """Told how far this rank has come before its first step."""
+
+
+def assemble(config: FinetuneConfig, prepared: Prepared, device: torch.device, host: Host | None = None) -> Parts:
     """Build everything. Collective: needs the process group, all ranks must call this."""
+    host = host or Host()
     plan, state = prepared.plan, prepared.state
     model = build_skeleton(prepared.hf_config, config.model, config.parallel.precision)
     architecture = count_architecture(model)
@@ -52,15 +74,11 @@ def assemble(config: FinetuneConfig, prepared: Prepared, device: torch.device) -
         load(model, optimizer, prepared.resume.path)
     if config.data.packing != "none":
         check_packing(model, config.data.packing)
+    host.reached("model")
     attempt = on_rank0(lambda: _open_run(config, prepared))  # nothing is written before this
     stream = Stream(prepared.train, seed=config.run.seed)
-    division = Division(
-        first_step=state.step + 1,
-        last_step=plan.steps,
-        total_samples=plan.total_samples,
-        global_batch=plan.global_batch,
-        micro_batch=plan.micro_batch,
-        world=plan.layout.world,
+    batches = host.batches or rank_batches(
+        stream, division_of(prepared), cursor=state.cursor, rank=dist.get_rank(), device=device
     )
     return Parts(
         config=config,
@@ -75,7 +93,7 @@ def assemble(config: FinetuneConfig, prepared: Prepared, device: torch.device) -
             value=state.loss_scale or FIRST_SCALE,
             good_steps=state.good_steps,
         ),
-        batches=rank_batches(stream, division, cursor=state.cursor, rank=dist.get_rank(), device=device),
+        batches=batches,
         evals=prepared.evals,
         meter=Meter(
             plan,
@@ -88,9 +106,30 @@ def assemble(config: FinetuneConfig, prepared: Prepared, device: torch.device) -
         ),
         skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
         store=Store(directory=plan.checkpoint_dir, attempt=attempt, keep_last=config.checkpoint.keep_last),
-        tracker=_start_tracker(config, prepared, attempt),
+        tracker=_start_tracker(config, prepared, attempt, host.console),
+        saved=host.saved,
         state=_next_state(prepared, attempt),
     )
+
+
+def division_of(prepared: Prepared) -> Division:
+    """How the rest of the run is divided among its ranks."""
+    plan = prepared.plan
+    return Division(
+        first_step=prepared.state.step + 1,
+        last_step=plan.steps,
+        total_samples=plan.total_samples,
+        global_batch=plan.global_batch,
+        micro_batch=plan.micro_batch,
+        world=plan.layout.world,
+    )
+
+
+def next_attempt(plan: Plan) -> int:
+    """The number of the attempt that is starting: 1 in a new run."""
+    earlier = [line["attempt"] for line in read_events(plan.run_dir / EVENTS_FILE)]
+    earlier += [found.attempt for found in committed(plan.checkpoint_dir)]
+    return 1 + max(earlier, default=0)
 
 
 def _next_state(prepared: Prepared, attempt: int) -> RunState:
@@ -119,9 +158,7 @@ def _open_run(config: FinetuneConfig, prepared: Prepared) -> int:
     if prepared.generation_config is not None:
         # Not save_pretrained: it refuses combinations that well-known models have.
         prepared.generation_config.to_json_file(model_files / "generation_config.json")
-    earlier = [line["attempt"] for line in read_events(run_dir / EVENTS_FILE)]
-    earlier += [found.attempt for found in committed(prepared.plan.checkpoint_dir)]
-    return 1 + max(earlier, default=0)
+    return next_attempt(prepared.plan)
 
 
 def _weights(config: FinetuneConfig, prepared: Prepared) -> Weights:
@@ -158,14 +195,14 @@ def _fill_mode(config: FinetuneConfig, prepared: Prepared) -> str:
     return "rank0"
 
 
-def _start_tracker(config: FinetuneConfig, prepared: Prepared, attempt: int) -> Tracker:
+def _start_tracker(config: FinetuneConfig, prepared: Prepared, attempt: int, console: TextIO | None) -> Tracker:
     """Rank 0 tracks; the other ranks talk to a tracker that does nothing."""
     if dist.get_rank() != 0:
         return NullTracker()
     plan = prepared.plan
     trackers: list[Tracker] = [JsonlTracker(plan.run_dir)]
     if config.tracking.console:
-        trackers.append(ConsoleTracker())
+        trackers.append(ConsoleTracker(console))
     if config.tracking.mlflow.enabled:
         uri, artifacts = sqlite_location(plan.run_dir.parent)
         chosen = config.tracking.mlflow.uri

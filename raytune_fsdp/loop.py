@@ -23,7 +23,7 @@ from raytune_fsdp.plan import Plan
 from raytune_fsdp.step import LossScale, train_step
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.tracker import Tracker
-from raytune_fsdp.types import StepBatches
+from raytune_fsdp.types import Saved, StepBatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,8 @@ class Parts:
     skipped: SkippedRows
     store: Store
     tracker: Tracker
+    saved: Callable[[Saved], None]
+    """Told of every committed checkpoint."""
     state: RunState
     """Where the run stands before the first batch."""
 
@@ -125,5 +127,6 @@ def _save(parts: Parts, state: RunState) -> RunState:
     )
     saved = parts.store.save(parts.model, parts.optimizer, state)
     parts.tracker.event(names.SAVED, step=saved.step, path=str(saved.path), seconds=saved.seconds, bytes=saved.bytes)
+    parts.saved(saved)
     parts.meter.restart_clock()
     return state

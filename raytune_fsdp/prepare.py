@@ -6,11 +6,10 @@ not see the model's files.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from raytune_fsdp.checkpoint.commit import Found, newest
-from raytune_fsdp.checkpoint.state import RunState, check_identity, read_state
+from raytune_fsdp.checkpoint.commit import Found
+from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.data.census import census
-from raytune_fsdp.data.identity import files_by_key
+from raytune_fsdp.data.census import Builder, build_here, census
 from raytune_fsdp.data.opening import open_data
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.templates import load_template
@@ -40,6 +38,7 @@ from raytune_fsdp.model.skeleton import (
 )
 from raytune_fsdp.model.weights import FileWeights, GrownWeights
 from raytune_fsdp.plan import Plan, resolve
+from raytune_fsdp.resume import files_of, find_resume, identity_of
 from raytune_fsdp.types import Census, Progress
 
 logger = logging.getLogger(__name__)
@@ -71,10 +70,21 @@ class Prepared:
     plan: Plan
 
 
-def prepare(config: FinetuneConfig, world: int, progress: Progress | None = None) -> Prepared:
-    """Check everything and count the data. Writes nothing but caches: the one of the data, and the hub's."""
-    run_dir = resolve(config.model_copy(update={"train": _counted(config)}), world).run_dir  # cheap rules first
+def check_first(config: FinetuneConfig, world: int) -> Path:
+    """What is found wrong in no time; returns the run's directory."""
+    run_dir = resolve(config.model_copy(update={"train": _counted(config)}), world).run_dir
     _check_storage(run_dir)
+    return run_dir
+
+
+def prepare(
+    config: FinetuneConfig, world: int, progress: Progress | None = None, *, build: Builder = build_here
+) -> Prepared:
+    """Check everything and count the data. Writes nothing but caches: the one of the data, and the hub's.
+
+    `build` builds the windows that are to be counted.
+    """
+    run_dir = check_first(config, world)
     directory = model_directory(config, weights=False)
     hf_config = load_architecture(config.model, directory)
     tokenizer = load_tokenizer(config)
@@ -96,10 +106,10 @@ def prepare(config: FinetuneConfig, world: int, progress: Progress | None = None
     identity, files_of_data = identity_of(config, hf_config, train), files_of(train)
     resume, state = find_resume(config, run_dir, identity, files_of_data)
     # A broken row of an evaluation is found now, not when it comes.
-    built = sum(census(windows, progress=progress).built for windows in evals.values())
+    built = sum(census(windows, progress=progress, build=build).built for windows in evals.values())
     counted = None
     if config.train.epochs is not None:
-        counted = census(train, config.train.epochs, progress=progress)
+        counted = census(train, config.train.epochs, progress=progress, build=build)
         built += counted.built
     else:
         # The rest is read while training; a wrong column or template shows in the first rows.
@@ -123,6 +133,22 @@ def prepare(config: FinetuneConfig, world: int, progress: Progress | None = None
         files_of_data=files_of_data,
         plan=plan,
     )
+
+
+def on_world(config: FinetuneConfig, prepared: Prepared, world: int) -> Prepared:
+    """The same for another number of ranks."""
+    plan = resolve(config, world, prepared.census, planned_schedule=prepared.state.schedule_steps)
+    # This may be another process, in another directory.
+    return replace(prepared, plan=replace(plan, run_dir=prepared.plan.run_dir))
+
+
+def renewed(config: FinetuneConfig, prepared: Prepared) -> Prepared:
+    """The run as it stands now: what has been committed meanwhile is where it goes on, whatever `run.resume` says."""
+    going_on = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
+    run_dir = prepared.plan.run_dir
+    resume, state = find_resume(going_on, run_dir, prepared.identity, prepared.files_of_data)
+    found = replace(prepared, resume=resume, state=state, windows_built=0)
+    return on_world(config, found, prepared.plan.layout.world)
 
 
 def prepare_data(
@@ -231,58 +257,3 @@ def _match_weights(
     grown = grown_rows(skeleton, weights.shapes()) if config.model.resize_embeddings else {}
     check_shapes(skeleton, GrownWeights(weights, grown))
     return files, key_of, grown
-
-
-def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Windows) -> dict[str, Any]:
-    """What decides the trajectory, by the names a user knows. A path does not: what it holds does."""
-    architecture = {
-        f"model.{key}": value
-        for key, value in hf_config.to_diff_dict().items()
-        if key not in ("transformers_version", "_name_or_path", "dtype", "use_cache")
-    }
-    optim = config.optim.model_dump(exclude={"schedule_steps", "max_skipped"})
-    identity = {
-        **architecture,
-        **{f"optim.{key}": value for key, value in optim.items()},
-        "model.init": config.model.init,
-        "model.revision": config.model.revision,
-        "method": config.method.model_dump(),
-        "run.seed": config.run.seed,
-        "parallel.precision": config.parallel.precision,
-        "train.global_batch": config.train.global_batch,
-        "train.micro_batch": config.train.micro_batch,
-        **{_data_key(key): value for key, value in train.identity.items() if key != "seed"},
-    }
-    normal: dict[str, Any] = json.loads(json.dumps(identity, default=str))  # as it will come back from a checkpoint
-    return normal
-
-
-def _data_key(key: str) -> str:
-    return f"data.{key.replace('datasets.', 'train.')}"
-
-
-def files_of(train: Windows) -> dict[str, list[str]]:
-    """The names of the files whose hashes are in the identity, by its key."""
-    return {_data_key(key): files for key, files in files_by_key(train.sources).items()}
-
-
-def find_resume(
-    config: FinetuneConfig, run_dir: Path, identity: Mapping[str, Any], files: Mapping[str, Sequence[str]]
-) -> tuple[Found | None, RunState]:
-    """The checkpoint to continue from and the state in it, by the rules of `run.resume`."""
-    found = newest(run_dir / "checkpoints")
-    if found is None:
-        if config.run.resume == "always":
-            raise ResumeError(
-                f"run.resume=always, but {run_dir} has no complete checkpoint: check run.storage and run.name, "
-                "or set run.resume=auto to start anew"
-            )
-        return None, RunState()
-    if config.run.resume == "never":
-        raise ResumeError(
-            f"run.resume=never, but {run_dir} has a checkpoint of step {found.step}: give run.name another value, "
-            "or set run.resume=auto to continue it"
-        )
-    state = read_state(found.path)
-    check_identity(state, identity, found.path, files)
-    return found, state

@@ -68,7 +68,7 @@ def make_config(
         "optim": {"lr": 3e-3, "max_grad_norm": 0.5, "weight_decay": 0.1, "warmup_ratio": 0.1},
         "train": {"global_batch": 10, "micro_batch": 2, "max_steps": 50},
         "tracking": {"console": False, "mlflow": {"enabled": False}},
-        "cluster": {"device": "cpu"},
+        "cluster": {"launch": "local", "device": "cpu"},
         "export": {"at_end": False},
     }
     for section, changes in sections.items():

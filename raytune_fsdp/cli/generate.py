@@ -24,7 +24,7 @@ def _generate(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
     if found.max_new_tokens < 1:
         parser.error(f"--max-new-tokens {found.max_new_tokens} must be at least 1")
-    from raytune_fsdp.api import quiet
+    from raytune_fsdp.launch.quiet import quiet
 
     quiet()
     import torch

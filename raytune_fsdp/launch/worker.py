@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from raytune_fsdp.assemble import assemble
+from raytune_fsdp.assemble import Host, assemble
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import DataError, Interrupted, TrainingError
 from raytune_fsdp.loop import train
@@ -78,10 +78,16 @@ def join(device: torch.device, *, alone: bool) -> None:
         dist.init_process_group(backend, timeout=timeout)
 
 
-def work(config: FinetuneConfig, prepared: Prepared, device: torch.device, stop: Callable[[], bool]) -> int:
+def work(
+    config: FinetuneConfig,
+    prepared: Prepared,
+    device: torch.device,
+    stop: Callable[[], bool],
+    host: Host | None = None,
+) -> int:
     """Train on this rank; the process group exists. Returns the last step."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    parts = assemble(config, prepared, device)
+    parts = assemble(config, prepared, device, host)
     status: Status = "failed"
     try:
         state = train(parts, stop)

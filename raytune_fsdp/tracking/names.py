@@ -29,6 +29,12 @@ ROWS_SKIPPED = "rows_skipped"
 WINDOWS_BUILT = "windows_built"
 """Windows that had to be tokenized, because no cache had them. Fields: windows; steps, the first and the last that used
 them (null: counted before the first step)."""
+FIRST_STEP = "first_step"
+"""An attempt trains. Fields: seconds it took until then, and of each phase, as the driver saw them."""
+ATTEMPT_FAILED = "attempt_failed"
+"""Fields: rank, node, cause, last_step (committed), logs (directory)."""
+REGISTRY_REPAIRED = "registry_repaired"
+"""Ray Train's own list of checkpoints was of no use. Fields: what (was done about it)."""
 RESIZED = "resized"
 """Fields: before, after (world sizes)."""
 

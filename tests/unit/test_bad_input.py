@@ -66,6 +66,7 @@ def flags(directory: Path, **fields: Any) -> list[str]:
         "train.global_batch": 4,
         "train.max_steps": 1,
         "tracking.mlflow.enabled": "false",
+        "cluster.launch": "local",
         "cluster.device": "cpu",
         **{name.replace("__", "."): value for name, value in fields.items()},
     }

@@ -1,0 +1,15 @@
+"""What libraries print by themselves."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def quiet() -> None:
+    """Keep bars and advice of libraries out of the run's own lines; what a user set is left alone."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # nothing is forked here
+    if not sys.warnoptions:
+        os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")

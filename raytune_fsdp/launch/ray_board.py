@@ -1,0 +1,177 @@
+"""What the driver and the ranks tell each other while Ray Train stands between them: an actor of the driver's node."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A rank is there, in a process of this node."""
+
+    rank: int
+    node: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Rank 0 has come this far in starting; the name is what it has finished."""
+
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """An attempt has its number and its directory of logs."""
+
+    attempt: int
+    logs: str
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """To be printed."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Ranks have failed; `rank` is the one that the others' failures follow from."""
+
+    rank: int
+    cause: str
+    again: bool
+    """Whether another attempt may help; Ray Train then starts one, if it may."""
+
+
+Notice = Joined | Reached | Started | Line | Lost
+
+
+class _Board:
+    """Runs in the actor. All of it is in one event loop."""
+
+    def __init__(self) -> None:
+        self._news = asyncio.Event()
+        self._notices: list[Notice] = []
+        self._stop = asyncio.Event()
+        self._shared: dict[str, Any] = {}
+        self._sharing = asyncio.Condition()
+        self._attempts = 0
+
+    async def tell(self, notice: Notice) -> None:
+        self._notices.append(notice)
+        self._news.set()
+
+    async def read(self, seconds: float) -> list[Notice]:
+        if not self._notices:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), seconds)
+        self._news.clear()
+        notices, self._notices = self._notices, []
+        return notices
+
+    async def stop(self) -> None:
+        self._stop.set()
+
+    async def wait_for_stop(self) -> None:
+        await self._stop.wait()
+
+    async def count_attempt(self) -> int:
+        self._attempts += 1
+        return self._attempts
+
+    async def share(self, key: str, value: list[Any]) -> None:
+        async with self._sharing:
+            self._shared = {key: value}  # what an earlier attempt had left is of no use
+            self._sharing.notify_all()
+
+    async def shared(self, key: str) -> list[Any]:
+        async with self._sharing:
+            await self._sharing.wait_for(lambda: key in self._shared)
+            return list(self._shared[key])
+
+
+class Board:
+    """The driver's and the ranks' side of it. Can be sent to other processes."""
+
+    def __init__(self) -> None:
+        here = ray.get_runtime_context().get_node_id()
+        self._actor = ray.remote(num_cpus=0, label_selector={"ray.io/node-id": here})(_Board).remote()
+
+    def tell(self, notice: Notice) -> None:
+        """Does not wait, and does not fail where the driver is gone: then this process will soon be, too."""
+        self._actor.tell.remote(notice)
+
+    def read(self, seconds: float) -> list[Notice]:
+        """What was told since the last time; waits for so long if that is nothing."""
+        notices: list[Notice] = ray.get(self._actor.read.remote(seconds))
+        return notices
+
+    def stop(self) -> None:
+        """Ask the ranks to save and end."""
+        self._actor.stop.remote()
+
+    def count_attempt(self) -> int:
+        """1 for the first attempt that asks, 2 for the next one."""
+        return int(ray.get(self._actor.count_attempt.remote()))
+
+    def share(self, key: str, value: Any) -> None:
+        """Give a value to the other ranks. It stays this process's own: Ray drops it when this process ends."""
+        # In a list, so that the actor passes it on without reading it.
+        ray.get(self._actor.share.remote(key, [ray.put(value)]))
+
+    def shared(self, key: str) -> Any:
+        """What another rank shares under this key; waits for it."""
+        return ray.get(ray.get(self._actor.shared.remote(key))[0])
+
+    def wait_for_stop(self) -> None:
+        ray.get(self._actor.wait_for_stop.remote())
+
+
+class Stop:
+    """On rank 0: whether the driver has asked to stop. Looking costs nothing, a thread waits for the answer."""
+
+    def __init__(self, board: Board) -> None:
+        self._set = False
+        self._board = board
+        threading.Thread(target=self._wait, name="stop", daemon=True).start()
+
+    def __call__(self) -> bool:
+        return self._set
+
+    def _wait(self) -> None:
+        try:
+            self._board.wait_for_stop()
+        except RayError:
+            return  # the driver is gone, and with it soon this process
+        self._set = True
+
+
+class BoardStream(io.TextIOBase):
+    """What is written to it is printed by the driver, in whole lines."""
+
+    encoding = "utf-8"
+
+    def __init__(self, board: Board, *, tty: bool) -> None:
+        self._board = board
+        self._tty = tty
+        self._rest = ""
+
+    def isatty(self) -> bool:
+        return self._tty
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        if lines:
+            self._board.tell(Line("\n".join(lines)))
+        return len(text)

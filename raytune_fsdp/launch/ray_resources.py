@@ -1,0 +1,302 @@
+"""What a run asks of a Ray cluster, and whether the cluster can give it.
+
+A request that the cluster can never meet is refused at once. Ray itself would wait for it for ever.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Literal
+
+import ray
+from ray._private import state
+from ray._private.accelerators import get_accelerator_manager_for_resource
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
+from ray._private.utils import get_num_cpus
+from ray.autoscaler._private.util import format_readonly_node_type
+from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.experimental.internal_kv import _internal_kv_get
+from ray.util.accelerators import accelerators
+
+from raytune_fsdp.config.cluster import ClusterConfig
+from raytune_fsdp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ray.train import ScalingConfig
+
+DATA_CPUS = 1  # needed beside those of the workers: a task that builds a window of the data takes one
+LOCAL_DATA_CPUS = 2  # at least, in a Ray that is started for this run alone, however few CPUs the machine has
+_ACCELERATOR = "accelerator_type:"
+_UNITS = 10_000  # Ray counts resources in ten-thousandths; so do we, or ten times 0.1 would not fit where it does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    id: str
+    name: str
+    """For messages."""
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+    """Empty where it is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    workers: int
+    per_worker: Mapping[str, float]
+    accelerator_type: str | None
+    placement: str
+    device: Literal["cpu", "cuda"]
+
+
+def nodes() -> list[Node]:
+    """The living nodes of the cluster that this process is connected to."""
+    free = state.available_resources_per_node()
+    return [
+        Node(id=each["NodeID"], name=each["NodeName"], total=each["Resources"], free=free.get(each["NodeID"], {}))
+        for each in ray.nodes()
+        if each["Alive"]
+    ]
+
+
+def may_grow() -> bool:
+    """Whether an autoscaler is there, which may add nodes. It may have reached its limit; Ray does not tell."""
+    declared = state.state.get_cluster_config()  # what Ray Data asks; only some platforms write it
+    groups = declared.node_group_configs if declared else ()
+    if any(group.max_count == -1 or group.max_count > group.min_count for group in groups):
+        return True
+    # A cluster that was put together by hand is reported on too: each of its nodes as a kind of its own.
+    by_hand = {format_readonly_node_type(node["NodeID"]) for node in ray.nodes()}
+    return not by_hand.issuperset(_reported_kinds())
+
+
+def _reported_kinds() -> Iterator[str]:
+    """The kinds of nodes in the reports that Ray's autoscaler leaves for `ray status`."""
+    written = _internal_kv_get(DEBUG_AUTOSCALING_STATUS)
+    report = json.loads(written).get("autoscaler_report", {}) if written else {}
+    yield from {**report.get("active_nodes", {}), **(report.get("idle_nodes") or {})}
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)  # of the second version
+    if status.stats.autoscaler_version not in (None, "0"):
+        yield from (node.ray_node_type_name for node in [*status.active_nodes, *status.idle_nodes])
+
+
+def request(config: ClusterConfig, nodes: Sequence[Node], *, growing: bool = False) -> Request:
+    """What this config means on these nodes: how many workers, on which device, with what each."""
+    for name in config.resources_per_worker.keys() & {"CPU", "GPU", "TPU"}:
+        instead = "workers run on CPUs or GPUs" if name == "TPU" else f"set cluster.{name.lower()}s_per_worker instead"
+        raise ConfigError(f"cluster.resources_per_worker.{name}={config.resources_per_worker[name]:g}: {instead}")
+    gpus = sum(int(node.total.get("GPU", 0)) for node in _with(config.accelerator_type, nodes))
+    device = _device(config, gpus, growing)
+    if config.workers == "auto" and device == "cuda" and growing and not gpus:
+        raise ConfigError(
+            "cluster.workers=auto means one for each GPU that is there, but this cluster, which may grow, has none "
+            "yet: set cluster.workers"
+        )
+    reserved = int(device == "cuda") if config.gpus_per_worker == "auto" else config.gpus_per_worker
+    per_worker = {"CPU": config.cpus_per_worker, "GPU": reserved, **config.resources_per_worker}
+    return Request(
+        workers=config.workers if config.workers != "auto" else max(1, gpus) if device == "cuda" else 1,
+        per_worker={name: float(amount) for name, amount in per_worker.items() if amount},
+        accelerator_type=config.accelerator_type,
+        placement=config.placement,
+        device=device,
+    )
+
+
+def _device(config: ClusterConfig, gpus: int, growing: bool) -> Literal["cpu", "cuda"]:
+    if config.device == "cuda" and config.gpus_per_worker == 0:
+        raise ConfigError(
+            "cluster.gpus_per_worker=0 with cluster.device=cuda: Ray hides GPUs from workers that reserve none; set "
+            "cluster.gpus_per_worker=auto or cluster.device=cpu"
+        )
+    if config.device != "auto" or config.gpus_per_worker == 0:
+        return "cuda" if config.device == "cuda" else "cpu"
+    # Whoever names an accelerator or a GPU to reserve wants it: that there are too few of them is for `check` to say.
+    if config.gpus_per_worker == 1 or config.accelerator_type is not None:
+        return "cuda"
+    wanted = 1 if config.workers == "auto" else config.workers
+    if gpus < wanted and growing:
+        raise ConfigError(
+            f"cluster.device=auto: this cluster has {gpus} GPU(s) for {wanted} worker(s) and may grow, so whether the "
+            "run is to use GPUs cannot be told; set cluster.device=cuda or cluster.device=cpu"
+        )
+    return "cuda" if gpus >= wanted else "cpu"
+
+
+def check(request: Request, nodes: Sequence[Node], *, growing: bool) -> None:
+    """Refuse what the cluster can never give, even when nothing else runs on it.
+
+    With `growing`, what nodes that are added could cure is left to wait for; which kinds can be, Ray does not tell.
+    """
+    _check_accelerator(request, nodes, growing)
+    if growing:
+        return
+    able = _with(request.accelerator_type, nodes)
+    room = [_slots(node, request) for node in able]
+    if not any(room):
+        raise ConfigError(_too_large(request, able, nodes))
+    asked = f"cluster.workers={request.workers}: {_asked(request)}"
+    has = f"the cluster has {_kinds(nodes, request)}"
+    if sum(room) < request.workers:
+        alone = {name: sum(_fits(node, name, each) for node in able) for name, each in request.per_worker.items()}
+        fields = [_field(name) for name, most in alone.items() if most < request.workers and name != "GPU"]
+        raise ConfigError(
+            f"{asked}, but there is room for {sum(room)}: {has}; lower {' or '.join(['cluster.workers', *fields])}, or "
+            "add nodes"
+        )
+    if request.placement == "strict_pack" and max(room) < request.workers:
+        raise ConfigError(
+            f"cluster.placement=strict_pack with {asked}, all on one node, but no node has room for more than "
+            f"{max(room)}: {has}; set cluster.placement=pack, or lower cluster.workers"
+        )
+    fitting = sum(slots > 0 for slots in room)
+    if request.placement == "strict_spread" and fitting < request.workers:
+        raise ConfigError(
+            f"cluster.placement=strict_spread with {asked}, each on a node of its own, but only {fitting} of the nodes "
+            f"fit one: {has}; set cluster.placement=spread, or lower cluster.workers"
+        )
+    whole = sum(int(node.total.get("CPU", 0)) for node in nodes)
+    if whole - request.workers * request.per_worker["CPU"] < DATA_CPUS:
+        raise ConfigError(
+            f"{asked}: of {whole} CPUs none is left to prepare the data, which needs {DATA_CPUS}: {has}; lower "
+            "cluster.workers or cluster.cpus_per_worker, or add a node with CPUs"
+        )
+
+
+def _check_accelerator(request: Request, nodes: Sequence[Node], growing: bool) -> None:
+    wanted = request.accelerator_type
+    possible = {name for node in nodes for name in _accelerators(node)}
+    what = "no node has it"
+    if growing:
+        possible |= {value for name, value in vars(accelerators).items() if not name.startswith("_")}
+        what += ", and Ray knows none of this name that a node could be added with"
+    if wanted is not None and wanted not in possible:
+        raise ConfigError(
+            f"cluster.accelerator_type={wanted}: {what}{_nearest(wanted, possible)}; the cluster has "
+            f"{_kinds(nodes, request)}; name an accelerator that it has, or leave the field out"
+        )
+
+
+def _too_large(request: Request, able: Sequence[Node], nodes: Sequence[Node]) -> str:
+    """Why no node fits a single worker, and what to do."""
+    has = f"the cluster has {_kinds(nodes, request)}"
+    kind = f"node with {request.accelerator_type}" if request.accelerator_type else "node"
+    lacking = [name for name, each in request.per_worker.items() if not any(_fits(node, name, each) for node in able)]
+    if not lacking:
+        return (
+            f"cluster.cpus_per_worker={request.per_worker['CPU']:g}: each worker needs {_each(request)}, but no {kind} "
+            f"has all of it at once: {has}; lower what each worker reserves, or add such nodes"
+        )
+    name, amount = lacking[0], request.per_worker[lacking[0]]
+    if name == "GPU":
+        cuda = request.device == "cuda"
+        field, way_out = ("device=cuda", "device=cpu") if cuda else ("gpus_per_worker=1", "gpus_per_worker=0")
+        return (
+            f"cluster.{field}: each worker needs a GPU, but no {kind} has one: {has}; set cluster.{way_out}, or add "
+            "such nodes"
+        )
+    known = {each for node in nodes for each in node.total if not each.startswith("node:")}
+    near = _nearest(name, known) if name not in known else ""
+    return (
+        f"{_field(name)}={amount:g}: each worker needs {_amount(name, amount)}, but no {kind} has as much{near}: "
+        f"{has}; lower it, or add such nodes"
+    )
+
+
+def _field(name: str) -> str:
+    return "cluster.cpus_per_worker" if name == "CPU" else f"cluster.resources_per_worker.{name}"
+
+
+def shortage(request: Request, nodes: Sequence[Node]) -> str:
+    """A line to show while the workers are waited for: what is asked, and what is free now where they could be."""
+    able = [node for node in nodes if _slots(node, request)]
+
+    def described(node: Node) -> str:
+        free = {name: _number(name, node.free.get(name, 0)) if node.free else "?" for name in request.per_worker}
+        return ", ".join(f"{left} of {_amount(name, node.total[name])}" for name, left in free.items())
+
+    return f"waiting for {_asked(request)}: free are {_grouped(able, described) or 'none, as no node fits one yet'}"
+
+
+def scaling_config(request: Request) -> ScalingConfig:
+    from ray.train import ScalingConfig  # takes seconds, and a request that is refused need not wait for it
+
+    return ScalingConfig(
+        num_workers=request.workers,
+        use_gpu="GPU" in request.per_worker,
+        resources_per_worker=dict(request.per_worker),
+        placement_strategy=request.placement.upper(),
+        accelerator_type=request.accelerator_type,  # adds the share of it to what each worker asks
+    )
+
+
+def local_cpus(config: ClusterConfig, workers: int) -> int:
+    """Logical CPUs of a Ray that is started on this machine for this run alone: some are always left for the data."""
+    if config.workers == "auto" and config.device != "cpu":
+        workers = max(workers, get_accelerator_manager_for_resource("GPU").get_current_node_num_accelerators())
+    taken = workers * config.cpus_per_worker
+    return taken + max(LOCAL_DATA_CPUS, int(get_num_cpus(override_docker_cpu_warning=True)) - taken)
+
+
+def _with(accelerator: str | None, nodes: Sequence[Node]) -> list[Node]:
+    return [node for node in nodes if accelerator is None or accelerator in _accelerators(node)]
+
+
+def _accelerators(node: Node) -> list[str]:
+    return [name.removeprefix(_ACCELERATOR) for name in node.total if name.startswith(_ACCELERATOR)]
+
+
+def _slots(node: Node, request: Request) -> int:
+    """Workers that fit on this node when nothing else is there: all ask the same, so this is exact."""
+    # A worker takes a thousandth of the accelerator: that says where, and never runs out.
+    if not _with(request.accelerator_type, [node]):
+        return 0
+    return min(_fits(node, name, amount) for name, amount in request.per_worker.items())
+
+
+def _fits(node: Node, name: str, amount: float) -> int:
+    return round(node.total.get(name, 0) * _UNITS) // max(1, round(amount * _UNITS))
+
+
+def _nearest(name: str, among: Iterable[str]) -> str:
+    folded = {each.casefold(): each for each in among}
+    near = get_close_matches(name.casefold(), folded, n=1)
+    return f"; nearest: {folded[near[0]]}" if near else ""
+
+
+def _each(request: Request) -> str:
+    return " + ".join(_amount(name, amount) for name, amount in request.per_worker.items())
+
+
+def _asked(request: Request) -> str:
+    where = f" on nodes with {request.accelerator_type}" if request.accelerator_type else ""
+    plural, each = ("s", " each") if request.workers > 1 else ("", "")
+    return f"{request.workers} worker{plural} with {_each(request)}{each}{where}"
+
+
+def _kinds(nodes: Sequence[Node], request: Request) -> str:
+    """What each kind of node has in all, of what is asked for: `1 node with 4 CPU and 2 nodes with 8 CPU, 4 GPU`."""
+    names = list(dict.fromkeys(["CPU", "GPU", *request.per_worker]))
+
+    def described(node: Node) -> str:
+        of_type = f" ({', '.join(_accelerators(node))})" if _accelerators(node) else ""
+        return ", ".join(_amount(name, node.total.get(name, 0)) for name in names) + of_type
+
+    return _grouped(nodes, described) or "no nodes"
+
+
+def _grouped(nodes: Sequence[Node], described: Callable[[Node], str]) -> str:
+    groups = Counter(described(node) for node in nodes)
+    return " and ".join(f"{count} node{'s' * (count > 1)} with {text}" for text, count in groups.items())
+
+
+def _amount(name: str, amount: float) -> str:
+    return f"{_number(name, amount)} {'GB memory' if name == 'memory' else name}"
+
+
+def _number(name: str, amount: float) -> str:
+    return f"{amount / 1e9:.4g}" if name == "memory" else f"{amount:.6g}"

@@ -1,0 +1,125 @@
+"""The Ray that a run uses: the one it is part of or finds, else one that is started on this machine for it alone."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import ray
+
+# Ray's own search for a cluster, as in ray.init() without an address; there is no public way to ask what it would find.
+from ray._private.services import canonicalize_bootstrap_address
+
+from raytune_fsdp.config import ClusterConfig
+from raytune_fsdp.errors import TrainingError
+from raytune_fsdp.launch.ray_resources import local_cpus, nodes
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "raytune-ray-"
+_OBJECT_STORE_BYTES = 2 << 30
+
+
+@dataclass(slots=True)
+class Session:
+    """A connection to Ray. Close it: a Ray of our own ends with it, and its files are removed."""
+
+    about: str
+    """What it is, for people."""
+    owned: bool
+    """Whether the connection was made here."""
+    directory: Path | None = None
+    lock: int | None = None
+
+    def close(self) -> None:
+        if self.owned:
+            ray.shutdown()
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        if self.lock is not None:
+            os.close(self.lock)
+
+
+def connect(config: ClusterConfig, workers: int) -> Session:
+    """Join the cluster that ray.init() would join, or start one that is large enough for so many workers."""
+    if ray.is_initialized():
+        return Session(f"connected already, {_size()}", owned=False)
+    address = canonicalize_bootstrap_address(None)
+    if address is None:
+        return _start(local_cpus(config, workers))
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        raise TrainingError(
+            f"the Ray cluster at {address} does not answer ({_first_line(error)}). It was named by RAY_ADDRESS or is "
+            "the last one that `ray start` has started here: start it again, or set RAY_ADDRESS=local to do without it"
+        ) from error
+    return Session(f"joined the cluster at {address}, {_size()}", owned=True)
+
+
+def _start(cpus: int) -> Session:
+    directory, lock = _own_directory()
+    # Whoever else is on this machine must not reach what runs here. Where RAY_AUTH_MODE is not set Ray asks everyone for
+    # a token. It would write one to the home directory; this one is for this run alone.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # telemetry is not ours to send
+    # Nobody reads them without a dashboard, and starting what collects them takes a second.
+    os.environ.setdefault("RAY_enable_metrics_collection", "0")
+    session = Session("", owned=True, directory=directory, lock=lock)
+    try:
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=False,
+            object_store_memory=max(256 << 20, min(_OBJECT_STORE_BYTES, psutil.virtual_memory().total // 4)),
+            _temp_dir=str(directory),
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except Exception as error:  # of many kinds: a port, memory, a process that did not start
+        session.close()
+        raise TrainingError(
+            f"Ray could not be started on this machine ({_first_line(error)}); cluster.launch=local does without it"
+        ) from error
+    session.about = f"started on this machine, {_size()}"
+    return session
+
+
+def _own_directory() -> tuple[Path, int]:
+    """A directory for Ray's files. What a run that was killed has left is removed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        if left.is_dir() and not _is_in_use(left):
+            shutil.rmtree(left, ignore_errors=True)
+    # Short: it becomes part of the names of sockets, whose length has a limit.
+    directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return directory, lock
+
+
+def _is_in_use(directory: Path) -> bool:
+    try:
+        with open(directory / "lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # locked; or it has none yet, or is someone else's
+        return True
+    return False
+
+
+def _size() -> str:
+    found = nodes()
+    cpus = sum(node.total.get("CPU", 0) for node in found)
+    gpus = sum(node.total.get("GPU", 0) for node in found)
+    parts = [f"{cpus:g} CPUs"] + ([f"{gpus:g} GPUs"] if gpus else [])
+    return f"{len(found)} nodes, {', '.join(parts)}" if len(found) > 1 else f"{', '.join(parts)}"
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

@@ -1,0 +1,169 @@
+"""A run on a Ray cluster, seen from the driver: check, start Ray, ask for workers, follow them to the end.
+
+Ray Train starts the ranks and starts them again when one is lost. Where the run stands is ours: the manifests of the
+checkpoints, read by rank 0 of every attempt.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+
+import ray
+from ray.exceptions import RayError
+from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.data.census import Places, build_here
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.errors import RaytuneError, TrainingError
+from raytune_fsdp.launch.phases import Phases
+from raytune_fsdp.launch.ray_board import Board
+from raytune_fsdp.launch.ray_data import build_on_ray
+from raytune_fsdp.launch.ray_failures import FailureWatch, first_cause, in_words, underlying
+from raytune_fsdp.launch.ray_follow import Follow
+from raytune_fsdp.launch.ray_registry import repair_registry
+from raytune_fsdp.launch.ray_resources import Request, check, may_grow, nodes, request, scaling_config
+from raytune_fsdp.launch.ray_session import Session, connect
+from raytune_fsdp.launch.ray_worker import Job, train_rank
+from raytune_fsdp.launch.shared import leave_token
+from raytune_fsdp.launch.signals import Signals
+from raytune_fsdp.launch.worker import COLLECTIVE_MINUTES
+from raytune_fsdp.prepare import Prepared, check_first, on_world, prepare
+from raytune_fsdp.tracking import names
+from raytune_fsdp.tracking.jsonl import EVENTS_FILE, append_event
+from raytune_fsdp.types import Progress, WindowCounts
+
+FEW_WINDOWS = 4
+"""So many are built in this process: tasks on the cluster would take longer to start."""
+
+# How soon Ray Train sees that a rank has died, and a checkpoint that was reported; two seconds are its default.
+_POLL_SECONDS = "0.5"
+
+
+def run(config: FinetuneConfig, progress: Progress | None = None, say: Callable[[str], None] = print) -> Prepared:
+    """Prepare and train. Returns when the run is complete; raises what stopped it."""
+    wanted = config.cluster.workers
+    check_first(config, 1 if wanted == "auto" else wanted)
+    phases = Phases()
+    with ExitStack() as stack:
+        signals = stack.enter_context(Signals())
+        connecting = _connect(config, stack)
+        # While Ray starts, which mostly means waiting for its processes.
+        prepared = prepare(config, 1 if wanted == "auto" else wanted, progress, build=_builder(connecting))
+        phases.finished("checks")
+        session = connecting.result()
+        phases.finished("Ray")
+        say(f"Ray: {session.about}")
+        if prepared.state.step >= prepared.plan.steps:
+            return prepared
+        found = nodes()
+        asked = request(config.cluster, found)
+        check(asked, found, growing=may_grow())
+        prepared = on_world(config, prepared, asked.workers)
+        _train(config, prepared, asked, signals=signals, phases=phases, say=say)
+    return prepared
+
+
+def _connect(config: FinetuneConfig, stack: ExitStack) -> Future[Session]:
+    """Connect to Ray in a thread. The stack waits for that, and closes the connection."""
+    workers = 1 if config.cluster.workers == "auto" else config.cluster.workers
+    thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="ray"))
+    connecting = thread.submit(connect, config.cluster, workers)
+
+    def close() -> None:
+        if connecting.exception() is None:
+            connecting.result().close()
+
+    stack.callback(close)
+    return connecting
+
+
+def _builder(connecting: Future[Session]) -> Callable[[Windows, Places], Iterable[tuple[WindowCounts, bool]]]:
+    def build(windows: Windows, places: Places) -> Iterable[tuple[WindowCounts, bool]]:
+        if len(places) <= FEW_WINDOWS:
+            return build_here(windows, places)
+        connecting.result()
+        return build_on_ray(windows, places)
+
+    return build
+
+
+def _train(
+    config: FinetuneConfig,
+    prepared: Prepared,
+    asked: Request,
+    *,
+    signals: Signals,
+    phases: Phases,
+    say: Callable[[str], None],
+) -> None:
+    run_dir = prepared.plan.run_dir
+    repaired = repair_registry(run_dir)
+    token = leave_token(run_dir, "the driver")
+    if repaired is not None:
+        append_event(run_dir / EVENTS_FILE, names.REGISTRY_REPAIRED, attempt=0, fields={"what": repaired})
+    board = Board()
+    job = Job(
+        config=config,
+        prepared=ray.put(prepared),
+        board=board,
+        device=asked.device,
+        token=token,
+        tty=sys.stdout.isatty(),
+    )
+    follow = Follow(config, prepared, asked, board=board, signals=signals, phases=phases, say=say)
+    thread = ThreadPoolExecutor(1, thread_name_prefix="fit")
+    fit = thread.submit(_trainer(job, asked, run_dir.parent.as_posix(), config).fit)
+    thread.shutdown(wait=False)
+    error: BaseException | None = None
+    try:
+        follow.until(fit)
+        error = fit.exception()
+    finally:
+        token.remove(refused=error is not None)
+    if error is not None:
+        raise _what_stopped(error, follow) from None
+
+
+def _trainer(job: Job, asked: Request, storage: str, config: FinetuneConfig) -> TorchTrainer:
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", _POLL_SECONDS)
+    logging.getLogger("ray.train").setLevel(logging.ERROR)  # it says again, for developers, what we say
+    env = {"env_vars": dict(config.cluster.env)} if config.cluster.env else None
+    return TorchTrainer(
+        train_rank,
+        train_loop_config={"job": job},
+        torch_config=TorchConfig(
+            backend="cpu:gloo,cuda:nccl" if asked.device == "cuda" else "gloo", timeout_s=COLLECTIVE_MINUTES * 60
+        ),
+        scaling_config=scaling_config(asked),
+        run_config=RunConfig(
+            name=config.run.name,
+            storage_path=storage,
+            failure_config=FailureConfig(max_failures=config.cluster.max_failures),
+            # Never: Ray would delete checkpoints that it knows less about than we do.
+            checkpoint_config=CheckpointConfig(num_to_keep=None),
+            callbacks=[FailureWatch(job.board)],
+            worker_runtime_env=env,
+            logging_config=LoggingConfig(log_level="ERROR"),
+        ),
+    )
+
+
+def _what_stopped(error: BaseException, follow: Follow) -> RaytuneError:
+    """The error that fit() has raised as one of ours."""
+    inner = underlying(error)
+    if isinstance(inner, RaytuneError):
+        return inner
+    failures = getattr(error, "worker_failures", None)
+    if failures:
+        rank, cause = first_cause(failures)
+        return TrainingError(follow.describe(rank, in_words(cause)))
+    if isinstance(inner, RayError):
+        return TrainingError(follow.describe(None, f"Ray: {in_words(inner)}"))
+    return TrainingError(follow.describe(None, in_words(inner)))

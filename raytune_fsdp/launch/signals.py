@@ -1,0 +1,39 @@
+"""SIGTERM and SIGINT in a process that only watches others train."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+from raytune_fsdp.errors import Interrupted
+
+_KINDS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Signals:
+    """Until `hold` is called a signal raises Interrupted here and now; from then on it is noted in `count`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._holding = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Signals:
+        for kind in _KINDS:
+            self._before[kind] = signal.getsignal(kind)
+            signal.signal(kind, self._receive)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+
+    def hold(self) -> None:
+        self._holding = True
+
+    def _receive(self, kind: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if not self._holding:
+            self._holding = True  # once is enough: what is open now has to be closed
+            raise Interrupted(f"stopped by {signal.Signals(kind).name} before training began; nothing is lost")

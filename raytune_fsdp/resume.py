@@ -1,0 +1,72 @@
+"""Whether and where a run goes on: what makes it the same run, and the checkpoint it continues from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from raytune_fsdp.checkpoint.commit import Found, newest
+from raytune_fsdp.checkpoint.state import RunState, check_identity, read_state
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.data.identity import files_by_key
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.errors import ResumeError
+
+
+def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Windows) -> dict[str, Any]:
+    """What decides the trajectory, by the names a user knows. A path does not: what it holds does."""
+    architecture = {
+        f"model.{key}": value
+        for key, value in hf_config.to_diff_dict().items()
+        if key not in ("transformers_version", "_name_or_path", "dtype", "use_cache")
+    }
+    optim = config.optim.model_dump(exclude={"schedule_steps", "max_skipped"})
+    identity = {
+        **architecture,
+        **{f"optim.{key}": value for key, value in optim.items()},
+        "model.init": config.model.init,
+        "model.revision": config.model.revision,
+        "method": config.method.model_dump(),
+        "run.seed": config.run.seed,
+        "parallel.precision": config.parallel.precision,
+        "train.global_batch": config.train.global_batch,
+        "train.micro_batch": config.train.micro_batch,
+        **{_data_key(key): value for key, value in train.identity.items() if key != "seed"},
+    }
+    normal: dict[str, Any] = json.loads(json.dumps(identity, default=str))  # as it will come back from a checkpoint
+    return normal
+
+
+def _data_key(key: str) -> str:
+    return f"data.{key.replace('datasets.', 'train.')}"
+
+
+def files_of(train: Windows) -> dict[str, list[str]]:
+    """The names of the files whose hashes are in the identity, by its key."""
+    return {_data_key(key): files for key, files in files_by_key(train.sources).items()}
+
+
+def find_resume(
+    config: FinetuneConfig, run_dir: Path, identity: Mapping[str, Any], files: Mapping[str, Sequence[str]]
+) -> tuple[Found | None, RunState]:
+    """The checkpoint to continue from and the state in it, by the rules of `run.resume`."""
+    found = newest(run_dir / "checkpoints")
+    if found is None:
+        if config.run.resume == "always":
+            raise ResumeError(
+                f"run.resume=always, but {run_dir} has no complete checkpoint: check run.storage and run.name, "
+                "or set run.resume=auto to start anew"
+            )
+        return None, RunState()
+    if config.run.resume == "never":
+        raise ResumeError(
+            f"run.resume=never, but {run_dir} has a checkpoint of step {found.step}: give run.name another value, "
+            "or set run.resume=auto to continue it"
+        )
+    state = read_state(found.path)
+    check_identity(state, identity, found.path, files)
+    return found, state

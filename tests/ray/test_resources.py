@@ -1,0 +1,177 @@
+"""What Ray itself says to what we ask of it: on the Ray of these tests, and on clusters of several nodes.
+
+Clusters of nodes, and autoscalers, are started by processes of their own: this one is connected to a Ray already.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+import ray
+
+from raytune_fsdp.config.cluster import ClusterConfig
+from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.launch.ray_resources import check, may_grow, nodes, request, scaling_config, shortage
+from tests.ray.conftest import CPUS
+
+ROOT = Path(__file__).parents[2]
+
+# Workers, and what else is asked; on a head with 2 CPUs and two nodes with 2 CPUs and 2 GPUs, an A100 and an L4.
+REQUESTS: list[dict[str, Any]] = [
+    {"workers": 4},
+    {"workers": 2, "placement": "pack"},
+    {"workers": 2, "placement": "spread"},
+    {"workers": 2, "placement": "strict_pack"},
+    {"workers": 2, "placement": "strict_spread"},
+    {"workers": 3, "device": "cpu", "placement": "strict_spread"},
+    {"workers": 2, "accelerator_type": "A100"},
+    {"workers": 2, "accelerator_type": "L4", "device": "cpu"},
+    {"workers": 2, "cpus_per_worker": 2, "device": "cuda"},
+    {"workers": 3, "device": "cpu", "resources_per_worker": {"licence": 0.3}},
+    # never
+    {"workers": 5, "device": "cuda"},
+    {"workers": 3, "device": "cuda", "placement": "strict_pack"},
+    {"workers": 3, "device": "cuda", "placement": "strict_spread"},
+    {"workers": 4, "device": "cpu", "placement": "strict_spread"},
+    {"workers": 3, "accelerator_type": "A100"},
+    {"workers": 1, "accelerator_type": "H100"},
+    {"workers": 1, "cpus_per_worker": 3},
+    {"workers": 3, "cpus_per_worker": 2, "device": "cuda"},
+    {"workers": 4, "device": "cpu", "resources_per_worker": {"licence": 0.3}},
+    {"workers": 1, "device": "cpu", "resources_per_worker": {"unheard_of": 1}},
+]
+FEASIBLE = 10
+
+
+def run_alone(name: str) -> Any:
+    """What a function of this module returns in a process that is not connected to Ray yet."""
+    code = f"import json; from tests.ray.test_resources import {name} as f; print('\\n' + json.dumps(f()))"
+    temporary = tempfile.mkdtemp(prefix="ray-")  # also where a cluster notes itself as the one of this machine
+    os.mkdir(os.path.join(temporary, "ray"))
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= {"RAY_TMPDIR": temporary, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=240
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout.splitlines()[-1])
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def cluster_of(**head: Any) -> Iterator[Any]:
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **head})
+    try:
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def place() -> dict[str, Any]:
+    """Ask Ray for each of the requests, as Ray Train would."""
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+    def ask(asked: Any) -> Any:
+        scaling = scaling_config(asked)
+        bundle = scaling._resources_per_worker_not_none
+        return placement_group([bundle] * scaling.num_workers, strategy=scaling.placement_strategy)
+
+    def refusal(asked: Any) -> str | None:
+        try:
+            check(asked, found, growing=False)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    with cluster_of(num_cpus=2) as cluster:
+        cluster.add_node(num_cpus=2, num_gpus=2, resources={"accelerator_type:A100": 1, "licence": 1})
+        cluster.add_node(num_cpus=2, num_gpus=2, resources={"accelerator_type:L4": 1})
+        found = nodes()
+        types = {
+            node.id: next((name.split(":")[1] for name in node.total if name.startswith("accelerator_type:")), "head")
+            for node in found
+        }
+        requests = [request(ClusterConfig(**each), found) for each in REQUESTS]
+        # Nothing is placed yet, so what is not placed now never will be.
+        never = [ask(asked) for asked in requests[FEASIBLE:]]
+        time.sleep(3)
+        states = [placement_group_table(group)["state"] for group in never]
+        for group in never:
+            remove_placement_group(group)
+        placed, seen = [], None
+        for asked in requests[:FEASIBLE]:
+            group = ask(asked)
+            states.insert(len(placed), "CREATED" if group.wait(20) else "PENDING")
+            placed.append([types.get(node, "") for node in placement_group_table(group)["bundles_to_node_id"].values()])
+            if seen is None:
+                seen = while_held(asked, found)
+            remove_placement_group(group)
+        return {
+            "states": states,
+            "refusals": [refusal(asked) for asked in requests],
+            "placed": placed,
+            "auto": request(ClusterConfig(), found).workers,
+            "seen": seen,
+        }
+
+
+def while_held(asked: Any, before: Any) -> Any:
+    """Once the resources of the first request are reserved: what is free, and whether that looks like less in all."""
+    deadline = time.monotonic() + 20
+    while "0 of 2 GPU" not in shortage(asked, nodes()) and time.monotonic() < deadline:
+        time.sleep(0.1)  # nodes report to the head now and then
+    same = [each.total for each in nodes()] == [each.total for each in before]
+    return shortage(asked, nodes()), same
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Any]:
+    result: dict[str, Any] = run_alone("place")
+    return result
+
+
+def test_we_refuse_what_ray_would_wait_for_for_ever(answers: dict[str, Any]) -> None:
+    assert answers["states"] == ["CREATED"] * FEASIBLE + ["PENDING"] * (len(REQUESTS) - FEASIBLE)
+    refused = [refusal is not None for refusal in answers["refusals"]]
+    assert refused == [state != "CREATED" for state in answers["states"]], answers["refusals"]
+
+
+def test_ray_places_workers_as_we_ask(answers: dict[str, Any]) -> None:
+    whole, pack, spread, strict_pack, strict_spread, all_nodes, a100, l4, two_cpus, licences = answers["placed"]
+    assert Counter(whole) == {"A100": 2, "L4": 2}
+    assert len(set(pack)) == len(set(strict_pack)) == 1
+    assert set(spread) == set(strict_spread) == set(two_cpus) == {"A100", "L4"}
+    assert set(all_nodes) == {"head", "A100", "L4"}
+    assert a100 == ["A100", "A100"]
+    assert l4 == ["L4", "L4"]
+    assert licences == ["A100"] * 3
+    assert answers["auto"] == 4
+
+
+def test_what_is_reserved_is_not_free(answers: dict[str, Any]) -> None:
+    line, same_in_all = answers["seen"]
+    assert line == "waiting for 4 workers with 1 CPU + 1 GPU each: free are 2 nodes with 1... of 2 CPU".replace(
+        "1... of 2 CPU", "0 of 2 CPU, 0 of 2 GPU"
+    )
+    assert same_in_all
