@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from raytune_fsdp.optim import build_optimizer
 from raytune_fsdp.parallel import make_mesh, shard
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.prepare import Prepared
+from raytune_fsdp.resume import changed_settings
 from raytune_fsdp.step import FIRST_SCALE, LossScale
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.console import ConsoleTracker
@@ -38,6 +39,8 @@ from raytune_fsdp.tracking.jsonl import EVENTS_FILE, JsonlTracker, read_events
 from raytune_fsdp.tracking.mlflow import MlflowTracker, sqlite_location
 from raytune_fsdp.tracking.tracker import Composite, NullTracker, RunStart, Tracker, flatten
 from raytune_fsdp.types import Census, Saved, StepBatches
+
+MLFLOW_ID_FILE = "mlflow_run_id"
 
 
 def _nobody(_: object) -> None:
@@ -75,7 +78,7 @@ def assemble(config: FinetuneConfig, prepared: Prepared, device: torch.device, h
     if config.data.packing != "none":
         check_packing(model, config.data.packing)
     host.reached("model")
-    attempt = on_rank0(lambda: _open_run(config, prepared))  # nothing is written before this
+    attempt, changed = on_rank0(lambda: _open_run(config, prepared))  # nothing is written before this
     stream = Stream(prepared.train, seed=config.run.seed)
     batches = host.batches or rank_batches(
         stream, division_of(prepared), cursor=state.cursor, rank=dist.get_rank(), device=device
@@ -106,7 +109,7 @@ def assemble(config: FinetuneConfig, prepared: Prepared, device: torch.device, h
         ),
         skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
         store=Store(directory=plan.checkpoint_dir, attempt=attempt, keep_last=config.checkpoint.keep_last),
-        tracker=_start_tracker(config, prepared, attempt, host.console),
+        tracker=_start_tracker(config, prepared, attempt, changed, host.console),
         saved=host.saved,
         state=_next_state(prepared, attempt),
     )
@@ -143,10 +146,14 @@ def _next_state(prepared: Prepared, attempt: int) -> RunState:
     )
 
 
-def _open_run(config: FinetuneConfig, prepared: Prepared) -> int:
-    """Write what describes the run, remove what earlier attempts left unfinished, and count this attempt. Rank 0."""
+def _open_run(config: FinetuneConfig, prepared: Prepared) -> tuple[int, dict[str, list[Any]]]:
+    """Write what describes the run and remove what earlier attempts left unfinished. Rank 0.
+
+    Returns the number of this attempt, and the settings that are other than in the last one.
+    """
     run_dir = prepared.plan.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
+    changed = changed_settings(run_dir, config)
     remove_staging(prepared.plan.checkpoint_dir)
     if prepared.resume is not None:
         set_aside_newer(prepared.plan.checkpoint_dir, prepared.resume)
@@ -158,7 +165,7 @@ def _open_run(config: FinetuneConfig, prepared: Prepared) -> int:
     if prepared.generation_config is not None:
         # Not save_pretrained: it refuses combinations that well-known models have.
         prepared.generation_config.to_json_file(model_files / "generation_config.json")
-    return next_attempt(prepared.plan)
+    return next_attempt(prepared.plan), changed
 
 
 def _weights(config: FinetuneConfig, prepared: Prepared) -> Weights:
@@ -195,7 +202,9 @@ def _fill_mode(config: FinetuneConfig, prepared: Prepared) -> str:
     return "rank0"
 
 
-def _start_tracker(config: FinetuneConfig, prepared: Prepared, attempt: int, console: TextIO | None) -> Tracker:
+def _start_tracker(
+    config: FinetuneConfig, prepared: Prepared, attempt: int, changed: Mapping[str, Any], console: TextIO | None
+) -> Tracker:
     """Rank 0 tracks; the other ranks talk to a tracker that does nothing."""
     if dist.get_rank() != 0:
         return NullTracker()
@@ -204,37 +213,44 @@ def _start_tracker(config: FinetuneConfig, prepared: Prepared, attempt: int, con
     if config.tracking.console:
         trackers.append(ConsoleTracker(console))
     if config.tracking.mlflow.enabled:
-        uri, artifacts = sqlite_location(plan.run_dir.parent)
-        chosen = config.tracking.mlflow.uri
-        trackers.append(
-            MlflowTracker(
-                chosen or uri,
-                experiment=config.tracking.mlflow.experiment,
-                artifact_root=None if chosen else artifacts,
-                id_file=plan.run_dir / "mlflow_run_id",
-            )
-        )
+        trackers.append(mlflow_tracker(config, plan))
     tracker = Composite(trackers)
-    tracker.start(
-        RunStart(
-            name=config.run.name,
-            attempt=attempt,
-            resumed_from=prepared.state.step,
-            total_steps=plan.steps,
-            config=dump_config(config),
-            plan=plan.to_dict(),
-            params=flatten(config.model_dump()),
-            state=prepared.state.tracking,
-        )
-    )
+    tracker.start(run_start(config, prepared, attempt))
     tracker.event(
         names.ATTEMPT_STARTED, world_size=plan.layout.world, resumed_from=prepared.state.step, **asdict(plan.layout)
     )
+    if changed:
+        tracker.event(names.SETTINGS_CHANGED, **changed)
     if prepared.windows_built:
         tracker.event(names.WINDOWS_BUILT, windows=prepared.windows_built, steps=None)
     if prepared.census is not None and prepared.state.step == 0:
         _tell_of_dropped_rows(tracker, prepared.census)
     return tracker
+
+
+def mlflow_tracker(config: FinetuneConfig, plan: Plan) -> MlflowTracker:
+    uri, artifacts = sqlite_location(plan.run_dir.parent)
+    chosen = config.tracking.mlflow.uri
+    return MlflowTracker(
+        chosen or uri,
+        experiment=config.tracking.mlflow.experiment,
+        artifact_root=None if chosen else artifacts,
+        id_file=plan.run_dir / MLFLOW_ID_FILE,
+    )
+
+
+def run_start(config: FinetuneConfig, prepared: Prepared, attempt: int) -> RunStart:
+    """What trackers are told when an attempt starts."""
+    return RunStart(
+        name=config.run.name,
+        attempt=attempt,
+        resumed_from=prepared.state.step,
+        total_steps=prepared.plan.steps,
+        config=dump_config(config),
+        plan=prepared.plan.to_dict(),
+        params=flatten(config.model_dump()),
+        state=prepared.state.tracking,
+    )
 
 
 def _tell_of_dropped_rows(tracker: Tracker, census: Census) -> None:

@@ -7,14 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from transformers import PretrainedConfig
 
 from raytune_fsdp.checkpoint.commit import Found, newest
 from raytune_fsdp.checkpoint.state import RunState, check_identity, read_state
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.data.identity import files_by_key
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.tracking.tracker import flatten
 
 
 def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Windows) -> dict[str, Any]:
@@ -70,3 +73,13 @@ def find_resume(
     state = read_state(found.path)
     check_identity(state, identity, found.path, files)
     return found, state
+
+
+def changed_settings(run_dir: Path, config: FinetuneConfig) -> dict[str, list[Any]]:
+    """Old and new value of what the config of the run's last attempt had otherwise: found harmless by now."""
+    try:
+        before = flatten(yaml.safe_load((run_dir / "config.yaml").read_text()))
+    except (OSError, yaml.YAMLError, AttributeError):
+        return {}
+    now = flatten(yaml.safe_load(dump_config(config)))
+    return {key: [before.get(key), now.get(key)] for key in sorted({*before, *now}) if before.get(key) != now.get(key)}

@@ -19,6 +19,7 @@ class Joined:
 
     rank: int
     node: str
+    node_id: str
     pid: int
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -54,7 +55,9 @@ class Follow:
         self._phases = phases
         self._say = say
         self._ranks: dict[int, Joined] = {}
-        self._attempt = self._failures = 0
+        self.attempt = 0
+        """The last one that has started."""
+        self._failures = 0
         self._logs: str | None = None
         self._waiting_since = time.monotonic()
         self._next_word = self._waiting_since + _FIRST_WORD_SECONDS
@@ -91,7 +94,8 @@ class Follow:
             case Joined(rank=rank):
                 self._ranks[rank] = notice
             case Started(attempt, logs):
-                self._attempt, self._logs = attempt, logs
+                self.attempt, self._logs = attempt, logs
+                self._event(names.RANKS_JOINED, ranks=[asdict(self._ranks[rank]) for rank in sorted(self._ranks)])
             case Reached(phase):
                 self._reached(phase)
             case Lost(rank, cause, again):
@@ -171,4 +175,4 @@ class Follow:
         return f" on {self._ranks[rank].node}, process {self._ranks[rank].pid}," if rank in self._ranks else ""
 
     def _event(self, name: str, **fields: object) -> None:
-        append_event(self._plan.run_dir / EVENTS_FILE, name, attempt=self._attempt, fields=fields)
+        append_event(self._plan.run_dir / EVENTS_FILE, name, attempt=self.attempt, fields=fields)

@@ -1,7 +1,4 @@
-"""What a run asks of a Ray cluster, and whether the cluster can give it.
-
-A request that the cluster can never meet is refused at once. Ray itself would wait for it for ever.
-"""
+"""What a run asks of a Ray cluster, and whether the cluster can ever give it: Ray itself would wait for ever."""
 
 from __future__ import annotations
 
@@ -280,11 +277,11 @@ def _asked(request: Request) -> str:
 
 def _kinds(nodes: Sequence[Node], request: Request) -> str:
     """What each kind of node has in all, of what is asked for: `1 node with 4 CPU and 2 nodes with 8 CPU, 4 GPU`."""
-    names = list(dict.fromkeys(["CPU", "GPU", *request.per_worker]))
 
     def described(node: Node) -> str:
         of_type = f" ({', '.join(_accelerators(node))})" if _accelerators(node) else ""
-        return ", ".join(_amount(name, node.total.get(name, 0)) for name in names) + of_type
+        has = (_amount(name, node.total.get(name, 0)) for name in dict.fromkeys(["CPU", "GPU", *request.per_worker]))
+        return ", ".join(has) + of_type
 
     return _grouped(nodes, described) or "no nodes"
 

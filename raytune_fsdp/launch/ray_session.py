@@ -24,6 +24,7 @@ from raytune_fsdp.launch.ray_resources import local_cpus, nodes
 logger = logging.getLogger(__name__)
 
 _PREFIX = "raytune-ray-"
+_LONGEST_PARENT = 24
 _OBJECT_STORE_BYTES = 2 << 30
 
 
@@ -66,8 +67,8 @@ def connect(config: ClusterConfig, workers: int) -> Session:
 
 def _start(cpus: int) -> Session:
     directory, lock = _own_directory()
-    # Whoever else is on this machine must not reach what runs here. Where RAY_AUTH_MODE is not set Ray asks everyone for
-    # a token. It would write one to the home directory; this one is for this run alone.
+    # Whoever else is on this machine must not reach what runs here. Where RAY_AUTH_MODE is not set Ray asks for a token
+    # from everyone. It would write one to the home directory; this one is for this run alone.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # telemetry is not ours to send
     # Nobody reads them without a dashboard, and starting what collects them takes a second.
@@ -94,11 +95,14 @@ def _start(cpus: int) -> Session:
 
 def _own_directory() -> tuple[Path, int]:
     """A directory for Ray's files. What a run that was killed has left is removed."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    # It becomes part of the names of sockets, whose length has a limit.
+    parent = Path(tempfile.gettempdir())
+    if len(str(parent)) > _LONGEST_PARENT and Path("/tmp").is_dir():
+        parent = Path("/tmp")
+    for left in parent.glob(f"{_PREFIX}*"):
         if left.is_dir() and not _is_in_use(left):
             shutil.rmtree(left, ignore_errors=True)
-    # Short: it becomes part of the names of sockets, whose length has a limit.
-    directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return directory, lock

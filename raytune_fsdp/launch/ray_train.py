@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from raytune_fsdp.assemble import MLFLOW_ID_FILE, mlflow_tracker, run_start
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.census import Places, build_here
 from raytune_fsdp.data.windows import Windows
@@ -58,6 +59,7 @@ def run(config: FinetuneConfig, progress: Progress | None = None, say: Callable[
         prepared = prepare(config, 1 if wanted == "auto" else wanted, progress, build=_builder(connecting))
         phases.finished("checks")
         session = connecting.result()
+        signals.take()  # Ray's own handler of SIGTERM prints where the process is, and aborts it
         phases.finished("Ray")
         say(f"Ray: {session.about}")
         if prepared.state.step >= prepared.plan.steps:
@@ -128,11 +130,15 @@ def _train(
     finally:
         token.remove(refused=error is not None)
     if error is not None:
-        raise _what_stopped(error, follow) from None
+        stopped = _what_stopped(error, follow)
+        if not isinstance(underlying(error), RaytuneError):
+            _close_mlflow(config, prepared, follow.attempt)
+        raise stopped from None
 
 
 def _trainer(job: Job, asked: Request, storage: str, config: FinetuneConfig) -> TorchTrainer:
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", _POLL_SECONDS)
+    os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # ranks stay where the job is, as relative paths expect
     logging.getLogger("ray.train").setLevel(logging.ERROR)  # it says again, for developers, what we say
     env = {"env_vars": dict(config.cluster.env)} if config.cluster.env else None
     return TorchTrainer(
@@ -153,6 +159,14 @@ def _trainer(job: Job, asked: Request, storage: str, config: FinetuneConfig) -> 
             logging_config=LoggingConfig(log_level="ERROR"),
         ),
     )
+
+
+def _close_mlflow(config: FinetuneConfig, prepared: Prepared, attempt: int) -> None:
+    """Say there that the run has failed: rank 0, which does that otherwise, may have had no time to."""
+    if config.tracking.mlflow.enabled and (prepared.plan.run_dir / MLFLOW_ID_FILE).exists():
+        tracker = mlflow_tracker(config, prepared.plan)
+        tracker.start(run_start(config, prepared, attempt))
+        tracker.finish("failed")
 
 
 def _what_stopped(error: BaseException, follow: Follow) -> RaytuneError:

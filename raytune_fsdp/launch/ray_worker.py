@@ -50,7 +50,7 @@ def train_rank(given: dict[str, Job]) -> None:
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     node = f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"
-    job.board.tell(Joined(rank, node, os.getpid()))
+    job.board.tell(Joined(rank, node, ray.get_runtime_context().get_node_id(), os.getpid()))
     reached = _reporter(job.board) if rank == 0 else _nobody
     reached("workers")
 

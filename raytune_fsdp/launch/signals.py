@@ -20,14 +20,18 @@ class Signals:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Signals:
-        for kind in _KINDS:
-            self._before[kind] = signal.getsignal(kind)
-            signal.signal(kind, self._receive)
+        self._before = {kind: signal.getsignal(kind) for kind in _KINDS}
+        self.take()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         for each, handler in self._before.items():
             signal.signal(each, handler)
+
+    def take(self) -> None:
+        """Take them over, again where a library has done so meanwhile."""
+        for kind in _KINDS:
+            signal.signal(kind, self._receive)
 
     def hold(self) -> None:
         self._holding = True

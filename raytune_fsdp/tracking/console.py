@@ -116,6 +116,9 @@ def in_words(name: str, fields: Mapping[str, object]) -> str:
             return f"rows left out: {counts}{first}"
         case names.WINDOWS_BUILT:
             return f"tokenized {get('windows')} windows of data"
+        case names.SETTINGS_CHANGED:
+            changes = ((key, *value) for key, value in fields.items() if isinstance(value, list) and len(value) == 2)
+            return "settings changed: " + ", ".join(f"{key} {old} -> {new}" for key, old, new in changes)
         case names.RESIZED:
             return f"resized from {get('before')} to {get('after')} workers"
         case names.ATTEMPT_STARTED:

@@ -69,7 +69,12 @@ def test_what_each_worker_reserves() -> None:
 @pytest.mark.parametrize(
     "config, nodes, growing, message",
     [
-        ({"resources_per_worker": {"CPU": 4}}, LAPTOP, False, "resources_per_worker.CPU=4: set cluster.cpus_per_worker"),
+        (
+            {"resources_per_worker": {"CPU": 4}},
+            LAPTOP,
+            False,
+            "resources_per_worker.CPU=4: set cluster.cpus_per_worker",
+        ),
         ({"resources_per_worker": {"GPU": 1}}, GPUS, False, "resources_per_worker.GPU=1: set cluster.gpus_per_worker"),
         ({"resources_per_worker": {"TPU": 1}}, GPUS, False, "resources_per_worker.TPU=1: workers run on CPUs or GPUs"),
         ({"device": "cuda", "gpus_per_worker": 0}, GPUS, False, "cluster.gpus_per_worker=0 with cluster.device=cuda"),
@@ -245,6 +250,12 @@ def test_a_node_that_grows_may_have_an_accelerator_of_its_own_name() -> None:
             {"workers": 4},
             "waiting for 4 workers with 1 CPU + 1 GPU each: free are 1 node with 3 of 8 CPU, 2 of 4 GPU and 1 node "
             "with 8 of 8 CPU, 4 of 4 GPU",
+        ),
+        (
+            MIXED,
+            {"accelerator_type": "L4"},
+            "waiting for 4 workers with 1 CPU + 1 GPU each on nodes with L4: free are 1 node with 8 of 8 CPU, 4 "
+            "of 4 GPU",
         ),
         # Ray leaves out what is used up.
         ([node(4, free={"memory": 1.0})], {}, "waiting for 1 worker with 1 CPU: free are 1 node with 0 of 4 CPU"),

@@ -1,0 +1,169 @@
+"""What people write who use Ray Train directly: the other side of benchmarks/startup.py.
+
+    python benchmarks/bare_ray_train.py CONFIG MARKS [--dashboard]
+
+CONFIG is a config of ours; of it are the model, the batch, the stream and the steps. MARKS gets a line for each thing
+that is done, with the time. The stream is ours, through TorchTrainer's `datasets`; after a failure it begins anew, as
+Ray Data does. All else is as in Ray's guide to FSDP2: `fully_shard`, torch.distributed.checkpoint into a temporary
+directory, `ray.train.report`, `ray.train.get_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+from ray.train import Checkpoint, DataConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from raytune_fsdp import config as ours
+from raytune_fsdp.data.stream import Division, Stream
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.launch.ray_batches import ray_batches
+from raytune_fsdp.launch.ray_data import split, stream_dataset
+from raytune_fsdp.types import Cursor
+
+
+def mark(path: str, what: str, **values: Any) -> None:
+    with open(path, "a") as file:
+        file.write(json.dumps({"what": what, "time": time.time(), "pid": os.getpid(), **values}) + "\n")
+
+
+class Noticed(ray.train.UserCallback):
+    def __init__(self, marks: str) -> None:
+        self.marks = marks
+
+    def after_exception(self, run_context: Any, worker_exceptions: Any) -> None:
+        mark(self.marks, "noticed")
+
+
+class StreamSplit(DataConfig):
+    """Our stream is in blocks of one size, so they are handed out in turn and not cut into equal halves."""
+
+    def configure(self, datasets: Any, world_size: int, *_: Any, **__: Any) -> list[dict[str, Any]]:
+        return [{"train": shard} for shard in split(datasets["train"], world_size)]
+
+
+def build_model(architecture: dict[str, Any]) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture), dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+class Training:
+    """Model and optimizer, as torch.distributed.checkpoint wants them."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def save(training: Training, step: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        dcp.save({"training": training}, checkpoint_id=directory)
+        Path(directory, "step.json").write_text(json.dumps(step))
+        ray.train.report({"step": step}, checkpoint=Checkpoint.from_directory(directory))
+
+
+def resume(training: Training) -> int:
+    """The step after which the run goes on."""
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        return 0
+    with checkpoint.as_directory() as directory:
+        dcp.load({"training": training}, checkpoint_id=directory)
+        return int(json.loads(Path(directory, "step.json").read_text()))
+
+
+def train(given: dict[str, Any]) -> None:
+    rank, config, division = ray.train.get_context().get_world_rank(), given["config"], given["division"]
+    tell = partial(mark, given["marks"]) if rank == 0 else lambda *_, **__: None
+    mark(given["marks"], "rank", rank=rank)
+    tell("workers")
+    model = build_model(config["model"]["architecture"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config["optim"]["lr"], fused=True)
+    training = Training(model, optimizer)
+    done = resume(training)
+    tell("model")
+    batches = ray_batches(ray.train.get_dataset_shard("train"), given["windows"], division, rank=rank)
+    for step in range(done + 1, division.last_step + 1):
+        blocks = next(batches).blocks
+        if step == done + 1:
+            tell("data")
+        for block in blocks:
+            loss = model(input_ids=block.input_ids, labels=block.labels.long(), position_ids=block.position_ids).loss
+            (loss / len(blocks)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        tell("step", step=step, loss=loss.item())
+        if step % config["checkpoint"]["every"] == 0:
+            save(training, step)
+
+
+def main() -> None:
+    marks = sys.argv[2]
+    mark(marks, "start")
+    ray.init(num_cpus=int(os.environ["BENCHMARK_CPUS"]), include_dashboard="--dashboard" in sys.argv)
+    mark(marks, "Ray")
+    config = yaml.safe_load(Path(sys.argv[1]).read_text())
+    tokenizer = AutoTokenizer.from_pretrained(config["model"]["tokenizer"])
+    data, run = ours.DataConfig.model_validate(config["data"]), config["run"]
+    windows = Windows(
+        data.train, data, seed=run["seed"], tokenizer=tokenizer, vocab_size=len(tokenizer),
+        cache=Path(run["storage"]) / "cache",
+    )  # fmt: skip
+    sizes = config["train"]
+    division = Division(
+        first_step=1, last_step=sizes["max_steps"], total_samples=None, global_batch=sizes["global_batch"],
+        micro_batch=sizes["micro_batch"], world=config["cluster"]["workers"],
+    )  # fmt: skip
+    trainer = TorchTrainer(
+        train,
+        train_loop_config={"config": config, "windows": windows, "division": division, "marks": marks},
+        datasets={
+            "train": lambda: stream_dataset(
+                Stream(windows, seed=run["seed"]),
+                Cursor(),
+                micro_batch=division.micro_batch,
+                samples=division.samples(),
+            )
+        },
+        dataset_config=StreamSplit(),
+        scaling_config=ScalingConfig(num_workers=division.world),
+        run_config=RunConfig(
+            name=run["name"],
+            storage_path=run["storage"],
+            failure_config=FailureConfig(max_failures=3),
+            callbacks=[Noticed(marks)],
+        ),
+    )
+    mark(marks, "checks")
+    trainer.fit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""A command as a user gives it: a fresh process that starts its own Ray. Nothing of it is left afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import psutil
+
+Found = TypeVar("Found")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+_LOOK_SECONDS = 0.02
+_END_SECONDS = 60
+
+
+def environment(temporary: Path) -> dict[str, str]:
+    """The same for both sides: they join no Ray that runs already, and send nothing to anyone."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        # Ordinary users keep the bytecode of what they import, and leave the tokenizer its threads.
+        if not name.startswith("RAY_") and name not in ("PYTHONDONTWRITEBYTECODE", "TOKENIZERS_PARALLELISM")
+    }
+    return {**inherited, "RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(temporary)}
+
+
+def warm_up() -> None:
+    """Bring what both sides import into the file cache, and compile our bytecode, as an installation does."""
+    subprocess.run([sys.executable, "-m", "compileall", "-q", "raytune_fsdp"], cwd=REPOSITORY, check=True)
+    subprocess.run(
+        [sys.executable, "-c", "import ray.data, ray.train.torch, torch, transformers.models.llama.modeling_llama"],
+        cwd=REPOSITORY, check=True,
+    )  # fmt: skip
+
+
+class Command:
+    """Runs from `with` to `with`'s end; what it prints goes to a file."""
+
+    def __init__(self, arguments: list[str], log: Path, env: dict[str, str]) -> None:
+        self._arguments, self._log, self._env = arguments, log, env
+        self.name = log.stem
+
+    def __enter__(self) -> Command:
+        with self._log.open("wb") as log:
+            self.started = time.time()
+            self._process = psutil.Popen(
+                [sys.executable, *self._arguments], cwd=REPOSITORY, env=self._env, stdout=log, stderr=subprocess.STDOUT
+            )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        ours = self.descendants()
+        if self._process.is_running():
+            self._process.terminate()
+            psutil.wait_procs([self._process], timeout=_END_SECONDS)
+        for process in [self._process, *ours]:
+            if process.is_running():
+                process.kill()
+        psutil.wait_procs(ours, timeout=_END_SECONDS)
+
+    def descendants(self) -> list[psutil.Process]:
+        return self._process.children(recursive=True) if self._process.is_running() else []
+
+    def wait_for(self, look: Callable[[], Found | None], what: str, seconds: float = 240) -> tuple[Found, float]:
+        """What `look` finds at last, and when."""
+        deadline = time.time() + seconds
+        while (found := look()) is None:
+            if self._process.poll() is not None or time.time() > deadline:
+                raise RuntimeError(f"{self.name}: no {what}; it printed:\n{self._tail()}")
+            time.sleep(_LOOK_SECONDS)
+        return found, time.time()
+
+    def finish(self, seconds: float = 240) -> float:
+        """Wait for its end, which must be a good one. Returns the seconds since its start."""
+        try:
+            code = self._process.wait(seconds)
+        except psutil.TimeoutExpired:
+            code = None
+        if code != 0:
+            raise RuntimeError(f"{self.name}: ended with {code}; it printed:\n{self._tail()}")
+        return time.time() - self.started
+
+    def _tail(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a JSON Lines file that may not be there yet."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]

@@ -1,0 +1,225 @@
+"""Time from the command to the first step, and from the death of a rank to the next step: ours beside bare Ray Train.
+
+    python -m benchmarks.startup [--rounds 3] [--workers 2] [--out benchmarks/results/startup.json]
+
+Both sides are fresh processes that start their own Ray, with equally many logical CPUs and without a dashboard, and
+train the same small Llama on the same stream of the demo's conversations, nothing of it in a cache. In turn, and each
+round begins with the other side. What counts is the wall clock:
+
+- start: from the start of the process to the end of the first step
+- recovery: once the run is five steps past its first checkpoint, the last rank's process is killed (SIGKILL); from then
+  to the end of the next step that is trained
+
+The end of a step is when the side has written that into its file, at which this script looks 50 times a second. `bare`
+is benchmarks/bare_ray_train.py, with Ray Train's own settings. The phases are each side's own; one that is done while
+another goes on shows only what it takes longer than that. A dash: it has no such phase.
+
+    start    the process, until its imports are done        checks   config, model, data (ours); data (bare)
+    Ray      until it runs (ours: beside the checks)        noticed  that a rank has died
+    workers  until rank 0 is in our function                imports  transformers, torch (bare: before, in workers)
+    model    built, or loaded from the checkpoint           data     until the first batch is there
+    step     the first one
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import tempfile
+import time
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+import yaml
+
+from benchmarks.fresh import REPOSITORY, Command, environment, read_lines, warm_up
+from benchmarks.record import write_result
+from raytune_fsdp.config import ClusterConfig
+from raytune_fsdp.demo import CONVERSATIONS, TOKENIZER
+from raytune_fsdp.launch.ray_resources import local_cpus
+
+SAVE_EVERY, KILL_AT, STEPS = 20, 25, 50
+PHASES = ("start", "checks", "Ray", "noticed", "workers", "imports", "model", "data", "step")
+Seconds = dict[str, float]
+
+
+def config(directory: Path, workers: int) -> dict[str, Any]:
+    return {
+        "run": {"name": "run", "storage": str(directory), "seed": 7, "resume": "never"},
+        "model": {
+            "init": "random",
+            "tokenizer": str(TOKENIZER),
+            "architecture": {
+                "model_type": "llama", "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 384,
+                "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+                "max_position_embeddings": 512, "tie_word_embeddings": True,
+            },
+        },
+        "data": {"train": [{"path": str(CONVERSATIONS)}], "seq_len": 256, "window": 64},
+        "parallel": {"precision": "fp32"},
+        "optim": {"lr": 1e-3},
+        "train": {"global_batch": 4, "micro_batch": 2, "max_steps": STEPS},
+        "checkpoint": {"every": SAVE_EVERY},
+        "tracking": {"mlflow": {"enabled": False}},
+        "cluster": {"workers": workers, "device": "cpu"},
+        "export": {"at_end": False},
+    }  # fmt: skip
+
+
+class Side(Protocol):
+    def command(self) -> list[str]: ...
+    def steps(self) -> list[tuple[int, int]]:
+        """Of every step that is on record: something that differs between attempts, and its number."""
+
+    def process_of(self, rank: int, command: Command) -> int: ...
+    def phases(self, since: float, *, again: bool) -> Seconds:
+        """From then to the first step of the first attempt, or of the second one."""
+
+
+class Ours:
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.run = directory, directory / "run"
+
+    def command(self) -> list[str]:
+        return [str(REPOSITORY / "jobs" / "finetune.py"), "--config", str(self.directory / "config.yaml")]
+
+    def steps(self) -> list[tuple[int, int]]:
+        lines = read_lines(self.run / "metrics.jsonl")
+        return [(line["attempt"], line["trajectory"]["step"]) for line in lines if line["kind"] == "step"]
+
+    def process_of(self, rank: int, command: Command) -> int:
+        """A rank's output goes into a file of its own, of which its process holds the other end."""
+        log = self.run / "logs" / "attempt-1" / f"rank-{rank}.log"
+        return next(each.pid for each in command.descendants() if _stdout(each.pid) == str(log.resolve()))
+
+    def phases(self, since: float, *, again: bool) -> Seconds:
+        events = [line for line in read_lines(self.run / "events.jsonl") if line["event"] == "first_step"]
+        event = events[again]
+        began = datetime.fromisoformat(event["time"]).timestamp() - event["fields"]["seconds"]
+        return {"noticed" if again else "start": began - since, **event["fields"]["phases"]}
+
+
+class Bare:
+    def __init__(self, directory: Path, *, dashboard: bool = False) -> None:
+        self.directory, self.marks, self.dashboard = directory, directory / "marks.jsonl", dashboard
+
+    def command(self) -> list[str]:
+        script = str(REPOSITORY / "benchmarks" / "bare_ray_train.py")
+        return [script, str(self.directory / "config.yaml"), str(self.marks), *["--dashboard"] * self.dashboard]
+
+    def steps(self) -> list[tuple[int, int]]:
+        return [(line["pid"], line["step"]) for line in read_lines(self.marks) if line["what"] == "step"]
+
+    def process_of(self, rank: int, command: Command) -> int:
+        return next(line["pid"] for line in read_lines(self.marks) if line["what"] == "rank" and line["rank"] == rank)
+
+    def phases(self, since: float, *, again: bool) -> Seconds:
+        """The first of each kind since then."""
+        at: dict[str, float] = {}
+        for line in read_lines(self.marks):
+            if line["time"] > since and line["what"] in PHASES:
+                if line["what"] == "step" and "data" not in at:
+                    continue  # of the ranks that did not know yet
+                at.setdefault(line["what"], line["time"])
+        ends = sorted(at.items(), key=lambda item: item[1])
+        return {
+            what: end - before for (what, end), before in zip(ends, [since, *(end for _, end in ends)], strict=False)
+        }
+
+
+def _stdout(pid: int) -> str | None:
+    try:
+        return os.readlink(f"/proc/{pid}/fd/1")
+    except OSError:
+        return None
+
+
+def measure(side: Side, name: str, directory: Path) -> dict[str, Seconds]:
+    """Start, kill, and let it finish."""
+    ranks = yaml.safe_load((directory / "config.yaml").read_text())["cluster"]["workers"]
+    cpus = local_cpus(ClusterConfig(workers=ranks, device="cpu"), ranks)
+    env = {**environment(directory / "ray"), "BENCHMARK_CPUS": str(cpus)}
+    if isinstance(side, Bare):
+        env["RAY_AUTH_MODE"] = "disabled"  # else Ray writes a token into the home directory
+    with Command(side.command(), directory / f"{name}.log", env) as command:
+        _, first = command.wait_for(lambda: side.steps()[:1] or None, "first step")
+        command.wait_for(lambda: side.steps()[-1][1] >= KILL_AT or None, f"step {KILL_AT}")
+        attempt = side.steps()[-1][0]
+        victim = side.process_of(ranks - 1, command)
+        os.kill(victim, signal.SIGKILL)
+        killed = time.time()
+        steps, recovered = command.wait_for(
+            lambda: [step for which, step in side.steps() if which != attempt and step > SAVE_EVERY] or None,
+            "step after the kill",
+        )
+        assert steps[0] == SAVE_EVERY + 1, f"{name}: goes on with step {steps[0]}"
+        command.finish()
+    assert side.steps()[-1][1] == STEPS, f"{name}: last step {side.steps()[-1][1]}"
+    return {
+        "start": {**side.phases(command.started, again=False), "total": first - command.started},
+        "recovery": {**side.phases(killed, again=True), "total": recovered - killed},
+    }
+
+
+def run_once(kind: str, number: int, options: argparse.Namespace) -> dict[str, Seconds]:
+    directory = Path(tempfile.mkdtemp(prefix="ray-"))  # short: the names of Ray's sockets have a limit
+    try:
+        (directory / "config.yaml").write_text(yaml.safe_dump(config(directory, options.workers)))
+        side: Side = Ours(directory) if kind == "ours" else Bare(directory, dashboard=options.dashboard)
+        return measure(side, f"{kind}-{number}", directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def table(found: dict[str, list[dict[str, Seconds]]], part: str) -> dict[str, Seconds]:
+    """Medians by side and phase. The phases' medians need not add up to the median of their sums."""
+    rows: dict[str, Seconds] = {}
+    for kind, rounds in found.items():
+        names = [name for name in (*PHASES, "total") if name in rounds[0][part]]
+        rows[kind] = {name: round(median(each[part][name] for each in rounds), 2) for name in names}
+    return rows
+
+
+def show(part: str, rows: dict[str, Seconds], ratios: list[float]) -> None:
+    names = [name for name in (*PHASES, "total") if any(name in row for row in rows.values())]
+    print(f"\n{part:10}" + "".join(f"{name:>9}" for name in names))
+    for kind, row in rows.items():
+        print(f"{kind:10}" + "".join(f"{row[name]:9.2f}" if name in row else f"{'-':>9}" for name in names))
+    print(
+        f"ours / bare: {rows['ours']['total'] / rows['bare']['total']:.2f} "
+        f"({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} rounds)"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--dashboard", action="store_true", help="bare Ray starts its dashboard, as it does by default")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    warm_up()
+    found: dict[str, list[dict[str, Seconds]]] = {"ours": [], "bare": []}
+    for number in range(1, options.rounds + 1):
+        for kind in ("ours", "bare") if number % 2 else ("bare", "ours"):
+            values = run_once(kind, number, options)
+            found[kind].append(values)
+            totals = ", ".join(f"{part} {phases['total']:.1f} s" for part, phases in values.items())
+            print(f"round {number}, {kind}: {totals} (load {os.getloadavg()[0]:.1f})", flush=True)
+    result: dict[str, Any] = {"workers": options.workers, "dashboard_of_bare": options.dashboard, "rounds": found}
+    for part in ("start", "recovery"):
+        rows = table(found, part)
+        pairs = zip(found["ours"], found["bare"], strict=True)
+        ratios = [ours[part]["total"] / bare[part]["total"] for ours, bare in pairs]
+        show(part, rows, ratios)
+        result[part] = {**rows, "ratio": rows["ours"]["total"] / rows["bare"]["total"], "ratios": ratios}
+    if options.out is not None:
+        write_result(options.out, result)
+
+
+if __name__ == "__main__":
+    main()

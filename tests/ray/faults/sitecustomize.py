@@ -1,0 +1,55 @@
+"""Kills a rank at a chosen moment. Python imports this by itself in every process that has its directory on PYTHONPATH.
+
+$FAULTS is a directory; a file `forward-1-6` in it kills rank 1 in the middle of the sixth forward pass of its process,
+`save-0-8` kills rank 0 while it writes its part of the checkpoint of step 8. The file is removed first: once only.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+
+def strike(fault: str) -> None:
+    try:
+        (Path(os.environ["FAULTS"]) / fault).unlink()
+    except FileNotFoundError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def watch_forward() -> None:
+    """Ranks import `raytune_fsdp.step` long after this."""
+    while not hasattr(sys.modules.get("raytune_fsdp.step"), "_forward"):
+        time.sleep(0.01)
+    step = sys.modules["raytune_fsdp.step"]
+    calls, forward = iter(range(1, 10**9)), step._forward
+
+    def counted(model, block):
+        call = next(calls)
+        hook = None
+        if (Path(os.environ["FAULTS"]) / f"forward-{os.environ.get('RANK')}-{call}").exists():
+            last = list(model.modules())[-1]
+            hook = last.register_forward_pre_hook(lambda *_: strike(f"forward-{os.environ.get('RANK')}-{call}"))
+        try:
+            return forward(model, block)
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    step._forward = counted
+
+
+def watch_writes(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "open" and isinstance(arguments[0], str) and ".distcp" in arguments[0]:
+        path = Path(arguments[0])
+        step, rank = int(path.parent.name.split(".")[0].removeprefix("step-")), path.name.split("_")[2]
+        if arguments[1] is not None and "w" in str(arguments[1]) and path.parent.suffix == ".tmp":
+            strike(f"save-{rank}-{step}")
+
+
+if "FAULTS" in os.environ:
+    sys.addaudithook(watch_writes)
+    threading.Thread(target=watch_forward, daemon=True).start()

@@ -1,0 +1,102 @@
+"""Jobs as a user starts them, for tests that watch and disturb them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.load import dump_config
+from raytune_fsdp.tracking.jsonl import read_events, read_trajectory
+from tests.runs import GPT2, make_config
+
+ROOT = Path(__file__).parents[2]
+FAULTS = Path(__file__).parent / "faults"
+DROPOUT = {**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
+TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 30}
+TEMPORARY = Path(tempfile.mkdtemp(prefix="t-"))
+
+
+def config_of(directory: Path, **sections: Any) -> FinetuneConfig:
+    """Five blocks a step for two ranks: every other step begins on the other rank."""
+    return make_config(
+        directory,
+        DROPOUT,
+        **{"train": TRAIN, "parallel": {"precision": "fp32"}, "checkpoint": {"every": 4, "keep_last": 3}, **sections},
+    )
+
+
+class Command:
+    """`python jobs/finetune.py` in a session of its own, in a directory that is not the ranks'."""
+
+    def __init__(self, config: FinetuneConfig, directory: Path, *arguments: str, **environment: str) -> None:
+        file = directory / "config.yaml"
+        file.write_text(dump_config(config))
+        self.output = directory / "output.txt"
+        self.faults = directory / "faults"
+        self.faults.mkdir(exist_ok=True)
+        self.run_dir = Path(config.run.storage) / config.run.name
+        with open(self.output, "w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(ROOT / "jobs" / "finetune.py"), "--config", str(file), *arguments],
+                stdout=output, stderr=subprocess.STDOUT, cwd=directory, start_new_session=True,
+                env={
+                    **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{FAULTS}:{ROOT}", "FAULTS": str(self.faults),
+                    "RAY_ADDRESS": "local", "TMPDIR": str(TEMPORARY), **environment,
+                },
+            )  # fmt: skip
+
+    def until(self, condition: Callable[[], bool], seconds: float = 180) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.output.read_text()}"
+            assert time.monotonic() < deadline, f"not in {seconds} s:\n{self.output.read_text()}"
+            time.sleep(0.05)
+
+    def end(self, seconds: float = 240) -> tuple[int, str]:
+        try:
+            code = self.process.wait(seconds)
+        finally:
+            for process in self.all():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        return code, self.output.read_text()
+
+    def all(self) -> list[psutil.Process]:
+        """This process and all it has started, now."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            own = psutil.Process(self.process.pid)
+            return [own, *own.children(recursive=True)]
+        return []
+
+    def steps(self) -> int:
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            return int(read_trajectory(self.run_dir / "metrics.jsonl")[-1]["step"])
+        return 0
+
+
+def is_there(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [line for line in read_events(run_dir / "events.jsonl") if line["event"] == name]
+
+
+def mlflow_runs(storage: Path) -> list[tuple[str, str]]:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{storage}/mlflow.db")
+    (experiment,) = [each for each in client.search_experiments() if each.name != "Default"]
+    return [(run.info.run_id, run.info.status) for run in client.search_runs([experiment.experiment_id])]

@@ -1,0 +1,74 @@
+"""Runs on a cluster of several nodes that somebody else has started."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raytune_fsdp.tracking.jsonl import read_trajectory
+from tests.ray.jobs import ROOT, Command, config_of, events
+from tests.runs import trajectory
+
+
+@pytest.fixture(scope="module")
+def three_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a head and two nodes with 2 CPUs each; the two have a logical GPU each."""
+    temporary = tempfile.mkdtemp(prefix="ray-")
+    script = Path(__file__).with_name("three_nodes.py")
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path_factory.mktemp("nodes"))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env={**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": temporary, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.stdin.close()
+        process.wait(60)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def test_runs_on_several_nodes(tmp_path: Path, three_nodes: str) -> None:
+    """The trajectory is the one without Ray; requests that cannot be met are refused, at once or after the wait."""
+    gpus = {"launch": "ray", "workers": 2, "device": "cpu", "gpus_per_worker": 1, "placement": "strict_spread"}
+    config = config_of(tmp_path, cluster=gpus)
+
+    def command(name: str, *arguments: str) -> Command:
+        (tmp_path / name).mkdir()
+        return Command(config, tmp_path / name, *arguments, RAY_ADDRESS=three_nodes, RAY_AUTH_MODE="disabled")
+
+    run = command("run")
+    whole = trajectory(config_of(tmp_path, run={"name": "whole"}), 2)
+    run.until(lambda: run.steps() >= 1)
+    # The GPUs are taken now.
+    waiting = command("waiting", "--run.name", "waiting", "--cluster.wait_minutes", "0.1")
+    started = time.monotonic()
+    too_many = command("too-many", "--run.name", "too-many", "--cluster.workers", "3", "--train.max_steps", "1")
+    code, said = too_many.end()
+    assert code == 2 and time.monotonic() - started < 60, said
+    assert "cluster.workers=3: 3 workers with 1 CPU + 1 GPU each" in said and "there is room for 2" in said
+    code, said = waiting.end()
+    assert code == 1 and "cluster.wait_minutes=0.1: the workers did not start in that time; waiting for 2 work" in said
+    code, said = run.end()
+    assert code == 0 and f"joined the cluster at {three_nodes}, 3 nodes, 6 CPUs, 2 GPUs" in said, said
+    assert read_trajectory(run.run_dir / "metrics.jsonl") == whole
+    (joined,) = events(run.run_dir, "ranks_joined")
+    nodes = {rank["node_id"] for rank in joined["fields"]["ranks"]}
+    assert len(joined["fields"]["ranks"]) == len(nodes) == 2
+    # A path that each node has for itself.
+    unshared = command("unshared", "--run.storage", "/proc/self/cwd/runs", "--run.name", "unshared")
+    code, said = unshared.end()
+    assert code == 2, said
+    assert "run.storage=/proc/self/cwd/runs: what rank 0 on" in said and "is not seen by rank 1" in said, said
+    for node in ("head", "first", "second", "unshared"):
+        assert not list(tmp_path.parent.glob(f"*/{node}/runs/*")), node
+    shutil.rmtree(tmp_path)

@@ -1,0 +1,65 @@
+"""A run through Ray Train: whatever happens to it, its trajectory is the one of an undisturbed run without Ray."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import psutil
+
+from raytune_fsdp.checkpoint.commit import committed
+from raytune_fsdp.tracking.jsonl import read_trajectory
+from tests.ray.jobs import TEMPORARY, Command, config_of, events, is_there, mlflow_runs
+from tests.runs import trajectory
+
+SNAPSHOT = "checkpoint_manager_snapshot.json"
+
+
+def test_killed_in_forward_in_save_and_by_signal_and_the_driver_too(tmp_path: Path) -> None:
+    whole = trajectory(config_of(tmp_path, run={"name": "whole"}), 2)
+    config = config_of(
+        tmp_path,
+        cluster={"launch": "ray", "workers": 2, "device": "cpu", "max_failures": 2},
+        tracking={"console": True, "mlflow": {"enabled": True}},
+    )
+    # A rank dies in the middle of a forward pass of step 6, then another while it writes the checkpoint of step 12.
+    first = Command(config, tmp_path)
+    (first.faults / "forward-1-15").touch()
+    (first.faults / "save-0-12").touch()
+    run_dir = first.run_dir
+    first.until(lambda: first.steps() >= 14)
+    assert not list(first.faults.iterdir())
+    first.process.send_signal(signal.SIGTERM)
+    code, said = first.end()
+    assert code == 130, said
+    failed = [line["fields"] for line in events(run_dir, "attempt_failed")]
+    assert [(each["rank"], each["last_step"]) for each in failed] == [(1, 4), (0, 8)]
+    assert all("its process died" in each["cause"] and each["node"] for each in failed)
+    assert "rank 1 on" in said and "The last committed step is 4; the logs of all ranks are in" in said
+    stopped = committed(run_dir / "checkpoints")[-1].step
+    assert stopped >= 14 and read_trajectory(run_dir / "metrics.jsonl")[-1]["step"] == stopped
+    assert [line["fields"]["resumed_from"] for line in events(run_dir, "attempt_started")] == [0, 4, 8]
+    # The driver is killed, and what Ray Train has written down is torn.
+    second = Command(config, tmp_path)
+    second.until(lambda: second.steps() >= stopped + 2)
+    processes = second.all()
+    second.process.kill()
+    second.process.wait()
+    snapshot = run_dir / SNAPSHOT
+    snapshot.write_bytes(snapshot.read_bytes()[:100])
+    third = Command(config, tmp_path)
+    code, said = third.end()
+    assert code == 0, said
+    assert read_trajectory(run_dir / "metrics.jsonl") == whole
+    assert events(run_dir, "registry_repaired")
+    assert [status for _, status in mlflow_runs(run_dir.parent)] == ["FINISHED"]
+    latest = json.loads(snapshot.read_text())["latest_checkpoint_result"]["checkpoint_dir_name"]
+    assert latest == f"checkpoints/{committed(run_dir / 'checkpoints')[-1].path.name}"
+    for attempt in range(1, 6):
+        assert (run_dir / "logs" / f"attempt-{attempt}" / "rank-1.log").exists()
+    assert not list(TEMPORARY.iterdir())
+    # Ray's agents look for the driver that was killed for up to 80 seconds.
+    _, left = psutil.wait_procs([each for each in processes if is_there(each)], timeout=100)
+    assert not [each for each in left if is_there(each)]
+    assert not list(run_dir.glob(".shared-*")) and not list((run_dir / "checkpoints").glob("*.tmp"))
