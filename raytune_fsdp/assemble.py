@@ -51,6 +51,8 @@ def _nobody(_: object) -> None:
 class Host:
     """What a launcher lends to a rank; everything has a default, which is to do without."""
 
+    attempt: int | None = None
+    """The number of this attempt. None: the next one."""
     batches: Iterator[StepBatches] | None = None
     """This rank's batches, from the step on where the run stands. None: it makes them itself."""
     console: TextIO | None = None
@@ -78,7 +80,7 @@ def assemble(config: FinetuneConfig, prepared: Prepared, device: torch.device, h
     if config.data.packing != "none":
         check_packing(model, config.data.packing)
     host.reached("model")
-    attempt, changed = on_rank0(lambda: _open_run(config, prepared))  # nothing is written before this
+    attempt, changed = on_rank0(lambda: _open_run(config, prepared, host.attempt))  # nothing is written before this
     stream = Stream(prepared.train, seed=config.run.seed)
     batches = host.batches or rank_batches(
         stream, division_of(prepared), cursor=state.cursor, rank=dist.get_rank(), device=device
@@ -146,7 +148,7 @@ def _next_state(prepared: Prepared, attempt: int) -> RunState:
     )
 
 
-def _open_run(config: FinetuneConfig, prepared: Prepared) -> tuple[int, dict[str, list[Any]]]:
+def _open_run(config: FinetuneConfig, prepared: Prepared, attempt: int | None) -> tuple[int, dict[str, list[Any]]]:
     """Write what describes the run and remove what earlier attempts left unfinished. Rank 0.
 
     Returns the number of this attempt, and the settings that are other than in the last one.
@@ -165,7 +167,7 @@ def _open_run(config: FinetuneConfig, prepared: Prepared) -> tuple[int, dict[str
     if prepared.generation_config is not None:
         # Not save_pretrained: it refuses combinations that well-known models have.
         prepared.generation_config.to_json_file(model_files / "generation_config.json")
-    return next_attempt(prepared.plan), changed
+    return attempt or next_attempt(prepared.plan), changed
 
 
 def _weights(config: FinetuneConfig, prepared: Prepared) -> Weights:

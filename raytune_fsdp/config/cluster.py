@@ -17,12 +17,12 @@ class ClusterConfig(Section):
     """Ranks to start. `auto`: one for each GPU of the cluster (with `launch: local`: of this machine), or one where it has none. Under torchrun its world size counts."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: CUDA where there is a GPU for every worker, else the CPU."""
+    """`auto`: CUDA where there is a GPU for every worker or where one is asked for by `gpus_per_worker` or `accelerator_type`, else the CPU."""
 
     cpus_per_worker: int = Field(default=1, ge=1)
     """Ray: logical CPUs each worker reserves. The rest of the cluster's CPUs prepare the data."""
 
-    gpus_per_worker: Literal["auto", 0, 1] = "auto"
+    gpus_per_worker: Annotated[int, Field(ge=0, le=1)] | Literal["auto"] = "auto"
     """Ray: GPUs each worker reserves. `auto`: 1 where it uses one, else 0."""
 
     accelerator_type: str | None = None

@@ -65,8 +65,9 @@ def run(config: FinetuneConfig, progress: Progress | None = None, say: Callable[
         if prepared.state.step >= prepared.plan.steps:
             return prepared
         found = nodes()
-        asked = request(config.cluster, found)
-        check(asked, found, growing=may_grow())
+        growing = may_grow()
+        asked = request(config.cluster, found, growing=growing)
+        check(asked, found, growing=growing)
         prepared = on_world(config, prepared, asked.workers)
         _train(config, prepared, asked, signals=signals, phases=phases, say=say)
     return prepared

@@ -75,6 +75,7 @@ def train_rank(given: dict[str, Job]) -> None:
         return  # the last attempt had committed the last step
     device = _device(job, rank, node)
     host = Host(
+        attempt=attempt,
         batches=_batches(job, prepared, rank=rank, world=world, key=key, device=device, reached=reached),
         console=cast(TextIO, BoardStream(job.board, tty=job.tty)),
         saved=_report,

@@ -96,7 +96,9 @@ def details(client: dict[str, str], job: str) -> tuple[str, int | None]:
 
 def test_submitted_stopped_and_submitted_again(tmp_path: Path, head: dict[str, str]) -> None:
     whole = trajectory(config_of(tmp_path, run={"name": "whole"}), 2)
-    config = config_of(tmp_path, cluster={"launch": "auto", "workers": 2, "device": "cpu"}, tracking={"mlflow": {"enabled": True}})
+    config = config_of(
+        tmp_path, cluster={"launch": "auto", "workers": 2, "device": "cpu"}, tracking={"mlflow": {"enabled": True}}
+    )
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(config))
     run_dir = Path(config.run.storage) / config.run.name

@@ -16,7 +16,8 @@ def main(directory: Path) -> None:
         os.chdir(directory / name)
         return {"num_cpus": 2, "object_store_memory": 128 << 20}
 
-    head = {**place("head"), "include_dashboard": False, "temp_dir": os.environ["RAY_TMPDIR"]}
+    os.mkdir(os.path.join(os.environ["RAY_TMPDIR"], "ray"))
+    head = {**place("head"), "include_dashboard": False, "temp_dir": os.path.join(os.environ["RAY_TMPDIR"], "ray")}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     for name in ("first", "second"):
         cluster.add_node(**place(name), num_gpus=1)
