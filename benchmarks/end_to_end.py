@@ -13,8 +13,8 @@ padding:
 - built: windows that were tokenized for those steps (ours)
 
 The two do not do the same: ours shuffles all rows, packs whole documents, keeps them apart in the attention, hashes
-every sample, and writes a checkpoint that is verified; bare takes the rows as they come, cuts documents where a sequence
-is full, and lets them see each other, for which attention needs no mask.
+every sample, and verifies its checkpoint; bare takes the rows as they come, cuts documents where a sequence is full,
+and lets them see each other, for which attention needs no mask.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def config(directory: Path, rows: Path, workers: int, steps: int) -> dict[str, A
         },
         "data": {
             "train": [{"path": str(rows), "format": {"type": "completion"}}],
-            "seq_len": SEQ_LEN, "window": 512, "long_documents": "split",
+            "seq_len": SEQ_LEN, "window": 128, "long_documents": "split",
         },
         "parallel": {"precision": "fp32"},
         "optim": {"lr": 1e-3},

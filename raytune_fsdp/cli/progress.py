@@ -32,11 +32,12 @@ class _Lines:
     """For logs: silent about short work."""
 
     def __init__(self) -> None:
-        self._last = time.monotonic()
+        self._last: dict[str, float] = {}
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        if time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES:
-            self._last = time.monotonic()
+        now = time.monotonic()
+        if now - self._last.setdefault(what, now) >= _SECONDS_BETWEEN_LINES:
+            self._last[what] = now
             print(f"{what}: {done:,} of {total:,}", file=sys.stderr, flush=True)
 
 

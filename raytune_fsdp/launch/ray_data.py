@@ -134,7 +134,9 @@ def _sections(held: ObjectRef, cursor: Cursor) -> Generator[pa.Table, None, None
     def ahead() -> int:
         return max(2, min(cpus(), most // largest, FIRST_AHEAD + taken))
 
-    with closing(in_order(_section_task.remote, (([held], cursor, k) for k in count()), ahead)) as tables:
+    later = (([held], cursor, k) for k in count(1))
+    first = partial(_section, [held], cursor, 0)
+    with closing(in_order(_section_task.remote, later, ahead, first=first)) as tables:
         for table in tables:
             taken, largest = taken + 1, max(largest, table.nbytes)
             empty = 0 if len(table) else empty + 1

@@ -153,11 +153,14 @@ class Follow:
 
     def _missing(self) -> str:
         """What is waited for: resources, or processes that start on them."""
-        if any(self._are_ours(group) for group in placement_group_table().values()):
+        job = ray.get_runtime_context().get_job_id()
+        # The last digits of an id are those of the job that has made it.
+        ours = [group for name, group in placement_group_table().items() if name.endswith(job)]
+        if any(self._is_for_workers(group) for group in ours):
             return f"starting {self._asked.workers} worker(s)"
         return shortage(self._asked, nodes())
 
-    def _are_ours(self, group: Mapping[str, Any]) -> bool:
+    def _is_for_workers(self, group: Mapping[str, Any]) -> bool:
         bundles = list(group["bundles"].values())
         return (
             group["state"] == "CREATED"

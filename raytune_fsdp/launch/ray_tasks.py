@@ -33,14 +33,25 @@ def cpus() -> int:
 
 
 def in_order(
-    submit: Callable[..., ObjectRef], calls: Iterable[tuple[Any, ...]], ahead: Callable[[], int]
+    submit: Callable[..., ObjectRef],
+    calls: Iterable[tuple[Any, ...]],
+    ahead: Callable[[], int],
+    *,
+    first: Callable[[], Any] | None = None,
 ) -> Generator[Any, None, None]:
-    """The results of these calls, up to `ahead()` of which run or lie ready. Closing it ends what still runs."""
+    """The results of these calls, up to `ahead()` of which run or lie ready. Closing it ends what still runs.
+
+    `first` is called in this process, while the processes of the calls start; its result comes before theirs.
+    """
     left = iter(calls)
     pending: deque[ObjectRef] = deque()
     try:
         while True:
             pending.extend(submit(*call) for call in islice(left, max(0, ahead() - len(pending))))
+            if first is not None:
+                yield first()
+                first = None
+                continue
             if not pending:
                 return
             _wait(pending[0])

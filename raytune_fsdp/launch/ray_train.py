@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 
 import ray
 from ray.exceptions import RayError
@@ -122,7 +123,9 @@ def _train(
     )
     follow = Follow(config, prepared, asked, board=board, signals=signals, phases=phases, say=say)
     thread = ThreadPoolExecutor(1, thread_name_prefix="fit")
-    fit = thread.submit(_trainer(job, asked, run_dir.parent.as_posix(), config).fit)
+    # The job is not given as train_loop_config: the controller reads that, and would import torch for it.
+    trainer = trainer_for(partial(train_rank, job), board, asked, run_dir.parent.as_posix(), config)
+    fit = thread.submit(trainer.fit)
     thread.shutdown(wait=False)
     error: BaseException | None = None
     try:
@@ -137,14 +140,16 @@ def _train(
         raise stopped from None
 
 
-def _trainer(job: Job, asked: Request, storage: str, config: FinetuneConfig) -> TorchTrainer:
+def trainer_for(
+    rank: Callable[[], None], board: Board, asked: Request, storage: str, config: FinetuneConfig
+) -> TorchTrainer:
+    """Ray Train's part: so many processes that run `rank`, in a process group, again after a crash."""
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", _POLL_SECONDS)
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # ranks stay where the job is, as relative paths expect
     logging.getLogger("ray.train").setLevel(logging.ERROR)  # it says again, for developers, what we say
     env = {"env_vars": dict(config.cluster.env)} if config.cluster.env else None
     return TorchTrainer(
-        train_rank,
-        train_loop_config={"job": job},
+        rank,
         torch_config=TorchConfig(
             backend="cpu:gloo,cuda:nccl" if asked.device == "cuda" else "gloo", timeout_s=COLLECTIVE_MINUTES * 60
         ),
@@ -155,7 +160,7 @@ def _trainer(job: Job, asked: Request, storage: str, config: FinetuneConfig) -> 
             failure_config=FailureConfig(max_failures=config.cluster.max_failures),
             # Never: Ray would delete checkpoints that it knows less about than we do.
             checkpoint_config=CheckpointConfig(num_to_keep=None),
-            callbacks=[FailureWatch(job.board)],
+            callbacks=[FailureWatch(board)],
             worker_runtime_env=env,
             logging_config=LoggingConfig(log_level="ERROR"),
         ),

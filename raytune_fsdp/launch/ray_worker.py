@@ -44,9 +44,8 @@ class Job:
     """Whether the driver prints to a terminal."""
 
 
-def train_rank(given: dict[str, Job]) -> None:
+def train_rank(job: Job) -> None:
     """One rank of one attempt. Raises what stopped it; the controller decides what becomes of the run."""
-    job = given["job"]
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     node = f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"

@@ -23,6 +23,13 @@ ROOT = Path(__file__).parents[2]
 TRAIN = {"global_batch": 4, "micro_batch": 2, "max_steps": 6}
 
 
+WITHOUT_RAY = """
+import sys
+
+sys.modules["ray"] = None
+"""
+
+
 def write_config(directory: Path, **sections: Any) -> Path:
     config = make_config(directory, GPT2, **{"train": TRAIN, "parallel": {"precision": "fp32"}, **sections})
     path = directory / "config.yaml"
@@ -36,10 +43,10 @@ def environment() -> dict[str, str]:
 
 def start(*command: str, **kwargs: Any) -> subprocess.Popen[str]:
     """A command in a session of its own, so that nothing it starts can outlive the test."""
+    kwargs = {"env": environment(), **kwargs}
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True,
-        **kwargs,
-    )  # fmt: skip
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **kwargs
+    )
 
 
 def end(process: subprocess.Popen[str], seconds: float = 240) -> subprocess.CompletedProcess[str]:
@@ -63,7 +70,7 @@ def test_one_command_trains_exports_and_says_what_it_left(tmp_path: Path) -> Non
     """Two processes that the job starts itself, with MLflow, a question, an export and a curve."""
     config = write_config(
         tmp_path,
-        cluster={"device": "cpu", "workers": 2},
+        cluster={"launch": "local", "device": "cpu", "workers": 2},
         tracking={"console": True, "mlflow": {"enabled": True}},
         eval={"prompts": ["w5 w6"], "at_start": True, "max_new_tokens": 4},
         export={"at_end": True, "dtype": "fp32"},
@@ -100,8 +107,22 @@ def mlflow_runs(directory: Path) -> list[tuple[str, str, int]]:
     return [(r.info.run_name, r.info.status, step) for r, step in zip(runs, steps, strict=True)]
 
 
+@pytest.mark.parametrize("launch", ["local", "auto"])
+def test_without_ray(tmp_path: Path, launch: str) -> None:
+    """Ray cannot be imported by any process: `import ray` fails as it does where it is not installed."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_RAY)
+    config = write_config(tmp_path, cluster={"launch": launch, "device": "cpu", "workers": 2})
+    without = {**environment(), "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    assert subprocess.run([sys.executable, "-c", "import ray"], env=without, capture_output=True).returncode == 1
+    done = run(*job("--config", str(config)), env=without)
+    assert done.returncode == 0, done.stderr
+    assert len(read_trajectory(tmp_path / "runs" / "run" / "metrics.jsonl")) == 6
+    refused = run(*job("--config", str(config), "--cluster.launch", "ray"), env=without)
+    assert refused.returncode == 2 and "cluster.launch=ray, but Ray is not installed" in refused.stderr
+
+
 def test_torchrun_gives_the_same_run(tmp_path: Path) -> None:
-    ours = write_config(tmp_path, cluster={"device": "cpu", "workers": 2})
+    ours = write_config(tmp_path, cluster={"launch": "local", "device": "cpu", "workers": 2})
     assert run(*job("--config", str(ours))).returncode == 0
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     theirs = run(*torchrun, *job("--config", str(ours), "--run.name", "torchrun")[1:])
@@ -139,7 +160,9 @@ def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 12
 
 
 def test_a_rank_that_dies_takes_the_run_with_it_and_is_named(tmp_path: Path) -> None:
-    config = write_config(tmp_path, cluster={"device": "cpu", "workers": 2}, train={**TRAIN, "max_steps": 100_000})
+    config = write_config(
+        tmp_path, cluster={"launch": "local", "device": "cpu", "workers": 2}, train={**TRAIN, "max_steps": 100_000}
+    )
     process = start(*job("--config", str(config)))
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.stat().st_size > 2000, process)
@@ -161,7 +184,7 @@ def test_a_bad_row_met_while_training_is_named_and_can_be_skipped(tmp_path: Path
     """On two ranks: exit code 1, the row in one line, and the way out it names goes on from the checkpoint."""
     config = write_config(
         tmp_path,
-        cluster={"device": "cpu", "workers": 2},
+        cluster={"launch": "local", "device": "cpu", "workers": 2},
         data={**make_config(tmp_path).model_dump()["data"], "window": 8, "shuffle": "none"},
         train={**TRAIN, "max_steps": 20},
         checkpoint={"every": 2},

@@ -58,12 +58,13 @@ def head() -> Iterator[dict[str, str]]:
     client = {**shared, "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}"}
     try:
         for _ in range(60):
-            listed = subprocess.run([RAY, "job", "list"], env=client, capture_output=True, text=True)
-            if listed.returncode == 0:
+            # "No available agent to submit job": in the first seconds.
+            tried = subprocess.run([RAY, "job", "submit", "--", "true"], env=client, capture_output=True, text=True)
+            if tried.returncode == 0:
                 break
             time.sleep(1)
         else:
-            raise AssertionError(listed.stderr)
+            raise AssertionError(tried.stderr)
         yield client
     finally:
         family = psutil.Process(process.pid).children(recursive=True)

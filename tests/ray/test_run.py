@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 
 import psutil
 
 from raytune_fsdp.checkpoint.commit import committed
 from raytune_fsdp.tracking.jsonl import read_trajectory
-from tests.ray.jobs import TEMPORARY, Command, config_of, events, is_there, mlflow_runs
+from tests.ray.jobs import TEMPORARY, TRAIN, Command, config_of, events, is_there, mlflow_runs
 from tests.runs import trajectory
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
@@ -63,3 +64,29 @@ def test_killed_in_forward_in_save_and_by_signal_and_the_driver_too(tmp_path: Pa
     _, left = psutil.wait_procs([each for each in processes if is_there(each)], timeout=100)
     assert not [each for each in left if is_there(each)]
     assert not list(run_dir.glob(".shared-*")) and not list((run_dir / "checkpoints").glob("*.tmp"))
+
+
+def test_what_ends_a_run_at_once(tmp_path: Path) -> None:
+    """A row that nobody had read before, and a signal before training: no attempt follows, and nothing is left."""
+    config = config_of(
+        tmp_path,
+        train={**TRAIN, "max_steps": 200},
+        data={"train": [{"path": str(tmp_path / "broken.jsonl"), "format": {"type": "tokens"}}], "shuffle": "none"},
+        cluster={"launch": "ray", "workers": 2, "device": "cpu", "max_failures": 3},
+    )
+    lines = (tmp_path / "tokens.jsonl").read_text().splitlines()
+    (tmp_path / "broken.jsonl").write_text("\n".join([*lines[:100], '{"input_ids": "none"}', *lines[100:]]))
+    early = Command(config, tmp_path, "--run.name", "early")
+    time.sleep(4)  # in the middle of Ray's start
+    early.process.send_signal(signal.SIGTERM)
+    code, said = early.end(60)
+    assert code == 130 and "before training began" in said, said
+    assert not early.run_dir.with_name("early").exists()
+    broken = Command(config, tmp_path)
+    code, said = broken.end()
+    assert code == 1, said
+    assert "broken.jsonl:101" in said and "data.bad_rows=skip" in said, said
+    (failed,) = events(broken.run_dir, "attempt_failed")
+    assert "broken.jsonl:101" in failed["fields"]["cause"]
+    assert len(events(broken.run_dir, "attempt_started")) == 1
+    assert not list(TEMPORARY.iterdir())

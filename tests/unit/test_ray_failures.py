@@ -1,0 +1,99 @@
+"""What Ray Train says of ranks that failed, in words, and whether the run goes on. No Ray is started."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from ray.exceptions import RayActorError, RayTaskError
+from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
+from ray.train.v2.api.exceptions import ControllerError
+
+from raytune_fsdp.errors import DataError, Interrupted, RaytuneError, RowError, TrainingError, TransientError
+from raytune_fsdp.launch.ray_board import Lost, Notice
+from raytune_fsdp.launch.ray_failures import FailureWatch, first_cause, in_words, is_final, underlying
+
+DEAD = WorkerHealthCheckFailedError(
+    "A worker failed a health check", RayActorError(error_msg="exit code 2. End of file")
+)
+
+
+def raised(error: BaseException) -> UserExceptionWithTraceback:
+    """As it comes from a rank: through pickle, with its trace as text."""
+    wrapped = UserExceptionWithTraceback(error, "Traceback (most recent call last): ...")
+    back: UserExceptionWithTraceback = pickle.loads(pickle.dumps(wrapped))
+    return back
+
+
+LOST_PEER = raised(RuntimeError("[gloo] Connection closed by peer\nException raised from ..."))
+
+
+@pytest.mark.parametrize(
+    ("errors", "rank", "words", "final"),
+    [
+        ({0: LOST_PEER, 1: DEAD}, 1, "its process died (killed, out of memory, or crashed)", False),
+        ({0: LOST_PEER, 2: raised(RowError("rows.jsonl:7: broken", "json"))}, 2, "rows.jsonl:7: broken", True),
+        ({0: raised(TrainingError("loss is nan")), 1: DEAD}, 1, "its process died", False),
+        ({0: raised(TransientError("the disk is full"))}, 0, "the disk is full", False),
+        ({0: raised(Interrupted("stopped")), 1: raised(Interrupted("stopped"))}, 0, "stopped", True),
+        ({3: LOST_PEER}, 3, "RuntimeError: [gloo] Connection closed by peer", False),
+        # A rank that has lost something of Ray's is not dead itself.
+        ({1: raised(RayActorError(error_msg="The actor died\nmore"))}, 1, "RayActorError: The actor died", False),
+        ({1: raised(MemoryError())}, 1, "MemoryError", False),
+    ],
+)
+def test_cause(errors: dict[int, BaseException], rank: int, words: str, final: bool) -> None:
+    found, error = first_cause(errors)
+    assert (found, is_final(error)) == (rank, final)
+    assert in_words(error).startswith(words) and "\n" not in in_words(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("The actor is dead because its node has died. Node Id: 3f", "its node was lost"),
+        ("Worker exit type: NODE_OUT_OF_MEMORY", "Ray killed its process because the node ran out of memory"),
+        ("Task was killed due to the node running low on memory.", "Ray killed its process because"),
+    ],
+)
+def test_cause_of_death(text: str, words: str) -> None:
+    assert in_words(WorkerHealthCheckFailedError("lost", RayActorError(error_msg=text))).startswith(words)
+
+
+def test_what_is_ours_is_found_inside_of_what_fit_raises() -> None:
+    ours = DataError("no such column")
+    assert underlying(ControllerError(RayTaskError("run", "trace", ours))) is ours
+    other = ValueError("theirs")
+    assert underlying(ControllerError(other)) is other
+
+
+class Ear:
+    """A board that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Notice] = []
+
+    def tell(self, notice: Notice) -> None:
+        self.told.append(notice)
+
+
+@pytest.mark.parametrize(
+    ("error", "raises", "told"),
+    [
+        (DEAD, None, [Lost(1, "its process died (killed, out of memory, or crashed)", again=True)]),
+        (raised(DataError("bad")), DataError, [Lost(1, "bad", again=False)]),
+        (raised(TransientError("full")), None, [Lost(1, "full", again=True)]),
+        (raised(Interrupted("stopped")), Interrupted, []),
+    ],
+)
+def test_the_run_ends_where_the_same_would_follow(
+    error: BaseException, raises: type[RaytuneError] | None, told: list[Notice]
+) -> None:
+    ear = Ear()
+    watch = FailureWatch(ear)  # type: ignore[arg-type]
+    if raises is None:
+        watch.after_exception(None, {1: error})  # type: ignore[arg-type]
+    else:
+        with pytest.raises(raises):
+            watch.after_exception(None, {1: error})  # type: ignore[arg-type]
+    assert ear.told == told
