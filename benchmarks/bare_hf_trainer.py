@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,15 +46,32 @@ def tokenize(batch: dict[str, Any], tokenizer: Any, seq_len: int) -> dict[str, n
     return {"input_ids": sequences, "labels": sequences.copy()}
 
 
+class TimedIterator:
+    """Notes how long it took to get what it gives."""
+
+    def __init__(self, inner: Iterator[Any]) -> None:
+        self.inner, self.seconds = inner, 0.0
+
+    def __iter__(self) -> TimedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        since = time.perf_counter()
+        try:
+            return next(self.inner)
+        finally:
+            self.seconds += time.perf_counter() - since
+
+
 class Timed(Trainer):
     """Notes how long it waits for the batches of a step."""
 
     waited = 0.0
 
-    def get_batch_samples(self, *arguments: Any, **named: Any) -> Any:
-        since = time.perf_counter()
-        found = super().get_batch_samples(*arguments, **named)
-        self.waited = time.perf_counter() - since
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], *arguments: Any, **named: Any) -> Any:
+        timed = TimedIterator(epoch_iterator)
+        found = super().get_batch_samples(timed, *arguments, **named)
+        self.waited = timed.seconds
         return found
 
 

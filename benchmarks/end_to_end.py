@@ -11,6 +11,7 @@ padding:
 - whole_s: of all steps, by the time of the whole command, from its start to its end
 - wait_percent: share of the time of those steps in which rank 0 waited for its batches
 - built: windows that were tokenized for those steps (ours)
+- load: of the machine, at the end of the command (these commands alone make about 3)
 
 The two do not do the same: ours shuffles all rows, packs whole documents, keeps them apart in the attention, hashes
 every sample, and verifies its checkpoint; bare takes the rows as they come, cuts documents where a sequence is full,
@@ -39,7 +40,7 @@ from raytune_fsdp.launch.ray_resources import local_cpus
 
 SEQ_LEN, GLOBAL_BATCH, MICRO_BATCH, UNMEASURED_STEPS = 512, 8, 2, 10
 BYTES, WORDS, SEED = 40_000_000, 220, 7
-COLUMNS = ("side", "workers", "tokens_s", "whole_s", "step_s", "wait_percent", "command_s", "built")
+COLUMNS = ("side", "workers", "tokens_s", "whole_s", "step_s", "wait_percent", "command_s", "built", "load")
 
 
 def write_rows(path: Path) -> None:
@@ -128,13 +129,30 @@ def run_once(side: str, workers: int, steps: int, rows: Path) -> dict[str, Any]:
             seconds = command.finish(400)
         taken, built = of_ours(directory) if side == "ours" else (of_bare(directory), None)
         assert len(taken) == steps, f"{side}: {len(taken)} steps"
-        return {"side": side, "workers": workers, **summary(taken, seconds), "built": built}
+        return {"side": side, "workers": workers, **summary(taken, seconds), "built": built, "load": _load()}
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def _load() -> float:
+    return round(os.getloadavg()[0], 1)
+
+
 def show(line: dict[str, Any]) -> None:
     print("  ".join(f"{line[name]!s:>{max(8, len(name))}}" for name in COLUMNS), flush=True)
+
+
+def show_ratios(lines: list[dict[str, Any]], name: str) -> dict[str, float]:
+    """Ours by bare, of the medians of the rounds."""
+    ratios = {}
+    for workers in sorted({line["workers"] for line in lines}):
+        rates = {
+            side: median(line[name] for line in lines if (line["side"], line["workers"]) == (side, workers))
+            for side in ("ours", "bare")
+        }
+        ratios[str(workers)] = round(rates["ours"] / rates["bare"], 3)
+        print(f"{name}, {workers} worker(s): ours / bare {ratios[str(workers)]:.2f}")
+    return ratios
 
 
 def main() -> None:
@@ -157,19 +175,12 @@ def main() -> None:
                     show(lines[-1])
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    ratios = {}
-    for workers in (1, 2):
-        rates = {
-            side: median(line["tokens_s"] for line in lines if (line["side"], line["workers"]) == (side, workers))
-            for side in ("ours", "bare")
-        }
-        ratios[workers] = round(rates["ours"] / rates["bare"], 3)
-        print(f"{workers} worker(s): ours / bare {ratios[workers]:.2f} tokens/s")
+    ratios = {name: show_ratios(lines, name) for name in ("tokens_s", "whole_s")}
     if options.out is not None:
         write_result(
             options.out,
             {"seq_len": SEQ_LEN, "global_batch": GLOBAL_BATCH, "micro_batch": MICRO_BATCH, "steps": options.steps,
-             "load": round(os.getloadavg()[0], 1), "lines": lines, "ratio_tokens_s": ratios},
+             "bytes": BYTES, "lines": lines, "ratios": ratios},
         )  # fmt: skip
 
 

@@ -118,17 +118,16 @@ class Bare:
         return next(line["pid"] for line in read_lines(self.marks) if line["what"] == "rank" and line["rank"] == rank)
 
     def phases(self, since: float, *, again: bool) -> Seconds:
-        """The first of each kind since then."""
-        at: dict[str, float] = {}
+        phases: Seconds = {}
+        last = since
         for line in read_lines(self.marks):
-            if line["time"] > since and line["what"] in PHASES:
-                if line["what"] == "step" and "data" not in at:
-                    continue  # of the ranks that did not know yet
-                at.setdefault(line["what"], line["time"])
-        ends = sorted(at.items(), key=lambda item: item[1])
-        return {
-            what: end - before for (what, end), before in zip(ends, [since, *(end for _, end in ends)], strict=False)
-        }
+            what = line["what"]
+            # A step may still end on ranks that do not know yet.
+            if line["time"] > since and what in PHASES and (what != "step" or "data" in phases):
+                phases[what], last = line["time"] - last, line["time"]
+                if what == "step":
+                    break
+        return phases
 
 
 def _stdout(pid: int) -> str | None:
@@ -204,13 +203,20 @@ def main() -> None:
     options = parser.parse_args()
     warm_up()
     found: dict[str, list[dict[str, Seconds]]] = {"ours": [], "bare": []}
+    loads: list[float] = []
     for number in range(1, options.rounds + 1):
         for kind in ("ours", "bare") if number % 2 else ("bare", "ours"):
             values = run_once(kind, number, options)
             found[kind].append(values)
+            loads.append(round(os.getloadavg()[0], 1))
             totals = ", ".join(f"{part} {phases['total']:.1f} s" for part, phases in values.items())
-            print(f"round {number}, {kind}: {totals} (load {os.getloadavg()[0]:.1f})", flush=True)
-    result: dict[str, Any] = {"workers": options.workers, "dashboard_of_bare": options.dashboard, "rounds": found}
+            print(f"round {number}, {kind}: {totals} (load {loads[-1]})", flush=True)
+    result: dict[str, Any] = {
+        "workers": options.workers,
+        "dashboard_of_bare": options.dashboard,
+        "loads": loads,
+        "rounds": found,
+    }
     for part in ("start", "recovery"):
         rows = table(found, part)
         pairs = zip(found["ours"], found["bare"], strict=True)

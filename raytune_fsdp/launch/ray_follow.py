@@ -69,8 +69,9 @@ class Follow:
         while not wait([fit], timeout=0).done:
             try:
                 notices = self._board.read(_READ_SECONDS)
-            except RayError:  # Ray is gone; fit() says why
-                wait([fit], timeout=60)
+            except RayError as error:  # Ray is gone, and fit() should say why
+                if not wait([fit], timeout=_GONE_SECONDS).done:
+                    raise TrainingError(self.describe(None, f"Ray does not answer any more ({error})")) from error
                 break
             for notice in notices:
                 self._hear(notice)

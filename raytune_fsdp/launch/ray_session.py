@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import psutil
 import ray
 
 # Ray's own search for a cluster, as in ray.init() without an address; there is no public way to ask what it would find.
-from ray._private.services import canonicalize_bootstrap_address
+from ray._private.services import canonicalize_bootstrap_address, parse_address
 
 from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.errors import TrainingError
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "raytune-ray-"
 _LONGEST_PARENT = 24
+_KNOCK_SECONDS = 15.0
 _OBJECT_STORE_BYTES = 2 << 30
 
 
@@ -56,13 +58,21 @@ def connect(config: ClusterConfig, workers: int) -> Session:
     if address is None:
         return _start(local_cpus(config, workers))
     try:
+        _knock(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except ConnectionError as error:
+    except Exception as error:  # of many kinds: nobody there, another version, no token
         raise TrainingError(
-            f"the Ray cluster at {address} does not answer ({_first_line(error)}). It was named by RAY_ADDRESS or is "
-            "the last one that `ray start` has started here: start it again, or set RAY_ADDRESS=local to do without it"
+            f"the Ray cluster at {address} cannot be joined ({type(error).__name__}: {_first_line(error)}). It was "
+            "named by RAY_ADDRESS, or is the last one that `ray start` has started here; with RAY_ADDRESS=local one is "
+            "started for this run"
         ) from error
     return Session(f"joined the cluster at {address}, {_size()}", owned=True)
+
+
+def _knock(address: str) -> None:
+    """Find out in seconds that nobody is there: ray.init() would wait for many minutes."""
+    host, port = parse_address(address)
+    socket.create_connection((host, int(port)), timeout=_KNOCK_SECONDS).close()
 
 
 def _start(cpus: int) -> Session:

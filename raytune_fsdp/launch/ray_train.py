@@ -10,9 +10,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
+from threading import Thread
+from typing import TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -43,6 +45,9 @@ from raytune_fsdp.types import Progress, WindowCounts
 
 FEW_WINDOWS = 4
 """So many are built in this process: tasks on the cluster would take longer to start."""
+
+_CLOSE_SECONDS = 30.0
+T = TypeVar("T")
 
 # How soon Ray Train sees that a rank has died, and a checkpoint that was reported; two seconds are its default.
 _POLL_SECONDS = "0.5"
@@ -75,13 +80,13 @@ def run(config: FinetuneConfig, progress: Progress | None = None, say: Callable[
 
 
 def _connect(config: FinetuneConfig, stack: ExitStack) -> Future[Session]:
-    """Connect to Ray in a thread. The stack waits for that, and closes the connection."""
+    """Connect to Ray in a thread. The stack closes the connection."""
     workers = 1 if config.cluster.workers == "auto" else config.cluster.workers
-    thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="ray"))
-    connecting = thread.submit(connect, config.cluster, workers)
+    connecting = _in_thread(partial(connect, config.cluster, workers))
 
     def close() -> None:
-        if connecting.exception() is None:
+        # What has not come by then is left to the end of this process, which ends what it has started.
+        if wait([connecting], timeout=_CLOSE_SECONDS).done and connecting.exception() is None:
             connecting.result().close()
 
     stack.callback(close)
@@ -122,13 +127,11 @@ def _train(
         tty=sys.stdout.isatty(),
     )
     follow = Follow(config, prepared, asked, board=board, signals=signals, phases=phases, say=say)
-    thread = ThreadPoolExecutor(1, thread_name_prefix="fit")
     # The job is not given as train_loop_config: the controller reads that, and would import torch for it.
     trainer = trainer_for(partial(train_rank, job), board, asked, run_dir.parent.as_posix(), config)
-    fit = thread.submit(trainer.fit)
-    thread.shutdown(wait=False)
     error: BaseException | None = None
     try:
+        fit = _in_thread(trainer.fit)
         follow.until(fit)
         error = fit.exception()
     finally:
@@ -138,6 +141,20 @@ def _train(
         if not isinstance(underlying(error), RaytuneError):
             _close_mlflow(config, prepared, follow.attempt)
         raise stopped from None
+
+
+def _in_thread(work: Callable[[], T]) -> Future[T]:
+    """The outcome of a call that cannot be interrupted. Not in a pool: the process may end before it does."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return outcome
 
 
 def trainer_for(

@@ -7,8 +7,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,6 +37,24 @@ def three_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+@contextmanager
+def taken(address: str) -> Iterator[None]:
+    """Somebody else has both GPUs for a while."""
+    code = (
+        "import sys, ray; from ray.util import placement_group as group; ray.init(sys.argv[1], logging_level=40);"
+        "ray.get(group([{'GPU': 1}, {'GPU': 1}]).ready()); print(flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    process.stdout.readline()
+    yield
+    process.stdin.close()
+    process.wait(30)
+
+
 def test_runs_on_several_nodes(tmp_path: Path, three_nodes: str) -> None:
     """The trajectory is the one without Ray; requests that cannot be met are refused, at once or after the wait."""
     gpus = {"launch": "ray", "workers": 2, "device": "cpu", "gpus_per_worker": 1, "placement": "strict_spread"}
@@ -46,18 +64,16 @@ def test_runs_on_several_nodes(tmp_path: Path, three_nodes: str) -> None:
         (tmp_path / name).mkdir()
         return Command(config, tmp_path / name, *arguments, RAY_ADDRESS=three_nodes, RAY_AUTH_MODE="disabled")
 
+    with taken(three_nodes):
+        waiting = command("waiting", "--run.name", "waiting", "--cluster.wait_minutes", "0.1")
+        too_many = command("too-many", "--run.name", "too-many", "--cluster.workers", "3", "--train.max_steps", "1")
+        whole = trajectory(config_of(tmp_path, run={"name": "whole"}), 2)
+        code, said = too_many.end(60)
+        assert code == 2, said
+        assert "cluster.workers=3: 3 workers with 1 CPU + 1 GPU each" in said and "there is room for 2" in said
+        code, said = waiting.end(60)
+        assert code == 1 and "cluster.wait_minutes=0.1: the workers did not start in that time; waiting for 2" in said
     run = command("run")
-    whole = trajectory(config_of(tmp_path, run={"name": "whole"}), 2)
-    run.until(lambda: run.steps() >= 1)
-    # The GPUs are taken now.
-    waiting = command("waiting", "--run.name", "waiting", "--cluster.wait_minutes", "0.1")
-    started = time.monotonic()
-    too_many = command("too-many", "--run.name", "too-many", "--cluster.workers", "3", "--train.max_steps", "1")
-    code, said = too_many.end()
-    assert code == 2 and time.monotonic() - started < 60, said
-    assert "cluster.workers=3: 3 workers with 1 CPU + 1 GPU each" in said and "there is room for 2" in said
-    code, said = waiting.end()
-    assert code == 1 and "cluster.wait_minutes=0.1: the workers did not start in that time; waiting for 2 work" in said
     code, said = run.end()
     assert code == 0 and f"joined the cluster at {three_nodes}, 3 nodes, 6 CPUs, 2 GPUs" in said, said
     assert read_trajectory(run.run_dir / "metrics.jsonl") == whole

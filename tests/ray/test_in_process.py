@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 def test_three_ranks_and_a_census_on_the_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Blocks that do not divide by the ranks, a last step that is short, and a run that is complete already."""
     sections = {"data": {"train": config_of(tmp_path).model_dump()["data"]["train"], "seq_len": 48, "window": 10}}
-    train = {"global_batch": 10, "micro_batch": 2, "epochs": 1.5}
+    train = {"global_batch": 10, "micro_batch": 2, "max_steps": None, "epochs": 1.5}
     whole = trajectory(config_of(tmp_path, run={"name": "whole"}, train=train, **sections), 3)
     ray_config = {"launch": "ray", "workers": 3, "device": "cpu"}
     config = config_of(

@@ -21,7 +21,7 @@ import pytest
 from raytune_fsdp.checkpoint.commit import committed
 from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.tracking.jsonl import read_trajectory
-from tests.ray.jobs import ROOT, config_of, events, mlflow_runs
+from tests.ray.jobs import ROOT, TRAIN, config_of, events, mlflow_runs
 from tests.runs import trajectory
 
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -96,10 +96,10 @@ def details(client: dict[str, str], job: str) -> tuple[str, int | None]:
 
 
 def test_submitted_stopped_and_submitted_again(tmp_path: Path, head: dict[str, str]) -> None:
-    whole = trajectory(config_of(tmp_path, run={"name": "whole"}), 2)
-    config = config_of(
-        tmp_path, cluster={"launch": "auto", "workers": 2, "device": "cpu"}, tracking={"mlflow": {"enabled": True}}
-    )
+    long = {"train": {**TRAIN, "max_steps": 500}, "checkpoint": {"every": 100}}
+    whole = trajectory(config_of(tmp_path, run={"name": "whole"}, **long), 2)
+    workers = {"launch": "auto", "workers": 2, "device": "cpu"}
+    config = config_of(tmp_path, cluster=workers, tracking={"mlflow": {"enabled": True}}, **long)
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(config))
     run_dir = Path(config.run.storage) / config.run.name
