@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from threading import Thread
 from typing import TypeVar
 
@@ -25,7 +26,7 @@ from raytune_fsdp.assemble import MLFLOW_ID_FILE, mlflow_tracker, run_start
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.census import Places, build_here
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import RaytuneError, TrainingError
+from raytune_fsdp.errors import ConfigError, RaytuneError, TrainingError
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray_board import Board
 from raytune_fsdp.launch.ray_data import build_on_ray
@@ -35,7 +36,7 @@ from raytune_fsdp.launch.ray_registry import repair_registry
 from raytune_fsdp.launch.ray_resources import Request, check, may_grow, nodes, request, scaling_config
 from raytune_fsdp.launch.ray_session import Session, connect
 from raytune_fsdp.launch.ray_worker import Job, train_rank
-from raytune_fsdp.launch.shared import leave_token
+from raytune_fsdp.launch.shared import TOKEN_PREFIX, leave_token
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.launch.worker import COLLECTIVE_MINUTES
 from raytune_fsdp.prepare import Prepared, check_first, on_world, prepare
@@ -47,6 +48,7 @@ FEW_WINDOWS = 4
 """So many are built in this process: tasks on the cluster would take longer to start."""
 
 _CLOSE_SECONDS = 30.0
+_COPIES = "working_dir_files"
 T = TypeVar("T")
 
 # How soon Ray Train sees that a rank has died, and a checkpoint that was reported; two seconds are its default.
@@ -56,7 +58,7 @@ _POLL_SECONDS = "0.5"
 def run(config: FinetuneConfig, progress: Progress | None = None, say: Callable[[str], None] = print) -> Prepared:
     """Prepare and train. Returns when the run is complete; raises what stopped it."""
     wanted = config.cluster.workers
-    check_first(config, 1 if wanted == "auto" else wanted)
+    _check_not_in_a_copy(config, check_first(config, 1 if wanted == "auto" else wanted))
     phases = Phases()
     with ExitStack() as stack:
         signals = stack.enter_context(Signals())
@@ -77,6 +79,15 @@ def run(config: FinetuneConfig, progress: Progress | None = None, say: Callable[
         prepared = on_world(config, prepared, asked.workers)
         _train(config, prepared, asked, signals=signals, phases=phases, say=say)
     return prepared
+
+
+def _check_not_in_a_copy(config: FinetuneConfig, run_dir: Path) -> None:
+    """A submitted job runs in a copy of the working directory, which Ray removes."""
+    if _COPIES in run_dir.parts:
+        raise ConfigError(
+            f"run.storage={config.run.storage} is inside of this job's copy of the working directory, which Ray "
+            "removes with the job; set it to an absolute path, on storage that all nodes mount"
+        )
 
 
 def _connect(config: FinetuneConfig, stack: ExitStack) -> Future[Session]:
@@ -114,6 +125,8 @@ def _train(
 ) -> None:
     run_dir = prepared.plan.run_dir
     repaired = repair_registry(run_dir)
+    for left in run_dir.glob(f"{TOKEN_PREFIX}*"):  # by a driver that was killed
+        left.unlink(missing_ok=True)
     token = leave_token(run_dir, "the driver")
     if repaired is not None:
         append_event(run_dir / EVENTS_FILE, names.REGISTRY_REPAIRED, attempt=0, fields={"what": repaired})

@@ -18,6 +18,7 @@ from raytune_fsdp.durable import write_durably
 from raytune_fsdp.errors import ConfigError
 
 _POLL_SECONDS = 0.2
+TOKEN_PREFIX = ".shared-"
 _SHOWN = 4
 """A message names this many nodes."""
 
@@ -84,7 +85,7 @@ def leave_token(run_dir: Path, who: str) -> Token:
     missing: list[Path] = []
     with suppress(OSError):
         missing += [each for each in (run_dir, *run_dir.parents) if not each.exists()]
-    token = Token(run_dir / f".shared-{uuid.uuid4().hex}", uuid.uuid4().hex, who, _node(), tuple(missing))
+    token = Token(run_dir / f"{TOKEN_PREFIX}{uuid.uuid4().hex}", uuid.uuid4().hex, who, _node(), tuple(missing))
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         write_durably(token.path, token.text)

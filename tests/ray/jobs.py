@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,7 @@ FAULTS = Path(__file__).parent / "faults"
 DROPOUT = {**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
 TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 30}
 TEMPORARY = Path(tempfile.mkdtemp(prefix="t-"))
+atexit.register(shutil.rmtree, TEMPORARY, ignore_errors=True)
 
 
 def config_of(directory: Path, **sections: Any) -> FinetuneConfig:

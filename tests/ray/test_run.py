@@ -59,7 +59,7 @@ def test_killed_in_forward_in_save_and_by_signal_and_the_driver_too(tmp_path: Pa
     assert latest == f"checkpoints/{committed(run_dir / 'checkpoints')[-1].path.name}"
     for attempt in range(1, 6):
         assert (run_dir / "logs" / f"attempt-{attempt}" / "rank-1.log").exists()
-    assert not list(TEMPORARY.iterdir())
+    assert not list(TEMPORARY.glob("raytune-ray-*"))
     # Ray's agents look for the driver that was killed for up to 80 seconds.
     _, left = psutil.wait_procs([each for each in processes if is_there(each)], timeout=100)
     assert not [each for each in left if is_there(each)]
@@ -89,4 +89,4 @@ def test_what_ends_a_run_at_once(tmp_path: Path) -> None:
     (failed,) = events(broken.run_dir, "attempt_failed")
     assert "broken.jsonl:101" in failed["fields"]["cause"]
     assert len(events(broken.run_dir, "attempt_started")) == 1
-    assert not list(TEMPORARY.iterdir())
+    assert not list(TEMPORARY.glob("raytune-ray-*"))
