@@ -107,9 +107,9 @@ class Board:
 
     def __init__(self) -> None:
         here = ray.get_runtime_context().get_node_id()
-        self._actor = ray.remote(num_cpus=0, max_concurrency=10_000, label_selector={"ray.io/node-id": here})(
-            _Board
-        ).remote()
+        # Every rank may be waiting in it at once.
+        options = {"num_cpus": 0, "max_concurrency": 10_000, "label_selector": {"ray.io/node-id": here}}
+        self._actor = ray.remote(**options)(_Board).remote()
 
     def tell(self, notice: Notice) -> None:
         """Does not wait, and does not fail where the driver is gone: then this process will soon be, too."""
