@@ -7,7 +7,6 @@ not see the model's files.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from raytune_fsdp.data.opening import open_data
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.templates import load_template
 from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.early import check_first
 from raytune_fsdp.errors import ConfigError, ModelError, ResumeError
 from raytune_fsdp.evaluate import encode_prompt, positions_of
 from raytune_fsdp.model.files import WeightFiles, find_weights, locate
@@ -68,13 +68,6 @@ class Prepared:
     files_of_data: Mapping[str, Sequence[str]]
     """Names of the files whose hashes are in the identity."""
     plan: Plan
-
-
-def check_first(config: FinetuneConfig, world: int) -> Path:
-    """What is found wrong in no time; returns the run's directory."""
-    run_dir = resolve(config.model_copy(update={"train": _counted(config)}), world).run_dir
-    _check_storage(run_dir)
-    return run_dir
 
 
 def prepare(
@@ -171,20 +164,6 @@ def _check_extension(config: FinetuneConfig, plan: Plan, state: RunState) -> Non
             f"train.global_batch={plan.global_batch}, so it cannot be extended (train.epochs={config.train.epochs}, "
             f"train.max_steps={config.train.max_steps}); start a run of the wanted length under another run.name"
         )
-
-
-def _check_storage(run_dir: Path) -> None:
-    """Find out now, not on the ranks, where the run cannot be written."""
-    there = next(path for path in (run_dir, *run_dir.parents) if path.exists())
-    if not there.is_dir():
-        raise ConfigError(f"run.storage: {there} is a file, so {run_dir} cannot be a directory; choose another path")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"run.storage: {there} is not writable for this user; choose another path")
-
-
-def _counted(config: FinetuneConfig) -> Any:
-    """The train section as if its length were known, to check the rules that do not depend on it."""
-    return config.train.model_copy(update={"max_steps": config.train.max_steps or 1, "epochs": None})
 
 
 def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:

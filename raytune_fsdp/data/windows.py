@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -69,7 +70,7 @@ class Windows:
             for dataset in datasets
         ]
         template = None if data.chat_template is None else load_template(data.chat_template)
-        self._formatters = [
+        self._formatters: list[Formatter] | bytes = [
             Formatter(
                 dataset.format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, columnar=source.columnar
             )
@@ -198,6 +199,8 @@ class Windows:
 
     def _documents(self, rows: Sequence[tuple[int, int]]) -> list[tuple[int, Document | RowError, str]]:
         """Dataset, document and place of these rows, in their order; read and tokenized in batches of one dataset."""
+        made = self._formatters
+        self._formatters = formatters = pickle.loads(made) if isinstance(made, bytes) else made
         found: list[tuple[int, Document | RowError, str] | None] = [None] * len(rows)
         batches = []
         for dataset in range(len(self.sources)):
@@ -208,7 +211,7 @@ class Windows:
             dataset, places = batch
             indices = [rows[place][1] for place in places]
             wheres = [self.sources[dataset].where(index) for index in indices]
-            documents = self._formatters[dataset].documents(self.sources[dataset].rows(indices), wheres)
+            documents = formatters[dataset].documents(self.sources[dataset].rows(indices), wheres)
             return list(zip(documents, wheres, strict=True))
 
         # While the tokenizer works on a batch, which holds no lock of Python's, another is read or put into arrays.
@@ -272,8 +275,10 @@ class Windows:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Other processes read windows from the cache.
-        return {**self.__dict__, "_memory": OrderedDict()}
+        # Other processes read windows from the cache. What they need to build one is opened when they do.
+        made = self._formatters
+        packed = made if isinstance(made, bytes) else pickle.dumps(made)
+        return {**self.__dict__, "_memory": OrderedDict(), "_formatters": packed}
 
 
 def _mixture(datasets: Sequence[DatasetConfig], sources: Sequence[Source], data: DataConfig, seed: int) -> Mixture:

@@ -16,16 +16,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from raytune_fsdp import errors
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, TrainingError
+from raytune_fsdp.launch.start import under_torchrun
 from raytune_fsdp.launch.worker import StopFlag, choose_device, join, work
 from raytune_fsdp.prepare import Prepared, prepare
 from raytune_fsdp.types import Progress
 
 SHUTDOWN_SECONDS = 120
 """Ranks that are to end have this long, to save what they were asked to or to notice that another has died."""
-
-
-def under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def world_size(config: FinetuneConfig) -> int:

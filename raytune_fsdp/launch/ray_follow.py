@@ -114,6 +114,8 @@ class Follow:
         node = self._ranks[rank].node if rank in self._ranks else None
         saved = committed(self._plan.checkpoint_dir)
         last = saved[-1].step if saved else 0
+        if not self.attempt and not again:
+            return  # refused before anything was written
         self._event(names.ATTEMPT_FAILED, rank=rank, node=node, cause=cause, last_step=last, logs=self._logs)
         self._failures += 1
         if again and not 0 <= self._config.cluster.max_failures < self._failures:

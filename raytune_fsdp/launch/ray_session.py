@@ -9,8 +9,12 @@ import secrets
 import shutil
 import socket
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Thread
 
 import psutil
 import ray
@@ -18,15 +22,24 @@ import ray
 # Ray's own search for a cluster, as in ray.init() without an address; there is no public way to ask what it would find.
 from ray._private.services import canonicalize_bootstrap_address, parse_address
 
-from raytune_fsdp.config import ClusterConfig
-from raytune_fsdp.errors import TrainingError
+from raytune_fsdp.config import ClusterConfig, FinetuneConfig
+from raytune_fsdp.errors import ConfigError, TrainingError
 from raytune_fsdp.launch.ray_resources import local_cpus, nodes
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "raytune-ray-"
 _LONGEST_PARENT = 24
+_CLOSE_SECONDS = 30.0
+_COPIES = "working_dir_files"
+"""Where Ray puts the working directories of submitted jobs."""
 _KNOCK_SECONDS = 15.0
+_QUICK = {
+    "RAY_enable_metrics_collection": "0",  # nobody reads them without a dashboard, and it takes a second to start
+    "RAY_prestart_worker_first_driver": "0",  # ranks and what they start have an environment of their own
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # nobody announces the end of this machine to this Ray
+}
+"""A Ray for one run on one machine starts faster without these."""
 _OBJECT_STORE_BYTES = 2 << 30
 
 
@@ -48,6 +61,39 @@ class Session:
             shutil.rmtree(self.directory, ignore_errors=True)
         if self.lock is not None:
             os.close(self.lock)
+
+
+def check_not_in_a_copy(config: FinetuneConfig, run_dir: Path) -> None:
+    """A submitted job runs in a copy of the working directory, which Ray removes."""
+    if _COPIES in run_dir.parts:
+        raise ConfigError(
+            f"run.storage={config.run.storage} is inside of this job's copy of the working directory, which Ray "
+            "removes with the job; set it to an absolute path, on storage that all nodes mount"
+        )
+
+
+@contextmanager
+def connecting(config: ClusterConfig, workers: int) -> Iterator[Future[Session]]:
+    """A connection that is being made meanwhile, and is closed in the end."""
+    session: Future[Session] = Future()
+    ended = Event()
+
+    def run() -> None:
+        try:
+            session.set_result(connect(config, workers))
+        except BaseException as error:
+            session.set_exception(error)
+        # The processes of a Ray that was started here end with this thread: Linux takes it for their parent.
+        ended.wait()
+
+    # A daemon: what cannot be waited for is left to the end of this process.
+    Thread(target=run, name="ray", daemon=True).start()
+    try:
+        yield session
+    finally:
+        if wait([session], timeout=_CLOSE_SECONDS).done and session.exception() is None:
+            session.result().close()
+        ended.set()
 
 
 def connect(config: ClusterConfig, workers: int) -> Session:
@@ -81,8 +127,8 @@ def _start(cpus: int) -> Session:
     # from everyone. It would write one to the home directory; this one is for this run alone.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # telemetry is not ours to send
-    # Nobody reads them without a dashboard, and starting what collects them takes a second.
-    os.environ.setdefault("RAY_enable_metrics_collection", "0")
+    for name, value in _QUICK.items():
+        os.environ.setdefault(name, value)
     session = Session("", owned=True, directory=directory, lock=lock)
     try:
         ray.init(

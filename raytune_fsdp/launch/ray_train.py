@@ -10,10 +10,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from threading import Thread
 from typing import TypeVar
 
@@ -26,7 +24,7 @@ from raytune_fsdp.assemble import MLFLOW_ID_FILE, mlflow_tracker, run_start
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.census import Places, build_here
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import ConfigError, RaytuneError, TrainingError
+from raytune_fsdp.errors import RaytuneError, TrainingError
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray_board import Board
 from raytune_fsdp.launch.ray_data import build_on_ray
@@ -34,12 +32,12 @@ from raytune_fsdp.launch.ray_failures import FailureWatch, first_cause, in_words
 from raytune_fsdp.launch.ray_follow import Follow
 from raytune_fsdp.launch.ray_registry import repair_registry
 from raytune_fsdp.launch.ray_resources import Request, check, may_grow, nodes, request, scaling_config
-from raytune_fsdp.launch.ray_session import Session, connect
+from raytune_fsdp.launch.ray_session import Session
 from raytune_fsdp.launch.ray_worker import Job, train_rank
 from raytune_fsdp.launch.shared import TOKEN_PREFIX, leave_token
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.launch.worker import COLLECTIVE_MINUTES
-from raytune_fsdp.prepare import Prepared, check_first, on_world, prepare
+from raytune_fsdp.prepare import Prepared, on_world, prepare
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import EVENTS_FILE, append_event
 from raytune_fsdp.types import Progress, WindowCounts
@@ -47,61 +45,41 @@ from raytune_fsdp.types import Progress, WindowCounts
 FEW_WINDOWS = 4
 """So many are built in this process: tasks on the cluster would take longer to start."""
 
-_CLOSE_SECONDS = 30.0
-_COPIES = "working_dir_files"
+_STORAGE_MARKER = ".validate_storage_marker"
+"""Ray Train's."""
 T = TypeVar("T")
 
 # How soon Ray Train sees that a rank has died, and a checkpoint that was reported; two seconds are its default.
 _POLL_SECONDS = "0.5"
 
 
-def run(config: FinetuneConfig, progress: Progress | None = None, say: Callable[[str], None] = print) -> Prepared:
+def run(
+    config: FinetuneConfig,
+    connecting: Future[Session],
+    *,
+    signals: Signals,
+    phases: Phases,
+    progress: Progress | None,
+    say: Callable[[str], None],
+) -> Prepared:
     """Prepare and train. Returns when the run is complete; raises what stopped it."""
     wanted = config.cluster.workers
-    _check_not_in_a_copy(config, check_first(config, 1 if wanted == "auto" else wanted))
-    phases = Phases()
-    with ExitStack() as stack:
-        signals = stack.enter_context(Signals())
-        connecting = _connect(config, stack)
-        # While Ray starts, which mostly means waiting for its processes.
-        prepared = prepare(config, 1 if wanted == "auto" else wanted, progress, build=_builder(connecting))
-        phases.finished("checks")
-        session = connecting.result()
-        signals.take()  # Ray's own handler of SIGTERM prints where the process is, and aborts it
-        phases.finished("Ray")
-        say(f"Ray: {session.about}")
-        if prepared.state.step >= prepared.plan.steps:
-            return prepared
-        found = nodes()
-        growing = may_grow()
-        asked = request(config.cluster, found, growing=growing)
-        check(asked, found, growing=growing)
-        prepared = on_world(config, prepared, asked.workers)
-        _train(config, prepared, asked, signals=signals, phases=phases, say=say)
+    phases.finished("imports")
+    prepared = prepare(config, 1 if wanted == "auto" else wanted, progress, build=_builder(connecting))
+    phases.finished("checks")
+    session = connecting.result()
+    signals.take()  # Ray's own handler of SIGTERM prints where the process is, and aborts it
+    phases.finished("Ray")
+    say(f"Ray: {session.about}")
+    if prepared.state.step >= prepared.plan.steps:
+        return prepared
+    found = nodes()
+    growing = may_grow()
+    asked = request(config.cluster, found, growing=growing)
+    check(asked, found, growing=growing)
+    prepared = on_world(config, prepared, asked.workers)
+    _train(config, prepared, asked, signals=signals, phases=phases, say=say)
     return prepared
-
-
-def _check_not_in_a_copy(config: FinetuneConfig, run_dir: Path) -> None:
-    """A submitted job runs in a copy of the working directory, which Ray removes."""
-    if _COPIES in run_dir.parts:
-        raise ConfigError(
-            f"run.storage={config.run.storage} is inside of this job's copy of the working directory, which Ray "
-            "removes with the job; set it to an absolute path, on storage that all nodes mount"
-        )
-
-
-def _connect(config: FinetuneConfig, stack: ExitStack) -> Future[Session]:
-    """Connect to Ray in a thread. The stack closes the connection."""
-    workers = 1 if config.cluster.workers == "auto" else config.cluster.workers
-    connecting = _in_thread(partial(connect, config.cluster, workers))
-
-    def close() -> None:
-        # What has not come by then is left to the end of this process, which ends what it has started.
-        if wait([connecting], timeout=_CLOSE_SECONDS).done and connecting.exception() is None:
-            connecting.result().close()
-
-    stack.callback(close)
-    return connecting
 
 
 def _builder(connecting: Future[Session]) -> Callable[[Windows, Places], Iterable[tuple[WindowCounts, bool]]]:
@@ -148,6 +126,8 @@ def _train(
         follow.until(fit)
         error = fit.exception()
     finally:
+        if error is not None and not follow.attempt:
+            (run_dir / _STORAGE_MARKER).unlink(missing_ok=True)
         token.remove(refused=error is not None)
     if error is not None:
         stopped = _what_stopped(error, follow)

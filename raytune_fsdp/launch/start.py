@@ -1,29 +1,53 @@
-"""Which way a run is launched."""
+"""Which way a run is launched. Imports nothing heavy: what is wrong at first sight is said before torch is imported."""
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.early import check_first
 from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.launch import local
-from raytune_fsdp.prepare import Prepared
-from raytune_fsdp.types import Progress
+from raytune_fsdp.launch.phases import Phases
+from raytune_fsdp.launch.signals import Signals
+
+if TYPE_CHECKING:
+    from raytune_fsdp.prepare import Prepared
+    from raytune_fsdp.types import Progress
 
 
 def run(config: FinetuneConfig, progress: Progress | None = None) -> Prepared:
     """Prepare and train, by `cluster.launch`. Returns when the run is complete; raises what stopped it."""
     launch = config.cluster.launch
     if launch == "auto":
-        launch = "local" if local.under_torchrun() or find_spec("ray") is None else "ray"
+        launch = "local" if under_torchrun() or find_spec("ray") is None else "ray"
     if launch == "local":
+        from raytune_fsdp.launch import local
+
         return local.run(config, progress)
-    if local.under_torchrun():
+    if under_torchrun():
         raise ConfigError("cluster.launch=ray under torchrun: each would start the ranks; use one of them")
     if find_spec("ray") is None:
         raise ConfigError(
             "cluster.launch=ray, but Ray is not installed: pip install 'ray[data,train]', or set it to local"
         )
-    from raytune_fsdp.launch import ray_train
+    return _run_on_ray(config, progress)
 
-    return ray_train.run(config, progress)
+
+def under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _run_on_ray(config: FinetuneConfig, progress: Progress | None) -> Prepared:
+    workers = 1 if config.cluster.workers == "auto" else config.cluster.workers
+    run_dir = check_first(config, workers)
+    phases = Phases()
+    from raytune_fsdp.launch.ray_session import check_not_in_a_copy, connecting
+
+    check_not_in_a_copy(config, run_dir)
+    with Signals() as signals, connecting(config.cluster, workers) as session:
+        # While Ray starts, which mostly means waiting for its processes.
+        from raytune_fsdp.launch import ray_train
+
+        return ray_train.run(config, session, signals=signals, phases=phases, progress=progress, say=print)

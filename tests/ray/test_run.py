@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -77,7 +76,7 @@ def test_what_ends_a_run_at_once(tmp_path: Path) -> None:
     lines = (tmp_path / "tokens.jsonl").read_text().splitlines()
     (tmp_path / "broken.jsonl").write_text("\n".join([*lines[:100], '{"input_ids": "none"}', *lines[100:]]))
     early = Command(config, tmp_path, "--run.name", "early")
-    time.sleep(4)  # in the middle of Ray's start
+    early.until(lambda: bool(list(TEMPORARY.glob("raytune-ray-*"))))  # Ray is being started
     early.process.send_signal(signal.SIGTERM)
     code, said = early.end(60)
     assert code == 130 and "before training began" in said, said

@@ -1,0 +1,32 @@
+"""What is found wrong in no time: before torch is imported, Ray started, or a file read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.plan import resolve
+
+
+def check_first(config: FinetuneConfig, world: int) -> Path:
+    """The rules that need only the config, and whether its storage can be written; returns the run's directory."""
+    run_dir = resolve(config.model_copy(update={"train": _counted(config)}), world).run_dir
+    _check_storage(run_dir)
+    return run_dir
+
+
+def _check_storage(run_dir: Path) -> None:
+    """Find out now, not on the ranks, where the run cannot be written."""
+    there = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"run.storage: {there} is a file, so {run_dir} cannot be a directory; choose another path")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.storage: {there} is not writable for this user; choose another path")
+
+
+def _counted(config: FinetuneConfig) -> Any:
+    """The train section as if its length were known, to check the rules that do not depend on it."""
+    return config.train.model_copy(update={"max_steps": config.train.max_steps or 1, "epochs": None})
