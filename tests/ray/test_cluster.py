@@ -17,6 +17,8 @@ from raytune_fsdp.tracking.jsonl import read_trajectory
 from tests.ray.jobs import ROOT, Command, config_of, events
 from tests.runs import trajectory
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def three_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:

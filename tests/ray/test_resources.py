@@ -166,12 +166,14 @@ def answers() -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_we_refuse_what_ray_would_wait_for_for_ever(answers: dict[str, Any]) -> None:
     assert answers["states"] == ["CREATED"] * FEASIBLE + ["PENDING"] * (len(REQUESTS) - FEASIBLE)
     refused = [refusal is not None for refusal in answers["refusals"]]
     assert refused == [state != "CREATED" for state in answers["states"]], answers["refusals"]
 
 
+@pytest.mark.slow
 def test_ray_places_workers_as_we_ask(answers: dict[str, Any]) -> None:
     whole, pack, spread, strict_pack, strict_spread, all_nodes, a100, l4, two_cpus, licences = answers["placed"]
     assert Counter(whole) == {"A100": 2, "L4": 2}
@@ -184,12 +186,14 @@ def test_ray_places_workers_as_we_ask(answers: dict[str, Any]) -> None:
     assert answers["auto"] == 4
 
 
+@pytest.mark.slow
 def test_what_is_reserved_is_not_free(answers: dict[str, Any]) -> None:
     line, same_in_all = answers["seen"]
     assert line == ("waiting for 4 workers with 1 CPU + 1 GPU each: free are 2 nodes with 0 of 2 CPU, 0 of 2 GPU")
     assert same_in_all
 
 
+@pytest.mark.slow
 def test_nodes_of_a_group_alone_add_no_nodes(answers: dict[str, Any]) -> None:
     assert answers["grows"] is False
 
@@ -290,6 +294,7 @@ def first_version_runs() -> bool:
         return may_grow()
 
 
+@pytest.mark.slow
 def test_an_autoscaler_is_noticed() -> None:
     assert run_alone("grow") == {
         "second version, nodes of no group": False,

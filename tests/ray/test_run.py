@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 
 from raytune_fsdp.checkpoint.commit import committed
 from raytune_fsdp.tracking.jsonl import read_trajectory
@@ -65,6 +66,7 @@ def test_killed_in_forward_in_save_and_by_signal_and_the_driver_too(tmp_path: Pa
     assert not list(run_dir.glob(".shared-*")) and not list((run_dir / "checkpoints").glob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_what_ends_a_run_at_once(tmp_path: Path) -> None:
     """A row that nobody had read before, and a signal before training: no attempt follows, and nothing is left."""
     config = config_of(
