@@ -104,7 +104,7 @@ def build_on_ray(windows: Windows, places: Places) -> Iterator[tuple[WindowCount
     """
     held = ray.put(windows)
     calls = (([held], epoch, k) for epoch, k in places)
-    with own_errors(), closing(in_order(_count_task.remote, calls, lambda: COUNTED_PER_CPU * cpus())) as counts:
+    with own_errors(), closing(in_order(_count_task.remote, _count, calls, lambda: COUNTED_PER_CPU * cpus())) as counts:
         yield from counts
 
 
@@ -134,9 +134,8 @@ def _sections(held: ObjectRef, cursor: Cursor) -> Generator[pa.Table, None, None
     def ahead() -> int:
         return max(2, min(cpus(), most // largest, FIRST_AHEAD + taken))
 
-    later = (([held], cursor, k) for k in count(1))
-    first = partial(_section, [held], cursor, 0)
-    with closing(in_order(_section_task.remote, later, ahead, first=first)) as tables:
+    calls = (([held], cursor, k) for k in count())
+    with closing(in_order(_section_task.remote, _section, calls, ahead, first_here=True)) as tables:
         for table in tables:
             taken, largest = taken + 1, max(largest, table.nbytes)
             empty = 0 if len(table) else empty + 1

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import asdict
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util import placement_group_table
 
 from raytune_fsdp.checkpoint.commit import committed
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import Interrupted, TrainingError
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray_board import Board, Joined, Line, Lost, Notice, Reached, Started
+from raytune_fsdp.launch.ray_groups import Groups
 from raytune_fsdp.launch.ray_resources import Request, nodes, shortage
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.prepare import Prepared
@@ -27,6 +27,7 @@ _READ_SECONDS = 0.5
 _FIRST_WORD_SECONDS, _NEXT_WORD_SECONDS = 15.0, 60.0
 """When it is first said that workers are still waited for, and when again."""
 
+_LOOK_SECONDS = 2.0
 _CONTINUES = "; the same command continues"
 
 _GONE_SECONDS = 10.0
@@ -57,7 +58,13 @@ class Follow:
         self._ranks: dict[int, Joined] = {}
         self.attempt = 0
         """The last one that has started."""
-        self._failures = 0
+        self.failures = 0
+        self.culprit: int | None = None
+        """The rank that the last failure was due to."""
+        self._over = False
+        """The present attempt has failed."""
+        self._groups = Groups(asked)
+        self._next_look = 0.0
         self._logs: str | None = None
         self._waiting_since = time.monotonic()
         self._next_word = self._waiting_since + _FIRST_WORD_SECONDS
@@ -94,6 +101,7 @@ class Follow:
                 self._say(text)
             case Joined(rank=rank):
                 self._ranks[rank] = notice
+                self._over = False
             case Started(attempt, logs):
                 self.attempt, self._logs = attempt, logs
                 self._event(names.RANKS_JOINED, ranks=[asdict(self._ranks[rank]) for rank in sorted(self._ranks)])
@@ -111,40 +119,62 @@ class Follow:
             self._event(names.FIRST_STEP, seconds=round(self._phases.total, 2), phases=self._phases.seconds)
 
     def _lost(self, rank: int, cause: str, again: bool) -> None:
-        node = self._ranks[rank].node if rank in self._ranks else None
-        saved = committed(self._plan.checkpoint_dir)
-        last = saved[-1].step if saved else 0
-        if not self.attempt and not again:
-            return  # refused before anything was written
-        self._event(names.ATTEMPT_FAILED, rank=rank, node=node, cause=cause, last_step=last, logs=self._logs)
-        self._failures += 1
-        if again and not 0 <= self._config.cluster.max_failures < self._failures:
-            self._say(f"{self.describe(rank, cause).removesuffix(_CONTINUES)}; the run goes on from there")
+        self.culprit = rank
+        if self._over or (not self.attempt and not again):
+            return  # told already, or refused before anything was written
+        self._over = True
+        self._event(
+            names.ATTEMPT_FAILED,
+            rank=rank,
+            node=self._ranks[rank].node if rank in self._ranks else None,
+            cause=cause,
+            last_step=self._last_step(),
+            logs=self._logs,
+        )
+        self.failures += 1
+        if again and not 0 <= self._config.cluster.max_failures < self.failures:
+            self._restart(rank, cause)
+
+    def _restart(self, rank: int | None, cause: str) -> None:
+        self._say(f"{self.describe(rank, cause).removesuffix(_CONTINUES)}; the run goes on from there")
         self._ranks = {}
+        self._logs = None
         self._waiting_since = time.monotonic()
         self._next_word = self._waiting_since + _FIRST_WORD_SECONDS
         self._phases.restart()
+
+    def _last_step(self) -> int:
+        saved = committed(self._plan.checkpoint_dir)
+        return saved[-1].step if saved else 0
 
     def _check_stop(self) -> None:
         if not self._signals.count:
             return
         now = time.monotonic()
+        training = "step" in self._phases.seconds and bool(self._ranks)
         if self._stopping_since is None:
             self._stopping_since = now
             self._board.stop()
-            self._say("stopping: a checkpoint is committed behind the current step (again to stop at once)")
-        if self._signals.count > 1 or (not self._ranks and now - self._stopping_since > _GONE_SECONDS):
+            what = "a checkpoint is committed behind the current step" if training else "no step is being trained"
+            self._say(f"stopping: {what} (again to stop at once)")
+        if self._signals.count > 1 or (not training and now - self._stopping_since > _GONE_SECONDS):
             ray.shutdown()
             raise Interrupted("stopped without another checkpoint; the same command continues from the last one")
 
     def _check_waiting(self) -> None:
         """Say what is waited for, and give up when it has taken too long."""
         now = time.monotonic()
-        if len(self._ranks) >= self._asked.workers or now < self._next_word:
+        if len(self._ranks) >= self._asked.workers or now < self._next_look:
+            return
+        self._next_look = now + _LOOK_SECONDS
+        starting, forgotten = self._groups.look()
+        if forgotten:
+            self.failed("a worker died, or could not reach the others, while the ranks were starting")
+        if now < self._next_word:
             return
         minutes = self._config.cluster.wait_minutes
         waited = now - self._waiting_since
-        missing = self._missing()
+        missing = f"starting {self._asked.workers} worker(s)" if starting else shortage(self._asked, nodes())
         if waited > 60 * minutes:
             ray.shutdown()
             raise TrainingError(
@@ -154,22 +184,14 @@ class Follow:
         self._say(f"{missing} ({waited:.0f} s, at most {minutes:g} min)")
         self._next_word = min(now + _NEXT_WORD_SECONDS, self._waiting_since + 60 * minutes + 1)
 
-    def _missing(self) -> str:
-        """What is waited for: resources, or processes that start on them."""
-        job = ray.get_runtime_context().get_job_id()
-        # The last digits of an id are those of the job that has made it.
-        ours = [group for name, group in placement_group_table().items() if name.endswith(job)]
-        if any(self._is_for_workers(group) for group in ours):
-            return f"starting {self._asked.workers} worker(s)"
-        return shortage(self._asked, nodes())
-
-    def _is_for_workers(self, group: Mapping[str, Any]) -> bool:
-        bundles = list(group["bundles"].values())
-        return (
-            group["state"] == "CREATED"
-            and len(bundles) == self._asked.workers
-            and all(self._asked.per_worker.items() <= bundle.items() for bundle in bundles)
-        )
+    def failed(self, cause: str) -> None:
+        """An attempt has failed of which Ray Train does not tell us. Raises when there were too many."""
+        self._event(names.ATTEMPT_FAILED, rank=None, node=None, cause=cause, last_step=self._last_step(), logs=None)
+        self.failures += 1
+        if 0 <= self._config.cluster.max_failures < self.failures:
+            ray.shutdown()
+            raise TrainingError(self.describe(None, cause))
+        self._restart(None, cause)
 
     def _last_notices(self) -> list[Notice]:
         try:

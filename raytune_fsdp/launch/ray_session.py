@@ -35,9 +35,9 @@ _COPIES = "working_dir_files"
 """Where Ray puts the working directories of submitted jobs."""
 _KNOCK_SECONDS = 15.0
 _QUICK = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # telemetry is not ours to send
     "RAY_enable_metrics_collection": "0",  # nobody reads them without a dashboard, and it takes a second to start
     "RAY_prestart_worker_first_driver": "0",  # ranks and what they start have an environment of their own
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # nobody announces the end of this machine to this Ray
 }
 """A Ray for one run on one machine starts faster without these."""
 _OBJECT_STORE_BYTES = 2 << 30
@@ -53,6 +53,8 @@ class Session:
     """Whether the connection was made here."""
     directory: Path | None = None
     lock: int | None = None
+    environment: tuple[str, ...] = ()
+    """Variables that were set for it; the next Ray of this process may be another one."""
 
     def close(self) -> None:
         if self.owned:
@@ -61,6 +63,8 @@ class Session:
             shutil.rmtree(self.directory, ignore_errors=True)
         if self.lock is not None:
             os.close(self.lock)
+        for name in self.environment:
+            os.environ.pop(name, None)
 
 
 def check_not_in_a_copy(config: FinetuneConfig, run_dir: Path) -> None:
@@ -100,7 +104,13 @@ def connect(config: ClusterConfig, workers: int) -> Session:
     """Join the cluster that ray.init() would join, or start one that is large enough for so many workers."""
     if ray.is_initialized():
         return Session(f"connected already, {_size()}", owned=False)
-    address = canonicalize_bootstrap_address(None)
+    try:
+        address = canonicalize_bootstrap_address(None)
+    except (ValueError, ConnectionError) as error:
+        raise ConfigError(
+            f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}: {_first_line(error)}; it must be HOST:PORT of a head, or "
+            "local for a Ray of this run's own. From outside of a cluster use ray job submit"
+        ) from None
     if address is None:
         return _start(local_cpus(config, workers))
     try:
@@ -125,11 +135,12 @@ def _start(cpus: int) -> Session:
     directory, lock = _own_directory()
     # Whoever else is on this machine must not reach what runs here. Where RAY_AUTH_MODE is not set Ray asks for a token
     # from everyone. It would write one to the home directory; this one is for this run alone.
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # telemetry is not ours to send
-    for name, value in _QUICK.items():
+    own = {"RAY_AUTH_TOKEN": secrets.token_hex(32), **_QUICK}
+    before = dict(os.environ)
+    for name, value in own.items():
         os.environ.setdefault(name, value)
-    session = Session("", owned=True, directory=directory, lock=lock)
+    added = [name for name in (*own, "RAY_AUTH_MODE") if name not in before]
+    session = Session("", owned=True, directory=directory, lock=lock, environment=tuple(added))
     try:
         ray.init(
             address="local",

@@ -25,6 +25,8 @@ on_a_cpu = ray.remote(num_cpus=1, scheduling_strategy="SPREAD")
 """Makes a task of a function; Ray repeats it if its node or process is lost."""
 
 _PATIENCE_SECONDS = 60.0
+_STARVED_SECONDS = 1.0
+"""So long a task is waited for after one that did not get a CPU."""
 
 
 def cpus() -> int:
@@ -34,32 +36,38 @@ def cpus() -> int:
 
 def in_order(
     submit: Callable[..., ObjectRef],
+    here: Callable[..., Any],
     calls: Iterable[tuple[Any, ...]],
     ahead: Callable[[], int],
     *,
-    first: Callable[[], Any] | None = None,
+    first_here: bool = False,
 ) -> Generator[Any, None, None]:
     """The results of these calls, up to `ahead()` of which run or lie ready. Closing it ends what still runs.
 
-    `first` is called in this process, while the processes of the calls start; its result comes before theirs.
+    `here` does in this process what `submit` has a task do: the first call, if wanted, while the tasks' processes
+    start; and every call that has waited too long for a CPU, because others may keep theirs for ever.
     """
     left = iter(calls)
-    pending: deque[ObjectRef] = deque()
+    pending: deque[tuple[ObjectRef, tuple[Any, ...]]] = deque()
+    patience = _PATIENCE_SECONDS
+    first = next(left, None) if first_here else None
     try:
         while True:
-            pending.extend(submit(*call) for call in islice(left, max(0, ahead() - len(pending))))
+            pending.extend((submit(*call), call) for call in islice(left, max(0, ahead() - len(pending))))
             if first is not None:
-                yield first()
+                yield here(*first)
                 first = None
                 continue
             if not pending:
                 return
-            _wait(pending[0])
-            result = ray.get(pending[0])
+            task, call = pending[0]
+            done = bool(ray.wait([task], timeout=patience)[0])
+            result = ray.get(task) if done else _instead(task, here, call)
+            patience = _PATIENCE_SECONDS if done else _STARVED_SECONDS
             pending.popleft()
             yield result
     finally:
-        for task in pending:
+        for task, _ in pending:
             with suppress(RayError):
                 ray.cancel(task)
 
@@ -85,13 +93,14 @@ def own_errors() -> Iterator[None]:
         raise cause from None
 
 
-def _wait(task: ObjectRef) -> None:
-    """Until the task is done; it is said if that takes long, because without a free CPU it takes for ever."""
-    seconds = 0.0
-    while not ray.wait([task], timeout=_PATIENCE_SECONDS)[0]:
-        seconds += _PATIENCE_SECONDS
-        free = ray.available_resources().get("CPU", 0)
-        logger.warning(
-            "the data has been waiting for %g s for a task on a CPU; %g of the cluster's %d CPUs are free. Add "
-            "a node, or lower cluster.workers: the data needs CPUs beside those of the ranks", seconds, free, cpus(),
-        )  # fmt: skip
+def _instead(task: ObjectRef, here: Callable[..., Any], call: tuple[Any, ...]) -> Any:
+    """Do it in this process, which is slow. If the task runs after all, the lock of the cache waits for it."""
+    logger.warning(
+        "no CPU came free for the data in time (%g of the cluster's %d CPUs are free), so it is prepared without one. "
+        "Add a node, or lower cluster.workers or cluster.cpus_per_worker",
+        ray.available_resources().get("CPU", 0), cpus(),
+    )  # fmt: skip
+    result = here(*call)
+    with suppress(RayError):
+        ray.cancel(task)
+    return result

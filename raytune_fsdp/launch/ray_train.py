@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from threading import Thread
 from typing import TypeVar
 
@@ -24,7 +25,7 @@ from raytune_fsdp.assemble import MLFLOW_ID_FILE, mlflow_tracker, run_start
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.census import Places, build_here
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import RaytuneError, TrainingError
+from raytune_fsdp.errors import Interrupted, RaytuneError, TrainingError, UserError
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray_board import Board
 from raytune_fsdp.launch.ray_data import build_on_ray
@@ -64,7 +65,7 @@ def run(
 ) -> Prepared:
     """Prepare and train. Returns when the run is complete; raises what stopped it."""
     wanted = config.cluster.workers
-    phases.finished("imports")
+    phases.finished("start")
     prepared = prepare(config, 1 if wanted == "auto" else wanted, progress, build=_builder(connecting))
     phases.finished("checks")
     session = connecting.result()
@@ -105,35 +106,47 @@ def _train(
     repaired = repair_registry(run_dir)
     for left in run_dir.glob(f"{TOKEN_PREFIX}*"):  # by a driver that was killed
         left.unlink(missing_ok=True)
-    token = leave_token(run_dir, "the driver")
     if repaired is not None:
         append_event(run_dir / EVENTS_FILE, names.REGISTRY_REPAIRED, attempt=0, fields={"what": repaired})
-    board = Board()
-    job = Job(
-        config=config,
-        prepared=ray.put(prepared),
-        board=board,
-        device=asked.device,
-        token=token,
-        tty=sys.stdout.isatty(),
-    )
-    follow = Follow(config, prepared, asked, board=board, signals=signals, phases=phases, say=say)
-    # The job is not given as train_loop_config: the controller reads that, and would import torch for it.
-    trainer = trainer_for(partial(train_rank, job), board, asked, run_dir.parent.as_posix(), config)
-    error: BaseException | None = None
+    token = leave_token(run_dir, "the driver")
+    follow: Follow | None = None
     try:
-        fit = _in_thread(trainer.fit)
+        board = Board()
+        follow = Follow(config, prepared, asked, board=board, signals=signals, phases=phases, say=say)
+        job = Job(
+            config=config,
+            prepared=ray.put(prepared),
+            board=board,
+            device=asked.device,
+            token=token,
+            tty=sys.stdout.isatty(),
+        )
+        _fit(job, asked, follow)
+    except RaytuneError as error:
+        if follow is not None and follow.attempt:
+            _close_mlflow(config, prepared, follow.attempt, error)
+        else:
+            (run_dir / _STORAGE_MARKER).unlink(missing_ok=True)
+        raise
+    finally:
+        token.remove(refused=follow is None or not follow.attempt)
+
+
+def _fit(job: Job, asked: Request, follow: Follow) -> None:
+    """Let Ray Train run the job to its end. It gives up by itself where the ranks cannot be brought together."""
+    limit = job.config.cluster.max_failures
+    while True:
+        left = limit if limit < 0 else max(0, limit - follow.failures)
+        # The job is not given as train_loop_config: the controller reads that, and would import torch for it.
+        fit = _in_thread(trainer_for(partial(train_rank, job), job.board, asked, job.config, left).fit)
         follow.until(fit)
         error = fit.exception()
-    finally:
-        if error is not None and not follow.attempt:
-            (run_dir / _STORAGE_MARKER).unlink(missing_ok=True)
-        token.remove(refused=error is not None)
-    if error is not None:
-        stopped = _what_stopped(error, follow)
-        if not isinstance(underlying(error), RaytuneError):
-            _close_mlflow(config, prepared, follow.attempt)
-        raise stopped from None
+        if error is None:
+            return
+        inner = underlying(error)
+        if isinstance(inner, RaytuneError) or getattr(error, "worker_failures", None) or isinstance(inner, RayError):
+            raise _what_stopped(error, follow) from None
+        follow.failed(in_words(inner))
 
 
 def _in_thread(work: Callable[[], T]) -> Future[T]:
@@ -151,10 +164,11 @@ def _in_thread(work: Callable[[], T]) -> Future[T]:
 
 
 def trainer_for(
-    rank: Callable[[], None], board: Board, asked: Request, storage: str, config: FinetuneConfig
+    rank: Callable[[], None], board: Board, asked: Request, config: FinetuneConfig, max_failures: int
 ) -> TorchTrainer:
     """Ray Train's part: so many processes that run `rank`, in a process group, again after a crash."""
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", _POLL_SECONDS)
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nothing of ours listens to it yet
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # ranks stay where the job is, as relative paths expect
     logging.getLogger("ray.train").setLevel(logging.ERROR)  # it says again, for developers, what we say
     env = {"env_vars": dict(config.cluster.env)} if config.cluster.env else None
@@ -166,8 +180,8 @@ def trainer_for(
         scaling_config=scaling_config(asked),
         run_config=RunConfig(
             name=config.run.name,
-            storage_path=storage,
-            failure_config=FailureConfig(max_failures=config.cluster.max_failures),
+            storage_path=Path(config.run.storage).expanduser().absolute().as_posix(),
+            failure_config=FailureConfig(max_failures=max_failures),
             # Never: Ray would delete checkpoints that it knows less about than we do.
             checkpoint_config=CheckpointConfig(num_to_keep=None),
             callbacks=[FailureWatch(board)],
@@ -177,23 +191,23 @@ def trainer_for(
     )
 
 
-def _close_mlflow(config: FinetuneConfig, prepared: Prepared, attempt: int) -> None:
-    """Say there that the run has failed: rank 0, which does that otherwise, may have had no time to."""
+def _close_mlflow(config: FinetuneConfig, prepared: Prepared, attempt: int, error: RaytuneError) -> None:
+    """Say there how the run has ended: rank 0, which does that otherwise, may have had no time to."""
     if config.tracking.mlflow.enabled and (prepared.plan.run_dir / MLFLOW_ID_FILE).exists():
         tracker = mlflow_tracker(config, prepared.plan)
         tracker.start(run_start(config, prepared, attempt))
-        tracker.finish("failed")
+        tracker.finish("interrupted" if isinstance(error, Interrupted) else "failed")
 
 
 def _what_stopped(error: BaseException, follow: Follow) -> RaytuneError:
     """The error that fit() has raised as one of ours."""
     inner = underlying(error)
-    if isinstance(inner, RaytuneError):
+    if isinstance(inner, Interrupted) or (isinstance(inner, UserError) and not follow.attempt):
         return inner
     failures = getattr(error, "worker_failures", None)
     if failures:
         rank, cause = first_cause(failures)
         return TrainingError(follow.describe(rank, in_words(cause)))
-    if isinstance(inner, RayError):
-        return TrainingError(follow.describe(None, f"Ray: {in_words(inner)}"))
-    return TrainingError(follow.describe(None, in_words(inner)))
+    if isinstance(inner, RaytuneError):
+        return TrainingError(follow.describe(follow.culprit, in_words(inner)))
+    return TrainingError(follow.describe(None, f"Ray: {in_words(inner)}"))

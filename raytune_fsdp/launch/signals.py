@@ -11,8 +11,12 @@ from raytune_fsdp.errors import Interrupted
 _KINDS = (signal.SIGTERM, signal.SIGINT)
 
 
+class _Stop(BaseException):
+    """Not an Exception: what libraries raise is caught in many places, and told as something else."""
+
+
 class Signals:
-    """Until `hold` is called a signal raises Interrupted here and now; from then on it is noted in `count`."""
+    """Until `hold` is called a signal ends the block at once, as Interrupted; from then on it is noted in `count`."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -27,6 +31,8 @@ class Signals:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         for each, handler in self._before.items():
             signal.signal(each, handler)
+        if isinstance(error, _Stop):
+            raise Interrupted(str(error)) from None
 
     def take(self) -> None:
         """Take them over, again where a library has done so meanwhile."""
@@ -40,4 +46,4 @@ class Signals:
         self.count += 1
         if not self._holding:
             self._holding = True  # once is enough: what is open now has to be closed
-            raise Interrupted(f"stopped by {signal.Signals(kind).name} before training began; nothing is lost")
+            raise _Stop(f"stopped by {signal.Signals(kind).name} before training began; nothing is lost")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,14 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def _say(text: str) -> None:
+    """Print it. A run does not end because nobody reads it any more, or because the disk under its output is full."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _run_on_ray(config: FinetuneConfig, progress: Progress | None) -> Prepared:
     workers = 1 if config.cluster.workers == "auto" else config.cluster.workers
     run_dir = check_first(config, workers)
@@ -50,4 +59,4 @@ def _run_on_ray(config: FinetuneConfig, progress: Progress | None) -> Prepared:
         # While Ray starts, which mostly means waiting for its processes.
         from raytune_fsdp.launch import ray_train
 
-        return ray_train.run(config, session, signals=signals, phases=phases, progress=progress, say=print)
+        return ray_train.run(config, session, signals=signals, phases=phases, progress=progress, say=_say)

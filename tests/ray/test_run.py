@@ -91,3 +91,21 @@ def test_what_ends_a_run_at_once(tmp_path: Path) -> None:
     assert "broken.jsonl:101" in failed["fields"]["cause"]
     assert len(events(broken.run_dir, "attempt_started")) == 1
     assert not list(TEMPORARY.glob("raytune-ray-*"))
+
+
+@pytest.mark.slow
+def test_ranks_that_cannot_be_brought_together_at_first(tmp_path: Path) -> None:
+    """Ray Train gives up on an error while it makes the process group, and forgets the resources of ranks that die."""
+    cluster = {"launch": "ray", "workers": 2, "device": "cpu", "max_failures": 2}
+    config = config_of(tmp_path, train={**TRAIN, "max_steps": 4}, cluster=cluster)
+    command = Command(config, tmp_path)
+    (command.faults / "join-raise-1").touch()
+    (command.faults / "join-kill-1").touch()
+    code, said = command.end()
+    assert code == 0, said
+    assert not list(command.faults.iterdir())
+    causes = [line["fields"]["cause"] for line in events(command.run_dir, "attempt_failed")]
+    assert len(causes) == 2, causes
+    assert any("while the ranks were starting" in each for each in causes), causes
+    assert any("no route to host" in each for each in causes), causes
+    assert len(read_trajectory(command.run_dir / "metrics.jsonl")) == 4

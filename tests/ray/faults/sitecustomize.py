@@ -1,7 +1,8 @@
 """Kills a rank at a chosen moment. Python imports this by itself in every process that has its directory on PYTHONPATH.
 
 $FAULTS is a directory; a file `forward-1-6` in it kills rank 1 in the middle of the sixth forward pass of its process,
-`save-0-8` kills rank 0 while it writes its part of the checkpoint of step 8. The file is removed first: once only.
+`save-0-8` kills rank 0 while it writes its part of the checkpoint of step 8. `join-raise-1` and `join-kill-1`: rank 1
+cannot make the process group, or is killed while it does. The file is removed first: once only.
 """
 
 import os
@@ -12,12 +13,32 @@ import time
 from pathlib import Path
 
 
-def strike(fault: str) -> None:
+def armed(fault: str) -> bool:
     try:
         (Path(os.environ["FAULTS"]) / fault).unlink()
     except FileNotFoundError:
-        return
-    os.kill(os.getpid(), signal.SIGKILL)
+        return False
+    return True
+
+
+def strike(fault: str) -> None:
+    if armed(fault):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def watch_join() -> None:
+    while not hasattr(sys.modules.get("ray.train.torch.config"), "_setup_torch_process_group"):
+        time.sleep(0.01)
+    distributed = sys.modules["torch.distributed"]
+    join = distributed.init_process_group
+
+    def joined(*arguments, **options):
+        strike(f"join-kill-{options.get('rank')}")
+        if armed(f"join-raise-{options.get('rank')}"):
+            raise RuntimeError("no route to host")
+        return join(*arguments, **options)
+
+    distributed.init_process_group = joined
 
 
 def watch_forward() -> None:
@@ -53,3 +74,4 @@ def watch_writes(event: str, arguments: tuple[object, ...]) -> None:
 if "FAULTS" in os.environ:
     sys.addaudithook(watch_writes)
     threading.Thread(target=watch_forward, daemon=True).start()
+    threading.Thread(target=watch_join, daemon=True).start()
