@@ -63,7 +63,7 @@ class Follow:
         """The rank that the last failure was due to."""
         self._over = False
         """The present attempt has failed."""
-        self._groups = Groups(asked)
+        self.groups = Groups(asked)
         self._next_look = 0.0
         self._logs: str | None = None
         self._waiting_since = time.monotonic()
@@ -167,7 +167,7 @@ class Follow:
         if len(self._ranks) >= self._asked.workers or now < self._next_look:
             return
         self._next_look = now + _LOOK_SECONDS
-        starting, forgotten = self._groups.look()
+        starting, forgotten = self.groups.look()
         if forgotten:
             self.failed("a worker died, or could not reach the others, while the ranks were starting")
         if now < self._next_word:

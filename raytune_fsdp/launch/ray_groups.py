@@ -26,21 +26,37 @@ class Groups:
         Ray Train 2.60 forgets the group of an attempt in which a worker dies while the process group is made. It would
         keep its resources for ever, and the next attempt might wait for them; here it is removed.
         """
-        job = ray.get_runtime_context().get_job_id()
-        # The last digits of an id are those of the job that has made it.
-        ours = {name: group for name, group in placement_group_table().items() if name.endswith(job)}
-        live = [name for name, group in ours.items() if group["state"] != "REMOVED" and self._is_for_workers(group)]
+        live = self._live()
         self._seen += [name for name in live if name not in self._seen]
         older = {name for name in self._seen[:-1] if name in live}
         # Seen twice: Ray Train removes a group just before it asks for the next one.
         forgotten, self._suspected = older & self._suspected, older
         for name in forgotten:
-            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))
-        newest = ours.get(self._seen[-1]) if self._seen else None
-        return newest is not None and newest["state"] == "CREATED", len(forgotten)
+            _remove(name)
+        return bool(self._seen) and live.get(self._seen[-1]) == "CREATED", len(forgotten)
+
+    def clear(self) -> None:
+        """Remove what is left of attempts that have ended."""
+        for name in self._live():
+            _remove(name)
+        self._seen, self._suspected = [], set()
+
+    def _live(self) -> dict[str, str]:
+        """The state of each."""
+        job = ray.get_runtime_context().get_job_id()
+        return {
+            name: group["state"]
+            for name, group in placement_group_table().items()
+            # The last digits of an id are those of the job that has made it.
+            if name.endswith(job) and group["state"] != "REMOVED" and self._is_for_workers(group)
+        }
 
     def _is_for_workers(self, group: dict[str, Any]) -> bool:
         bundles = list(group["bundles"].values())
         return len(bundles) == self._asked.workers and all(
             self._asked.per_worker.items() <= bundle.items() for bundle in bundles
         )
+
+
+def _remove(name: str) -> None:
+    remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))

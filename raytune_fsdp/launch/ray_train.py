@@ -147,6 +147,7 @@ def _fit(job: Job, asked: Request, follow: Follow) -> None:
         if isinstance(inner, RaytuneError) or getattr(error, "worker_failures", None) or isinstance(inner, RayError):
             raise _what_stopped(error, follow) from None
         follow.failed(in_words(inner))
+        follow.groups.clear()
 
 
 def _in_thread(work: Callable[[], T]) -> Future[T]:
