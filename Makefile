@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requi
 
 .PHONY: demo test test-all check format docs lock clean
 
-demo: $(VENV)/.installed  ## train a tiny model on this machine, in about a minute
+demo: $(VENV)/.installed  ## train a tiny model on this machine, in a minute or two
 	$(BIN)/python jobs/finetune.py --run.resume never --run.name demo-$$(date +%Y%m%d-%H%M%S)
 
 test: $(VENV)/.installed-dev  ## what guards an invariant

@@ -15,7 +15,8 @@ padding:
 
 The two do not do the same: ours shuffles all rows, packs whole documents, keeps them apart in the attention, hashes
 every sample, and verifies its checkpoint; bare takes the rows as they come, cuts documents where a sequence is full,
-and lets them see each other, for which attention needs no mask.
+and lets them see each other, for which attention needs no mask. On two workers `ours` shards the model; `copies` is
+ours with parallel.strategy=replicate, a copy of the model on every rank, which is what Trainer does (DDP).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def write_rows(path: Path) -> None:
                 written += file.write(json.dumps({"text": " ".join(rng.choice(words, length))}) + "\n")
 
 
-def config(directory: Path, rows: Path, workers: int, steps: int) -> dict[str, Any]:
+def config(directory: Path, rows: Path, workers: int, steps: int, strategy: str) -> dict[str, Any]:
     return {
         "run": {"name": "run", "storage": str(directory), "seed": SEED, "resume": "never"},
         "model": {
@@ -70,7 +71,7 @@ def config(directory: Path, rows: Path, workers: int, steps: int) -> dict[str, A
             "train": [{"path": str(rows), "format": {"type": "completion"}}],
             "seq_len": SEQ_LEN, "window": 128, "long_documents": "split",
         },
-        "parallel": {"precision": "fp32"},
+        "parallel": {"precision": "fp32", "strategy": strategy},
         "optim": {"lr": 1e-3},
         "train": {"global_batch": GLOBAL_BATCH, "micro_batch": MICRO_BATCH, "max_steps": steps},
         "tracking": {"mlflow": {"enabled": False}},
@@ -115,10 +116,11 @@ def run_once(side: str, workers: int, steps: int, rows: Path) -> dict[str, Any]:
     directory = Path(tempfile.mkdtemp(prefix="ray-"))  # short: the names of Ray's sockets have a limit
     try:
         file = directory / "config.yaml"
-        file.write_text(yaml.safe_dump(config(directory, rows, workers, steps)))
+        strategy = "replicate" if side == "copies" else "full_shard"
+        file.write_text(yaml.safe_dump(config(directory, rows, workers, steps, strategy)))
         cpus = local_cpus(ClusterConfig(workers=workers, device="cpu"), workers)
         env = {**environment(directory / "ray"), "BENCHMARK_CPUS": str(cpus)}
-        if side == "ours":
+        if side != "bare":
             arguments = [str(REPOSITORY / "jobs" / "finetune.py"), "--config", str(file)]
         else:
             env["RAY_AUTH_MODE"] = "disabled"  # else Ray writes a token into the home directory
@@ -127,7 +129,7 @@ def run_once(side: str, workers: int, steps: int, rows: Path) -> dict[str, Any]:
             ]  # fmt: skip
         with Command(arguments, directory / f"{side}-{workers}.log", env) as command:
             seconds = command.finish(400)
-        taken, built = of_ours(directory) if side == "ours" else (of_bare(directory), None)
+        taken, built = of_ours(directory) if side != "bare" else (of_bare(directory), None)
         assert len(taken) == steps, f"{side}: {len(taken)} steps"
         return {"side": side, "workers": workers, **summary(taken, seconds), "built": built, "load": _load()}
     finally:
@@ -148,10 +150,12 @@ def show_ratios(lines: list[dict[str, Any]], name: str) -> dict[str, float]:
     for workers in sorted({line["workers"] for line in lines}):
         rates = {
             side: median(line[name] for line in lines if (line["side"], line["workers"]) == (side, workers))
-            for side in ("ours", "bare")
+            for side in ("ours", "copies", "bare")
+            if any((line["side"], line["workers"]) == (side, workers) for line in lines)
         }
-        ratios[str(workers)] = round(rates["ours"] / rates["bare"], 3)
-        print(f"{name}, {workers} worker(s): ours / bare {ratios[str(workers)]:.2f}")
+        for side in rates.keys() - {"bare"}:
+            ratios[f"{side}, {workers}"] = round(rates[side] / rates["bare"], 3)
+            print(f"{name}, {workers} worker(s): {side} / bare {rates[side] / rates['bare']:.2f}")
     return ratios
 
 
@@ -170,7 +174,8 @@ def main() -> None:
         lines = []
         for number in range(options.rounds):
             for workers in (1, 2):
-                for side in ("ours", "bare") if (number + workers) % 2 else ("bare", "ours"):
+                sides = ("ours", "bare") if workers == 1 else ("ours", "copies", "bare")
+                for side in sides if (number + workers) % 2 else sides[::-1]:
                     lines.append(run_once(side, workers, options.steps, rows))
                     show(lines[-1])
     finally:
