@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
 from raytune_fsdp.errors import Interrupted
 
+_TOGETHER_SECONDS = 1.0
 _KINDS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -20,6 +22,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.count = 0
+        self._last = -_TOGETHER_SECONDS
         self._holding = False
         self._before: dict[signal.Signals, Any] = {}
 
@@ -43,6 +46,10 @@ class Signals:
         self._holding = True
 
     def _receive(self, kind: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now - self._last < _TOGETHER_SECONDS:
+            return  # the same one, sent to the process and to its group
+        self._last = now
         self.count += 1
         if not self._holding:
             self._holding = True  # once is enough: what is open now has to be closed
