@@ -51,7 +51,8 @@ def head() -> Iterator[dict[str, str]]:
         [
             RAY, "start", "--head", "--block", f"--port={free_port()}", f"--dashboard-port={dashboard}",
             # Jobs are started through this port; another Ray of this machine may have Ray's usual one.
-            f"--dashboard-agent-listen-port={free_port()}", "--num-cpus=4", f"--temp-dir={temporary}", f"--object-store-memory={256 << 20}", "--disable-usage-stats",
+            f"--dashboard-agent-listen-port={free_port()}", "--num-cpus=4", f"--temp-dir={temporary}",
+            f"--object-store-memory={256 << 20}", "--disable-usage-stats",
         ],
         env={**shared, "RAY_JOB_STOP_WAIT_TIME_S": "120"},
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
