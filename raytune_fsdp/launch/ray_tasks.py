@@ -68,8 +68,7 @@ def in_order(
             yield result
     finally:
         for task, _ in pending:
-            with suppress(RayError):
-                ray.cancel(task)
+            _end(task)
 
 
 @lru_cache(maxsize=1)
@@ -101,6 +100,11 @@ def _instead(task: ObjectRef, here: Callable[..., Any], call: tuple[Any, ...]) -
         ray.available_resources().get("CPU", 0), cpus(),
     )  # fmt: skip
     result = here(*call)
-    with suppress(RayError):
-        ray.cancel(task)
+    _end(task)
     return result
+
+
+def _end(task: ObjectRef) -> None:
+    """With its process: an interrupted import would leave half a module to the next task that runs there."""
+    with suppress(RayError):
+        ray.cancel(task, force=True)
