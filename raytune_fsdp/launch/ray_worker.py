@@ -50,7 +50,11 @@ def train_rank(job: Job) -> None:
     rank, world = context.get_world_rank(), context.get_world_size()
     node = f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"
     job.board.tell(Joined(rank, node, ray.get_runtime_context().get_node_id(), os.getpid()))
-    reached = _reporter(job.board) if rank == 0 else _nobody
+
+    def reached(phase: str) -> None:
+        if rank == 0:
+            job.board.tell(Reached(phase))
+
     reached("workers")
 
     # Only now: transformers takes seconds, and until then the driver would not know that there is a rank.
@@ -176,11 +180,3 @@ def _log_to(path: Path) -> None:
     os.dup2(file, 2)
     os.close(file)
     faulthandler.enable(file=2)
-
-
-def _reporter(board: Board) -> Callable[[str], None]:
-    return lambda phase: board.tell(Reached(phase))
-
-
-def _nobody(_: str) -> None:
-    pass

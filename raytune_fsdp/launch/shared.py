@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from raytune_fsdp.checkpoint.store import on_rank0
 from raytune_fsdp.durable import write_durably
 from raytune_fsdp.errors import ConfigError
 
@@ -34,6 +33,9 @@ def check_shared(run_dir: Path, *, patience_seconds: float = 10.0) -> None:
 
     Every rank raises the same error, and none waits for one that has failed. Of a refused run nothing is left behind.
     """
+    # Here: a rank that unpickles a token imports this file, and would wait for transformers before it can say a word.
+    from raytune_fsdp.checkpoint.store import on_rank0
+
     token = on_rank0(lambda: leave_token(run_dir, "rank 0"))
     everyone: list[_Outcome | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, _look(token, patience_seconds))
