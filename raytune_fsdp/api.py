@@ -18,8 +18,8 @@ class FinetuneResult:
     steps: int
     trained: int
     """Steps of this call; 0 where the run was complete already."""
-    checkpoint: Path
-    """The newest checkpoint."""
+    checkpoint: str
+    """The newest checkpoint: directory or URL."""
     export: Path | None
     """Hugging Face model directory; None where the config asks for none."""
     curve: Path | None
@@ -43,16 +43,13 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
     prepared = run(config, progress)
     plan = prepared.plan
     trained = max(0, plan.steps - prepared.state.step)
-    newest = committed(plan.checkpoint_dir)[-1] if trained else prepared.resume
+    newest = committed(plan.checkpoints)[-1] if trained else prepared.resume
     assert newest is not None, "a run that is complete has a checkpoint"
-    checkpoint = newest.path
     export = plan.run_dir / "export" if config.export.at_end else None
     curve = None
     if is_rank0():
         if export is not None:
-            export_checkpoint(
-                checkpoint, export, dtype=config.export.dtype, max_file_bytes=config.export.max_file_bytes
-            )
+            export_checkpoint(newest, export, dtype=config.export.dtype, max_file_bytes=config.export.max_file_bytes)
         curve = plan.run_dir / "report" / "loss.png"
         curve.parent.mkdir(exist_ok=True)
         plot(plan.run_dir / METRICS_FILE, curve, title=config.run.name)
@@ -60,7 +57,7 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
         run_dir=plan.run_dir,
         steps=plan.steps,
         trained=trained,
-        checkpoint=checkpoint,
+        checkpoint=newest.path,
         export=export,
         curve=curve,
     )

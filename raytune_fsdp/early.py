@@ -8,14 +8,17 @@ from typing import Any
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.plan import resolve
+from raytune_fsdp.plan import Plan, resolve
 
 
-def check_first(config: FinetuneConfig, world: int) -> Path:
-    """The rules that need only the config, and whether its storage can be written; returns the run's directory."""
-    run_dir = resolve(config.model_copy(update={"train": _counted(config)}), world).run_dir
-    _check_storage(run_dir)
-    return run_dir
+def check_first(config: FinetuneConfig, world: int) -> Plan:
+    """The rules that need only the config, and whether its storage can be written.
+
+    The plan it returns has the run's places; its length is not known yet.
+    """
+    plan = resolve(config.model_copy(update={"train": _counted(config)}), world)
+    _check_storage(plan.run_dir)
+    return plan
 
 
 def _check_storage(run_dir: Path) -> None:

@@ -5,6 +5,7 @@ All ranks must call these together: a sharded model needs every rank for a forwa
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,13 @@ def losses(
             total, targets = sums.tolist()
             results[name] = total / targets
     return results
+
+
+def score(values: Mapping[str, float], best: str | None) -> float | None:
+    """One number for an evaluation: the one called `best`, or the mean of the losses. None where that is no number."""
+    losses = [value for name, value in values.items() if name.endswith("/loss")]
+    found = values.get(best, math.nan) if best else sum(losses) / len(losses) if losses else math.nan
+    return found if math.isfinite(found) else None
 
 
 def answers(

@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp import evaluate
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.checkpoint.store import Store
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.windows import Windows
@@ -20,10 +18,11 @@ from raytune_fsdp.errors import Interrupted
 from raytune_fsdp.metrics import Meter
 from raytune_fsdp.optim import lr_at
 from raytune_fsdp.plan import Plan
+from raytune_fsdp.saving import Saves
 from raytune_fsdp.step import LossScale, train_step
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.tracker import Tracker
-from raytune_fsdp.types import Saved, StepBatches
+from raytune_fsdp.types import StepBatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +40,8 @@ class Parts:
     evals: Mapping[str, Windows]
     meter: Meter
     skipped: SkippedRows
-    store: Store
+    saves: Saves
     tracker: Tracker
-    saved: Callable[[Saved], None]
-    """Told of every committed checkpoint."""
     state: RunState
     """Where the run stands before the first batch."""
 
@@ -58,8 +55,9 @@ def train(parts: Parts, stop: Callable[[], bool]) -> RunState:
     waiting_since = time.perf_counter()
     for batches in parts.batches:
         data_seconds = time.perf_counter() - waiting_since
-        stopping = _on_any_rank(stop())
+        boundary = parts.saves.look(stop())
         step = batches.step
+        last = boundary.stop or step == plan.steps
         lr = lr_at(step, parts.config.optim, plan)
         tensors = train_step(
             parts.model, parts.optimizer, parts.scale, batches,
@@ -67,31 +65,26 @@ def train(parts: Parts, stop: Callable[[], bool]) -> RunState:
             lr=lr, seed=parts.config.run.seed,
         )  # fmt: skip
         meter.add(batches, tensors, lr=lr, data_seconds=data_seconds)
-        evaluating, saving = plan.due(step, plan.eval_every), plan.due(step, plan.save_every)
-        if plan.due(step, plan.log_every) or evaluating or saving or stopping:
+        evaluating = plan.due(step, plan.eval_every)
+        saving = last or parts.saves.due(boundary, plan.due(step, plan.save_every), step)
+        if plan.due(step, plan.log_every) or evaluating or saving:
             _log(parts)
-        if saving or stopping:  # before anything that could fail without harm to the weights
-            samples = plan.samples_before(step + 1)
-            state = _save(parts, replace(state, step=step, cursor=meter.cursor, samples=samples))
+        if saving:  # before anything that could fail without harm to the weights
+            state = _state_behind(parts, state, step)
+            (parts.saves.last if last else parts.saves.begin)(state)
+            meter.restart_clock()
         if evaluating:
             _evaluate(parts, step)
-        if stopping and step < plan.steps:
+        if boundary.stop and step < plan.steps:
             raise Interrupted(f"stopped behind step {step}, which is saved; the same command continues from there")
         waiting_since = time.perf_counter()
     return state
 
 
-def _on_any_rank(flag: bool) -> bool:
-    """Whether any rank says so. Between hosts only: the device is not waited for."""
-    flags = torch.tensor(int(flag))
-    dist.all_reduce(flags)
-    return bool(flags)
-
-
 def _log(parts: Parts) -> None:
     """Fetch and write the metrics of all steps since the last time."""
     rows = parts.meter.fetch()
-    parts.tracker.steps(rows, parts.plan.layout.world, parts.store.attempt)
+    parts.tracker.steps(rows, parts.plan.layout.world, parts.saves.store.attempt)
     for row in rows:
         if row.skipped:
             parts.tracker.event(names.SKIPPED_UPDATE, step=row.step, loss=row.loss, grad_norm=row.grad_norm)
@@ -107,7 +100,9 @@ def _evaluate(parts: Parts, step: int) -> None:
     config = parts.config
     losses = evaluate.losses(parts.model, parts.evals, micro_batch=parts.plan.micro_batch, device=parts.device)
     if losses:
-        parts.tracker.evaluation(step, {names.evaluation_loss(name): loss for name, loss in losses.items()})
+        values = {names.evaluation_loss(name): loss for name, loss in losses.items()}
+        parts.tracker.evaluation(step, values)
+        parts.saves.scored(step, evaluate.score(values, config.checkpoint.best))
     prompts = config.eval.prompts
     if prompts:
         said = evaluate.answers(parts.model, parts.tokenizer, prompts, max_new_tokens=config.eval.max_new_tokens)
@@ -116,17 +111,16 @@ def _evaluate(parts: Parts, step: int) -> None:
     parts.meter.restart_clock()
 
 
-def _save(parts: Parts, state: RunState) -> RunState:
+def _state_behind(parts: Parts, before: RunState, step: int) -> RunState:
+    """All that is not a tensor, behind a step whose metrics have been fetched."""
     scale = parts.scale
-    state = replace(
-        state,
+    return replace(
+        before,
+        step=step,
+        cursor=parts.meter.cursor,
+        samples=parts.plan.samples_before(step + 1),
         skipped_in_row=parts.meter.skipped_in_row,
         loss_scale=scale.value.item() if scale.enabled else None,
         good_steps=int(scale.good_steps.item()),
         tracking=parts.tracker.state(),
     )
-    saved = parts.store.save(parts.model, parts.optimizer, state)
-    parts.tracker.event(names.SAVED, step=saved.step, path=str(saved.path), seconds=saved.seconds, bytes=saved.bytes)
-    parts.saved(saved)
-    parts.meter.restart_clock()
-    return state

@@ -51,11 +51,9 @@ class Plan:
     log_every: int
     eval_every: int
     save_every: int
+    checkpoints: str
+    """Directory or URL of the run's checkpoints."""
     layout: Layout
-
-    @property
-    def checkpoint_dir(self) -> Path:
-        return self.run_dir / "checkpoints"
 
     def samples_before(self, step: int) -> int:
         """Packed samples that the steps before this one have consumed (steps count from 1)."""
@@ -73,7 +71,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """All that does not depend on the world size or on where the run lives, as plain data for plan.json."""
         values = asdict(self)
-        del values["layout"], values["run_dir"]
+        del values["layout"], values["run_dir"], values["checkpoints"]
         return values
 
 
@@ -98,8 +96,10 @@ def resolve(
             f"optim.warmup_steps={warmup} is more than the {schedule_steps} steps of the schedule: "
             "lower it, or train longer (train.max_steps, train.epochs)"
         )
+    run_dir = Path(config.run.storage).expanduser().absolute() / config.run.name
     return Plan(
-        run_dir=Path(config.run.storage).expanduser().absolute() / config.run.name,
+        run_dir=run_dir,
+        checkpoints=_checkpoints(config, run_dir),
         global_batch=train.global_batch,
         micro_batch=train.micro_batch,
         blocks=blocks,
@@ -113,6 +113,14 @@ def resolve(
         save_every=config.checkpoint.every or steps,
         layout=layout,
     )
+
+
+def _checkpoints(config: FinetuneConfig, run_dir: Path) -> str:
+    place = config.checkpoint.storage
+    if place is None:
+        return str(run_dir / "checkpoints")
+    root = place.rstrip("/") if "://" in place else str(Path(place).expanduser().absolute())
+    return f"{root}/{config.run.name}/checkpoints"
 
 
 def _layout(config: FinetuneConfig, world: int, blocks: int) -> Layout:

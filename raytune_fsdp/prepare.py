@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from raytune_fsdp.checkpoint.commit import Found
+from raytune_fsdp.checkpoint.commit import Damaged, Found, verify
 from raytune_fsdp.checkpoint.state import RunState
+from raytune_fsdp.checkpoint.store import on_all_ranks, on_rank0
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.census import Builder, build_here, census
 from raytune_fsdp.data.opening import open_data
@@ -39,6 +41,7 @@ from raytune_fsdp.model.skeleton import (
 from raytune_fsdp.model.weights import FileWeights, GrownWeights
 from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.resume import files_of, find_resume, identity_of
+from raytune_fsdp.tracking.names import evaluation_loss
 from raytune_fsdp.types import Census, Progress
 
 logger = logging.getLogger(__name__)
@@ -64,6 +67,8 @@ class Prepared:
     """Embeddings that get more rows than their file has."""
     resume: Found | None
     state: RunState
+    damaged: Damaged
+    """Checkpoints behind it, and why the run does not continue from them."""
     identity: Mapping[str, Any]
     files_of_data: Mapping[str, Sequence[str]]
     """Names of the files whose hashes are in the identity."""
@@ -77,7 +82,7 @@ def prepare(
 
     `build` builds the windows that are to be counted.
     """
-    run_dir = check_first(config, world)
+    checkpoints = check_first(config, world).checkpoints
     directory = model_directory(config, weights=False)
     hf_config = load_architecture(config.model, directory)
     tokenizer = load_tokenizer(config)
@@ -97,7 +102,7 @@ def prepare(
         encode_prompt(tokenizer, prompt, positions=positions_of(hf_config))
     train, evals = open_data(config, tokenizer, vocab_size, progress)
     identity, files_of_data = identity_of(config, hf_config, train), files_of(train)
-    resume, state = find_resume(config, run_dir, identity, files_of_data)
+    resume, state, damaged = find_resume(config, checkpoints, identity, files_of_data)
     # A broken row of an evaluation is found now, not when it comes.
     built = sum(census(windows, progress=progress, build=build).built for windows in evals.values())
     counted = None
@@ -109,7 +114,8 @@ def prepare(
         built += Stream(train, seed=config.run.seed).first_window(state.cursor)[1]
     plan = resolve(config, world, counted, planned_schedule=state.schedule_steps)
     _check_extension(config, plan, state)
-    return Prepared(
+    _check_best(config, plan, evals)
+    prepared = Prepared(
         hf_config=hf_config,
         generation_config=_generation_config(skeleton, directory),
         tokenizer=tokenizer,
@@ -122,26 +128,65 @@ def prepare(
         grown=grown,
         resume=resume,
         state=state,
+        damaged=damaged,
         identity=identity,
         files_of_data=files_of_data,
         plan=plan,
     )
+    return _unless_damaged(config, prepared)
+
+
+def _unless_damaged(config: FinetuneConfig, prepared: Prepared) -> Prepared:
+    """A run that is complete is not read by ranks: then its checkpoint is read here."""
+    while (found := prepared.resume) is not None and prepared.state.step >= prepared.plan.steps:
+        problem = verify(found, hashes=config.checkpoint.verify == "hashes")
+        if problem is None:
+            break
+        logger.warning("checkpoint %s is damaged (%s); looking for an older one", found.path, problem)
+        prepared = renewed(config, prepared, {**prepared.damaged, found: problem})
+    return prepared
 
 
 def on_world(config: FinetuneConfig, prepared: Prepared, world: int) -> Prepared:
     """The same for another number of ranks."""
     plan = resolve(config, world, prepared.census, planned_schedule=prepared.state.schedule_steps)
     # This may be another process, in another directory.
-    return replace(prepared, plan=replace(plan, run_dir=prepared.plan.run_dir))
+    return replace(prepared, plan=replace(plan, run_dir=prepared.plan.run_dir, checkpoints=prepared.plan.checkpoints))
 
 
-def renewed(config: FinetuneConfig, prepared: Prepared) -> Prepared:
+def renewed(config: FinetuneConfig, prepared: Prepared, damaged: Damaged | None = None) -> Prepared:
     """The run as it stands now: what has been committed meanwhile is where it goes on, whatever `run.resume` says."""
     going_on = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
-    run_dir = prepared.plan.run_dir
-    resume, state = find_resume(going_on, run_dir, prepared.identity, prepared.files_of_data)
-    found = replace(prepared, resume=resume, state=state, windows_built=0)
+    checkpoints = prepared.plan.checkpoints
+    resume, state, damaged = find_resume(going_on, checkpoints, prepared.identity, prepared.files_of_data, damaged)
+    found = replace(prepared, resume=resume, state=state, damaged=damaged, windows_built=0)
     return on_world(config, found, prepared.plan.layout.world)
+
+
+def settled(config: FinetuneConfig, prepared: Prepared) -> Prepared:
+    """The same if its checkpoint is what was written, else the run as it stands without it. Collective.
+
+    All ranks read the files of the checkpoint together, and all come to the same result.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    hashes = config.checkpoint.verify == "hashes"
+    while (found := prepared.resume) is not None:
+        problem = next(filter(None, on_all_ranks(lambda: verify(found, hashes=hashes, share=(rank, world)))), None)
+        if problem is None:
+            break
+        if rank == 0:
+            logger.warning("checkpoint %s is damaged (%s); looking for an older one", found.path, problem)
+        prepared = _without(config, prepared, {**prepared.damaged, found: problem})
+    return prepared
+
+
+def _without(config: FinetuneConfig, prepared: Prepared, damaged: Damaged) -> Prepared:
+    def look() -> tuple[Any, ...]:
+        now = renewed(config, prepared, damaged)
+        return now.resume, now.state, now.plan, now.damaged
+
+    resume, state, plan, damaged = on_rank0(look)
+    return replace(prepared, resume=resume, state=state, plan=plan, damaged=damaged)
 
 
 def prepare_data(
@@ -163,6 +208,21 @@ def _check_extension(config: FinetuneConfig, plan: Plan, state: RunState) -> Non
             f"the run ended with a short step: {state.samples} packed samples are no multiple of "
             f"train.global_batch={plan.global_batch}, so it cannot be extended (train.epochs={config.train.epochs}, "
             f"train.max_steps={config.train.max_steps}); start a run of the wanted length under another run.name"
+        )
+
+
+def _check_best(config: FinetuneConfig, plan: Plan, evals: Mapping[str, Windows]) -> None:
+    """To keep the best checkpoints, they must have been evaluated, by something there is."""
+    keep, best = config.checkpoint.keep_best, config.checkpoint.best
+    known = [evaluation_loss(name) for name in evals]
+    if keep and not known:
+        raise ConfigError(f"checkpoint.keep_best={keep}, but nothing is evaluated: set data.eval, or keep_best to 0")
+    if keep and best is not None and best not in known:
+        raise ConfigError(f"checkpoint.best={best} is no number of an evaluation: choose one of {', '.join(known)}")
+    if keep and plan.save_every % plan.eval_every:
+        raise ConfigError(
+            f"checkpoint.keep_best={keep}, but of the checkpoints (every {plan.save_every} steps) only some would be "
+            f"evaluated (every {plan.eval_every}): make checkpoint.every a multiple of eval.every"
         )
 
 

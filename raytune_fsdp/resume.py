@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from transformers import PretrainedConfig
 
-from raytune_fsdp.checkpoint.commit import Found, newest
+from raytune_fsdp.checkpoint.commit import Damaged, Found, newest
 from raytune_fsdp.checkpoint.state import RunState, check_identity, read_state
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import dump_config
@@ -54,25 +54,32 @@ def files_of(train: Windows) -> dict[str, list[str]]:
 
 
 def find_resume(
-    config: FinetuneConfig, run_dir: Path, identity: Mapping[str, Any], files: Mapping[str, Sequence[str]]
-) -> tuple[Found | None, RunState]:
-    """The checkpoint to continue from and the state in it, by the rules of `run.resume`."""
-    found = newest(run_dir / "checkpoints")
+    config: FinetuneConfig,
+    checkpoints: str,
+    identity: Mapping[str, Any],
+    files: Mapping[str, Sequence[str]],
+    damaged: Damaged | None = None,
+) -> tuple[Found | None, RunState, Damaged]:
+    """The checkpoint to continue from and the state in it, by the rules of `run.resume`, and what is no choice.
+
+    Of the large files only the sizes are looked at: the ranks read them together.
+    """
+    found, damaged = newest(checkpoints, hashes=False, damaged=damaged)
     if found is None:
         if config.run.resume == "always":
             raise ResumeError(
-                f"run.resume=always, but {run_dir} has no complete checkpoint: check run.storage and run.name, "
+                f"run.resume=always, but {checkpoints} has no complete checkpoint: check run.storage and run.name, "
                 "or set run.resume=auto to start anew"
             )
-        return None, RunState()
+        return None, RunState(), {}
     if config.run.resume == "never":
         raise ResumeError(
-            f"run.resume=never, but {run_dir} has a checkpoint of step {found.step}: give run.name another value, "
+            f"run.resume=never, but {checkpoints} has a checkpoint of step {found.step}: give run.name another value, "
             "or set run.resume=auto to continue it"
         )
-    state = read_state(found.path)
+    state = read_state(found)
     check_identity(state, identity, found.path, files)
-    return found, state
+    return found, state, damaged
 
 
 def changed_settings(run_dir: Path, config: FinetuneConfig) -> dict[str, list[Any]]:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -243,6 +242,8 @@ class Saved:
     """A committed checkpoint."""
 
     step: int
-    path: Path
+    path: str
+    """Directory or URL."""
     seconds: float
+    """From the copy of the state to the commit."""
     bytes: int

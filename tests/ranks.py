@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_PRELOAD = ["torch", "torch.distributed.checkpoint", "transformers", "tests.preload"]
+PRELOAD = ["torch", "torch.distributed.checkpoint", "transformers", "tests.preload"]
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, seconds: float = 240) -> list[Any]:
@@ -20,14 +20,17 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, seconds: flo
     A rank that raises fails the test with its traceback; ranks that are still running then are killed.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
+    cloud = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     with tempfile.TemporaryDirectory() as directory:
         store = os.path.join(directory, "store")
         pipes: list[Connection] = []
         processes = []
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(theirs, function, rank, world, store, args), daemon=True)
+            process = context.Process(
+                target=_rank, args=(theirs, function, rank, world, store, args, cloud), daemon=True
+            )
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -63,7 +66,10 @@ def _collect(pipes: Sequence[Connection], seconds: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank(pipe: Connection, function: Callable[..., Any], rank: int, world: int, store: str, args: Any) -> None:
+def _rank(
+    pipe: Connection, function: Callable[..., Any], rank: int, world: int, store: str, args: Any, cloud: Any
+) -> None:
+    os.environ.update(cloud)  # the server has the environment of its own start
     import torch
     import torch.distributed as dist
 

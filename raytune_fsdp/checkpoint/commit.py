@@ -1,34 +1,22 @@
-"""The directory of a checkpoint on storage: staged under another name, verified by a manifest, renamed, found, pruned.
-
-Only rank 0 calls what is here, except `hash_files`, which every rank does for the files it has written.
-"""
+"""Which checkpoints a run has, which of them can be trusted, and which are kept. Nothing here reads a tensor."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import re
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
+import yaml
 
-from raytune_fsdp.durable import sync_directory, write_durably
-from raytune_fsdp.errors import ResumeError, TrainingError
+from raytune_fsdp.checkpoint.manifest import check
+from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, Storage, storage_at
+from raytune_fsdp.errors import ResumeError, TransientError
 
 logger = logging.getLogger(__name__)
 
-MANIFEST_FILE = "manifest.json"
-STAGING = ".tmp"
-DAMAGED = ".damaged"
 _NAME = re.compile(r"step-(\d{8,})\.a(\d+)")
-_CHUNK_BYTES = 1 << 24
-
-FileSums = Mapping[str, tuple[int, str]]
-"""Size and xxh3 of files, by name."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -37,114 +25,116 @@ class Found:
 
     step: int
     attempt: int
-    path: Path
+    root: str
+    """Directory or URL of all checkpoints of the run."""
+
+    @property
+    def name(self) -> str:
+        return directory_name(self.step, self.attempt)
+
+    @property
+    def path(self) -> str:
+        return storage_at(self.root).where(self.name)
 
 
 def directory_name(step: int, attempt: int) -> str:
     return f"step-{step:08d}.a{attempt}"
 
 
-def hash_files(directory: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Size and xxh3_128 of files, read back from storage."""
-    sums = {}
-    for name in names:
-        digest = xxhash.xxh3_128()
-        with open(directory / name, "rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-            sums[name] = (file.tell(), digest.hexdigest())
-    return sums
+def checkpoints_of(run_dir: Path) -> str:
+    """Where the checkpoints of the run in a directory are, as its config says."""
+    try:
+        place = yaml.safe_load((run_dir / "config.yaml").read_text())["checkpoint"]["storage"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        place = None
+    return f"{place.rstrip('/')}/{run_dir.name}/checkpoints" if place else str(run_dir / "checkpoints")
 
 
-def commit(staging: Path, final: Path, sums: FileSums) -> int:
-    """Make a staged checkpoint visible, and say how many bytes it has. After the rename it is there for good."""
-    files = {name: {"bytes": size, "xxh3": digest} for name, (size, digest) in sorted(sums.items())}
-    present = {entry.name for entry in staging.iterdir()}
-    if present != set(files):
-        raise TrainingError(
-            f"{staging} holds {sorted(present)} but {sorted(files)} were written; "
-            "is another process writing to this run's storage?"
-        )
-    manifest = staging / MANIFEST_FILE
-    write_durably(manifest, json.dumps({"format": 1, "files": files}, indent=1))
-    sync_directory(staging)
-    staging.rename(final)
-    sync_directory(final.parent)
-    return sum(size for size, _ in sums.values())
+def as_checkpoint(path: str) -> Found | None:
+    """The committed checkpoint that a path or URL is, None if it is none."""
+    root, _, name = path.rstrip("/").rpartition("/")
+    match = _NAME.fullmatch(name)
+    if not match or MANIFEST_FILE not in storage_at(root).sizes(name):
+        return None
+    return Found(int(match[1]), int(match[2]), root)
 
 
-def committed(directory: Path) -> list[Found]:
-    """All committed checkpoints below `directory`, oldest first."""
-    if not directory.is_dir():
-        return []
-    found = []
-    for entry in os.scandir(directory):
-        match = _NAME.fullmatch(entry.name)
-        if match and os.path.exists(os.path.join(entry.path, MANIFEST_FILE)):
-            found.append(Found(int(match[1]), int(match[2]), Path(entry.path)))
-    return sorted(found)
+def committed(root: str) -> list[Found]:
+    """All committed checkpoints in a directory or below a URL, oldest first."""
+    matches = [_NAME.fullmatch(name) for name in storage_at(root).names()]
+    return sorted(Found(int(match[1]), int(match[2]), root) for match in matches if match)
 
 
-def newest(directory: Path) -> Found | None:
-    """The newest checkpoint whose files are what the manifest says; None where there never was one.
+Damaged = Mapping[Found, str]
+"""Checkpoints that cannot be used, and why."""
 
-    Checkpoints that are there and all damaged are an error: starting anew would throw away the run.
+
+def newest(root: str, *, hashes: bool, damaged: Damaged | None = None) -> tuple[Found | None, Damaged]:
+    """The newest checkpoint whose files are what the manifest says, and the newer ones that are not.
+
+    None where there never was one. Checkpoints that are there and all damaged are an error: starting anew would throw
+    away the run. Those that are known to be `damaged` are not looked at again.
     """
-    problems = []
-    for found in reversed(committed(directory)):
-        problem = verify(found.path)
+    known = dict(damaged or {})
+    for found in reversed(committed(root)):
+        if found in known:
+            continue
+        problem = verify(found, hashes=hashes)
         if problem is None:
-            return found
-        problems.append(f"{found.path.name}: {problem}")
+            return found, known
+        known[found] = problem
         logger.warning("checkpoint %s is damaged (%s); looking for an older one", found.path, problem)
-    if problems:
+    if known or storage_at(root).has_damaged():
+        why = "; ".join(f"{found.name}: {problem}" for found, problem in known.items()) or "they were set aside"
         raise ResumeError(
-            f"{directory}: every checkpoint is damaged ({'; '.join(problems)}): restore one of them, or move the "
+            f"{root}: every checkpoint is damaged ({why}): restore one of them, or move the "
             "directory away to start anew"
         )
-    return None
+    return None, {}
 
 
-def set_aside_newer(directory: Path, chosen: Found) -> list[Path]:
-    """Take damaged checkpoints behind the chosen one out of the way: pruning, by step, would keep them instead."""
-    aside = []
-    for found in committed(directory):
-        if found > chosen:
-            target = found.path.with_name(found.path.name + DAMAGED)
-            found.path.rename(target)
-            aside.append(target)
-    return aside
-
-
-def verify(checkpoint: Path) -> str | None:
-    """What is wrong with a committed checkpoint, None if nothing: sizes and hashes of all files."""
+def verify(found: Found, *, hashes: bool, share: tuple[int, int] = (0, 1)) -> str | None:
+    """What is wrong with a committed checkpoint, None if nothing. See `manifest.check`."""
     try:
-        files = json.loads((checkpoint / MANIFEST_FILE).read_text())["files"]
-        for name, wanted in files.items():
-            size = (checkpoint / name).stat().st_size
-            if size != wanted["bytes"]:
-                return f"{name} has {size} bytes instead of {wanted['bytes']}"
-        for name, (_, digest) in hash_files(checkpoint, files).items():
-            if digest != files[name]["xxh3"]:
-                return f"the content of {name} is not what was written"
-    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
+        return check(storage_at(found.root), found.name, hashes=hashes, share=share)
     except OSError as error:  # storage that cannot be read now may be read later: no verdict on the checkpoint
-        raise ResumeError(f"{checkpoint} cannot be read: {error}; try again when the storage answers") from error
-    return None
+        raise TransientError(f"{found.path} cannot be read: {error}; try again when the storage answers") from error
 
 
-def remove_staging(directory: Path) -> None:
-    """Remove what earlier attempts left behind, unfinished."""
-    if directory.is_dir():
-        for entry in directory.iterdir():
-            if entry.name.endswith(STAGING):
-                shutil.rmtree(entry, ignore_errors=True)
+def set_aside_newer(root: str, chosen: Found) -> list[tuple[Found, str]]:
+    """Take damaged checkpoints behind the chosen one out of the way: pruning, by step, would keep them instead."""
+    storage = storage_at(root)
+    return [(found, storage.set_aside(found.name)) for found in committed(root) if found > chosen]
 
 
-def prune(directory: Path, keep_last: int) -> None:
-    """Delete all but the newest checkpoints. Renamed first: a half-deleted one must not be taken for a checkpoint."""
-    for found in committed(directory)[:-keep_last]:
-        doomed = found.path.with_name(found.path.name + STAGING)
-        found.path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """Which checkpoints are kept when a new one is there."""
+
+    last: int | None
+    """So many newest ones. None: all."""
+    every: int | None = None
+    """Also those of steps that this divides."""
+    best: int = 0
+    """Also so many that scored best."""
+    lower_is_better: bool = True
+
+
+def to_remove(found: Sequence[Found], keep: Keep, scores: Mapping[int, float]) -> list[Found]:
+    """The checkpoints that are not kept, oldest first. `found` is in order; `scores` are by step."""
+    if keep.last is None:
+        return []
+    kept = set(found[-max(2, keep.last) :])
+    if keep.every is not None:
+        kept |= {each for each in found if each.step % keep.every == 0}
+    sign = 1.0 if keep.lower_is_better else -1.0
+    scored = [each for each in found if each.step in scores]
+    scored.sort(key=lambda each: (sign * scores[each.step], -each.step))  # of equals the later
+    kept |= set(scored[: keep.best])
+    return [each for each in found if each not in kept]
+
+
+def prune(storage: Storage, keep: Keep, scores: Mapping[int, float]) -> None:
+    """Delete the checkpoints that are not kept."""
+    for found in to_remove(committed(storage.location), keep, scores):
+        storage.remove(found.name)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from raytune_fsdp.checkpoint.commit import MANIFEST_FILE, newest, verify
+from raytune_fsdp.checkpoint.commit import Found, as_checkpoint, checkpoints_of, newest, verify
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.errors import ModelError, ResumeError
 from raytune_fsdp.model.export import export
@@ -17,26 +17,27 @@ MODEL_FILES = "model"
 """Directory in the run directory with the model's config and tokenizer: what an export needs besides the weights."""
 
 
-def find_checkpoint(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Found:
     """The checkpoint that `path` means: itself, or the newest complete one of the run directory it is."""
     path = path.resolve()  # the run directory is found from a checkpoint by its parents
-    if (path / MANIFEST_FILE).is_file():
-        problem = verify(path)
+    found = as_checkpoint(str(path))
+    if found is not None:
+        problem = verify(found, hashes=True)
         if problem:
             raise ResumeError(f"checkpoint {path} is damaged: {problem}; use another one beside it")
-        return path
-    found = newest(path / "checkpoints")
+        return found
+    found, _ = newest(checkpoints_of(path), hashes=True)
     if found is None:
         raise ResumeError(f"{path} is neither a committed checkpoint nor a run directory that holds one")
-    return found.path
+    return found
 
 
-def model_files(checkpoint: Path) -> Path:
+def model_files(checkpoint: Found) -> Path:
     """Config and tokenizer of the run that a checkpoint belongs to."""
-    return checkpoint.parent.parent / MODEL_FILES
+    return Path(checkpoint.root).parent / MODEL_FILES
 
 
-def export_checkpoint(checkpoint: Path, destination: Path, *, dtype: str, max_file_bytes: int) -> None:
+def export_checkpoint(checkpoint: Found, destination: Path, *, dtype: str, max_file_bytes: int) -> None:
     """Write `destination` from a committed checkpoint, tensor by tensor."""
     export(
         CheckpointWeights(checkpoint), model_files(checkpoint), destination, dtype=dtype, max_file_bytes=max_file_bytes
@@ -59,13 +60,15 @@ def load_for_inference(path: Path, device: torch.device) -> tuple[PreTrainedMode
     checkpoint = find_checkpoint(path)
     files = model_files(checkpoint)
     if not (files / "config.json").is_file():
-        raise ModelError(f"{checkpoint} is not in a run directory: {files} has no config.json")
+        raise ModelError(f"{checkpoint.path} is not in a run directory: {files} has no config.json")
     weights = CheckpointWeights(checkpoint)
     tensors = weights.read_all(list(weights.shapes()))
     hf_config = AutoConfig.from_pretrained(files)
     model = AutoModelForCausalLM.from_config(hf_config, dtype=next(iter(tensors.values())).dtype)
     wanted = set(owned_tensors(model))
     if wanted != set(tensors):
-        raise ModelError(f"{checkpoint} does not hold what {files / 'config.json'} describes: {wanted ^ set(tensors)}")
+        raise ModelError(
+            f"{checkpoint.path} does not hold what {files / 'config.json'} describes: {wanted ^ set(tensors)}"
+        )
     model.load_state_dict(tensors, strict=False)  # not strict: a tied weight is stored under one of its names
     return model.to(device).eval(), AutoTokenizer.from_pretrained(files)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+from raytune_fsdp.checkpoint.commit import Found
+from raytune_fsdp.checkpoint.storage import storage_at
 from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.types import Cursor
 
@@ -41,21 +42,19 @@ class RunState:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True)
 
 
-def read_state(directory: Path) -> RunState:
+def read_state(found: Found) -> RunState:
     """The state in a committed checkpoint."""
-    values = json.loads((directory / STATE_FILE).read_text())
+    values = json.loads(storage_at(found.root).read(found.name, STATE_FILE))
     version = values.pop("format")
     if version != FORMAT:
         raise ResumeError(
-            f"{directory} has checkpoint format {version}, this version reads {FORMAT}: use the version that wrote it"
+            f"{found.path} has checkpoint format {version}, this version reads {FORMAT}: use the version that wrote it"
         )
     values["cursor"] = Cursor(**values["cursor"])
     return RunState(**values)
 
 
-def check_identity(
-    saved: RunState, now: Mapping[str, Any], directory: Path, files: Mapping[str, Sequence[str]]
-) -> None:
+def check_identity(saved: RunState, now: Mapping[str, Any], where: str, files: Mapping[str, Sequence[str]]) -> None:
     """Refuse to continue a run as another one, naming every difference; `files` are as in RunState, of now."""
     before = saved.identity
     differences = [
@@ -67,7 +66,7 @@ def check_identity(
     ]
     if differences:
         raise ResumeError(
-            f"{directory} was trained with other settings: continuing it would be neither the old run nor a new one; "
+            f"{where} was trained with other settings: continuing it would be neither the old run nor a new one; "
             "set these back, or give run.name another value:\n  " + "\n  ".join(differences)
         )
 

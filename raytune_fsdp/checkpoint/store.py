@@ -1,74 +1,182 @@
-"""Save and load a run's state: the two functions the loop and the assembly call. Collective."""
+"""The checkpoints of one run as one attempt sees them: begin a save, ask for its outcome, load."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from raytune_fsdp.checkpoint import commit
-from raytune_fsdp.checkpoint.state import STATE_FILE, RunState
-from raytune_fsdp.checkpoint.tensors import all_finite, init_optimizer_state, read, tensors_of, write
-from raytune_fsdp.durable import write_durably
-from raytune_fsdp.errors import RaytuneError, TrainingError, TransientError
+from raytune_fsdp.checkpoint.commit import Found, Keep, directory_name, prune
+from raytune_fsdp.checkpoint.flight import Flight, Job, Outcome
+from raytune_fsdp.checkpoint.layout import Layout, make_layout
+from raytune_fsdp.checkpoint.meeting import Meeting, meet
+from raytune_fsdp.checkpoint.reading import read_tensors
+from raytune_fsdp.checkpoint.staging import Staging, local_piece
+from raytune_fsdp.checkpoint.state import RunState
+from raytune_fsdp.checkpoint.storage import Draft, Storage, storage_at
+from raytune_fsdp.checkpoint.tensors import init_optimizer_state, tensors_of
+from raytune_fsdp.errors import RaytuneError, TransientError
 from raytune_fsdp.types import Saved
 
 T = TypeVar("T")
 
+# How a save has ended, as a number.
+COMMITTED, FAILED, LOST = 1, 2, 3
+_GRACE_SECONDS = 120
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(slots=True, kw_only=True)
 class Store:
-    """The checkpoints of one run, as one attempt sees them."""
+    """Saves, one at a time. All ranks call the same methods at the same steps."""
 
-    directory: Path
+    storage: Storage
     attempt: int
-    keep_last: int | None
+    keep: Keep
+    seconds: float
+    """How long a save may take."""
+    tensors: Callable[[], dict[str, torch.Tensor]]
+    layout: Layout
+    staging: Staging | None
+    """None: what is saved is read where it is, and must not be touched meanwhile."""
+    meeting: Meeting
+    scores: dict[int, float] = field(default_factory=dict)
+    """By step, to keep the best. On rank 0."""
+    _serial: int = 0
+    _flight: Flight | None = None
+    _told: bool = True
+    """Whether training knows the outcome of the flight."""
+    _failed: list[Draft] = field(default_factory=list)
 
-    def save(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, state: RunState) -> Saved:
-        """Commit the state after a step. All ranks must call this; a run that diverged is not saved."""
-        started = time.perf_counter()
-        init_optimizer_state(optimizer)
-        tensors = tensors_of(model, optimizer)
-        if not all_finite(tensors):
-            raise TrainingError(
-                f"step {state.step}: a weight or moment is not finite, so nothing was saved; continue from the last "
-                f"checkpoint in {self.directory} with a lower optim.lr or optim.max_grad_norm"
-            )
-        final = self.directory / commit.directory_name(state.step, self.attempt)
-        staging = final.with_name(final.name + commit.STAGING)
-        on_rank0(lambda: self._open(staging, state))
-        write(tensors, staging)
-        rank = dist.get_rank()
-        mine = commit.hash_files(staging, (p.name for p in staging.glob(f"__{rank}_*")))
-        everyone: list[dict[str, tuple[int, str]]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, mine)
-        size = on_rank0(lambda: self._commit(staging, final, everyone))
-        return Saved(step=state.step, path=final, seconds=time.perf_counter() - started, bytes=size)
+    @property
+    def asynchronous(self) -> bool:
+        return self.staging is not None
 
-    def _open(self, staging: Path, state: RunState) -> None:
-        staging.mkdir(parents=True)
-        write_durably(staging / STATE_FILE, state.to_json())
+    def standing(self) -> tuple[int, bool]:
+        """The outcome of the save that training does not know yet, as a number to be sent around (rank 0; 0 is none),
+        and whether this rank is still at it. No save can begin while a rank is."""
+        if self._flight is None:
+            return 0, False
+        outcome = None if self._told or dist.get_rank() else self._flight.outcome()
+        ended = 0 if outcome is None else COMMITTED if outcome.saved else LOST if outcome.fatal else FAILED
+        return ended, self._flight.busy or (dist.get_rank() == 0 and not self._told and not ended)
 
-    def _commit(self, staging: Path, final: Path, everyone: list[dict[str, tuple[int, str]]]) -> int:
-        sums = commit.hash_files(staging, (STATE_FILE, ".metadata"))
-        for theirs in everyone:
-            sums.update(theirs)
-        size = commit.commit(staging, final, sums)
-        if self.keep_last is not None:
-            commit.prune(self.directory, self.keep_last)
-        return size
+    def begin(self, state: RunState, *, before: Callable[[], None]) -> None:
+        """Save the state after a step. The caller waits for the copy only. No rank may be busy.
+
+        `before` is called on rank 0, in another thread, before the checkpoint is there for others.
+        """
+        assert self._told, "one save at a time"
+        for draft in self._failed:  # what was left of them, now that nobody writes there any more
+            draft.discard()
+        self._failed.clear()
+        tensors = self.tensors()
+        if self.staging is not None:
+            self.staging.copy(tensors)
+            pieces: Mapping[str, torch.Tensor] = self.staging.pieces
+        else:
+            pieces = {name: local_piece(tensors[name]) for name in self.layout.mine}
+        self._serial += 1
+        name = directory_name(state.step, self.attempt)
+        job = Job(
+            step=state.step,
+            serial=self._serial,
+            rank=dist.get_rank(),
+            world=dist.get_world_size(),
+            path=self.storage.where(name),
+            draft=self.storage.draft(name, self._serial),
+            layout=self.layout,
+            pieces=pieces,
+            state=state.to_json(),
+            seconds=self.seconds,
+            meeting=self.meeting,
+            before=before,
+            after=lambda: prune(self.storage, self.keep, dict(self.scores)),
+        )
+        self._told = False
+        self._flight = Flight(job)
+
+    def close(self, ended: int) -> Outcome:
+        """Training has been told of the outcome. In full on rank 0; on other ranks only its kind."""
+        assert self._flight is not None and not self._told
+        job = self._flight.job
+        if job.rank == 0:
+            outcome = self._flight.wait()
+        elif ended == COMMITTED:
+            outcome = Outcome(step=job.step, saved=Saved(step=job.step, path=job.path, seconds=0.0, bytes=0))
+        else:
+            outcome = Outcome(step=job.step, problem="rank 0 knows why", fatal=ended == LOST)
+        if outcome.saved is None:
+            self._failed.append(job.draft)
+        self._told = True
+        return outcome
+
+    def finish(self) -> Outcome | None:
+        """Wait for the outcome of the save in flight; None where there is none, or it is known. All ranks."""
+        if self._flight is None or self._told:
+            return None
+        job = self._flight.job
+        if job.rank == 0:
+            self._flight.wait()
+            ended, _ = self.standing()
+            for rank in range(1, job.world):
+                self.meeting.tell(_ended_key(job, rank), ended)
+        else:
+            ended = self._hear_end(job)
+        dist.all_reduce(torch.zeros(()))  # rank 0 keeps the store of messages: it must not go before all have heard
+        return self.close(ended)
+
+    def _hear_end(self, job: Job) -> int:
+        """Not in a collective: it would not wait for as long as a save may take."""
+        deadline = time.monotonic() + self.seconds + _GRACE_SECONDS
+        while (ended := self.meeting.hear(_ended_key(job, job.rank))) is None:
+            if time.monotonic() > deadline:
+                raise TransientError(f"rank 0 does not say what became of the checkpoint of step {job.step}")
+        return int(ended)
 
 
-def load(model: PreTrainedModel, optimizer: torch.optim.Optimizer, path: Path) -> None:
+def _ended_key(job: Job, rank: int) -> str:
+    return f"{job.serial}/ended/{rank}"
+
+
+def open_store(
+    root: str,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    *,
+    attempt: int,
+    keep: Keep,
+    seconds: float,
+    asynchronous: bool,
+    scores: Mapping[int, float],
+) -> Store:
+    """The store of a run whose model and optimizer are these. Collective."""
+    init_optimizer_state(optimizer)
+    now = partial(tensors_of, model, optimizer)
+    tensors = now()
+    layout = make_layout(tensors)
+    return Store(
+        storage=storage_at(root),
+        attempt=attempt,
+        keep=keep,
+        seconds=seconds,
+        tensors=now,
+        layout=layout,
+        staging=Staging(tensors, layout.mine) if asynchronous else None,
+        meeting=meet(),
+        scores=dict(scores),
+    )
+
+
+def load(model: PreTrainedModel, optimizer: torch.optim.Optimizer, found: Found) -> None:
     """Read the tensors of a committed checkpoint into model and optimizer. All ranks must call this."""
     init_optimizer_state(optimizer)
-    read(tensors_of(model, optimizer), path)
+    on_all_ranks(lambda: read_tensors(tensors_of(model, optimizer), storage_at(found.root), found.name))
 
 
 def on_rank0(work: Callable[[], T]) -> T:
@@ -86,3 +194,18 @@ def on_rank0(work: Callable[[], T]) -> T:
     if failure is not None:
         raise TransientError(f"rank 0 could not write to the run's storage: {failure}") from failure
     return result  # type: ignore[return-value]
+
+
+def on_all_ranks(work: Callable[[], T]) -> list[T]:
+    """Do something on every rank; what each has found, or on every rank the first one's error."""
+    mine: tuple[T | None, Exception | None]
+    try:
+        mine = (work(), None)
+    except RaytuneError as error:
+        mine = (None, error)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for _, failure in everyone:
+        if failure is not None:
+            raise failure
+    return [result for result, _ in everyone]

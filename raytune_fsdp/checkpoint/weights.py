@@ -1,23 +1,29 @@
-"""A committed checkpoint as a source of weights: to generate from it, to export it."""
+"""A committed checkpoint as a source of weights: to generate from it, to export it, to begin another run with it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-from raytune_fsdp.checkpoint.tensors import read, stored_shapes
-
-_PREFIX = "model."
+from raytune_fsdp.checkpoint.commit import Found
+from raytune_fsdp.checkpoint.reading import read_index, read_tensors
+from raytune_fsdp.checkpoint.storage import storage_at
+from raytune_fsdp.checkpoint.tensors import MODEL
 
 
 class CheckpointWeights:
     """The model's tensors in a checkpoint, read by one process without a process group of its own."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._stored = stored_shapes(directory, _PREFIX)
+    def __init__(self, found: Found) -> None:
+        self._found = found
+        self._storage = storage_at(found.root)
+        self._index = read_index(self._storage, found.name)
+        self._stored = {
+            name.removeprefix(MODEL): (entry.size, entry.properties.dtype)
+            for name, entry in self._index.tensors.items()
+            if name.startswith(MODEL)
+        }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(shape) for name, (shape, _) in self._stored.items()}
@@ -27,6 +33,6 @@ class CheckpointWeights:
 
     def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Several whole tensors at once, on the CPU."""
-        tensors = {_PREFIX + n: torch.empty(self._stored[n][0], dtype=self._stored[n][1]) for n in names}
-        read(tensors, self._directory, alone=True, whole=False)
-        return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+        tensors = {MODEL + n: torch.empty(self._stored[n][0], dtype=self._stored[n][1]) for n in names}
+        read_tensors(tensors, self._storage, self._found.name, whole=False, index=self._index)
+        return {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}

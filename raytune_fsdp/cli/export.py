@@ -28,7 +28,7 @@ def _export(parser: Parser, arguments: Sequence[str]) -> int:
 
     checkpoint = find_checkpoint(found.source)
     export_checkpoint(checkpoint, found.destination, dtype=found.dtype, max_file_bytes=found.max_file_bytes)
-    print(f"exported {checkpoint} to {found.destination}")
+    print(f"exported {checkpoint.path} to {found.destination}")
     return 0
 
 

@@ -21,6 +21,7 @@ COMMANDS = {
     "data": "look at the data, count it, clean up what was prepared of it",
     "plan": "show what a config amounts to, without starting anything",
     "generate": "ask a trained model",
+    "checkpoint": "commit one now, list them, read them all",
     "export": "write a checkpoint as a Hugging Face model directory",
 }
 

@@ -47,3 +47,15 @@ def local_path(value: str) -> str:
     if not value or "://" in value or "\0" in value:
         raise ValueError("must be a directory on a mounted file system (object stores are not supported yet)")
     return value
+
+
+def checkpoint_place(value: str) -> str:
+    """A directory, or the URL of one in an object store."""
+    if "://" not in value:
+        return local_path(value)
+    if "?" in value or value.endswith("://"):
+        raise ValueError(
+            "must be a URL without options, such as s3://bucket/path: leave the endpoint and the region to the environment "
+            "(AWS_ENDPOINT_URL, AWS_REGION)"
+        )
+    return without_credentials(value)

@@ -18,7 +18,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, TrainingError
 from raytune_fsdp.launch.start import under_torchrun
 from raytune_fsdp.launch.worker import StopFlag, choose_device, join, work
-from raytune_fsdp.prepare import Prepared, prepare
+from raytune_fsdp.prepare import Prepared, prepare, settled
 from raytune_fsdp.types import Progress
 
 SHUTDOWN_SECONDS = 120
@@ -64,7 +64,7 @@ def _alone(config: FinetuneConfig, prepared: Prepared) -> None:
     with stop.installed():
         join(device, alone=True)
         try:
-            work(config, prepared, device, stop)
+            work(config, settled(config, prepared), device, stop)
         finally:
             dist.destroy_process_group()
 
@@ -108,7 +108,7 @@ def _rank_main(config: FinetuneConfig, prepared: Prepared) -> int:
     stop.install()
     device = choose_device(config.cluster.device, int(os.environ["LOCAL_WORLD_SIZE"]))
     join(device, alone=False)
-    step = work(config, prepared, device, stop)
+    step = work(config, settled(config, prepared), device, stop)
     dist.destroy_process_group()
     return step
 
@@ -129,6 +129,7 @@ def _run_rank(config: FinetuneConfig) -> Prepared:
 
 
 def prepare_on_rank0(config: FinetuneConfig) -> Prepared:
+    """What rank 0 has found, on every rank, with the checkpoint that all have read. Collective."""
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -138,8 +139,7 @@ def prepare_on_rank0(config: FinetuneConfig) -> Prepared:
     dist.broadcast_object_list(box, src=0)
     if isinstance(box[0], RaytuneError):
         raise box[0]
-    prepared: Prepared = box[0]
-    return prepared
+    return settled(config, box[0])
 
 
 def _cause(failed: ChildFailedError) -> RaytuneError:

@@ -90,7 +90,7 @@ class Follow:
     def describe(self, rank: int | None, cause: str) -> str:
         """A failure with all that helps: who, where, of what, how far, where to read on."""
         who = "the run failed" if rank is None else f"rank {rank}{self._where(rank)} failed"
-        saved = committed(self._plan.checkpoint_dir)
+        saved = committed(self._plan.checkpoints)
         where = f"the last committed step is {saved[-1].step}" if saved else "no step was committed yet"
         logs = f"; the logs of all ranks are in {self._logs}" if self._logs else ""
         return f"{who}: {cause}. {where[0].upper()}{where[1:]}{logs}{_CONTINUES}"
@@ -144,7 +144,7 @@ class Follow:
         self._phases.restart()
 
     def _last_step(self) -> int:
-        saved = committed(self._plan.checkpoint_dir)
+        saved = committed(self._plan.checkpoints)
         return saved[-1].step if saved else 0
 
     def _check_stop(self) -> None:

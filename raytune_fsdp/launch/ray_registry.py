@@ -15,7 +15,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError, model_validator
 
-from raytune_fsdp.checkpoint.commit import DAMAGED, committed
+from raytune_fsdp.checkpoint.commit import committed
+from raytune_fsdp.checkpoint.storage import DAMAGED
 from raytune_fsdp.durable import replace_durably, sync_directory
 from raytune_fsdp.errors import ResumeError
 
@@ -33,8 +34,8 @@ def repair_registry(run_dir: Path) -> str | None:
             snapshot = _read(path)
         except (OSError, ValueError, RecursionError) as error:
             return _set_aside(path, error)
-        there = committed(run_dir / "checkpoints")
-        kept = _only(snapshot, {found.path.relative_to(run_dir).as_posix() for found in there})
+        there = committed(str(run_dir / "checkpoints"))
+        kept = _only(snapshot, {f"checkpoints/{found.name}" for found in there})
         if kept != snapshot:
             replace_durably(path, kept.model_dump_json())
     except OSError as error:

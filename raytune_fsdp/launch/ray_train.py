@@ -21,7 +21,6 @@ from ray.exceptions import RayError
 from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from raytune_fsdp.assemble import MLFLOW_ID_FILE, mlflow_tracker, run_start
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.census import Places, build_here
 from raytune_fsdp.data.windows import Windows
@@ -39,6 +38,7 @@ from raytune_fsdp.launch.shared import TOKEN_PREFIX, leave_token
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.launch.worker import COLLECTIVE_MINUTES
 from raytune_fsdp.prepare import Prepared, on_world, prepare
+from raytune_fsdp.record import MLFLOW_ID_FILE, mlflow_tracker, run_start
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import EVENTS_FILE, append_event
 from raytune_fsdp.types import Progress, WindowCounts

@@ -81,7 +81,7 @@ def train_rank(job: Job) -> None:
         attempt=attempt,
         batches=_batches(job, prepared, rank=rank, world=world, key=key, device=device, reached=reached),
         console=cast(TextIO, BoardStream(job.board, tty=job.tty)),
-        saved=_report,
+        saved=lambda saved: _report(saved, prepared.plan.run_dir),
         reached=reached,
     )
     work(job.config, prepared, device, Stop(job.board) if rank == 0 else lambda: False, host)
@@ -91,19 +91,21 @@ def _agree(job: Job, prepared: Prepared, rank: int) -> tuple[Prepared, int, str]
     """Where this attempt starts, its number, and a key of its own: rank 0 looks, all others do as it says."""
     import torch.distributed as dist
 
-    from raytune_fsdp.assemble import next_attempt
     from raytune_fsdp.checkpoint.store import on_rank0
     from raytune_fsdp.launch.shared import check_seen
-    from raytune_fsdp.prepare import renewed
+    from raytune_fsdp.prepare import renewed, settled
+    from raytune_fsdp.record import next_attempt
 
     def look() -> tuple[Any, ...]:
         check_seen(job.token)  # what the driver has found there must be what there is
         found = prepared if job.board.count_attempt() == 1 else renewed(job.config, prepared)
-        return found.resume, found.state, found.plan, found.windows_built, next_attempt(found.plan), uuid.uuid4().hex
+        standing = (found.resume, found.state, found.plan, found.windows_built, found.damaged)
+        return (*standing, next_attempt(found.plan), uuid.uuid4().hex)
 
-    resume, state, plan, windows_built, attempt, key = on_rank0(look)
+    resume, state, plan, windows_built, damaged, attempt, key = on_rank0(look)
     assert plan.layout.world == dist.get_world_size(), (plan.layout, dist.get_world_size())
-    return replace(prepared, resume=resume, state=state, plan=plan, windows_built=windows_built), attempt, key
+    prepared = replace(prepared, resume=resume, state=state, plan=plan, windows_built=windows_built, damaged=damaged)
+    return settled(job.config, prepared), attempt, key
 
 
 def _batches(
@@ -162,11 +164,13 @@ def _device(job: Job, rank: int, node: str) -> Any:
     return device
 
 
-def _report(saved: Saved) -> None:
+def _report(saved: Saved, run_dir: Path) -> None:
     """Tell Ray Train of a checkpoint that lies where it belongs. All ranks: Ray Train waits for each."""
     context = ray.train.get_context()
+    if not saved.path.startswith(f"{run_dir}/"):  # Ray Train looks for it there
+        return
     filesystem = context.get_storage().storage_filesystem
-    checkpoint = Checkpoint(str(saved.path), filesystem=filesystem) if context.get_world_rank() == 0 else None
+    checkpoint = Checkpoint(saved.path, filesystem=filesystem) if context.get_world_rank() == 0 else None
     ray.train.report({"step": saved.step}, checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
 
 

@@ -50,7 +50,7 @@ def _say(text: str) -> None:
 
 def _run_on_ray(config: FinetuneConfig, progress: Progress | None) -> Prepared:
     workers = 1 if config.cluster.workers == "auto" else config.cluster.workers
-    run_dir = check_first(config, workers)
+    run_dir = check_first(config, workers).run_dir
     phases = Phases()
     from raytune_fsdp.launch.ray_session import check_not_in_a_copy, connecting
 

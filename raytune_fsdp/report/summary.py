@@ -12,7 +12,7 @@ from raytune_fsdp.tracking.jsonl import EVENTS_FILE, METRICS_FILE, read_events, 
 from raytune_fsdp.tracking.names import ANSWERED
 
 
-def summary(run_dir: Path, *, checkpoint: Path, export: Path | None, curve: Path | None) -> str:
+def summary(run_dir: Path, *, checkpoint: str, export: Path | None, curve: Path | None) -> str:
     """Several lines of text about a finished run, from its files."""
     lines = read_metrics(run_dir / METRICS_FILE)
     steps = [line["trajectory"] for line in lines if line["kind"] == "step"]
@@ -21,7 +21,11 @@ def summary(run_dir: Path, *, checkpoint: Path, export: Path | None, curve: Path
     parts = [f"loss {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f} in {len(steps)} steps"]
     parts += [f"{name} {first:.4f} -> {last:.4f}" for name, first, last in _first_and_last(evals)]
     parts += list(_before_and_after(answers))
-    parts += ["", f"run         {_short(run_dir)}", f"checkpoint  {_short(checkpoint)}"]
+    parts += [
+        "",
+        f"run         {_short(run_dir)}",
+        f"checkpoint  {checkpoint if '://' in checkpoint else _short(Path(checkpoint))}",
+    ]
     if export is not None:
         parts.append(f"export      {_short(export)}")
     if curve is not None:

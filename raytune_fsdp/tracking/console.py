@@ -59,6 +59,9 @@ class ConsoleTracker:
     def state(self) -> dict[str, str]:
         return {}
 
+    def sync(self) -> None:
+        pass
+
     def finish(self, status: Status) -> None:
         if self._finished:
             return
@@ -105,6 +108,12 @@ def in_words(name: str, fields: Mapping[str, object]) -> str:
             took = f" in {seconds:.1f} s" if isinstance(seconds, int | float) else ""
             size = f", {gibibytes(num_bytes)}" if isinstance(num_bytes, int) else ""
             return f"saved step {get('step')}{took}{size}"
+        case names.SAVE_FAILED:
+            return f"checkpoint of step {get('step')} was not written, training goes on: {get('problem')}"
+        case names.SAVE_POSTPONED:
+            return f"checkpoint of step {get('step')} has to wait: the one before is still being written"
+        case names.CHECKPOINT_DAMAGED:
+            return f"checkpoint {get('path')} is damaged ({get('problem')}), so an older one is used"
         case names.SKIPPED_UPDATE:
             return f"step {get('step')}: update skipped" + (f" ({rest})" if rest else "")
         case names.ANSWERED:

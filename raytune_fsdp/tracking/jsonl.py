@@ -38,8 +38,8 @@ _BESIDE = ("step_seconds", "data_seconds", "tokens_per_second", "mfu", "memory_b
 class JsonlTracker:
     """Writes both files. A write that fails raises `TrainingError`: a run without a record is not worth its time.
 
-    Lines are with the operating system when a call returns, and on the disk when `state` does, so no committed
-    checkpoint is ahead of its lines.
+    Lines are with the operating system when a call returns, and on the disk when `sync` does, which comes before every
+    commit: no committed checkpoint is ahead of its lines.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -73,11 +73,10 @@ class JsonlTracker:
         append_event(self._events_path, name, attempt=self._attempt, fields=fields)
 
     def state(self) -> dict[str, str]:
-        self._sync()
         return {}
 
     def finish(self, status: Status) -> None:
-        self._sync()
+        self.sync()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -89,7 +88,7 @@ class JsonlTracker:
         except OSError as error:
             raise _cannot_write(self._metrics_path, error) from error
 
-    def _sync(self) -> None:
+    def sync(self) -> None:
         try:
             if self._file is not None:
                 os.fsync(self._file.fileno())
@@ -153,6 +152,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             raise RaytuneError(f"{path} has a line that is neither a step nor an evaluation: {raw[:80]!r}")
         lines.append(_decode(line))
     return lines
+
+
+def read_evaluations(path: Path, last_step: int) -> dict[int, dict[str, float]]:
+    """What evaluations up to a step have found, by step."""
+    found: dict[int, dict[str, float]] = {}
+    for line in read_metrics(path):
+        if line["kind"] == "eval" and line["step"] <= last_step:
+            found.setdefault(line["step"], {}).update(line["values"])
+    return found
 
 
 def read_trajectory(path: Path) -> list[dict[str, Any]]:

@@ -124,6 +124,9 @@ class MlflowTracker:
         run_id = self._run_id or self._run.state.get(RUN_ID)
         return {RUN_ID: run_id} if run_id else {}
 
+    def sync(self) -> None:
+        """What is sent is sent in time, or with the next attempt."""
+
     def finish(self, status: Status) -> None:
         """Sends what is left and the status within the deadline, and says what was not sent."""
         if self._thread is None or self._outbox.closed:

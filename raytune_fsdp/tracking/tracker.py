@@ -57,6 +57,9 @@ class Tracker(Protocol):
     def state(self) -> dict[str, str]:
         """What has to be in a checkpoint so that a run resumed from it continues here; may wait a bounded time."""
 
+    def sync(self) -> None:
+        """What was told so far is with the storage when this returns. May be called from another thread."""
+
     def finish(self, status: Status) -> None:
         """Ends the attempt; may wait a bounded time. A second call does nothing."""
 
@@ -78,6 +81,9 @@ class NullTracker:
 
     def state(self) -> dict[str, str]:
         return {}
+
+    def sync(self) -> None:
+        pass
 
     def finish(self, status: Status) -> None:
         pass
@@ -110,6 +116,9 @@ class Composite:
         merged: dict[str, str] = {}
         self._each(lambda tracker: merged.update(tracker.state()))
         return merged
+
+    def sync(self) -> None:
+        self._each(lambda tracker: tracker.sync())
 
     def finish(self, status: Status) -> None:
         self._each(lambda tracker: tracker.finish(status))

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from raytune_fsdp.checkpoint.commit import committed
 from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.tracking.jsonl import read_events, read_trajectory
+from tests.checkpoints import checkpoints
 from tests.runs import GPT2, make_config
 
 ROOT = Path(__file__).parents[2]
@@ -147,7 +147,7 @@ def test_a_signal_saves_and_exits_130(tmp_path: Path, workers: int, kind: signal
     done = end(process)
     assert done.returncode == 130, done.stderr
     assert done.stderr.startswith("error: stopped"), done.stderr
-    newest = committed(tmp_path / "runs" / "run" / "checkpoints")[-1]
+    newest = checkpoints(tmp_path / "runs" / "run")[-1]
     assert read_trajectory(metrics)[-1]["step"] == newest.step
 
 
@@ -196,7 +196,7 @@ def test_a_bad_row_met_while_training_is_named_and_can_be_skipped(tmp_path: Path
     (line,) = [line for line in stopped.stderr.splitlines() if line.startswith("error:")]
     assert "tokens.jsonl:71: the row has no column 'input_ids', it has 'ids'" in line and "data.bad_rows=skip" in line
     assert "Traceback" not in stopped.stderr
-    reached = committed(tmp_path / "runs" / "run" / "checkpoints")[-1].step
+    reached = checkpoints(tmp_path / "runs" / "run")[-1].step
     assert 0 < reached < 20
     done = run(*job("--config", str(config), "--data.bad_rows", "skip"))
     assert done.returncode == 0, done.stderr

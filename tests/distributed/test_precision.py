@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raytune_fsdp.checkpoint.commit import committed
+from raytune_fsdp.checkpoint.commit import Found
 from raytune_fsdp.checkpoint.state import read_state
-from raytune_fsdp.checkpoint.tensors import init_optimizer_state, read, stored_shapes, tensors_of
+from raytune_fsdp.checkpoint.tensors import init_optimizer_state, tensors_of
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import RaytuneError
 from raytune_fsdp.step import SCALE_GROWTH_STEPS, LossScale
 from raytune_fsdp.tracking.jsonl import read_events, read_metrics, read_trajectory
+from tests.checkpoints import checkpoints, tensors_in, types_in
 from tests.ranks import run_ranks
 from tests.runs import LLAMA, make_config, trajectory
 
@@ -83,9 +84,8 @@ def skipped_steps(config: FinetuneConfig) -> list[int]:
     return steps
 
 
-def assert_finite(checkpoint: Path) -> None:
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored_shapes(checkpoint, "").items()}
-    read(tensors, checkpoint, alone=True)
+def assert_finite(checkpoint: Found) -> None:
+    tensors = tensors_in(checkpoint)
     assert tensors
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
 
@@ -135,7 +135,7 @@ def test_fp16_recovers_from_an_overflow(tmp_path: Path, world: int) -> None:
     losses = [row["loss"] for row in read_trajectory(run_dir(config) / "metrics.jsonl")]
     assert all(map(math.isfinite, losses))
     assert losses[-1] < losses[0]
-    state = read_state(committed(run_dir(config) / "checkpoints")[-1].path)
+    state = read_state(checkpoints(run_dir(config))[-1])
     assert state.loss_scale == first / 2 ** len(bad)
     assert state.good_steps == 40 - bad[-1]
 
@@ -193,8 +193,7 @@ def test_types(tmp_path: Path, world: int, precision: str, compute: torch.dtype,
     for found in run_ranks(dtypes, world, config.model_dump()):
         assert found["computed"] == {compute}
         assert found["weights"] == found["moments"] == found["gradients"] == {master}
-    stored = stored_shapes(committed(run_dir(config) / "checkpoints")[-1].path, "model.")
-    assert {dtype for _, dtype in stored.values()} == {master}
+    assert set(types_in(checkpoints(run_dir(config))[-1], "model.").values()) == {master}
 
 
 # ---- updates that are not finite ----
@@ -225,7 +224,7 @@ def test_one_ranks_nan_skips_the_update_on_all(tmp_path: Path, world: int) -> No
     rows = read_trajectory(run_dir(config) / "metrics.jsonl")
     assert [row["step"] for row in rows if math.isnan(row["grad_norm"])] == [4, 7, 8]
     assert all(math.isfinite(row["loss"]) for row in rows)
-    assert_finite(committed(run_dir(config) / "checkpoints")[-1].path)
+    assert_finite(checkpoints(run_dir(config))[-1])
 
 
 def test_too_many_skipped_in_a_row_stop_the_run(tmp_path: Path) -> None:
@@ -235,7 +234,7 @@ def test_too_many_skipped_in_a_row_stop_the_run(tmp_path: Path) -> None:
         parallel={"precision": "bf16"},
         train=SHORT,
         optim={"max_skipped": 3},
-        checkpoint={"every": 2, "keep_last": None},
+        checkpoint={"every": 2, "keep_last": None, "asynchronous": False},
     )
     results = run_ranks(train_poisoned, 2, config.model_dump(), {2, 3, *range(5, 13)})
     for result in results:
@@ -245,11 +244,11 @@ def test_too_many_skipped_in_a_row_stop_the_run(tmp_path: Path) -> None:
         assert "optim.max_skipped=3" in message
         assert result["kept"] == [2, 3, 5, 6]
     assert skipped_steps(config) == [2, 3, 5, 6, 7], "two in a row at 2 and 3 are not three"
-    saved = committed(run_dir(config) / "checkpoints")
+    saved = checkpoints(run_dir(config))
     assert [found.step for found in saved] == [2, 4, 6]
-    assert read_state(saved[-1].path).skipped_in_row == 2
+    assert read_state(saved[-1]).skipped_in_row == 2
     for found in saved:
-        assert_finite(found.path)
+        assert_finite(found)
     # Started again from step 6 it counts on, and stops at the next one.
     again = run_ranks(train_poisoned, 2, config.model_dump(), {1})
     assert "step 7" in again[0]["error"][2]
@@ -274,8 +273,8 @@ def test_weights_that_are_not_finite_are_never_committed(tmp_path: Path) -> None
     for result in results:
         kind, exit_code, message = result["error"]
         assert (kind, exit_code) == ("TrainingError", 1)
-        assert "nothing was saved" in message
-    saved = committed(run_dir(config) / "checkpoints")
+        assert "step 6" in message and "is not finite" in message and "was not saved" in message
+    saved = checkpoints(run_dir(config))
     assert [found.step for found in saved] == [2, 4]
     for found in saved:
-        assert_finite(found.path)
+        assert_finite(found)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from raytune_fsdp.checkpoint.commit import committed
 from raytune_fsdp.tracking.jsonl import read_events, read_metrics, read_trajectory
+from tests.checkpoints import checkpoints, pieces_of
 from tests.ranks import run_ranks
 from tests.runs import (
     GPT2,
@@ -26,6 +26,9 @@ TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 40}
 DROPOUT = {**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
 
+SAVES = {"every": 4, "keep_last": 3, "asynchronous": False}
+
+
 def run_dir(config: Any) -> Path:
     return Path(config.run.storage) / config.run.name
 
@@ -39,7 +42,7 @@ def test_bit_equal_at_the_same_world_size(tmp_path: Path, precision: str, world:
     config = make_config(tmp_path, DROPOUT, run={"name": "stopped"}, train=TRAIN, parallel=parallel)
     first = trajectory(config, world, stop_after=21)
     assert [row["step"] for row in first] == list(range(1, 22))
-    assert committed(run_dir(config) / "checkpoints")[-1].step == 21
+    assert checkpoints(run_dir(config))[-1].step == 21
     assert trajectory(config, world) == whole
 
 
@@ -108,7 +111,12 @@ def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path: Path) -> None
     parallel = {"precision": "fp32"}
     whole = trajectory(make_config(tmp_path, DROPOUT, train=TRAIN, parallel=parallel), 2)
     config = make_config(
-        tmp_path, DROPOUT, run={"name": "killed"}, train=TRAIN, parallel=parallel, checkpoint={"every": 8}
+        tmp_path,
+        DROPOUT,
+        run={"name": "killed"},
+        train=TRAIN,
+        parallel=parallel,
+        checkpoint={"every": 8, "asynchronous": False},
     )
     with pytest.raises(AssertionError, match="rank 1 died"):
         run_ranks(train_and_die, 2, config.model_dump(), 21)
@@ -116,7 +124,7 @@ def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path: Path) -> None
     assert read_trajectory(torn)[-1]["step"] >= 20, "the run must have been past its checkpoint of step 16"
     (run_dir(config) / "checkpoints" / "step-00000024.a1.tmp").mkdir()
     assert trajectory(config, 2) == whole
-    assert [found.step for found in committed(run_dir(config) / "checkpoints")] == [32, 40]
+    assert [found.step for found in checkpoints(run_dir(config))] == [32, 40]
     assert not list((run_dir(config) / "checkpoints").glob("*.tmp"))
 
 
@@ -145,10 +153,10 @@ def train_and_die(values: dict[str, Any], at: int) -> bool:
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    config = make_config(tmp_path, GPT2, train={**TRAIN, "max_steps": 12}, checkpoint={"every": 4, "keep_last": 3})
+    config = make_config(tmp_path, GPT2, train={**TRAIN, "max_steps": 12}, checkpoint=SAVES)
     whole = trajectory(config, 1)
-    newest = committed(run_dir(config) / "checkpoints")[-1]
-    shard = next(newest.path.glob("*.distcp"))
+    newest = checkpoints(run_dir(config))[-1]
+    (shard,) = pieces_of(newest)
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
@@ -159,16 +167,15 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 def test_pruning_keeps_what_is_good(tmp_path: Path) -> None:
     """A damaged checkpoint behind the one that was continued from must not push new ones out."""
-    config = make_config(tmp_path, GPT2, train={**TRAIN, "max_steps": 12}, checkpoint={"every": 4, "keep_last": 3})
+    config = make_config(tmp_path, GPT2, train={**TRAIN, "max_steps": 12}, checkpoint=SAVES)
     whole = trajectory(config, 1)
-    checkpoints = run_dir(config) / "checkpoints"
-    for found in committed(checkpoints)[1:]:
-        next(found.path.glob("*.distcp")).write_bytes(b"")
+    for found in checkpoints(run_dir(config))[1:]:
+        pieces_of(found)[0].write_bytes(b"")
     assert trajectory(config, 1, stop_after=6)[-1]["step"] == 6
-    assert [found.step for found in committed(checkpoints)] == [4, 6]
+    assert [found.step for found in checkpoints(run_dir(config))] == [4, 6]
     assert trajectory(config, 1) == whole
-    for found in committed(checkpoints):
-        next(found.path.glob("*.distcp")).write_bytes(b"")
+    for found in checkpoints(run_dir(config)):
+        pieces_of(found)[0].write_bytes(b"")
     with pytest.raises(AssertionError, match="every checkpoint is damaged"):
         trajectory(config, 1)
     assert read_trajectory(run_dir(config) / "metrics.jsonl") == whole, "a refused start must leave the record alone"
@@ -178,7 +185,7 @@ def test_a_stop_is_heard_between_two_looks_at_the_device(tmp_path: Path) -> None
     config = make_config(tmp_path, GPT2, train={**TRAIN, "log_every": 30})
     rows = trajectory(config, 2, stop_after=7)
     assert [row["step"] for row in rows] == list(range(1, 8))
-    assert committed(run_dir(config) / "checkpoints")[-1].step == 7
+    assert checkpoints(run_dir(config))[-1].step == 7
 
 
 def test_a_run_that_ended_with_a_short_step_is_not_extended(tmp_path: Path) -> None:

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from raytune_fsdp.checkpoint.commit import committed
-from raytune_fsdp.checkpoint.tensors import stored_shapes
 from raytune_fsdp.estimate.flops import peak_flops
 from raytune_fsdp.launch import local
 from raytune_fsdp.tracking.jsonl import read_metrics
+from tests.checkpoints import checkpoints, types_in
 from tests.runs import make_config, write_tokenizer, write_tokens
 
 pytestmark = [
@@ -73,9 +72,7 @@ def test_bf16_learns_and_keeps_fp32_weights(tmp_path: Path) -> None:
     assert not any(line["skipped"] for line in lines)
     assert losses(lines)[0] == pytest.approx(math.log(VOCABULARY), rel=0.1)
     assert losses(lines)[-1] < 0.8 * losses(lines)[0]
-    checkpoint = committed(tmp_path / "runs" / "bf16" / "checkpoints")[-1].path
-    types = {dtype for prefix in ("model.", "optim.") for _, dtype in stored_shapes(checkpoint, prefix).values()}
-    assert types == {torch.float32}
+    assert set(types_in(checkpoints(tmp_path / "runs" / "bf16")[-1]).values()) == {torch.float32}
 
 
 def test_mfu_and_memory_are_reported(tmp_path: Path) -> None:

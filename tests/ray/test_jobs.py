@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raytune_fsdp.checkpoint.commit import committed
 from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.tracking.jsonl import read_trajectory
+from tests.checkpoints import checkpoints
 from tests.ray.jobs import ROOT, TRAIN, config_of, events, mlflow_runs
 from tests.runs import trajectory
 
@@ -114,7 +114,7 @@ def test_submitted_stopped_and_submitted_again(tmp_path: Path, head: dict[str, s
     subprocess.run([RAY, "job", "stop", "first"], env=head, check=True, capture_output=True)
     first.wait(120)
     assert details(head, "first")[0] == "STOPPED"
-    stopped = committed(run_dir / "checkpoints")[-1].step
+    stopped = checkpoints(run_dir)[-1].step
     assert read_trajectory(run_dir / "metrics.jsonl")[-1]["step"] == stopped >= 5
     assert [status for _, status in mlflow_runs(run_dir.parent)] == ["KILLED"]
     said, _ = wrong.communicate(timeout=60)

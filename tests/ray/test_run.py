@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raytune_fsdp.checkpoint.commit import committed
 from raytune_fsdp.tracking.jsonl import read_trajectory
+from tests.checkpoints import checkpoints
 from tests.ray.jobs import TEMPORARY, TRAIN, Command, config_of, events, is_there, mlflow_runs
 from tests.runs import trajectory
 
@@ -38,7 +38,7 @@ def test_killed_in_forward_in_save_and_by_signal_and_the_driver_too(tmp_path: Pa
     assert [(each["rank"], each["last_step"]) for each in failed] == [(1, 4), (0, 8)]
     assert all("its process died" in each["cause"] and each["node"] for each in failed)
     assert "rank 1 on" in said and "The last committed step is 4; the logs of all ranks are in" in said
-    stopped = committed(run_dir / "checkpoints")[-1].step
+    stopped = checkpoints(run_dir)[-1].step
     assert stopped >= 14 and read_trajectory(run_dir / "metrics.jsonl")[-1]["step"] == stopped
     assert [line["fields"]["resumed_from"] for line in events(run_dir, "attempt_started")] == [0, 4, 8]
     # The driver is killed, and what Ray Train has written down is torn.
@@ -56,7 +56,7 @@ def test_killed_in_forward_in_save_and_by_signal_and_the_driver_too(tmp_path: Pa
     assert events(run_dir, "registry_repaired")
     assert [status for _, status in mlflow_runs(run_dir.parent)] == ["FINISHED"]
     latest = json.loads(snapshot.read_text())["latest_checkpoint_result"]["checkpoint_dir_name"]
-    assert latest == f"checkpoints/{committed(run_dir / 'checkpoints')[-1].path.name}"
+    assert latest == f"checkpoints/{checkpoints(run_dir)[-1].name}"
     for attempt in range(1, 6):
         assert (run_dir / "logs" / f"attempt-{attempt}" / "rank-1.log").exists()
     assert not list(TEMPORARY.glob("raytune-ray-*"))

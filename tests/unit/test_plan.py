@@ -154,7 +154,7 @@ def test_what_is_written_does_not_depend_on_the_world(world: int, epochs: float 
     written = plan(world).to_dict()
     assert written == plan(1).to_dict()
     assert json.loads(json.dumps(written)) == written, "plan.json holds plain data"
-    assert "layout" not in written and "run_dir" not in written
+    assert "layout" not in written and "run_dir" not in written and "checkpoints" not in written
 
 
 def test_cadences_end_with_the_run() -> None:
@@ -165,7 +165,7 @@ def test_cadences_end_with_the_run() -> None:
 
 def test_the_run_lives_below_its_storage(tmp_path: Path) -> None:
     plan = resolve(config(run={"name": "a", "storage": str(tmp_path)}), 1)
-    assert plan.run_dir == tmp_path / "a" and plan.checkpoint_dir == tmp_path / "a" / "checkpoints"
+    assert plan.run_dir == tmp_path / "a" and plan.checkpoints == str(tmp_path / "a" / "checkpoints")
     assert resolve(config(run={"name": "a", "storage": "~/runs"}), 1).run_dir == Path.home() / "runs" / "a"
     assert resolve(config(run={"name": "a", "storage": "runs"}), 1).run_dir.is_absolute()
 

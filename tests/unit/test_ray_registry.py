@@ -17,7 +17,9 @@ from ray.train.v2._internal.execution.training_report import _TrainingReport
 from ray.train.v2.api.report_config import CheckpointConsistencyMode
 from ray.train.v2.api.validation_config import ValidationTaskConfig
 
-from raytune_fsdp.checkpoint.commit import MANIFEST_FILE, committed, directory_name, prune
+from raytune_fsdp.checkpoint.commit import committed, directory_name
+from raytune_fsdp.checkpoint.posix import PosixStorage
+from raytune_fsdp.checkpoint.storage import MANIFEST_FILE
 from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.launch import ray_registry
 from raytune_fsdp.launch.ray_registry import SNAPSHOT_FILE, repair_registry
@@ -44,6 +46,10 @@ class Run:
             ray.register_checkpoint(_TrainingReport(checkpoint, {"step": step, "löss": 0.5}, validation))
             await asyncio.sleep(0)
 
+    def prune(self, keep: int) -> None:
+        for found in committed(str(self.checkpoints))[:-keep]:
+            PosixStorage(found.root).remove(found.name)
+
     def path(self, step: int) -> Path:
         return self.checkpoints / directory_name(step, 1)
 
@@ -58,7 +64,7 @@ class Run:
         if result is None:
             return None
         path = Path(result.checkpoint.path)
-        assert path in [found.path for found in committed(self.checkpoints)]
+        assert str(path) in [found.path for found in committed(str(self.checkpoints))]
         return path
 
     def listed(self) -> list[str]:
@@ -103,7 +109,7 @@ def test_a_list_that_is_right_is_not_touched(run: Run) -> None:
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_pruned_checkpoints_leave_the_list_without_a_word(run: Run, keep: int) -> None:
-    prune(run.checkpoints, keep)
+    run.prune(keep)
     with pytest.raises(Exception, match="does not exist anymore"):
         run.manager()
     assert repair_registry(run.directory) is None
@@ -356,7 +362,7 @@ def test_a_repair_that_cannot_be_written_is_an_error_for_people(run: Run, monkey
 
 def test_ray_goes_on_writing_where_the_repair_ended(run: Run) -> None:
     """A new attempt registers its checkpoints behind those that are left."""
-    prune(run.checkpoints, 1)
+    run.prune(1)
     repair_registry(run.directory)
     asyncio.run(run._register(range(10, 12, 2)))
     assert run.latest() == run.path(10)

@@ -1,0 +1,139 @@
+"""Which rank writes which piece of which tensor, and the index that says afterwards where each piece is.
+
+Both follow from how the tensors are sharded, which does not change while an attempt runs: they are worked out once,
+with the planner of torch.distributed.checkpoint. Two indexes are written. `tensors.json` is the one that is read here:
+plain, and safe to read. `.metadata` says the same as a pickle, for `torch.distributed.checkpoint.load`.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+METADATA_FILE = ".metadata"
+INDEX_FILE = "tensors.json"
+
+Span = tuple[int, int, int, int]
+"""Of a piece in its rank's file: offset and length of what torch.save wrote, offset and length of the numbers in it."""
+
+Place = tuple[str, int, int]
+"""A file, and where in it the numbers of a piece begin and how many bytes they have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    mine: tuple[str, ...]
+    """The tensors of which this rank writes its piece, in the order of its file. Replicated ones are shared out."""
+    everyone: tuple[tuple[MetadataIndex, ...], ...] = ()
+    """On rank 0: what `mine` is on every rank."""
+    metadata: Metadata | None = None
+    """On rank 0: shapes, types and pieces of all tensors."""
+
+    def index(self, files: Sequence[str], spans: Sequence[Sequence[Span]]) -> bytes:
+        """`tensors.json` of a checkpoint whose ranks have written these files, the pieces in order. Rank 0."""
+        assert self.metadata is not None, "only rank 0 knows the layout of all"
+        where = {
+            (index.fqn, index.offset): (file, start, size)
+            for file, pieces, places in zip(files, self.everyone, spans, strict=True)
+            for index, (_, _, start, size) in zip(pieces, places, strict=True)
+        }
+        tensors = {}
+        for name, entry in self.metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata), f"{name} is no tensor"
+            places = {chunk.offsets: (chunk.sizes, where[name, chunk.offsets]) for chunk in entry.chunks}
+            tensors[name] = {
+                "dtype": str(entry.properties.dtype).removeprefix("torch."),
+                "shape": list(entry.size),
+                "pieces": [
+                    {"offset": list(offset), "shape": list(shape), "file": file, "start": start, "bytes": size}
+                    for offset, (shape, (file, start, size)) in places.items()
+                ],
+            }
+        return json.dumps({"format": 1, "tensors": tensors}).encode()
+
+    def metadata_file(self, files: Sequence[str], spans: Sequence[Sequence[Span]], checkpoint: str) -> bytes:
+        """`.metadata` of the same."""
+        assert self.metadata is not None, "only rank 0 knows the layout of all"
+        entries = {
+            index: _StorageInfo(file, offset, length)
+            for file, pieces, places in zip(files, self.everyone, spans, strict=True)
+            for index, (offset, length, _, _) in zip(pieces, places, strict=True)
+        }
+        whole = replace(
+            self.metadata, storage_data=entries, storage_meta=StorageMeta(checkpoint_id=checkpoint), version="1.0.0"
+        )
+        return pickle.dumps(whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Which tensors a checkpoint has, and where their pieces are."""
+
+    metadata: Metadata
+    places: Mapping[MetadataIndex, Place]
+
+    @property
+    def tensors(self) -> Mapping[str, TensorStorageMetadata]:
+        return self.metadata.state_dict_metadata  # type: ignore[return-value]
+
+
+def parse_index(content: bytes) -> Index:
+    """The meaning of a `tensors.json`. ValueError, KeyError or TypeError where it has none."""
+    read = json.loads(content)
+    if read["format"] != 1:
+        raise ValueError(f"it has format {read['format']}, this version reads 1")
+    places: dict[MetadataIndex, Place] = {}
+    tensors: dict[str, Any] = {}
+    for name, entry in read["tensors"].items():
+        dtype = getattr(torch, entry["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name} is of type {entry['dtype']}, which is none")
+        chunks = []
+        for piece in entry["pieces"]:
+            offset, shape = torch.Size(piece["offset"]), torch.Size(piece["shape"])
+            if piece["bytes"] != shape.numel() * dtype.itemsize:
+                raise ValueError(f"a piece of {name} has {piece['bytes']} bytes, not those of {list(shape)} {dtype}")
+            if "/" in piece["file"] or piece["file"].startswith("."):
+                raise ValueError(f"{piece['file']} is not the name of a file in a checkpoint")
+            chunks.append(ChunkStorageMetadata(offset, shape))
+            places[MetadataIndex(name, offset)] = piece["file"], piece["start"], piece["bytes"]
+        if sum(chunk.sizes.numel() for chunk in chunks) != torch.Size(entry["shape"]).numel():
+            raise ValueError(f"the pieces of {name} are not the whole of it")
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry["shape"]), chunks)
+    return Index(Metadata(tensors), places)
+
+
+def make_layout(tensors: Mapping[str, torch.Tensor]) -> Layout:
+    """The layout of tensors that are sharded as these are. Collective."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(tensors), is_coordinator=dist.get_rank() == 0)
+    local = planner.create_local_plan()
+    world = dist.get_world_size()
+    plans: list[Any] = [None] * world
+    dist.gather_object(local, plans if dist.get_rank() == 0 else None)
+    names: list[Any] = [None] * world
+    everyone: tuple[tuple[MetadataIndex, ...], ...] = ()
+    metadata = None
+    if dist.get_rank() == 0:
+        plans, metadata = planner.create_global_plan(plans)
+        everyone = tuple(tuple(item.index for item in plan.items) for plan in plans)
+        names = [tuple(index.fqn for index in pieces) for pieces in everyone]
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, names if dist.get_rank() == 0 else None)
+    return Layout(mine=mine[0], everyone=everyone, metadata=metadata)

@@ -1,0 +1,78 @@
+"""What makes a directory a checkpoint: the size and the hash of every file in it, written last."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, Storage
+
+if TYPE_CHECKING:
+    from raytune_fsdp.checkpoint.writing import Sum
+
+PIECES = ".distcp"
+"""Ending of the files with tensors in them."""
+_CHUNK_BYTES = 1 << 20
+
+
+def make_manifest(sums: Mapping[str, Sum]) -> str:
+    files = {name: {"bytes": each.bytes, "xxh3": each.xxh3} for name, each in sorted(sums.items())}
+    return json.dumps({"format": 1, "files": files}, indent=1)
+
+
+def check(storage: Storage, name: str, *, hashes: bool, share: tuple[int, int] = (0, 1)) -> str | None:
+    """What is wrong with a checkpoint, None if nothing: the sizes of all files, and their hashes.
+
+    Without `hashes` only those of the small files. With `share=(rank, world)` only a part of them: what all ranks find
+    is what there is to find. OSError where the storage does not answer: that is no verdict on the checkpoint.
+    """
+    try:
+        files = json.loads(storage.read(name, MANIFEST_FILE))["files"]
+        wanted = {file: (int(each["bytes"]), str(each["xxh3"])) for file, each in files.items()}
+    except FileNotFoundError:
+        return f"{MANIFEST_FILE} is gone"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST_FILE} is not what was written: {type(error).__name__}: {error}"
+    present = storage.sizes(name)
+    for file, (size, _) in wanted.items():
+        if file not in present:
+            return f"{file} is gone"
+        if present[file] != size:
+            return f"{file} has {present[file]} bytes instead of {size}"
+    to_hash = {file: size for file, (size, _) in wanted.items() if hashes or not file.endswith(PIECES)}
+    for file in _share_of(to_hash, *share):
+        try:
+            digest = hash_file(storage, name, file, present[file])
+        except FileNotFoundError:
+            return f"{file} is gone"
+        if digest != wanted[file][1]:
+            return f"the content of {file} is not what was written"
+    return None
+
+
+def hash_file(storage: Storage, name: str, file: str, size: int) -> str:
+    """xxh3_128 of a file, read from the storage."""
+    digest = xxhash.xxh3_128()
+    view = memoryview(bytearray(min(size, _CHUNK_BYTES)))
+    with storage.open(name, file) as source:
+        for start in range(0, size, _CHUNK_BYTES):
+            piece = view[: min(_CHUNK_BYTES, size - start)]
+            source.read_into(start, piece)
+            digest.update(piece)
+    found: str = digest.hexdigest()
+    return found
+
+
+def _share_of(sizes: Mapping[str, int], rank: int, world: int) -> list[str]:
+    """A rank's share of the files: the largest first, each to the rank that has the least yet."""
+    load = [0] * world
+    mine = []
+    for file, size in sorted(sizes.items(), key=lambda each: (-each[1], each[0])):
+        least = load.index(min(load))
+        load[least] += size
+        if least == rank:
+            mine.append(file)
+    return mine

@@ -1,0 +1,179 @@
+"""Checkpoints in an object store: S3, GCS, and what else pyarrow or fsspec open.
+
+An object is there when it is whole, and there is no rename: the files of a draft have names of their own, and the
+manifest, written last, is what makes a directory a checkpoint. Every rank reads and writes what is its own.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import pyarrow.fs
+
+from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_FILE, Sink, Source
+from raytune_fsdp.data.sources.remote import file_system
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+TRIES = 8
+"""The library below has tried several times before one of these is over."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 20.0
+
+
+def patiently(what: str, work: Callable[[], T]) -> T:
+    """The result of work that a store may refuse for a while: throttling, a node that is gone, a lost connection."""
+    for attempt in range(TRIES):
+        try:
+            return work()
+        except (FileNotFoundError, PermissionError):
+            raise
+        except OSError as error:
+            if attempt + 1 == TRIES:
+                raise
+            pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**attempt) * (0.5 + random.random())
+            logger.info("%s: %s; again in %.1f s", what, error, pause)
+            time.sleep(pause)
+    raise AssertionError("unreachable")
+
+
+class ObjectStorage:
+    def __init__(self, location: str) -> None:
+        self.location = location.rstrip("/")
+
+    def draft(self, name: str, serial: int) -> ObjectDraft:
+        return ObjectDraft(self, name)
+
+    def names(self) -> list[str]:
+        return [path.split("/")[0] for path in self._below("") if path.count("/") == 1 and path.endswith(_MANIFEST)]
+
+    def has_damaged(self) -> bool:
+        return any(path.endswith(DAMAGED) for path in self._below(""))
+
+    def where(self, name: str) -> str:
+        return f"{self.location}/{name}"
+
+    def sizes(self, name: str) -> dict[str, int]:
+        return self._below(name)
+
+    def read(self, name: str, file: str) -> bytes:
+        def read() -> bytes:
+            with self._system().open_input_file(self._path(name, file)) as source:
+                content: bytes = source.read()
+                return content
+
+        return patiently(f"reading {self.where(name)}/{file}", read)
+
+    @contextmanager
+    def open(self, name: str, file: str) -> Iterator[Source]:
+        what = f"reading {self.where(name)}/{file}"
+        path = self._path(name, file)
+        source = patiently(what, lambda: self._system().open_input_file(path))
+        with source:
+            yield _ObjectSource(source, what)
+
+    def set_aside(self, name: str) -> str:
+        content = self.read(name, MANIFEST_FILE)
+        with self.create(name, MANIFEST_FILE + DAMAGED) as sink:
+            sink.write(memoryview(content))
+        self._delete(name, MANIFEST_FILE)
+        return f"{self.where(name)}, whose manifest is now {MANIFEST_FILE}{DAMAGED}"
+
+    def remove(self, name: str) -> None:
+        self._delete(name, MANIFEST_FILE)  # first: from here on it is none
+        self._delete_all(name)
+
+    def clean(self) -> None:
+        below = self._below("")
+        whole = {path.split("/")[0] for path in below if path.endswith((_MANIFEST, _MANIFEST + DAMAGED))}
+        for name in {path.split("/")[0] for path in below if "/" in path} - whole:
+            self._delete_all(name)
+
+    @contextmanager
+    def create(self, name: str, file: str) -> Iterator[Sink]:
+        """A new object. It is there when this is left without an exception."""
+        stream = self._system().open_output_stream(self._path(name, file))
+        try:
+            yield cast(Sink, stream)
+        except BaseException:
+            stream.abort() if hasattr(stream, "abort") else None
+            raise
+        stream.close()
+
+    def put(self, name: str, file: str, content: bytes) -> None:
+        def put() -> None:
+            with self.create(name, file) as sink:
+                sink.write(memoryview(content))
+
+        patiently(f"writing {self.where(name)}/{file}", put)
+
+    def _below(self, name: str) -> dict[str, int]:
+        """Size of every object below a directory, by its path from there."""
+        top = self._path(name)
+        selector = pyarrow.fs.FileSelector(top, allow_not_found=True, recursive=True)
+        found = patiently(f"listing {self.where(name)}", lambda: self._system().get_file_info(selector))
+        return {info.path[len(top) :].lstrip("/"): info.size for info in found if info.type == pyarrow.fs.FileType.File}
+
+    def _delete(self, name: str, file: str) -> None:
+        def delete() -> None:
+            with suppress(FileNotFoundError):  # an earlier try has done it and was not told
+                self._system().delete_file(self._path(name, file))
+
+        patiently(f"removing {self.where(name)}/{file}", delete)
+
+    def _delete_all(self, name: str) -> None:
+        patiently(f"removing {self.where(name)}", lambda: self._system().delete_dir(self._path(name)))
+
+    def _system(self) -> Any:
+        return file_system(self.location)[0]
+
+    def _path(self, *parts: str) -> str:
+        return "/".join(part for part in (file_system(self.location)[1].rstrip("/"), *parts) if part)
+
+
+_MANIFEST = f"/{MANIFEST_FILE}"
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectDraft:
+    storage: ObjectStorage
+    name: str
+    again: bool = field(default=True, init=False)
+
+    def create(self, file: str) -> Any:
+        return self.storage.create(self.name, file)
+
+    def publish(self, sizes: Mapping[str, int], manifest: str) -> None:
+        present = self.storage.sizes(self.name)
+        lacking = {file: size for file, size in sizes.items() if present.get(file) != size}
+        if lacking or MANIFEST_FILE in present:
+            raise OSError(f"{self.storage.where(self.name)} holds {present}, but {lacking} is what should be there")
+        self.storage.put(self.name, MANIFEST_FILE, manifest.encode())
+
+    def discard(self) -> None:
+        try:
+            self.storage._system().delete_dir(self.storage._path(self.name))
+        except OSError as error:
+            logger.warning("%s is left unfinished: %s", self.storage.where(self.name), error)
+
+
+class _ObjectSource:
+    def __init__(self, file: Any, what: str) -> None:
+        self._file = file
+        self._what = what
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        def read() -> None:
+            self._file.seek(offset)
+            count = self._file.readinto(target)
+            if count != len(target):
+                raise io.UnsupportedOperation(f"the object ends at byte {offset + count}")
+
+        patiently(self._what, read)

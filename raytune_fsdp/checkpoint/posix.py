@@ -1,0 +1,118 @@
+"""Checkpoints on a file system that all nodes mount: NFS, Lustre, a local disk.
+
+A draft is a directory of another name, and publishing is its rename: the one operation of a file system that happens
+at once. What has to be on the disk before it is on the disk before it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_FILE, Sink, Source
+from raytune_fsdp.durable import sync_directory, write_durably
+
+STAGING = ".tmp"
+"""Behind the name of everything that is not finished, or no longer whole."""
+_BUFFER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PosixDraft:
+    staging: Path
+    final: Path
+    again: bool = False
+    """A disk that is full, or broken, is so a second later too."""
+
+    @contextmanager
+    def create(self, file: str) -> Iterator[Sink]:
+        self.staging.mkdir(parents=True, exist_ok=True)  # the rank that comes first makes it
+        with open(self.staging / file, "xb", buffering=_BUFFER_BYTES) as sink:
+            yield cast(Sink, sink)
+            sink.flush()
+            os.fsync(sink.fileno())
+
+    def publish(self, sizes: Mapping[str, int], manifest: str) -> None:
+        present = {entry.name: entry.stat().st_size for entry in os.scandir(self.staging)}
+        if present != sizes:
+            raise OSError(f"{self.staging} holds {present}, but what was written there is {dict(sizes)}")
+        write_durably(self.staging / MANIFEST_FILE, manifest)
+        sync_directory(self.staging)
+        self.staging.rename(self.final)
+        sync_directory(self.final.parent)
+
+    def discard(self) -> None:
+        shutil.rmtree(self.staging, ignore_errors=True)
+
+
+class PosixStorage:
+    def __init__(self, location: str) -> None:
+        self.location = location
+        self._root = Path(location)
+
+    def draft(self, name: str, serial: int) -> PosixDraft:
+        return PosixDraft(self._root / f"{name}.{serial}{STAGING}", self._root / name)
+
+    def names(self) -> list[str]:
+        try:
+            entries = os.listdir(self._root)
+        except FileNotFoundError:
+            return []
+        return [name for name in entries if os.path.exists(os.path.join(self.location, name, MANIFEST_FILE))]
+
+    def has_damaged(self) -> bool:
+        return self._root.is_dir() and any(name.endswith(DAMAGED) for name in os.listdir(self._root))
+
+    def where(self, name: str) -> str:
+        return str(self._root / name)
+
+    def sizes(self, name: str) -> dict[str, int]:
+        try:
+            return {entry.name: entry.stat().st_size for entry in os.scandir(self._root / name)}
+        except FileNotFoundError:
+            return {}
+
+    def read(self, name: str, file: str) -> bytes:
+        return (self._root / name / file).read_bytes()
+
+    @contextmanager
+    def open(self, name: str, file: str) -> Iterator[Source]:
+        with open(self._root / name / file, "rb", buffering=0) as source:
+            yield _PosixSource(source)
+
+    def set_aside(self, name: str) -> str:
+        target, number = self._root / f"{name}{DAMAGED}", 1
+        while target.exists():  # an earlier attempt of this number and step
+            number += 1
+            target = self._root / f"{name}.{number}{DAMAGED}"
+        (self._root / name).rename(target)
+        return str(target)
+
+    def remove(self, name: str) -> None:
+        doomed = self._root / f"{name}{STAGING}"
+        (self._root / name).rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)  # what is left will be cleaned
+
+    def clean(self) -> None:
+        if self._root.is_dir():
+            for entry in self._root.iterdir():
+                if entry.name.endswith(STAGING):
+                    shutil.rmtree(entry, ignore_errors=True)
+
+
+class _PosixSource:
+    def __init__(self, file: BinaryIO) -> None:
+        self._handle = file.fileno()
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        done = 0
+        while done < len(target):
+            count = os.preadv(self._handle, [target[done:]], offset + done)
+            if not count:
+                raise OSError(f"the file ends at byte {offset + done}, before byte {offset + len(target)}")
+            done += count

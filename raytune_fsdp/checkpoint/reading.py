@@ -1,0 +1,116 @@
+"""The tensors of a committed checkpoint, each rank reading what it needs.
+
+Nothing in a checkpoint is ever executed: the index is JSON, and of the pieces only the numbers are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.planner import ReadItem
+
+from raytune_fsdp.checkpoint.layout import INDEX_FILE, Index, Place, parse_index
+from raytune_fsdp.checkpoint.staging import local_piece
+from raytune_fsdp.checkpoint.storage import Source, Storage
+from raytune_fsdp.errors import ResumeError, TransientError
+
+
+def read_index(storage: Storage, name: str) -> Index:
+    """Which tensors a checkpoint has, and where."""
+    try:
+        return parse_index(storage.read(name, INDEX_FILE))
+    except OSError as error:
+        raise TransientError(f"{storage.where(name)}/{INDEX_FILE} could not be read: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ResumeError(
+            f"{storage.where(name)}/{INDEX_FILE} is no index of a checkpoint ({error}); use another checkpoint, or the "
+            "version that wrote this one"
+        ) from error
+
+
+def compare(tensors: Mapping[str, torch.Tensor], index: Index, where: str, *, whole: bool) -> None:
+    """Refuse a checkpoint that lacks one of these tensors or has it otherwise, or, if `whole`, has others too."""
+    problems = [f"{name} is missing" for name in tensors if name not in index.tensors]
+    if whole:
+        problems += [f"{name} is not part of this model" for name in index.tensors if name not in tensors]
+    for name, tensor in tensors.items():
+        entry = index.tensors.get(name)
+        if entry is not None and (entry.size, entry.properties.dtype) != (tensor.shape, tensor.dtype):
+            problems.append(
+                f"{name} is {list(entry.size)} {entry.properties.dtype} there, {list(tensor.shape)} {tensor.dtype} here"
+            )
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ResumeError(f"checkpoint {where} does not fit this model and optimizer: {problems[0]}{more}")
+
+
+@torch.no_grad()
+def read_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    storage: Storage,
+    name: str,
+    *,
+    whole: bool = True,
+    index: Index | None = None,
+) -> None:
+    """Fill `tensors`, of DTensors what this rank has of them. Nothing is cast or missed, nor left over if `whole`."""
+    index = index or read_index(storage, name)
+    compare(tensors, index, storage.where(name), whole=whole)
+    by_file: dict[str, list[tuple[Place, ReadItem]]] = {}
+    for item in create_default_local_load_plan(dict(tensors), index.metadata).items:
+        place = index.places[item.storage_index]
+        by_file.setdefault(place[0], []).append((place, item))
+    room = _Room()
+    try:
+        for file, items in by_file.items():
+            items.sort(key=lambda each: each[0][1])
+            with storage.open(name, file) as source:
+                for place, item in items:
+                    _read(source, place, index, item, tensors[item.dest_index.fqn], room)
+    except OSError as error:
+        raise TransientError(f"checkpoint {storage.where(name)} could not be read: {error}") from error
+
+
+class _Room:
+    """Memory for one piece after the other."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, size: int) -> torch.Tensor:
+        if self._memory.numel() < size:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        return self._memory[:size]
+
+
+def _read(source: Source, place: Place, index: Index, item: ReadItem, tensor: torch.Tensor, room: _Room) -> None:
+    """What a tensor needs of a stored piece, into it: straight into its memory, where it lies there in one block."""
+    target = local_piece(tensor)
+    for axis, length in enumerate(item.lengths):
+        target = target.narrow(axis, item.dest_offsets[axis], length)
+    if not target.numel():
+        return
+    chunks = index.tensors[item.storage_index.fqn].chunks
+    shape = next(chunk.sizes for chunk in chunks if chunk.offsets == item.storage_index.offset)
+    _, start, size = place
+    first, lengths = item.storage_offsets, item.lengths
+    if shape and lengths[1:] == shape[1:]:  # whole rows
+        row = size // shape[0]
+        start, size, shape = start + first[0] * row, lengths[0] * row, torch.Size(lengths)
+        first = torch.Size([0] * len(shape))
+    if target.device.type == "cpu" and target.is_contiguous() and shape == target.shape:
+        source.read_into(start, _memory_of(target))
+        return
+    raw = room.of(size)
+    source.read_into(start, _memory_of(raw))
+    stored = raw.view(target.dtype).view(shape)
+    for axis, length in enumerate(lengths):
+        stored = stored.narrow(axis, first[axis], length)
+    target.copy_(stored)
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,0 +1,121 @@
+"""One rank's file of a checkpoint: its pieces one behind the other, hashed as they go to the storage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+import xxhash
+
+from raytune_fsdp.checkpoint.layout import Span
+from raytune_fsdp.checkpoint.objects import patiently
+from raytune_fsdp.checkpoint.storage import Draft, Sink
+
+_CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """What a file is, to be compared with what is read later."""
+
+    bytes: int
+    xxh3: str
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    sum: Sum
+    spans: tuple[Span, ...]
+
+
+class NotFiniteError(Exception):
+    """The state has an infinity or a NaN: it is not worth a checkpoint."""
+
+
+class Hashing:
+    """A file that knows what has been written to it."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._digest = xxhash.xxh3_128()
+        self.size = 0
+        self.awaited = 0
+        """An address in memory; `found` is where in the file what lies there was written."""
+        self.found: int | None = None
+        self.failure: BaseException | None = None
+        """Why a write has failed: torch.save raises something of its own."""
+
+    def write(self, piece: Any) -> int:
+        view = memoryview(piece).cast("B")
+        if len(view) and np.frombuffer(view, dtype=np.uint8).ctypes.data == self.awaited:
+            self.found = self.size
+        try:
+            for start in range(0, len(view), _CHUNK_BYTES):
+                chunk = view[start : start + _CHUNK_BYTES]
+                self._digest.update(chunk)
+                self._sink.write(chunk)
+        except BaseException as error:
+            self.failure = error
+            raise
+        self.size += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """torch.save asks for it."""
+
+    @property
+    def sum(self) -> Sum:
+        return Sum(self.size, self._digest.hexdigest())
+
+
+def write_pieces(draft: Draft, file: str, pieces: Mapping[str, torch.Tensor], order: Sequence[str]) -> WrittenFile:
+    """Write a file of tensors, each as torch.save does: what torch.distributed.checkpoint reads."""
+
+    def write() -> WrittenFile:
+        spans = []
+        with draft.create(file) as sink:
+            target = Hashing(sink)
+            for name in order:
+                spans.append(_write_piece(target, pieces[name].cpu(), name))
+        return WrittenFile(target.sum, tuple(spans))
+
+    return patiently(f"writing {file}", write) if draft.again else write()
+
+
+def _write_piece(target: Hashing, piece: torch.Tensor, name: str) -> Span:
+    if not all_finite(piece):
+        raise NotFiniteError(name)
+    if piece.untyped_storage().nbytes() != piece.nbytes:  # it would be written with all of its storage
+        piece = piece.clone()
+    start, target.awaited, target.found = target.size, piece.data_ptr(), None
+    try:
+        torch.save(piece, cast(IO[bytes], target))
+    except RuntimeError as error:
+        raise target.failure or error from error
+    if target.found is None and piece.nbytes:
+        raise OSError(f"torch {torch.__version__} saves {name} otherwise than this version expects")
+    return start, target.size - start, target.found or start, piece.nbytes
+
+
+def write_small(draft: Draft, file: str, content: bytes) -> Sum:
+    """Write a file whole."""
+
+    def write() -> Sum:
+        with draft.create(file) as sink:
+            target = Hashing(sink)
+            target.write(content)
+        return target.sum
+
+    return patiently(f"writing {file}", write) if draft.again else write()
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Reads the tensor once and makes no other."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    low, high = torch.aminmax(tensor)  # both are NaN where anything is
+    return math.isfinite(low.item()) and math.isfinite(high.item())

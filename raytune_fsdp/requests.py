@@ -1,0 +1,84 @@
+"""How a person asks a run that is training for a checkpoint now: a small file in the run directory, and its answer.
+
+checkpoint-now.<id>.asked      left by `raytune-fsdp checkpoint now`
+checkpoint-now.<id>.taken      the run saves behind this step
+checkpoint-now.<id>.answered   what became of it, as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from raytune_fsdp.durable import replace_durably
+
+_PREFIX = "checkpoint-now."
+_ASKED, _TAKEN, _ANSWERED = ".asked", ".taken", ".answered"
+_LOOK_SECONDS = 1.0
+"""So often a run looks for files at most."""
+
+
+class Requests:
+    """The run's side."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._looked = 0.0
+        self._taken: list[Path] = []
+        self._waiting = False
+
+    def waiting(self) -> bool:
+        """Whether someone asks."""
+        if time.monotonic() - self._looked >= _LOOK_SECONDS:
+            self._looked = time.monotonic()
+            self._waiting = any(self._run_dir.glob(f"{_PREFIX}*{_ASKED}"))
+        return self._waiting
+
+    def take(self) -> None:
+        """A checkpoint is begun: it answers all who ask."""
+        self._waiting = False
+        for asked in self._run_dir.glob(f"{_PREFIX}*{_ASKED}"):
+            taken = asked.with_suffix(_TAKEN)
+            with suppress(OSError):  # whoever asked may have gone
+                asked.rename(taken)
+                self._taken.append(taken)
+
+    def answer(self, step: int, path: str | None, problem: str | None) -> None:
+        """What became of it."""
+        text = json.dumps({"step": step, "path": path, "problem": problem})
+        for taken in self._taken:
+            with suppress(OSError):
+                replace_durably(taken, text)
+                taken.rename(taken.with_suffix(_ANSWERED))
+        self._taken.clear()
+
+
+class Asking:
+    """A person's side."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = run_dir / f"{_PREFIX}{uuid.uuid4().hex[:12]}{_ASKED}"
+
+    def ask(self) -> None:
+        self._file.touch()
+
+    def taken(self) -> bool:
+        """Whether the run has heard."""
+        return not self._file.exists()
+
+    def answer(self) -> dict[str, object] | None:
+        """Step, path and problem, once they are known."""
+        answered = self._file.with_suffix(_ANSWERED)
+        if not answered.exists():
+            return None
+        found: dict[str, object] = json.loads(answered.read_text())
+        answered.unlink()
+        return found
+
+    def leave(self) -> None:
+        """Ask no more."""
+        for suffix in (_ASKED, _TAKEN, _ANSWERED):
+            self._file.with_suffix(suffix).unlink(missing_ok=True)

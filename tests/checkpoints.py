@@ -1,0 +1,36 @@
+"""Look into the checkpoints of a run, for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from raytune_fsdp.checkpoint.commit import Found, committed
+from raytune_fsdp.checkpoint.reading import read_index, read_tensors
+from raytune_fsdp.checkpoint.storage import storage_at
+
+
+def checkpoints(run_dir: Path) -> list[Found]:
+    """All committed ones, oldest first."""
+    return committed(str(run_dir / "checkpoints"))
+
+
+def types_in(found: Found, prefix: str = "") -> dict[str, torch.dtype]:
+    """Type of every tensor whose name starts so."""
+    entries = read_index(storage_at(found.root), found.name).tensors
+    return {name: entry.properties.dtype for name, entry in entries.items() if name.startswith(prefix)}
+
+
+def tensors_in(found: Found) -> dict[str, torch.Tensor]:
+    """Every tensor, whole."""
+    storage = storage_at(found.root)
+    index = read_index(storage, found.name)
+    tensors = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in index.tensors.items()}
+    read_tensors(tensors, storage, found.name, index=index)
+    return tensors
+
+
+def pieces_of(found: Found) -> list[Path]:
+    """Its files with tensors."""
+    return sorted(Path(found.path).glob("*.distcp"))

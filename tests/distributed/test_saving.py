@@ -1,0 +1,200 @@
+"""Checkpoints beside training: what they cost the run is time, never its trajectory; a save that fails is told."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.tracking.jsonl import read_events, read_trajectory
+from tests.checkpoints import checkpoints
+from tests.ranks import run_ranks
+from tests.runs import GPT2, make_config, trajectory
+
+TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 24}
+DROPOUT = {**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+
+
+def run_dir(config: Any) -> Path:
+    return Path(config.run.storage) / config.run.name
+
+
+def events(config: Any, *kinds: str) -> list[dict[str, Any]]:
+    found = read_events(run_dir(config) / "events.jsonl")
+    return [{"event": e["event"], **e["fields"]} for e in found if e["event"] in kinds]
+
+
+def train(values: dict[str, Any], pause: float, fault: dict[str, Any] | None) -> None:
+    """A run whose steps take a while, so that saves end between them; perhaps with a storage that fails."""
+    from raytune_fsdp.launch.local import prepare_on_rank0
+    from raytune_fsdp.launch.worker import work
+
+    config = FinetuneConfig.model_validate(values)
+    if fault is not None:
+        break_storage(**fault)
+
+    def stop() -> bool:
+        time.sleep(pause)
+        return False
+
+    work(config, prepare_on_rank0(config), torch.device("cpu"), stop)
+
+
+def break_storage(kind: str, rank: int, serial: int, seconds: float = 0.0) -> None:
+    """This rank's file of one save cannot be written."""
+    import torch.distributed as dist
+
+    from raytune_fsdp.checkpoint.posix import PosixDraft
+
+    if dist.get_rank() != rank:
+        return
+    create = PosixDraft.create
+
+    @contextmanager
+    def broken(self: PosixDraft, file: str) -> Iterator[Any]:
+        with create(self, file) as sink:
+            yield Broken(sink) if file == f"__{rank}_{serial}.distcp" else sink
+
+    class Broken:
+        def __init__(self, sink: Any) -> None:
+            self._sink = sink
+            self._written = 0
+
+        def write(self, piece: Any) -> None:
+            self._written += len(piece)
+            if self._written > 5000:  # some of it is there already
+                match kind:
+                    case "ENOSPC" | "EIO":
+                        raise OSError(getattr(errno, kind), errno.errorcode[getattr(errno, kind)])
+                    case "stall":
+                        time.sleep(seconds)
+                        self._written = -(10**9)
+                    case "killed":
+                        raise SystemExit
+            self._sink.write(piece)
+
+    PosixDraft.create = broken  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The trajectory of the run without a checkpoint before its end."""
+    return trajectory(make_config(tmp_path_factory.mktemp("whole"), DROPOUT, train=TRAIN), 2)
+
+
+def test_training_goes_on_while_checkpoints_are_written(tmp_path: Path, whole: Any) -> None:
+    config = make_config(tmp_path, DROPOUT, train=TRAIN, checkpoint={"every": 6, "keep_last": None})
+    run_ranks(train, 2, config.model_dump(), 0.1, None)
+    assert read_trajectory(run_dir(config) / "metrics.jsonl") == whole
+    assert [found.step for found in checkpoints(run_dir(config))] == [6, 12, 18, 24]
+    assert [each["step"] for each in events(config, "saved")] == [6, 12, 18, 24]
+    # Any of them is the run as it was then: continuing from it is continuing the run.
+    for found in checkpoints(run_dir(config))[1:]:
+        Path(found.path).rename(tmp_path / found.name)
+    assert trajectory(config, 2) == whole
+
+
+def test_a_save_that_is_due_too_early_waits_for_the_one_before(tmp_path: Path, whole: Any) -> None:
+    config = make_config(tmp_path, DROPOUT, train=TRAIN, checkpoint={"every": 2, "keep_last": None})
+    run_ranks(train, 2, config.model_dump(), 0.02, {"kind": "stall", "rank": 1, "serial": 2, "seconds": 0.5})
+    assert read_trajectory(run_dir(config) / "metrics.jsonl") == whole
+    steps = [found.step for found in checkpoints(run_dir(config))]
+    assert steps[0] == 2 and steps[-1] == 24 and len(steps) < 12
+    postponed = [each["step"] for each in events(config, "save_postponed")]
+    assert postponed and not set(postponed) & set(steps)
+    assert not events(config, "save_failed")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "told", "pause", "seconds"),
+    [
+        ("ENOSPC", "ENOSPC", 0.1, 0),
+        ("EIO", "EIO", 0.1, 0),
+        ("killed", "its writer", 0.1, 0),
+        ("stall", "checkpoint.timeout_minutes", 0.3, 1.5),
+        pytest.param("stall", "checkpoint.timeout_minutes", 11, 60, marks=pytest.mark.slow),
+    ],
+)
+def test_a_save_that_fails_is_told_and_the_next_one_is_good(
+    tmp_path: Path, whole: Any, kind: str, told: str, pause: float, seconds: float, rank: int
+) -> None:
+    """Nothing is committed for it, training goes on bit by bit, and what was written of it is gone."""
+    config = make_config(
+        tmp_path, DROPOUT, train=TRAIN,
+        checkpoint={"every": 6, "keep_last": None, "timeout_minutes": 0.6 / 60 if kind == "stall" else 1},
+    )  # fmt: skip
+    fault = {"kind": kind, "rank": rank, "serial": 2, "seconds": seconds}
+    run_ranks(train, 2, config.model_dump(), pause, fault, seconds=400)
+    assert read_trajectory(run_dir(config) / "metrics.jsonl") == whole
+    assert [found.step for found in checkpoints(run_dir(config))] == [6, 18, 24]
+    told_of = events(config, "saved", "save_failed")
+    assert [(each["event"], each["step"]) for each in told_of] == [
+        ("saved", 6), ("save_failed", 12), ("saved", 18), ("saved", 24),
+    ]  # fmt: skip
+    assert told in told_of[1]["problem"]
+    assert f"rank {rank}" in told_of[1]["problem"]
+    assert sorted(p.name for p in (run_dir(config) / "checkpoints").iterdir()) == [
+        "step-00000006.a1", "step-00000018.a1", "step-00000024.a1",
+    ]  # fmt: skip
+    assert trajectory(config, 2) == whole
+
+
+def test_the_last_save_must_succeed(tmp_path: Path) -> None:
+    config = make_config(tmp_path, GPT2, train={**TRAIN, "max_steps": 3})
+    with pytest.raises(AssertionError, match=r"TransientError: the checkpoint of step 3 could not be written: rank 1"):
+        run_ranks(train, 2, config.model_dump(), 0.0, {"kind": "ENOSPC", "rank": 1, "serial": 1})
+    assert not checkpoints(run_dir(config))
+    assert trajectory(config, 2)[-1]["step"] == 3
+
+
+def test_a_checkpoint_on_demand(tmp_path: Path, whole: Any) -> None:
+    from raytune_fsdp.cli.checkpoint import main
+
+    config = make_config(tmp_path, DROPOUT, train=TRAIN)
+    failed: list[BaseException] = []
+
+    def background() -> None:
+        try:
+            run_ranks(train, 2, config.model_dump(), 0.4, None)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=background)
+    thread.start()
+    metrics = run_dir(config) / "metrics.jsonl"
+    while thread.is_alive() and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.05)
+    assert main(["now", str(run_dir(config)), "--wait", "30"]) == 0
+    at = checkpoints(run_dir(config))[0].step
+    assert 0 < at < 24
+    thread.join()
+    assert not failed
+    assert read_trajectory(metrics) == whole
+    assert not list(run_dir(config).glob("checkpoint-now*"))
+    assert main(["now", str(run_dir(config)), "--wait", "1.5"]) == 1, "nobody is training any more"
+    assert not list(run_dir(config).glob("checkpoint-now*"))
+
+
+def test_the_best_are_kept(tmp_path: Path) -> None:
+    data = {
+        **make_config(tmp_path).model_dump()["data"],
+        "eval": [{"path": str(tmp_path / "tokens.jsonl"), "format": {"type": "tokens"}}],
+    }
+    config = make_config(
+        tmp_path, GPT2, data=data, eval={"every": 2}, train={**TRAIN, "max_steps": 14},
+        checkpoint={"every": 2, "keep_last": 2, "keep_best": 1, "keep_every": 8, "best_is": "highest",
+                    "asynchronous": False},
+    )  # fmt: skip
+    trajectory(config, 1, stop_after=9)
+    assert [found.step for found in checkpoints(run_dir(config))] == [2, 8, 9], "the loss only falls: 2 is highest"
+    trajectory(config, 1)
+    assert [found.step for found in checkpoints(run_dir(config))] == [2, 8, 12, 14], "also after a new start"
