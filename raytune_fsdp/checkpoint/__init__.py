@@ -1,11 +1,12 @@
 """What is saved, and how it becomes visible: a checkpoint is complete, verified and there, or it is not there.
 
-`state.py` is everything that is not a tensor, `tensors.py` everything that is, `commit.py` the directory on storage.
-Layout of a checkpoint (docs/architecture.md tells why):
+docs/checkpoint-format.md has the files, docs/architecture.md the reasons. In the order of a save:
 
-    checkpoints/step-00000050.a3/    attempt 3's checkpoint of step 50
-        __0_0.distcp ...             tensors, a file a rank (torch.distributed.checkpoint)
-        .metadata                    which tensor is where in them
-        state.json                   step, cursor, identity of the run, ...
-        manifest.json                size and xxh3 of every file above; written last
+    store.py     begin a save, ask what became of it, load          tensors.py   the tensors, by name
+    staging.py   a copy of this rank's part in host memory          state.py     everything that is not a tensor
+    flight.py    the writers of one save                            layout.py    which rank writes which piece; the index
+    meeting.py   what the writers tell each other                   writing.py   a rank's file, hashed as it is written
+    storage.py   where checkpoints lie; posix.py, objects.py        manifest.py  what the files must be
+    commit.py    which there are, can be trusted, are kept          reading.py   the tensors of a committed one
+    weights.py   a checkpoint as a source of weights                export.py    and as a model again
 """

@@ -67,6 +67,9 @@ def busy() -> Iterator[Throttling]:
         os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
+# Most of the time is spent waiting for a store that refuses.
+pytestmark = pytest.mark.slow
+
 TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 12}
 
 

@@ -17,7 +17,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.tracking.jsonl import read_events, read_trajectory
 from tests.checkpoints import checkpoints
 from tests.ranks import run_ranks
-from tests.runs import GPT2, make_config, trajectory
+from tests.runs import GPT2, LLAMA, make_config, trajectory
 
 TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 24}
 DROPOUT = {**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
@@ -146,6 +146,51 @@ def test_a_save_that_fails_is_told_and_the_next_one_is_good(
         "step-00000006.a1", "step-00000018.a1", "step-00000024.a1",
     ]  # fmt: skip
     assert trajectory(config, 2) == whole
+
+
+def save_again_and_again(root: str, times: int) -> list[dict[str, int]]:
+    """What this rank holds after every tenth part of so many saves."""
+    import psutil
+
+    from raytune_fsdp.checkpoint.commit import Keep
+    from raytune_fsdp.checkpoint.state import RunState
+    from raytune_fsdp.checkpoint.store import open_store
+    from raytune_fsdp.config import OptimConfig
+    from raytune_fsdp.optim import build_optimizer
+    from tests.loading import draw
+
+    model = draw(LLAMA, 5)
+    store = open_store(
+        root, model, build_optimizer(model, OptimConfig(lr=1e-3)), attempt=1, keep=Keep(last=3), seconds=60,
+        asynchronous=True, scores={},
+    )  # fmt: skip
+    this, seen = psutil.Process(), []
+    for step in range(1, times + 1):
+        store.begin(RunState(step=step, attempt=1), before=lambda: None)
+        outcome = store.finish()
+        assert outcome is not None and outcome.saved is not None, outcome
+        if step % (times // 10) == 0:
+            on_disk = sum(path.stat().st_size for path in Path(root).rglob("*"))
+            seen.append(
+                {
+                    "memory": this.memory_info().rss, "handles": this.num_fds(), "threads": this.num_threads(),
+                    "disk": on_disk, "checkpoints": len(list(Path(root).iterdir())),
+                }
+            )  # fmt: skip
+    return seen
+
+
+@pytest.mark.slow
+def test_thousands_of_saves_leave_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_ranks(save_again_and_again, 2, str(tmp_path / "checkpoints"), 2000, seconds=500)
+    with capsys.disabled():
+        print(f"\nrank 0 after 200 saves: {found[0][0]}\nrank 0 after 2000 saves: {found[0][-1]}")
+    for seen in found:
+        early, late = seen[1], seen[-1]
+        assert late["handles"] <= early["handles"] and late["threads"] <= early["threads"]
+        assert late["memory"] - early["memory"] < 4 << 20, "2 kB a save"
+    for each in found[0]:
+        assert each["checkpoints"] <= 4 and each["disk"] < 1.5 * found[0][0]["disk"]
 
 
 def test_the_last_save_must_succeed(tmp_path: Path) -> None:

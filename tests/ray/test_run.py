@@ -35,12 +35,15 @@ def test_killed_in_forward_in_save_and_by_signal_and_the_driver_too(tmp_path: Pa
     code, said = first.end()
     assert code == 130, said
     failed = [line["fields"] for line in events(run_dir, "attempt_failed")]
-    assert [(each["rank"], each["last_step"]) for each in failed] == [(1, 4), (0, 8)]
+    assert [each["rank"] for each in failed] == [1, 0]
+    reached = [each["last_step"] for each in failed]
+    assert reached[0] in (0, 4) and reached[1] in (4, 8), "the save of steps 4 and 8 may have been in flight"
     assert all("its process died" in each["cause"] and each["node"] for each in failed)
-    assert "rank 1 on" in said and "The last committed step is 4; the logs of all ranks are in" in said
+    assert "rank 1 on" in said and "the logs of all ranks are in" in said
+    assert f"The last committed step is {reached[1]}" in said
     stopped = checkpoints(run_dir)[-1].step
     assert stopped >= 14 and read_trajectory(run_dir / "metrics.jsonl")[-1]["step"] == stopped
-    assert [line["fields"]["resumed_from"] for line in events(run_dir, "attempt_started")] == [0, 4, 8]
+    assert [line["fields"]["resumed_from"] for line in events(run_dir, "attempt_started")] == [0, *reached]
     # The driver is killed, and what Ray Train has written down is torn.
     second = Command(config, tmp_path)
     second.until(lambda: second.steps() >= stopped + 2)

@@ -64,10 +64,10 @@ def watch_forward() -> None:
 
 
 def watch_writes(event: str, arguments: tuple[object, ...]) -> None:
-    if event == "open" and isinstance(arguments[0], str) and ".distcp" in arguments[0]:
+    if event == "open" and isinstance(arguments[0], str | Path) and ".distcp" in str(arguments[0]):
         path = Path(arguments[0])
         step, rank = int(path.parent.name.split(".")[0].removeprefix("step-")), path.name.split("_")[2]
-        if arguments[1] is not None and "w" in str(arguments[1]) and path.parent.suffix == ".tmp":
+        if arguments[1] is not None and "x" in str(arguments[1]) and path.parent.suffix == ".tmp":
             strike(f"save-{rank}-{step}")
 
 
