@@ -41,8 +41,10 @@ def train(values: dict[str, Any], pause: float, fault: dict[str, Any] | None) ->
     if fault is not None:
         break_storage(**fault)
 
+    steps = iter(range(1, 10**9))
+
     def stop() -> bool:
-        time.sleep(pause)
+        time.sleep(pause if pause < 1 or 12 < next(steps) < 19 else 0.1)  # a long one only while a save stalls
         return False
 
     work(config, prepare_on_rank0(config), torch.device("cpu"), stop)
