@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
-from raytune_fsdp.errors import ModelError
+from raytune_fsdp.errors import ModelError, TransientError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "trained": None}
 
@@ -49,8 +50,10 @@ def export(source: WholeTensors, model_files: Path, destination: Path, *, dtype:
     file_of: dict[str, str] = {}
     for i, names in enumerate(files, start=1):
         file_name = "model.safetensors" if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        tensors = {name: tensor.to(types[name]) for name, tensor in source.read_all(names).items()}
+        # One by one: of what is stored in another type, no more than a tensor is in memory.
+        tensors = {name: source.read_all([name])[name].to(types[name]) for name in names}
         save_file(tensors, staging / file_name, metadata={"format": "pt"})
+        _check_written(staging / file_name, tensors)
         file_of.update(dict.fromkeys(names, file_name))
     if len(files) > 1:
         total = sum(_bytes(shape, types[name]) for name, shape in source.shapes().items())
@@ -59,6 +62,24 @@ def export(source: WholeTensors, model_files: Path, destination: Path, *, dtype:
     _set_dtype(staging / "config.json", types)
     shutil.rmtree(destination, ignore_errors=True)
     staging.rename(destination)
+
+
+def _check_written(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """What is read back must be what was to be written, bit by bit."""
+    with safe_open(file, "pt") as written:
+        there = set(written.keys())
+        wrong = [n for n, tensor in tensors.items() if n not in there or not _same(written.get_tensor(n), tensor)]
+    if wrong or there != set(tensors):
+        raise TransientError(
+            f"{file} was not written as it should be ({', '.join(wrong[:3]) or 'other tensors'}), so nothing was "
+            "exported: check the disk, and export again"
+        )
+
+
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Bit by bit: a NaN is the same as itself."""
+    left, right = left.contiguous().reshape(-1), right.contiguous().reshape(-1)
+    return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
 def _check_replaceable(destination: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from raytune_fsdp.assemble import assemble
 from raytune_fsdp.checkpoint.export import export_checkpoint, find_checkpoint
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import ModelError
+from raytune_fsdp.errors import ModelError, TransientError
 from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.loop import train
 from raytune_fsdp.model import export as export_module
@@ -165,6 +165,24 @@ def test_an_export_is_whole_or_not_there(
     (destination / "left-behind").write_text("from an older export")
     export()
     assert {file.name: file.read_bytes() for file in destination.iterdir()} == before, "replaced, not mixed"
+
+
+def test_what_was_written_is_read_again(
+    trained: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bit that is lost on the way to the disk is noticed, and nothing is exported."""
+    _, directory = trained
+
+    def lossy(tensors: Any, path: Path, **kwargs: Any) -> None:
+        save_file(tensors, path, **kwargs)
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+
+    monkeypatch.setattr(export_module, "save_file", lossy)
+    with pytest.raises(TransientError, match=r"was not written as it should be \("):
+        export_checkpoint(find_checkpoint(directory), tmp_path / "export", dtype="bf16", max_file_bytes=SMALL)
+    assert not (tmp_path / "export").exists()
 
 
 def test_only_a_model_is_replaced(trained: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

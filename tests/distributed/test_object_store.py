@@ -118,6 +118,33 @@ def train_and_die_while_saving(values: dict[str, Any]) -> None:
     work(config, prepare_on_rank0(config), torch.device("cpu"), lambda: False)
 
 
+def test_small_pieces_are_asked_for_together(busy: Throttling) -> None:
+    """A hundred reads of one file, some of them across the borders of what was asked for."""
+    busy._share = 0.0
+    content = random.Random(2).randbytes(9 << 20)
+    storage = storage_at("s3://bucket/pieces")
+    draft = storage.draft("step-00000001.a1", 1)
+    with draft.create("file") as sink:
+        sink.write(memoryview(content))
+    asked = busy.asked
+    chance = random.Random(3)
+    offsets = sorted(chance.randrange(len(content) - 60_000) for _ in range(100))
+    with storage.open("step-00000001.a1", "file") as source:
+        for offset in [*offsets, *offsets[:3]]:
+            size = chance.choice([1, 4, 60_000])
+            target = bytearray(size)
+            source.read_into(offset, memoryview(target))
+            assert target == content[offset : offset + size]
+        whole = bytearray(len(content))
+        source.read_into(0, memoryview(whole))
+        assert whole == content
+        for offset, size in ((len(content) - 3, 4), (len(content) + 1, 1), (1, len(content))):
+            with pytest.raises(OSError):
+                source.read_into(offset, memoryview(bytearray(size)))
+    busy._share = 0.3
+    assert busy.asked - asked < 40, "not a request a piece"
+
+
 def test_damage_is_set_aside(busy: Throttling, tmp_path: Path) -> None:
     storage = {"storage": "s3://bucket/damaged", "every": 2, "keep_last": None, "asynchronous": False}
     config = make_config(tmp_path, GPT2, train={**TRAIN, "max_steps": 4}, checkpoint=storage)
