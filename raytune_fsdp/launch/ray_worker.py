@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from raytune_fsdp.types import Saved, StepBatches
 
 
+logger = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What every rank gets from the driver."""
@@ -63,6 +66,7 @@ def train_rank(job: Job) -> None:
     quiet()
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     from raytune_fsdp.assemble import Host
+    from raytune_fsdp.errors import Interrupted
     from raytune_fsdp.launch.shared import check_shared
     from raytune_fsdp.launch.worker import work
 
@@ -77,14 +81,20 @@ def train_rank(job: Job) -> None:
     if prepared.state.step >= prepared.plan.steps:
         return  # the last attempt had committed the last step
     device = _device(job, rank, node)
+    reports = _Reports(prepared.plan.run_dir)
     host = Host(
         attempt=attempt,
         batches=_batches(job, prepared, rank=rank, world=world, key=key, device=device, reached=reached),
         console=cast(TextIO, BoardStream(job.board, tty=job.tty)),
-        saved=lambda saved: _report(saved, prepared.plan.run_dir),
+        saved=reports.add,
         reached=reached,
     )
-    work(job.config, prepared, device, Stop(job.board) if rank == 0 else lambda: False, host)
+    try:
+        work(job.config, prepared, device, Stop(job.board) if rank == 0 else lambda: False, host)
+    except Interrupted:
+        reports.finish()
+        raise
+    reports.finish()
 
 
 def _agree(job: Job, prepared: Prepared, rank: int) -> tuple[Prepared, int, str]:
@@ -162,6 +172,27 @@ def _device(job: Job, rank: int, node: str) -> Any:
     device = get_device()
     torch.cuda.set_device(device)
     return device
+
+
+class _Reports:
+    """Tells Ray Train of checkpoints, in their order. That waits for all ranks and the controller, training not."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="report")
+
+    def add(self, saved: Saved) -> None:
+        self._threads.submit(self._tell, saved)
+
+    def finish(self) -> None:
+        """Wait until it knows all. Not after a failure: other ranks might never report."""
+        self._threads.shutdown()
+
+    def _tell(self, saved: Saved) -> None:
+        try:
+            _report(saved, self._run_dir)
+        except Exception:  # its list is a hint, and is repaired where it has to be
+            logger.warning("Ray Train was not told of the checkpoint of step %d", saved.step, exc_info=True)
 
 
 def _report(saved: Saved, run_dir: Path) -> None:

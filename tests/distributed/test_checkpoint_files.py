@@ -61,7 +61,9 @@ def delete(path: Path, chance: random.Random) -> str:
     return f"{path.name} deleted"
 
 
-@pytest.mark.parametrize(("harm", "times"), [(flip, 1000), (cut, 100), (delete, 100)])
+@pytest.mark.parametrize(
+    ("harm", "times"), [(flip, 200), (cut, 100), (delete, 100), pytest.param(flip, 1000, marks=pytest.mark.slow)]
+)
 def test_damage_is_detected_or_harmless(
     run_dir: Path, harm: Any, times: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,9 +18,11 @@ SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 
 def test_killed_in_forward_in_save_and_by_signal_and_the_driver_too(tmp_path: Path) -> None:
-    whole = trajectory(config_of(tmp_path, run={"name": "whole"}), 2)
+    long = {**TRAIN, "max_steps": 150}  # it must not be over before what is done to it
+    whole = trajectory(config_of(tmp_path, run={"name": "whole"}, train=long), 2)
     config = config_of(
         tmp_path,
+        train=long,
         cluster={"launch": "ray", "workers": 2, "device": "cpu", "max_failures": 2},
         tracking={"console": True, "mlflow": {"enabled": True}},
     )
@@ -48,8 +50,12 @@ def test_killed_in_forward_in_save_and_by_signal_and_the_driver_too(tmp_path: Pa
     second = Command(config, tmp_path)
     second.until(lambda: second.steps() >= stopped + 2)
     processes = second.all()
+    workers = [each for each in processes if "Train" in "".join(each.cmdline())]  # its ranks and its controller
+    assert workers
     second.process.kill()
     second.process.wait()
+    _, left = psutil.wait_procs(workers, timeout=60)  # until then Ray Train may still write its list
+    assert not [each for each in left if is_there(each)]
     snapshot = run_dir / SNAPSHOT
     snapshot.write_bytes(snapshot.read_bytes()[:100])
     third = Command(config, tmp_path)

@@ -135,7 +135,9 @@ def samples_of(windows: Windows) -> list[int]:
     return [len(windows.get(0, k)[0].samples) for k in range(windows.count(0))]
 
 
-@pytest.mark.parametrize(("world", "blocks", "micro"), [(1, 2, 8), (2, 3, 2), (3, 2, 3)])
+@pytest.mark.parametrize(
+    ("world", "blocks", "micro"), [pytest.param(1, 2, 8, marks=pytest.mark.slow), (2, 3, 2), (3, 2, 3)]
+)
 def test_every_rank_gets_what_it_gets_without_ray(
     tmp_path: Path, ranks: list[Any], world: int, blocks: int, micro: int
 ) -> None:
