@@ -17,17 +17,19 @@ def check_first(config: FinetuneConfig, world: int) -> Plan:
     The plan it returns has the run's places; its length is not known yet.
     """
     plan = resolve(config.model_copy(update={"train": _counted(config)}), world)
-    _check_storage(plan.run_dir)
+    _check_storage("run.storage", plan.run_dir)
+    if "://" not in plan.checkpoints:
+        _check_storage("checkpoint.storage" if config.checkpoint.storage else "run.storage", Path(plan.checkpoints))
     return plan
 
 
-def _check_storage(run_dir: Path) -> None:
+def _check_storage(field: str, wanted: Path) -> None:
     """Find out now, not on the ranks, where the run cannot be written."""
-    there = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    there = next(path for path in (wanted, *wanted.parents) if path.exists())
     if not there.is_dir():
-        raise ConfigError(f"run.storage: {there} is a file, so {run_dir} cannot be a directory; choose another path")
+        raise ConfigError(f"{field}: {there} is a file, so {wanted} cannot be a directory; choose another path")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"run.storage: {there} is not writable for this user; choose another path")
+        raise ConfigError(f"{field}: {there} is not writable for this user; choose another path")
 
 
 def _counted(config: FinetuneConfig) -> Any:

@@ -82,7 +82,7 @@ def prepare(
 
     `build` builds the windows that are to be counted.
     """
-    checkpoints = check_first(config, world).checkpoints
+    place = check_first(config, world)
     directory = model_directory(config, weights=False)
     hf_config = load_architecture(config.model, directory)
     tokenizer = load_tokenizer(config)
@@ -102,7 +102,7 @@ def prepare(
         encode_prompt(tokenizer, prompt, positions=positions_of(hf_config))
     train, evals = open_data(config, tokenizer, vocab_size, progress)
     identity, files_of_data = identity_of(config, hf_config, train), files_of(train)
-    resume, state, damaged = find_resume(config, checkpoints, identity, files_of_data)
+    resume, state, damaged = find_resume(config, place, identity, files_of_data)
     # A broken row of an evaluation is found now, not when it comes.
     built = sum(census(windows, progress=progress, build=build).built for windows in evals.values())
     counted = None
@@ -157,8 +157,7 @@ def on_world(config: FinetuneConfig, prepared: Prepared, world: int) -> Prepared
 def renewed(config: FinetuneConfig, prepared: Prepared, damaged: Damaged | None = None) -> Prepared:
     """The run as it stands now: what has been committed meanwhile is where it goes on, whatever `run.resume` says."""
     going_on = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
-    checkpoints = prepared.plan.checkpoints
-    resume, state, damaged = find_resume(going_on, checkpoints, prepared.identity, prepared.files_of_data, damaged)
+    resume, state, damaged = find_resume(going_on, prepared.plan, prepared.identity, prepared.files_of_data, damaged)
     found = replace(prepared, resume=resume, state=state, damaged=damaged, windows_built=0)
     return on_world(config, found, prepared.plan.layout.world)
 

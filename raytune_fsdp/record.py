@@ -9,8 +9,8 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
-from raytune_fsdp.checkpoint.commit import committed, set_aside_newer
-from raytune_fsdp.checkpoint.export import MODEL_FILES
+from raytune_fsdp.checkpoint.commit import PLACE_FILE, committed, set_aside
+from raytune_fsdp.checkpoint.export import MODEL_FILES, leave_model_files
 from raytune_fsdp.checkpoint.storage import storage_at
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import dump_config
@@ -50,10 +50,11 @@ def open_run(
     storage_at(prepared.plan.checkpoints).clean()
     aside = []
     if prepared.resume is not None:
-        for found, now in set_aside_newer(prepared.plan.checkpoints, prepared.resume):
-            why = prepared.damaged.get(found, "it is newer than the one the run continues from")
-            aside.append({"path": found.path, "problem": why, "now": now})
+        for found, now in set_aside(prepared.damaged, prepared.resume):
+            aside.append({"path": found.path, "problem": prepared.damaged[found], "now": now})
     replace_durably(run_dir / "config.yaml", dump_config(config))
+    if config.checkpoint.storage is not None:
+        replace_durably(run_dir / PLACE_FILE, prepared.plan.checkpoints)
     replace_durably(run_dir / "plan.json", json.dumps(prepared.plan.to_dict(), indent=1))
     model_files = run_dir / MODEL_FILES
     prepared.hf_config.save_pretrained(model_files)
@@ -61,6 +62,7 @@ def open_run(
     if prepared.generation_config is not None:
         # Not save_pretrained: it refuses combinations that well-known models have.
         prepared.generation_config.to_json_file(model_files / "generation_config.json")
+    leave_model_files(model_files, prepared.plan.checkpoints)
     return attempt or next_attempt(prepared.plan), changed, aside
 
 

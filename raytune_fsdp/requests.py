@@ -13,8 +13,6 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from raytune_fsdp.durable import replace_durably
-
 _PREFIX = "checkpoint-now."
 _ASKED, _TAKEN, _ANSWERED = ".asked", ".taken", ".answered"
 _LOOK_SECONDS = 1.0
@@ -29,6 +27,9 @@ class Requests:
         self._looked = 0.0
         self._taken: list[Path] = []
         self._waiting = False
+        for taken in run_dir.glob(f"{_PREFIX}*{_TAKEN}"):  # by an attempt that has not lived to answer
+            with suppress(OSError):
+                taken.rename(taken.with_suffix(_ASKED))
 
     def waiting(self) -> bool:
         """Whether someone asks."""
@@ -51,7 +52,8 @@ class Requests:
         text = json.dumps({"step": step, "path": path, "problem": problem})
         for taken in self._taken:
             with suppress(OSError):
-                replace_durably(taken, text)
+                with open(taken, "r+") as file:  # whoever asked may have gone
+                    file.write(text)
                 taken.rename(taken.with_suffix(_ANSWERED))
         self._taken.clear()
 

@@ -16,7 +16,10 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.data.identity import files_by_key
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.errors import ResumeError, TransientError
+from raytune_fsdp.plan import Plan
+from raytune_fsdp.tracking import names
+from raytune_fsdp.tracking.jsonl import EVENTS_FILE, read_events
 from raytune_fsdp.tracking.tracker import flatten
 
 
@@ -55,7 +58,7 @@ def files_of(train: Windows) -> dict[str, list[str]]:
 
 def find_resume(
     config: FinetuneConfig,
-    checkpoints: str,
+    plan: Plan,
     identity: Mapping[str, Any],
     files: Mapping[str, Sequence[str]],
     damaged: Damaged | None = None,
@@ -64,8 +67,15 @@ def find_resume(
 
     Of the large files only the sizes are looked at: the ranks read them together.
     """
-    found, damaged = newest(checkpoints, hashes=False, damaged=damaged)
+    checkpoints = plan.checkpoints
+    try:
+        found, damaged = newest(checkpoints, hashes=False, damaged=damaged)
+    except OSError as error:
+        raise TransientError(
+            f"{checkpoints} cannot be read: {error}; check checkpoint.storage and run.storage, and their credentials"
+        ) from error
     if found is None:
+        _check_never_saved(plan)
         if config.run.resume == "always":
             raise ResumeError(
                 f"run.resume=always, but {checkpoints} has no complete checkpoint: check run.storage and run.name, "
@@ -80,6 +90,17 @@ def find_resume(
     state = read_state(found)
     check_identity(state, identity, found.path, files)
     return found, state, damaged
+
+
+def _check_never_saved(plan: Plan) -> None:
+    """A run whose checkpoints are not where they should be must not start anew: its record would be cut."""
+    saved = [each["fields"] for each in read_events(plan.run_dir / EVENTS_FILE) if each["event"] == names.SAVED]
+    if saved:
+        raise ResumeError(
+            f"{plan.checkpoints} has no checkpoint, but this run has saved step {saved[-1]['step']} as "
+            f"{saved[-1]['path']}: mount that storage or set checkpoint.storage back; to start anew, choose another "
+            f"run.name or remove {plan.run_dir}"
+        )
 
 
 def changed_settings(run_dir: Path, config: FinetuneConfig) -> dict[str, list[Any]]:

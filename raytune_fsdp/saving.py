@@ -63,7 +63,7 @@ class Saves:
         """Whether to save behind this step: not while the last save is being written, but as soon as it is."""
         wanted = planned or boundary.asked or self._due
         if wanted and not boundary.free:
-            if planned and not self._due:
+            if planned:
                 self.tracker.event(names.SAVE_POSTPONED, step=step)
             self._due = self._due or planned
             return False
@@ -75,6 +75,7 @@ class Saves:
         self._start(state)
         if not self.store.asynchronous:
             self._finish()
+            self.store.leave()  # older ones are removed behind the commit
 
     def scored(self, step: int, value: float | None) -> None:
         """How good the state behind a step is, for the best to be kept."""

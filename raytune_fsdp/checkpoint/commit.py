@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from raytune_fsdp.checkpoint.manifest import check
 from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, Storage, storage_at
 from raytune_fsdp.errors import ResumeError, TransientError
 
 logger = logging.getLogger(__name__)
 
+PLACE_FILE = "checkpoints_at"
+"""In a run's directory: where its checkpoints are, if not there."""
 _NAME = re.compile(r"step-(\d{8,})\.a(\d+)")
 
 
@@ -42,12 +42,11 @@ def directory_name(step: int, attempt: int) -> str:
 
 
 def checkpoints_of(run_dir: Path) -> str:
-    """Where the checkpoints of the run in a directory are, as its config says."""
+    """Where the checkpoints of the run in a directory are: elsewhere, if it says so."""
     try:
-        place = yaml.safe_load((run_dir / "config.yaml").read_text())["checkpoint"]["storage"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
-        place = None
-    return f"{place.rstrip('/')}/{run_dir.name}/checkpoints" if place else str(run_dir / "checkpoints")
+        return (run_dir / PLACE_FILE).read_text()
+    except FileNotFoundError:
+        return str(run_dir / "checkpoints")
 
 
 def as_checkpoint(path: str) -> Found | None:
@@ -101,10 +100,13 @@ def verify(found: Found, *, hashes: bool, share: tuple[int, int] = (0, 1)) -> st
         raise TransientError(f"{found.path} cannot be read: {error}; try again when the storage answers") from error
 
 
-def set_aside_newer(root: str, chosen: Found) -> list[tuple[Found, str]]:
+def set_aside(damaged: Damaged, chosen: Found) -> list[tuple[Found, str]]:
     """Take damaged checkpoints behind the chosen one out of the way: pruning, by step, would keep them instead."""
-    storage = storage_at(root)
-    return [(found, storage.set_aside(found.name)) for found in committed(root) if found > chosen]
+    newer = [found for found in committed(chosen.root) if found > chosen]
+    for found in newer:
+        if found not in damaged:
+            raise TransientError(f"{found.path} was committed meanwhile, by another process of this run: start again")
+    return [(found, storage_at(found.root).set_aside(found.name)) for found in newer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp.checkpoint.commit import Found, as_checkpoint, checkpoints_of, newest, verify
+from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.errors import ModelError, ResumeError
 from raytune_fsdp.model.export import export
@@ -17,24 +21,42 @@ MODEL_FILES = "model"
 """Directory in the run directory with the model's config and tokenizer: what an export needs besides the weights."""
 
 
-def find_checkpoint(path: Path) -> Found:
-    """The checkpoint that `path` means: itself, or the newest complete one of the run directory it is."""
-    path = path.resolve()  # the run directory is found from a checkpoint by its parents
-    found = as_checkpoint(str(path))
+def find_checkpoint(place: Path | str) -> Found:
+    """The checkpoint that a path or URL means: itself, or the newest complete one of the run directory it is."""
+    # The run directory is found from a checkpoint by its parents.
+    path = str(place) if "://" in str(place) else str(Path(place).resolve())
+    found = as_checkpoint(path)
     if found is not None:
         problem = verify(found, hashes=True)
         if problem:
             raise ResumeError(f"checkpoint {path} is damaged: {problem}; use another one beside it")
         return found
-    found, _ = newest(checkpoints_of(path), hashes=True)
+    found, _ = newest(f"{path}/checkpoints" if "://" in path else checkpoints_of(Path(path)), hashes=True)
     if found is None:
         raise ResumeError(f"{path} is neither a committed checkpoint nor a run directory that holds one")
     return found
 
 
 def model_files(checkpoint: Found) -> Path:
-    """Config and tokenizer of the run that a checkpoint belongs to."""
-    return Path(checkpoint.root).parent / MODEL_FILES
+    """Config and tokenizer of the run that a checkpoint belongs to; of an object store as a copy."""
+    if "://" not in checkpoint.root:
+        return Path(checkpoint.root).parent / MODEL_FILES
+    beside = ObjectStorage(checkpoint.root.rpartition("/")[0])
+    copy = Path(tempfile.mkdtemp(prefix="raytune-model-"))
+    atexit.register(shutil.rmtree, copy, ignore_errors=True)
+    for name in beside.sizes(MODEL_FILES):
+        (copy / name).write_bytes(beside.read(MODEL_FILES, name))
+    return copy
+
+
+def leave_model_files(model: Path, checkpoints: str) -> None:
+    """Put config and tokenizer where `model_files` looks, if the checkpoints are not in the run's directory."""
+    if "://" in checkpoints:
+        beside = ObjectStorage(checkpoints.rpartition("/")[0])
+        for file in model.iterdir():
+            beside.put(MODEL_FILES, file.name, file.read_bytes())
+    elif Path(checkpoints).parent != model.parent:
+        shutil.copytree(model, Path(checkpoints).parent / MODEL_FILES, dirs_exist_ok=True)
 
 
 def export_checkpoint(checkpoint: Found, destination: Path, *, dtype: str, max_file_bytes: int) -> None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from raytune_fsdp.checkpoint.layout import INDEX_FILE, METADATA_FILE, Layout
+from raytune_fsdp.checkpoint.layout import METADATA_FILE, Layout
 from raytune_fsdp.checkpoint.manifest import PIECES, make_manifest
 from raytune_fsdp.checkpoint.meeting import Meeting
-from raytune_fsdp.checkpoint.state import STATE_FILE
-from raytune_fsdp.checkpoint.storage import Draft
+from raytune_fsdp.checkpoint.storage import INDEX_FILE, STATE_FILE, Draft
 from raytune_fsdp.checkpoint.writing import NotFiniteError, Sum, write_pieces, write_small
 from raytune_fsdp.types import Saved
 
@@ -51,6 +50,8 @@ class Job:
     seconds: float
     """How long it may take."""
     meeting: Meeting
+    leftovers: Sequence[Draft]
+    """What earlier saves that failed may have left. Rank 0 removes it first."""
     before: Callable[[], None]
     """Rank 0 calls this before the checkpoint is there for others."""
     after: Callable[[], None]
@@ -87,8 +88,12 @@ class Flight:
     def outcome(self) -> Outcome | None:
         """On rank 0, once it is known. Late is as good as never: what is late then is not committed any more."""
         with self._lock:
-            if self._outcome is None and not self._committing:
-                if not self._thread.is_alive():
+            if self._outcome is None:
+                if self._committing:
+                    # What happens at once cannot be taken back any more: a storage that hangs in it gets as long again.
+                    if self._left() < -self.job.seconds:
+                        self._outcome = self._failed("the storage does not say whether it is there")
+                elif not self._thread.is_alive():
                     self._outcome = self._failed("rank 0: its writer ended without a word")
                 elif self._late():
                     self._outcome = self._failed(self._too_late())
@@ -101,10 +106,16 @@ class Flight:
             self._thread.join(0.2 if self._committing else max(0.01, min(0.2, self._left())))
         return outcome
 
+    def join(self, seconds: float) -> None:
+        """Wait for this rank's thread, for so long at most."""
+        self._thread.join(seconds)
+
     def _run(self) -> None:
         job = self.job
         report: dict[str, Any] = {"problem": "its writer was ended"}
         try:
+            for draft in job.leftovers if job.rank == 0 else ():
+                self._clean_up(draft.discard)
             report = self._write()
         finally:
             self._tell(report)
@@ -115,6 +126,8 @@ class Flight:
                 finally:
                     with self._lock:
                         self._outcome = self._outcome or outcome
+                if outcome.saved is not None:
+                    self._clean_up(job.after)
 
     def _write(self) -> dict[str, Any]:
         job = self.job
@@ -146,12 +159,14 @@ class Flight:
         except Exception as error:
             job.draft.discard()
             return self._failed(f"rank 0: {_in_words(error)}")
-        try:
-            job.after()
-        except Exception as error:  # the checkpoint is there, whatever becomes of older ones
-            logger.warning("older checkpoints could not be removed: %s", _in_words(error))
         seconds = time.monotonic() - self._started
         return Outcome(step=job.step, saved=Saved(step=job.step, path=job.path, seconds=seconds, bytes=size))
+
+    def _clean_up(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # the checkpoint is there, or will be, whatever becomes of older ones
+            logger.warning("older checkpoints could not be removed: %s", _in_words(error))
 
     def _hear(self, rank: int) -> dict[str, Any]:
         self._waiting_for = rank

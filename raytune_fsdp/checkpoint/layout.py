@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 METADATA_FILE = ".metadata"
-INDEX_FILE = "tensors.json"
 
 Span = tuple[int, int, int, int]
 """Of a piece in its rank's file: offset and length of what torch.save wrote, offset and length of the numbers in it."""
@@ -112,6 +111,8 @@ def parse_index(content: bytes) -> Index:
             if "/" in piece["file"] or piece["file"].startswith("."):
                 raise ValueError(f"{piece['file']} is not the name of a file in a checkpoint")
             chunks.append(ChunkStorageMetadata(offset, shape))
+            if shape.numel() and MetadataIndex(name, offset) in places and places[MetadataIndex(name, offset)][2]:
+                raise ValueError(f"two pieces of {name} begin at {list(offset)}")
             places[MetadataIndex(name, offset)] = piece["file"], piece["start"], piece["bytes"]
         if sum(chunk.sizes.numel() for chunk in chunks) != torch.Size(entry["shape"]).numel():
             raise ValueError(f"the pieces of {name} are not the whole of it")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, Storage
+from raytune_fsdp.checkpoint.storage import INDEX_FILE, MANIFEST_FILE, STATE_FILE, Storage
 
 if TYPE_CHECKING:
     from raytune_fsdp.checkpoint.writing import Sum
@@ -30,7 +30,10 @@ def check(storage: Storage, name: str, *, hashes: bool, share: tuple[int, int] =
     is what there is to find. OSError where the storage does not answer: that is no verdict on the checkpoint.
     """
     try:
-        files = json.loads(storage.read(name, MANIFEST_FILE))["files"]
+        read = json.loads(storage.read(name, MANIFEST_FILE))
+        files = read["files"]
+        if read["format"] != 1 or not {STATE_FILE, INDEX_FILE} <= set(files):
+            raise ValueError("it is of another version")
         wanted = {file: (int(each["bytes"]), str(each["xxh3"])) for file, each in files.items()}
     except FileNotFoundError:
         return f"{MANIFEST_FILE} is gone"

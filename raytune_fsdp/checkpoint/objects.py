@@ -100,12 +100,8 @@ class ObjectStorage:
     def create(self, name: str, file: str) -> Iterator[Sink]:
         """A new object. It is there when this is left without an exception."""
         stream = self._system().open_output_stream(self._path(name, file))
-        try:
-            yield cast(Sink, stream)
-        except BaseException:
-            stream.abort() if hasattr(stream, "abort") else None
-            raise
-        stream.close()
+        yield cast(Sink, stream)
+        stream.close()  # not after an exception: without its end there is no object
 
     def put(self, name: str, file: str, content: bytes) -> None:
         def put() -> None:
@@ -159,8 +155,9 @@ class ObjectDraft:
 
     def discard(self) -> None:
         try:
-            self.storage._system().delete_dir(self.storage._path(self.name))
-        except OSError as error:
+            if MANIFEST_FILE not in self.storage.sizes(self.name):  # it may be there, though the store did not say so
+                self.storage._delete_all(self.name)
+        except Exception as error:  # of any library behind fsspec
             logger.warning("%s is left unfinished: %s", self.storage.where(self.name), error)
 
 

@@ -11,9 +11,9 @@ import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.planner import ReadItem
 
-from raytune_fsdp.checkpoint.layout import INDEX_FILE, Index, Place, parse_index
+from raytune_fsdp.checkpoint.layout import Index, Place, parse_index
 from raytune_fsdp.checkpoint.staging import local_piece
-from raytune_fsdp.checkpoint.storage import Source, Storage
+from raytune_fsdp.checkpoint.storage import INDEX_FILE, Source, Storage
 from raytune_fsdp.errors import ResumeError, TransientError
 
 

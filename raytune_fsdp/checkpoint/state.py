@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from raytune_fsdp.checkpoint.commit import Found
-from raytune_fsdp.checkpoint.storage import storage_at
+from raytune_fsdp.checkpoint.storage import STATE_FILE, storage_at
 from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.types import Cursor
 
 FORMAT = 1
-STATE_FILE = "state.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,10 @@ from typing import Protocol
 
 MANIFEST_FILE = "manifest.json"
 """The last file of a checkpoint to be written; a directory without it is none."""
+STATE_FILE = "state.json"
+"""Everything that is not a tensor."""
+INDEX_FILE = "tensors.json"
+"""Which tensors there are, and where."""
 DAMAGED = ".damaged"
 """Behind the name of what was set aside."""
 

@@ -29,6 +29,7 @@ T = TypeVar("T")
 # How a save has ended, as a number.
 COMMITTED, FAILED, LOST = 1, 2, 3
 _GRACE_SECONDS = 120
+_LEAVE_SECONDS = 30
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,9 +73,6 @@ class Store:
         `before` is called on rank 0, in another thread, before the checkpoint is there for others.
         """
         assert self._told, "one save at a time"
-        for draft in self._failed:  # what was left of them, now that nobody writes there any more
-            draft.discard()
-        self._failed.clear()
         tensors = self.tensors()
         if self.staging is not None:
             self.staging.copy(tensors)
@@ -95,26 +93,31 @@ class Store:
             state=state.to_json(),
             seconds=self.seconds,
             meeting=self.meeting,
+            leftovers=tuple(self._failed),
             before=before,
             after=lambda: prune(self.storage, self.keep, dict(self.scores)),
         )
+        self._failed.clear()
         self._told = False
         self._flight = Flight(job)
 
+    def leave(self) -> None:
+        """Let the writer come to its end. The process must not end before: the writer may be in the middle of C++."""
+        if self._flight is not None:
+            self._flight.join(_LEAVE_SECONDS)
+
     def close(self, ended: int) -> Outcome:
-        """Training has been told of the outcome. In full on rank 0; on other ranks only its kind."""
+        """Training has been told of the outcome; of a success, how much and how fast is known on rank 0. All ranks."""
         assert self._flight is not None and not self._told
         job = self._flight.job
-        if job.rank == 0:
-            outcome = self._flight.wait()
-        elif ended == COMMITTED:
-            outcome = Outcome(step=job.step, saved=Saved(step=job.step, path=job.path, seconds=0.0, bytes=0))
-        else:
-            outcome = Outcome(step=job.step, problem="rank 0 knows why", fatal=ended == LOST)
-        if outcome.saved is None:
-            self._failed.append(job.draft)
+        known = self._flight.wait() if job.rank == 0 else None
         self._told = True
-        return outcome
+        if ended == COMMITTED:
+            return known or Outcome(step=job.step, saved=Saved(step=job.step, path=job.path, seconds=0.0, bytes=0))
+        self._failed.append(job.draft)
+        problem: list[Any] = [known.problem if known else None]
+        dist.broadcast_object_list(problem, src=0)
+        return Outcome(step=job.step, problem=problem[0], fatal=ended == LOST)
 
     def finish(self) -> Outcome | None:
         """Wait for the outcome of the save in flight; None where there is none, or it is known. All ranks."""
@@ -133,7 +136,7 @@ class Store:
 
     def _hear_end(self, job: Job) -> int:
         """Not in a collective: it would not wait for as long as a save may take."""
-        deadline = time.monotonic() + self.seconds + _GRACE_SECONDS
+        deadline = time.monotonic() + 2 * self.seconds + _GRACE_SECONDS
         while (ended := self.meeting.hear(_ended_key(job, job.rank))) is None:
             if time.monotonic() > deadline:
                 raise TransientError(f"rank 0 does not say what became of the checkpoint of step {job.step}")

@@ -89,6 +89,7 @@ def write_pieces(draft: Draft, file: str, pieces: Mapping[str, torch.Tensor], or
 def _write_piece(target: Hashing, piece: torch.Tensor, name: str) -> Span:
     if not all_finite(piece):
         raise NotFiniteError(name)
+    piece = piece.contiguous()
     if piece.untyped_storage().nbytes() != piece.nbytes:  # it would be written with all of its storage
         piece = piece.clone()
     start, target.awaited, target.found = target.size, piece.data_ptr(), None

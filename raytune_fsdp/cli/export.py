@@ -12,7 +12,7 @@ from raytune_fsdp.cli.common import Parser, exit_code
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp export") -> int:
     """Export; returns the exit code."""
     parser = Parser(prog, "Write a checkpoint as a Hugging Face model directory. Needs no GPU.")
-    parser.add_argument("source", type=Path, help="run directory (its newest checkpoint), or one checkpoint")
+    parser.add_argument("source", help="run directory (its newest checkpoint), or one checkpoint; also as URL")
     parser.add_argument("destination", type=Path, help="directory to write; one that is there is replaced")
     parser.add_argument("--dtype", choices=("trained", "bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
     parser.add_argument("--max-file-bytes", type=int, default=5_000_000_000, metavar="N", help="default: 5 GB")

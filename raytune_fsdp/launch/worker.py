@@ -101,5 +101,6 @@ def work(
             "another run, so give that another run.name"
         ) from error
     finally:
+        parts.saves.store.leave()
         parts.tracker.finish(status)
     return state.step

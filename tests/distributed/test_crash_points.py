@@ -109,15 +109,16 @@ class Ranks:
             process.join()
 
 
-def follow(ranks: Ranks, rank: int, root: Path, at: Callable[[Call, bool], bool]) -> None:
-    """Let the save go, with one rank watched. In a thread of its own, as a tracer has to be."""
+def follow(ranks: Ranks, rank: int, root: Path, at: Callable[[Call, bool], bool]) -> bool:
+    """Let the save go, with one rank watched; whether it was killed. In a thread of its own, as a tracer has to be."""
     failed: list[BaseException] = []
+    killed: list[bool] = []
 
     def watch() -> None:
         try:
             tracer = Tracer(ranks.pids[rank], root)
             ranks.go()
-            tracer.run(at)
+            killed.append(tracer.run(at))
         except BaseException as error:
             failed.append(error)
 
@@ -129,6 +130,7 @@ def follow(ranks: Ranks, rank: int, root: Path, at: Callable[[Call, bool], bool]
     assert not thread.is_alive()
     if failed:
         raise failed[0]
+    return killed[0]
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +193,7 @@ def test_every_point_of_a_save_leaves_the_old_state_or_the_new_one(
                     number = next(seen)
                     return number == 2 * index + after
 
-                follow(Ranks(tmp_path, root, [NEW]), rank, root, here)
+                assert follow(Ranks(tmp_path, root, [NEW]), rank, root, here), (rank, calls[index], after)
                 step = step_in(root)
                 assert step in (OLD, NEW), (rank, calls[index], after)
                 points += 1

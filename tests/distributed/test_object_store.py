@@ -11,6 +11,8 @@ from typing import Any
 
 import boto3
 import pytest
+import safetensors.torch
+import torch
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
@@ -90,6 +92,13 @@ def test_save_kill_resume_and_prune(busy: Throttling, tmp_path: Path) -> None:
     left = set(storage_at(root)._below(""))  # type: ignore[attr-defined]
     assert {path.split("/")[0] for path in left} == {found.name for found in committed(root)}
     assert busy.refused > 0.2 * busy.asked
+    from raytune_fsdp.cli.export import main as export
+
+    for number, source in enumerate((Path(config.run.storage) / "remote", committed(root)[-1].path)):
+        assert export([str(source), str(tmp_path / f"export-{number}"), "--dtype", "trained"]) == 0
+        exported = safetensors.torch.load_file(tmp_path / f"export-{number}" / "model.safetensors")
+        stored = tensors_in(committed(root)[-1])
+        assert exported and all(torch.equal(tensor, stored[f"model.{name}"]) for name, tensor in exported.items())
     assert not (Path(config.run.storage) / "remote" / "checkpoints").exists()
 
 

@@ -15,7 +15,7 @@ import torch
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.tracking.jsonl import read_events, read_trajectory
-from tests.checkpoints import checkpoints
+from tests.checkpoints import checkpoints, pieces_of
 from tests.ranks import run_ranks
 from tests.runs import GPT2, LLAMA, make_config, trajectory
 
@@ -113,6 +113,112 @@ def test_a_save_that_is_due_too_early_waits_for_the_one_before(tmp_path: Path, w
     postponed = [each["step"] for each in events(config, "save_postponed")]
     assert postponed and not set(postponed) & set(steps)
     assert not events(config, "save_failed")
+
+
+def change_while_writing(root: str, given_up: bool) -> list[tuple[int, bool]]:
+    """Save while a writer is held back and the numbers change; then save again. Is what was saved right, by step?"""
+    import torch.distributed as dist
+
+    from raytune_fsdp.checkpoint.commit import Keep, committed
+    from raytune_fsdp.checkpoint.posix import PosixDraft
+    from raytune_fsdp.checkpoint.staging import local_piece
+    from raytune_fsdp.checkpoint.state import RunState
+    from raytune_fsdp.checkpoint.store import open_store
+    from raytune_fsdp.config import OptimConfig
+    from raytune_fsdp.optim import build_optimizer
+    from tests.checkpoints import tensors_in
+    from tests.loading import draw
+
+    model = draw(LLAMA, 5)
+    store = open_store(
+        root, model, build_optimizer(model, OptimConfig(lr=1e-3)), attempt=1, keep=Keep(last=None),
+        seconds=0.3 if given_up else 60, asynchronous=True, scores={},
+    )  # fmt: skip
+    go, create = threading.Event(), PosixDraft.create
+
+    @contextmanager
+    def held_back(self: PosixDraft, file: str) -> Iterator[Any]:
+        if dist.get_rank() == 1 and file == "__1_1.distcp":
+            go.wait(30)
+        with create(self, file) as sink:
+            yield sink
+
+    PosixDraft.create = held_back  # type: ignore[method-assign]
+
+    def fill(value: float) -> None:
+        with torch.no_grad():
+            for tensor in store.tensors().values():
+                local_piece(tensor).fill_(value)
+
+    def ended() -> int:
+        """What all know behind a step, and whether a rank may not save."""
+        now, busy = store.standing()
+        flags = torch.tensor([now, int(busy)])
+        dist.all_reduce(flags)
+        if flags[0]:
+            store.close(int(flags[0]))
+        return int(flags[1])
+
+    fill(1.0)
+    store.begin(RunState(step=1, attempt=1), before=lambda: None)
+    for value in range(100, 110):  # training goes on
+        fill(float(value))
+        time.sleep(0.06)
+        assert ended(), "no save may begin while rank 1 reads its copy"
+    go.set()
+    while ended():
+        time.sleep(0.01)
+    store.seconds = 60
+    fill(2.0)
+    store.begin(RunState(step=2, attempt=1), before=lambda: None)
+    fill(300.0)
+    outcome = store.finish()
+    assert outcome is not None and outcome.saved is not None, outcome
+    right = []
+    for found in committed(root):
+        right.append((found.step, all((t == found.step).all() for t in tensors_in(found).values())))
+    return right
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_what_is_saved_is_the_state_behind_its_step(tmp_path: Path, given_up: bool) -> None:
+    """However long a writer takes, and also if it was given up, while training goes on."""
+    expected = [(2, True)] if given_up else [(1, True), (2, True)]
+    assert run_ranks(change_while_writing, 2, str(tmp_path / "checkpoints"), given_up) == [expected] * 2
+    assert len(list((tmp_path / "checkpoints").iterdir())) == len(expected)
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_start_anew(tmp_path: Path, whole: Any) -> None:
+    """Its storage may only not be mounted."""
+    config = make_config(tmp_path, DROPOUT, train=TRAIN, checkpoint={"storage": str(tmp_path / "elsewhere")})
+    assert trajectory(config, 2, stop_after=5)[-1]["step"] == 5
+    before = (run_dir(config) / "metrics.jsonl").read_bytes()
+    (tmp_path / "elsewhere").rename(tmp_path / "away")
+    with pytest.raises(AssertionError, match="has no checkpoint, but this run has saved step 5 as"):
+        trajectory(config, 2)
+    assert (run_dir(config) / "metrics.jsonl").read_bytes() == before
+    (tmp_path / "away").rename(tmp_path / "elsewhere")
+    assert trajectory(config, 2) == whole
+
+
+def test_an_export_finds_checkpoints_that_are_elsewhere(tmp_path: Path) -> None:
+    from raytune_fsdp.cli.checkpoint import main as look
+    from raytune_fsdp.cli.export import main as export
+
+    config = make_config(tmp_path, GPT2, train={**TRAIN, "max_steps": 2}, checkpoint={"storage": str(tmp_path / "ck")})
+    trajectory(config, 1)
+    for number, source in enumerate((run_dir(config), tmp_path / "ck" / "run" / "checkpoints" / "step-00000002.a1")):
+        assert export([str(source), str(tmp_path / f"export-{number}")]) == 0
+        assert (tmp_path / f"export-{number}" / "config.json").is_file()
+    assert look(["verify", str(run_dir(config))]) == 0
+    pieces_of(committed_at(tmp_path / "ck" / "run" / "checkpoints"))[0].write_bytes(b"")
+    assert look(["verify", str(run_dir(config))]) == 2
+
+
+def committed_at(root: Path) -> Any:
+    from raytune_fsdp.checkpoint.commit import committed
+
+    return committed(str(root))[-1]
 
 
 SLOW = pytest.mark.slow

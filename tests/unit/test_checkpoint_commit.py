@@ -20,7 +20,7 @@ from raytune_fsdp.errors import ResumeError
 def write(root: Path, step: int, attempt: int = 1, content: bytes = b"x" * 3_000_000) -> Path:
     storage = PosixStorage(str(root))
     draft = storage.draft(directory_name(step, attempt), 1)
-    sums = {name: write_small(draft, name, content) for name in ("__0_1.distcp", "state.json", ".metadata")}
+    sums = {name: write_small(draft, name, content) for name in ("__0_1.distcp", "state.json", "tensors.json")}
     draft.publish({name: each.bytes for name, each in sums.items()}, make_manifest(sums))
     return root / directory_name(step, attempt)
 
