@@ -142,8 +142,7 @@ def _unless_damaged(config: FinetuneConfig, prepared: Prepared) -> Prepared:
         problem = verify(found, hashes=config.checkpoint.verify == "hashes")
         if problem is None:
             break
-        logger.warning("checkpoint %s is damaged (%s); looking for an older one", found.path, problem)
-        prepared = renewed(config, prepared, {**prepared.damaged, found: problem})
+        prepared = _without(config, prepared, found, problem)
     return prepared
 
 
@@ -167,25 +166,29 @@ def settled(config: FinetuneConfig, prepared: Prepared) -> Prepared:
 
     All ranks read the files of the checkpoint together, and all come to the same result.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    hashes = config.checkpoint.verify == "hashes"
+    hashes, share = config.checkpoint.verify == "hashes", (dist.get_rank(), dist.get_world_size())
     while (found := prepared.resume) is not None:
-        problem = next(filter(None, on_all_ranks(lambda: verify(found, hashes=hashes, share=(rank, world)))), None)
+        problem = next(filter(None, on_all_ranks(lambda: verify(found, hashes=hashes, share=share))), None)
         if problem is None:
             break
-        if rank == 0:
-            logger.warning("checkpoint %s is damaged (%s); looking for an older one", found.path, problem)
-        prepared = _without(config, prepared, {**prepared.damaged, found: problem})
+        prepared = _agreed_without(config, prepared, found, problem)
     return prepared
 
 
-def _without(config: FinetuneConfig, prepared: Prepared, damaged: Damaged) -> Prepared:
-    def look() -> tuple[Any, ...]:
-        now = renewed(config, prepared, damaged)
-        return now.resume, now.state, now.plan, now.damaged
+def _without(config: FinetuneConfig, prepared: Prepared, found: Found, problem: str) -> Prepared:
+    """The run as it stands without a checkpoint that turned out to be damaged."""
+    logger.warning("checkpoint %s is damaged (%s); looking for an older one", found.path, problem)
+    return renewed(config, prepared, {**prepared.damaged, found: problem})
 
-    resume, state, plan, damaged = on_rank0(look)
-    return replace(prepared, resume=resume, state=state, plan=plan, damaged=damaged)
+
+def _agreed_without(config: FinetuneConfig, prepared: Prepared, found: Found, problem: str) -> Prepared:
+    """The same on all ranks: rank 0 looks. Collective."""
+
+    def look() -> dict[str, Any]:
+        now = _without(config, prepared, found, problem)
+        return {"resume": now.resume, "state": now.state, "plan": now.plan, "damaged": now.damaged}
+
+    return replace(prepared, **on_rank0(look))
 
 
 def prepare_data(

@@ -80,9 +80,7 @@ class ObjectStorage:
             yield _ObjectSource(source, what)
 
     def set_aside(self, name: str) -> str:
-        content = self.read(name, MANIFEST_FILE)
-        with self.create(name, MANIFEST_FILE + DAMAGED) as sink:
-            sink.write(memoryview(content))
+        self.put(name, MANIFEST_FILE + DAMAGED, self.read(name, MANIFEST_FILE))
         self._delete(name, MANIFEST_FILE)
         return f"{self.where(name)}, whose manifest is now {MANIFEST_FILE}{DAMAGED}"
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from typing import IO, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from raytune_fsdp.checkpoint.layout import Span
 from raytune_fsdp.checkpoint.objects import patiently
 from raytune_fsdp.checkpoint.storage import Draft, Sink
 
+T = TypeVar("T")
 _CHUNK_BYTES = 8 << 20
 
 
@@ -83,7 +84,7 @@ def write_pieces(draft: Draft, file: str, pieces: Mapping[str, torch.Tensor], or
                 spans.append(_write_piece(target, pieces[name].cpu(), name))
         return WrittenFile(target.sum, tuple(spans))
 
-    return patiently(f"writing {file}", write) if draft.again else write()
+    return _tried(draft, file, write)
 
 
 def _write_piece(target: Hashing, piece: torch.Tensor, name: str) -> Span:
@@ -111,6 +112,10 @@ def write_small(draft: Draft, file: str, content: bytes) -> Sum:
             target.write(content)
         return target.sum
 
+    return _tried(draft, file, write)
+
+
+def _tried(draft: Draft, file: str, write: Callable[[], T]) -> T:
     return patiently(f"writing {file}", write) if draft.again else write()
 
 
