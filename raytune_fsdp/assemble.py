@@ -17,14 +17,13 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.stream import Division, Stream
-from raytune_fsdp.errors import ModelError
 from raytune_fsdp.evaluate import check_packing, score
 from raytune_fsdp.loop import Parts
 from raytune_fsdp.metrics import Meter
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.skeleton import build_skeleton, count_architecture
-from raytune_fsdp.model.weights import FileWeights, GrownWeights, RandomWeights, Weights
 from raytune_fsdp.optim import build_optimizer
+from raytune_fsdp.origin import first_weights
 from raytune_fsdp.parallel import make_mesh, shard
 from raytune_fsdp.prepare import Prepared
 from raytune_fsdp.record import open_run, start_tracker
@@ -63,7 +62,8 @@ def assemble(config: FinetuneConfig, prepared: Prepared, device: torch.device, h
     architecture = count_architecture(model)
     shard(model, make_mesh(plan.layout, device), config.parallel)
     if prepared.resume is None:
-        fill(model, _weights(config, prepared), _fill_mode(config, prepared), device)
+        weights, mode = first_weights(config, prepared.origin, model)
+        fill(model, weights, mode, device)
     else:
         fill(model, None, "empty", device)  # the checkpoint has every tensor
     optimizer = build_optimizer(model, config.optim)
@@ -162,37 +162,3 @@ def _store(
         asynchronous=chosen.asynchronous,
         scores={step: value for step, value in scores.items() if value is not None},
     )
-
-
-def _weights(config: FinetuneConfig, prepared: Prepared) -> Weights:
-    """Where this run's first weights come from. Opens no file yet: a rank may not see any."""
-    if prepared.files is None:
-        twin = build_skeleton(prepared.hf_config, config.model, config.parallel.precision)
-        return RandomWeights(twin, config.run.seed)
-    weights = FileWeights(prepared.files, prepared.key_of)
-    return GrownWeights(weights, prepared.grown) if prepared.grown else weights
-
-
-def _fill_mode(config: FinetuneConfig, prepared: Prepared) -> str:
-    """`sharded` where every rank sees the files that rank 0 has found, or draws its own weights. Collective."""
-    if prepared.files is None:
-        return "sharded"
-    if config.model.fill == "rank0":
-        return "rank0"
-    sizes = [prepared.files.sizes() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(sizes, src=0)
-    try:
-        sees = prepared.files.sizes() == sizes[0]
-    except OSError:
-        sees = False
-    views: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(views, sees)
-    if all(views):
-        return "sharded"
-    if config.model.fill == "sharded":
-        blind = [rank for rank, view in enumerate(views) if not view]
-        raise ModelError(
-            f"model.fill=sharded, but rank(s) {blind} do not see the same files in {prepared.files.directory}: put the "
-            "model on storage that all nodes share, or set model.fill=rank0"
-        )
-    return "rank0"

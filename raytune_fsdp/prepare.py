@@ -29,8 +29,7 @@ from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.early import check_first
 from raytune_fsdp.errors import ConfigError, ModelError, ResumeError
 from raytune_fsdp.evaluate import encode_prompt, positions_of
-from raytune_fsdp.model.files import WeightFiles, find_weights, locate
-from raytune_fsdp.model.keys import check_shapes, grown_rows, match_keys
+from raytune_fsdp.model.files import locate
 from raytune_fsdp.model.skeleton import (
     build_skeleton,
     fit_vocabulary,
@@ -38,7 +37,7 @@ from raytune_fsdp.model.skeleton import (
     load_architecture,
     takes_position_ids,
 )
-from raytune_fsdp.model.weights import FileWeights, GrownWeights
+from raytune_fsdp.origin import Origin, find_origin, model_directory
 from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.resume import files_of, find_resume, identity_of
 from raytune_fsdp.tracking.names import evaluation_loss
@@ -60,11 +59,8 @@ class Prepared:
     """None where the run is given in steps: nothing is counted then."""
     windows_built: int
     """Windows that were tokenized for all this."""
-    files: WeightFiles | None
+    origin: Origin | None
     """None with `model.init=random`."""
-    key_of: Mapping[str, str]
-    grown: Mapping[str, int]
-    """Embeddings that get more rows than their file has."""
     resume: Found | None
     state: RunState
     damaged: Damaged
@@ -96,7 +92,7 @@ def prepare(
             f"parallel.activation_checkpointing={config.parallel.activation_checkpointing}: {type(skeleton).__name__} "
             "does not support it; set it to none"
         )
-    files, key_of, grown = _match_weights(config, skeleton)
+    origin = find_origin(config, skeleton)
     vocab_size = hf_config.get_text_config().vocab_size
     for prompt in config.eval.prompts:
         encode_prompt(tokenizer, prompt, positions=positions_of(hf_config))
@@ -123,9 +119,7 @@ def prepare(
         evals=evals,
         census=counted,
         windows_built=built,
-        files=files,
-        key_of=key_of,
-        grown=grown,
+        origin=origin,
         resume=resume,
         state=state,
         damaged=damaged,
@@ -233,8 +227,10 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
     if name is None:
         raise ConfigError("model.tokenizer is not set and there is no model.path to take it from: set model.tokenizer")
     field = "model.tokenizer" if config.model.tokenizer else "model.path"
-    revision = None if config.model.tokenizer else config.model.revision
-    directory = locate(name, revision, field=field, weights=False)
+    if config.model.tokenizer:
+        directory = locate(name, None, field=field, weights=False)
+    else:
+        directory = model_directory(config, weights=False) or Path(name)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             directory, trust_remote_code=config.model.trust_remote_code
@@ -253,13 +249,6 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
     """One more than the largest id. Not the number of tokens: ids may have gaps."""
     return int(max(tokenizer.get_vocab().values())) + 1
-
-
-def model_directory(config: FinetuneConfig, *, weights: bool) -> Path | None:
-    """Where the model's files are. The weights of a hub model are fetched only when all else is known to be right."""
-    if config.model.path is None:
-        return None
-    return locate(config.model.path, config.model.revision, field="model.path", weights=weights)
 
 
 def _generation_config(skeleton: PreTrainedModel, directory: Path | None) -> GenerationConfig | None:
@@ -284,17 +273,3 @@ def _check_attention(config: FinetuneConfig, skeleton: PreTrainedModel, hf_confi
             f"data.packing={config.data.packing}: {type(skeleton).__name__} takes no position_ids, so documents packed "
             "together would see each other; set data.packing=none"
         )
-
-
-def _match_weights(
-    config: FinetuneConfig, skeleton: PreTrainedModel
-) -> tuple[WeightFiles | None, dict[str, str], dict[str, int]]:
-    directory = model_directory(config, weights=True) if config.model.init == "pretrained" else None
-    if directory is None:
-        return None, {}, {}
-    files = find_weights(directory)
-    key_of = match_keys(skeleton, files)
-    weights = FileWeights(files, key_of)
-    grown = grown_rows(skeleton, weights.shapes()) if config.model.resize_embeddings else {}
-    check_shapes(skeleton, GrownWeights(weights, grown))
-    return files, key_of, grown

@@ -16,7 +16,8 @@ from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.keys import check_shapes, grown_rows, match_keys
 from raytune_fsdp.model.skeleton import build_skeleton, fit_vocabulary, load_architecture
-from raytune_fsdp.model.weights import FileWeights, GrownWeights, RandomWeights, Weights
+from raytune_fsdp.model.weights import GrownWeights, RandomWeights, Weights
+from raytune_fsdp.origin import Origin
 from raytune_fsdp.parallel import make_mesh, shard
 from raytune_fsdp.plan import Layout
 
@@ -55,7 +56,7 @@ def load(
     weights: Weights | None = None
     if mode == "sharded" or dist.get_rank() == 0:  # in rank0 mode the others cannot have opened anything
         files = find_weights(directory)
-        stored = FileWeights(files, match_keys(model, files))
+        stored = Origin(stored=files, match=match_keys(model, files), grown={}).weights(model)
         weights = GrownWeights(stored, grown_rows(model, stored.shapes()))
         check_shapes(model, weights)
     shard(model, mesh(spread), spread)

@@ -53,12 +53,33 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 """Small configs by model type: tied and untied, grouped heads, sliding windows, biases, rotary or learned positions."""
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {**_LIKE_LLAMA, **_HEAD, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        **_LIKE_LLAMA,
+        **_HEAD,
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
+    "gpt_oss": {
+        **_LIKE_LLAMA,
+        **_HEAD,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+"""Mixtures of experts: transformers stores the first two expert by expert, the third as it computes with it."""
+
 TIED = ("qwen3", "gemma3_text", "gpt2", "starcoder2")
 
 
 def architecture(model_type: str, **changes: Any) -> dict[str, Any]:
     """The content of a config.json."""
-    return {"model_type": model_type, **ARCHITECTURES[model_type], **changes}
+    return {"model_type": model_type, **{**ARCHITECTURES, **EXPERTS}[model_type], **changes}
 
 
 def build(model_type: str, *, seed: int = 1, **changes: Any) -> Any:

@@ -5,11 +5,13 @@ Nothing in a checkpoint is ever executed: the index is JSON, and of the pieces o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from raytune_fsdp.checkpoint.layout import Index, Place, parse_index
 from raytune_fsdp.checkpoint.staging import local_piece
@@ -58,8 +60,25 @@ def read_tensors(
     """Fill `tensors`, of DTensors what this rank has of them. Nothing is cast or missed, nor left over if `whole`."""
     index = index or read_index(storage, name)
     compare(tensors, index, storage.where(name), whole=whole)
+    _read_items(create_default_local_load_plan(dict(tensors), index.metadata).items, tensors, storage, name, index)
+
+
+@torch.no_grad()
+def read_rows(target: torch.Tensor, start: int, storage: Storage, name: str, tensor: str, index: Index) -> None:
+    """Fill `target` with the rows of a tensor from `start` on; of one without dimensions with all there is."""
+    offset = torch.Size([start, *[0] * (target.ndim - 1)][: target.ndim])
+    items = create_read_items_for_chunk_list(
+        tensor, index.tensors[tensor], [ChunkStorageMetadata(offset, target.size())]
+    )
+    _read_items(items, {tensor: target}, storage, name, index)
+
+
+def _read_items(
+    found: Sequence[ReadItem], tensors: Mapping[str, torch.Tensor], storage: Storage, name: str, index: Index
+) -> None:
+    """Read file by file, each from its beginning to its end."""
     by_file: dict[str, list[tuple[Place, ReadItem]]] = {}
-    for item in create_default_local_load_plan(dict(tensors), index.metadata).items:
+    for item in found:
         place = index.places[item.storage_index]
         by_file.setdefault(place[0], []).append((place, item))
     room = _Room()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from raytune_fsdp.checkpoint.commit import Found
-from raytune_fsdp.checkpoint.reading import read_index, read_tensors
+from raytune_fsdp.checkpoint.reading import read_index, read_rows, read_tensors
 from raytune_fsdp.checkpoint.storage import storage_at
 from raytune_fsdp.checkpoint.tensors import MODEL
 
@@ -36,3 +36,11 @@ class CheckpointWeights:
         tensors = {MODEL + n: torch.empty(self._stored[n][0], dtype=self._stored[n][1]) for n in names}
         read_tensors(tensors, self._storage, self._found.name, whole=False, index=self._index)
         return {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) on the CPU, in the stored type. A tensor without dimensions is read whole."""
+        shape, dtype = self._stored[name]
+        rows = torch.empty((stop - start, *shape[1:]) if shape else (), dtype=dtype)
+        if rows.numel():
+            read_rows(rows, start, self._storage, self._found.name, MODEL + name, self._index)
+        return rows

@@ -17,6 +17,8 @@ from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.skeleton import init_buffers
 from raytune_fsdp.model.weights import Weights
 
+_READ_BYTES = 64 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
@@ -42,9 +44,21 @@ def fill(model: PreTrainedModel, weights: Weights | None, mode: str, device: tor
         assert weights is not None, "every rank reads in sharded mode"
         rank = dist.get_rank()
         for target in _targets(model):
-            target.local.copy_(weights.read(target.name, *target.rows_of[rank]))
+            _read(target, weights, *target.rows_of[rank])
     init_buffers(model, device)
     assert list(owned_tensors(model)) == owned, "filling must keep tied weights tied"
+
+
+def _read(target: Target, weights: Weights, start: int, stop: int) -> None:
+    """Some rows at a time: not all sources are mapped files, of which nothing is in memory before it is copied."""
+    local = target.local
+    if not local.ndim:
+        local.copy_(weights.read(target.name, start, stop))
+        return
+    at_once = max(1, _READ_BYTES // max(1, local[:1].nbytes))
+    for first in range(start, stop, at_once):
+        last = min(stop, first + at_once)
+        local[first - start : last - start].copy_(weights.read(target.name, first, last))
 
 
 def _allocate(model: PreTrainedModel, device: torch.device) -> None:

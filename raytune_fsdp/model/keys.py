@@ -3,44 +3,93 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, rename_source_key
+from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
 from raytune_fsdp.errors import ModelError
+from raytune_fsdp.model.conversion import Conversion
 from raytune_fsdp.model.files import WeightFiles
 from raytune_fsdp.model.weights import Weights
 
 
-def match_keys(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
-    """Keys in the files for the names in the network; an error that lists both sides where they do not agree.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """Where every tensor of a network is in some files. Can be pickled."""
 
-    transformers' own rules for the architecture apply: they know older names of some modules, and the prefix that a
-    checkpoint of the bare decoder lacks.
+    key_of: Mapping[str, str]
+    """Keys in the files by names in the network. What conversions take has its key for a name, too."""
+    conversions: tuple[Conversion, ...] = ()
+    """How tensors are made that are not stored as they are."""
+
+
+def match_keys(model: PreTrainedModel, files: WeightFiles) -> Match:
+    """Match the keys in the files and the names in the network; where they do not agree, an error lists both sides.
+
+    transformers' own rules for the architecture apply: they know older names of some modules, the prefix that a
+    checkpoint of the bare decoder lacks, and which tensors are stored in parts.
     """
-    renamings: Any = [r for r in get_model_conversion_mapping(model) if not isinstance(r, WeightConverter)]
+    rules = get_model_conversion_mapping(model)
+    renamings: Any = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     wanted = owned_tensors(model)
     names = dict(model.state_dict())
     key_of: dict[str, str] = {}
+    parts: dict[str, dict[str, list[str]]] = {}
     extra = []
-    for key in files.file_of:
-        name = rename_source_key(key, renamings, [], model.base_model_prefix, names)[0]
-        if name in wanted:
+    for key in sorted(files.file_of, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
+        if name not in names and key in names:  # a rule for older files, which does not mean this key
+            name, pattern = key, None
+        if pattern is not None and name in names:
+            parts.setdefault(name, {}).setdefault(pattern, []).append(key)
+        elif name in wanted:
             key_of.setdefault(name, key)
         elif name not in names and not _ignored(model, key):
             extra.append(key)
     _adopt_aliases(model, files, key_of)
-    missing = [name for name in wanted if name not in key_of]
+    conversions = tuple(_conversion(converters, name, sources) for name, sources in parts.items())
+    made = {name for conversion in conversions for name in conversion.targets}
+    missing = [name for name in wanted if name not in key_of and name not in made]
     if missing or extra:
         raise ModelError(
             f"the weights in {files.directory} do not fit a {type(model).__name__} ({model.config.model_type}): "
             f"{_some('missing', missing)}; {_some('unknown', extra)}. Is it a checkpoint of another architecture?"
         )
-    return key_of
+    taken = {key: key for conversion in conversions for keys in conversion.sources.values() for key in keys}
+    return Match(key_of={**key_of, **taken}, conversions=conversions)
+
+
+def _conversion(converters: Sequence[Any], name: str, sources: Mapping[str, Sequence[str]]) -> Conversion:
+    """The use of a converter under a name. Its sources of a pattern are numbered without gaps, or it is an error."""
+    converter = next(c for c in reversed(converters) if next(iter(sources)) in c.source_patterns)
+    for pattern, keys in sources.items():
+        gap = _gap(keys)
+        if gap is not None:
+            raise ModelError(
+                f"the weights for {name} ({pattern}) do not go on behind {gap}: download the model again, or is it "
+                "only a part of one?"
+            )
+    first, *others = converter.target_patterns
+    return Conversion(
+        converter=converter,
+        label=name,
+        sources={pattern: tuple(sources[pattern]) for pattern in converter.source_patterns if pattern in sources},
+        targets=(name, *(name.replace(first, other) for other in others)),
+    )
+
+
+def _gap(keys: Sequence[str]) -> str | None:
+    """The last key before one is missing, None if they are numbered 0, 1, 2, ... by one part of their names."""
+    for column in zip(*(key.split(".") for key in keys), strict=False):
+        if len(set(column)) > 1 and list(column) != [str(i) for i in range(len(keys))]:
+            return next((keys[i - 1] for i, part in enumerate(column) if i and part != str(i)), keys[0])
+    return None
 
 
 def check_shapes(model: PreTrainedModel, weights: Weights) -> None:

@@ -35,6 +35,14 @@ def load_architecture(config: ModelConfig, directory: Path | None) -> Pretrained
     text = hf_config.get_text_config()
     if not isinstance(getattr(text, "vocab_size", None), int):
         raise ModelError(f"model: {hf_config.model_type!r} is not a language model: its config has no vocab_size")
+    quantized = getattr(hf_config, "quantization_config", None)
+    if quantized is not None and config.init == "pretrained":
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else type(quantized).__name__
+        raise ModelError(
+            f"model.path={config.path}: its weights are quantized ({method}), which cannot be trained as they are: use "
+            "the model in bf16, or make it so once with transformers (from_pretrained dequantizes many of them; "
+            "save_pretrained)"
+        )
     for key, value in config.overrides.items():
         if not hasattr(text, key):
             raise ModelError(
@@ -110,11 +118,6 @@ def build_skeleton(hf_config: PretrainedConfig, config: ModelConfig, precision: 
             f"model: {hf_config.model_type!r} is an encoder, whose tokens see the ones they are to predict: "
             "use a decoder, or make it one with model.overrides={is_decoder: true}"
         )
-    if _is_converted(model):
-        raise ModelError(
-            f"model: transformers converts the weights of {hf_config.model_type!r} while loading them, "
-            "which is not supported yet; dense decoder architectures are (Llama, Qwen, Mistral, Gemma, GPT-2, Phi, ...)"
-        )
     model.train()
     return model
 
@@ -123,14 +126,6 @@ def _sees_ahead(hf_config: PretrainedConfig) -> bool:
     """Whether this is BERT or one of its kin, which transformers builds as causal LMs without making them causal."""
     encoder = hf_config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     return encoder and not hf_config.is_encoder_decoder and getattr(hf_config, "is_decoder", True) is False
-
-
-def _is_converted(model: PreTrainedModel) -> bool:
-    """Whether the files' keys are merged into the module's (experts), not only renamed."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter
-
-    return any(isinstance(step, WeightConverter) for step in get_model_conversion_mapping(model))
 
 
 def takes_position_ids(model: PreTrainedModel) -> bool:

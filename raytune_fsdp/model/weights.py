@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -145,14 +146,17 @@ class GrownWeights:
         self._rows = rows
         self._means: dict[str, torch.Tensor] = {}
 
+    @cached_property
+    def _stored(self) -> Mapping[str, tuple[int, ...]]:
+        return self._inner.shapes()
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes = dict(self._inner.shapes())
-        return {n: (self._rows[n], *shape[1:]) if n in self._rows else shape for n, shape in shapes.items()}
+        return {n: (self._rows[n], *shape[1:]) if n in self._rows else shape for n, shape in self._stored.items()}
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         if name not in self._rows:
             return self._inner.read(name, start, stop)
-        stored = self._inner.shapes()[name][0]
+        stored = self._stored[name][0]
         old = self._inner.read(name, min(start, stored), min(stop, stored))
         new = max(0, stop - max(start, stored))
         if not new:

@@ -13,12 +13,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
-from raytune_fsdp.assemble import _fill_mode, assemble
+from raytune_fsdp.assemble import assemble
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ModelError
+from raytune_fsdp.model.files import WeightFiles
+from raytune_fsdp.origin import fill_mode
 from raytune_fsdp.prepare import Prepared, prepare
 from tests.loading import CPU, assert_same, gathered, load
-from tests.models import ARCHITECTURES, TIED, VOCABULARY, build, save_checkpoint
+from tests.models import ARCHITECTURES, EXPERTS, TIED, VOCABULARY, build, save_checkpoint
 from tests.ranks import run_ranks
 
 MODES = ("sharded", "rank0")
@@ -28,7 +30,7 @@ MODES = ("sharded", "rank0")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of every architecture, in several files each."""
     root = tmp_path_factory.mktemp("checkpoints")
-    for name in ARCHITECTURES:
+    for name in (*ARCHITECTURES, *EXPERTS):
         save_checkpoint(root / name, name, max_shard_size="20KB")
         assert len(list((root / name).glob("*.safetensors"))) > 3
     return root
@@ -55,7 +57,7 @@ def _check(model: Any, expected: Any, what: str, *, tied: bool) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_architecture_and_mode_loads_exactly(checkpoints: Path, world: int) -> None:
-    run_ranks(_check_all, world, checkpoints, list(ARCHITECTURES))
+    run_ranks(_check_all, world, checkpoints, [*ARCHITECTURES, *EXPERTS])
 
 
 def _check_strategies(root: Path, name: str, strategies: list[Mapping[str, Any]]) -> None:
@@ -133,10 +135,12 @@ def _config(directory: Path, storage: Path, fill: str) -> FinetuneConfig:
 
 def _assemble(config: FinetuneConfig, prepared: Prepared, sighted: bool) -> tuple[str, Any]:
     """Which mode was chosen, and the network; the ranks that are not `sighted` have no such directory."""
-    assert prepared.files is not None
+    assert prepared.origin is not None and isinstance(prepared.origin.stored, WeightFiles)
     if dist.get_rank() and not sighted:
-        prepared = replace(prepared, files=replace(prepared.files, directory=Path("/nowhere/to/be/seen")))
-    return _fill_mode(config, prepared), assemble(config, prepared, CPU).model
+        unseen = replace(prepared.origin.stored, directory=Path("/nowhere/to/be/seen"))
+        prepared = replace(prepared, origin=replace(prepared.origin, stored=unseen))
+    assert prepared.origin is not None
+    return fill_mode(config, prepared.origin), assemble(config, prepared, CPU).model
 
 
 def _check_assembled(config: FinetuneConfig, prepared: Prepared, sighted: bool) -> str:

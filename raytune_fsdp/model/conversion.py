@@ -1,0 +1,216 @@
+"""Tensors that transformers makes out of others while it loads a model, such as one of all experts, and back.
+
+The rules and the arithmetic are transformers' own. What is added is that a rank reads no more than its rows: it takes
+the converter's sources of a few experts at a time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, dot_natural_key
+
+from raytune_fsdp.errors import ModelError
+from raytune_fsdp.model.weights import Weights
+
+_PIECE_BYTES = 16 << 20
+"""So much is converted at a time, or one row (one expert) if that is more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """One use of a converter. Can be pickled."""
+
+    converter: WeightConverter
+    label: str
+    """The name it was matched under, from which the converter derives the others."""
+    sources: Mapping[str, tuple[str, ...]]
+    """Names of the tensors it takes, by the converter's patterns."""
+    targets: tuple[str, ...]
+    """Names of those it makes."""
+
+    def convert(self, tensors: Mapping[str, Sequence[torch.Tensor]], model: PreTrainedModel) -> dict[str, torch.Tensor]:
+        """What becomes of the tensors given for each pattern, by name."""
+        self.converter.collected_tensors = defaultdict(list, {key: list(found) for key, found in tensors.items()})
+        try:
+            made = self.converter.convert(self.label, model=model, config=model.config)
+        except Exception as error:  # of an operation on tensors that do not fit
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelError(
+                f"transformers cannot convert {self.label} of {model.config.model_type}: {first}. Is config.json of "
+                "another model, or are weights missing?"
+            ) from error
+        return {name: found[0] if isinstance(found, list) else found for name, found in made.items()}
+
+    @property
+    def merges(self) -> bool:
+        """Whether row i of the result is made of the i-th tensor of every pattern, and of nothing else."""
+        first, *others = self.converter.operations
+        return type(first).__name__ == "MergeModulelist" and first.dim == 0 and all(map(_keeps_rows, others))
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether rows of the result are made of the same rows of one tensor for every pattern."""
+        return all(map(_keeps_rows, self.converter.operations)) and all(len(k) == 1 for k in self.sources.values())
+
+
+def _keeps_rows(operation: Any) -> bool:
+    # By name: not every version of transformers has each of them.
+    if type(operation).__name__ == "Transpose":
+        return not getattr(operation, "check_dims", False) and min(operation.dim0, operation.dim1) >= 1
+    return type(operation).__name__ in ("Chunk", "Concatenate", "Interleave") and operation.dim >= 1
+
+
+class ConvertedWeights:
+    """Weights of which some are made by conversions from those in the files."""
+
+    def __init__(self, stored: Weights, conversions: Sequence[Conversion], model: PreTrainedModel) -> None:
+        self._stored = stored
+        self._conversions = conversions
+        self._by_target = {name: conversion for conversion in conversions for name in conversion.targets}
+        self._model = model
+        self._whole: tuple[Conversion, dict[str, torch.Tensor]] | None = None
+
+    @cached_property
+    def _stored_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._stored.shapes()
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        used = {key for c in self._conversions for keys in c.sources.values() for key in keys}
+        shapes = {name: shape for name, shape in self._stored_shapes.items() if name not in used}
+        for conversion in self._conversions:
+            sources = {
+                pattern: [torch.empty(self._stored_shapes[key], device="meta") for key in keys]
+                for pattern, keys in conversion.sources.items()
+            }
+            shapes.update((n, tuple(t.shape)) for n, t in conversion.convert(sources, self._model).items())
+        return shapes
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        conversion = self._by_target.get(name)
+        if conversion is None:
+            return self._stored.read(name, start, stop)
+        shape = self._shapes[name]
+        some_key = next(iter(conversion.sources.values()))[0]
+        rows = torch.empty((stop - start, *shape[1:]), dtype=self._stored.read(some_key, 0, 0).dtype)
+        if not (conversion.merges or conversion.keeps_rows):
+            return rows.copy_(self._converted_whole(conversion)[name][start:stop])
+        self._whole = None
+        at_once = max(1, _PIECE_BYTES // max(1, rows[:1].nbytes))
+        for first in range(start, stop, at_once):
+            last = min(stop, first + at_once)
+            rows[first - start : last - start] = conversion.convert(
+                {p: list(self._sources(conversion, keys, first, last)) for p, keys in conversion.sources.items()},
+                self._model,
+            )[name]
+        return rows
+
+    def _sources(self, conversion: Conversion, keys: Sequence[str], first: int, last: int) -> Iterator[torch.Tensor]:
+        """Of one pattern, what rows [first, last) of the result are made of."""
+        if conversion.merges:
+            for key in keys[first:last]:
+                yield self._stored.read(key, 0, self._stored_shapes[key][0])
+        else:
+            yield self._stored.read(keys[0], first, last)
+
+    def _converted_whole(self, conversion: Conversion) -> dict[str, torch.Tensor]:
+        """Where rows are mixed, the whole is made, and kept until another is: its rows and its siblings come next."""
+        if self._whole is None or self._whole[0] is not conversion:
+            self._whole = None
+            sources = {
+                pattern: [self._stored.read(key, 0, self._stored_shapes[key][0]) for key in keys]
+                for pattern, keys in conversion.sources.items()
+            }
+            self._whole = conversion, conversion.convert(sources, self._model)
+        return self._whole[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outgoing:
+    """Tensors of a network that leave together, and what they are called and how they look in files."""
+
+    names: tuple[str, ...]
+    stored: Mapping[str, tuple[int, ...]]
+    """Keys in the files, with their shapes."""
+    conversion: Conversion | None = None
+    renamings: Sequence[Any] = ()
+
+    def turn_back(self, tensors: Mapping[str, torch.Tensor], model: PreTrainedModel | None) -> dict[str, torch.Tensor]:
+        """The tensors `names` as they are stored."""
+        if self.conversion is None or model is None:
+            return dict(zip(self.stored, tensors.values(), strict=True))
+        sources = {p: [tensors[name] for name in names] for p, names in self.conversion.sources.items()}
+        made = self.conversion.convert(sources, model)
+        return {_renamed(key, self.renamings): tensor for key, tensor in made.items()}
+
+
+def outgoing(shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel | None) -> list[Outgoing]:
+    """How the tensors of a network are stored: as transformers' save_pretrained would have it.
+
+    Without a model (its code came with it, so transformers has no rules for it) everything keeps its name.
+    """
+    if model is None:
+        return [Outgoing(names=(name,), stored={name: shape}) for name, shape in shapes.items()]
+    rules: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
+    # Whether a prefix was there is not known; the network's own names have it where it belongs.
+    back = [rule.reverse_transform() for rule in reversed(rules) if type(rule).__name__ != "PrefixChange"]
+    renamings = [rule for rule in back if not isinstance(rule, WeightConverter)]
+    converters = [rule for rule in back if isinstance(rule, WeightConverter)]
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    found: list[Outgoing] = []
+    groups: dict[str, dict[str, list[str]]] = {}
+    for name in sorted(shapes, key=dot_natural_key):
+        label, pattern = _matched(name, converters)
+        if pattern is None:
+            found.append(Outgoing(names=(name,), stored={_renamed(name, renamings): shapes[name]}))
+        else:
+            groups.setdefault(label, {}).setdefault(pattern, []).append(name)
+    for label, sources in groups.items():
+        conversion = Conversion(
+            converter=of_pattern[next(iter(sources))],
+            label=label,
+            sources={pattern: tuple(names) for pattern, names in sources.items()},
+            targets=(),
+        )
+        group = Outgoing(
+            names=tuple(name for names in sources.values() for name in names),
+            stored={},
+            conversion=conversion,
+            renamings=renamings,
+        )
+        made = group.turn_back({n: torch.empty(shapes[n], device="meta") for n in group.names}, model)
+        found.append(
+            Outgoing(
+                names=group.names,
+                stored={key: tuple(tensor.shape) for key, tensor in made.items()},
+                conversion=conversion,
+                renamings=renamings,
+            )
+        )
+    return sorted(found, key=lambda each: dot_natural_key(each.names[0]))
+
+
+def _matched(name: str, converters: Sequence[Any]) -> tuple[str, str | None]:
+    """The name as the first converter that knows it would have it, and the pattern by which it does."""
+    for converter in converters:
+        label, pattern = converter.rename_source_key(name)
+        if pattern is not None:
+            return label, pattern
+    return name, None
+
+
+def _renamed(name: str, renamings: Sequence[Any]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
