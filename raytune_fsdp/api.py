@@ -22,6 +22,8 @@ class FinetuneResult:
     """The newest checkpoint: directory or URL."""
     export: Path | None
     """Hugging Face model directory; None where the config asks for none."""
+    pushed: str | None
+    """Where it is on the hub; None where it was not pushed."""
     curve: Path | None
     """Loss curve as PNG; None on ranks other than 0."""
 
@@ -35,8 +37,8 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
 
     quiet()
     from raytune_fsdp.checkpoint.commit import committed
-    from raytune_fsdp.checkpoint.export import export_checkpoint
     from raytune_fsdp.launch.start import run
+    from raytune_fsdp.publish import publish
     from raytune_fsdp.report.curves import plot
     from raytune_fsdp.tracking.jsonl import METRICS_FILE
 
@@ -46,10 +48,10 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
     newest = committed(plan.checkpoints)[-1] if trained else prepared.resume
     assert newest is not None, "a run that is complete has a checkpoint"
     export = plan.run_dir / "export" if config.export.at_end else None
-    curve = None
+    curve, pushed = None, None
     if is_rank0():
         if export is not None:
-            export_checkpoint(newest, export, dtype=config.export.dtype, max_file_bytes=config.export.max_file_bytes)
+            pushed = publish(newest, export, config.export)
         curve = plan.run_dir / "report" / "loss.png"
         curve.parent.mkdir(exist_ok=True)
         plot(plan.run_dir / METRICS_FILE, curve, title=config.run.name)
@@ -59,6 +61,7 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
         trained=trained,
         checkpoint=newest.path,
         export=export,
+        pushed=pushed,
         curve=curve,
     )
 

@@ -30,6 +30,7 @@ from raytune_fsdp.early import check_first
 from raytune_fsdp.errors import ConfigError, ModelError, ResumeError
 from raytune_fsdp.evaluate import encode_prompt, positions_of
 from raytune_fsdp.model.files import locate
+from raytune_fsdp.model.hub import check_push
 from raytune_fsdp.model.skeleton import (
     build_skeleton,
     fit_vocabulary,
@@ -79,6 +80,8 @@ def prepare(
     `build` builds the windows that are to be counted.
     """
     place = check_first(config, world)
+    if config.export.push is not None:
+        check_push(config.export.push)
     directory = model_directory(config, weights=False)
     hf_config = load_architecture(config.model, directory)
     tokenizer = load_tokenizer(config)
@@ -111,6 +114,7 @@ def prepare(
     plan = resolve(config, world, counted, planned_schedule=state.schedule_steps)
     _check_extension(config, plan, state)
     _check_best(config, plan, evals)
+    _check_export(config, plan)
     prepared = Prepared(
         hf_config=hf_config,
         generation_config=_generation_config(skeleton, directory),
@@ -219,6 +223,16 @@ def _check_best(config: FinetuneConfig, plan: Plan, evals: Mapping[str, Windows]
         raise ConfigError(
             f"checkpoint.keep_best={keep}, but of the checkpoints (every {plan.save_every} steps) only some would be "
             f"evaluated (every {plan.eval_every}): make checkpoint.every a multiple of eval.every"
+        )
+
+
+def _check_export(config: FinetuneConfig, plan: Plan) -> None:
+    """What is exported beside training are checkpoints."""
+    every = config.export.every
+    if every is not None and every % plan.save_every:
+        raise ConfigError(
+            f"export.every={every}, but there is a checkpoint only every {plan.save_every} steps: make export.every a "
+            "multiple of checkpoint.every"
         )
 
 

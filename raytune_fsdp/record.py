@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TextIO
 
 import torch.distributed as dist
 
 from raytune_fsdp.checkpoint.commit import PLACE_FILE, committed, set_aside
-from raytune_fsdp.checkpoint.export import MODEL_FILES, leave_model_files
+from raytune_fsdp.checkpoint.export import MODEL_FILES, RECIPE_FILE, leave_model_files
 from raytune_fsdp.checkpoint.storage import storage_at
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import dump_config
@@ -18,11 +19,13 @@ from raytune_fsdp.data.skipped import told
 from raytune_fsdp.durable import replace_durably
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.prepare import Prepared
+from raytune_fsdp.report.card import recipe_of
 from raytune_fsdp.resume import changed_settings
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.console import ConsoleTracker
 from raytune_fsdp.tracking.jsonl import EVENTS_FILE, JsonlTracker, read_events
 from raytune_fsdp.tracking.mlflow import MlflowTracker, sqlite_location
+from raytune_fsdp.tracking.redaction import redact
 from raytune_fsdp.tracking.tracker import Composite, NullTracker, RunStart, Tracker, flatten
 from raytune_fsdp.types import Census
 
@@ -62,8 +65,17 @@ def open_run(
     if prepared.generation_config is not None:
         # Not save_pretrained: it refuses combinations that well-known models have.
         prepared.generation_config.to_json_file(model_files / "generation_config.json")
+    recipe = recipe_of(redact(config.model_dump(mode="json")), _version(), run_dir)
+    (model_files / RECIPE_FILE).write_text(recipe, encoding="utf-8")
     leave_model_files(model_files, prepared.plan.checkpoints)
     return attempt or next_attempt(prepared.plan), changed, aside
+
+
+def _version() -> str | None:
+    try:
+        return version("raytune-fsdp")
+    except PackageNotFoundError:  # run from its source, without an installation
+        return None
 
 
 def start_tracker(

@@ -74,12 +74,18 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 """Mixtures of experts: transformers stores the first two expert by expert, the third as it computes with it."""
 
+REARRANGED: dict[str, dict[str, Any]] = {
+    "hrm_text": {**_LIKE_LLAMA, **_HEAD},
+    "olmo_hybrid": {**_LIKE_LLAMA, **_HEAD, "layer_types": ["linear_attention", "full_attention"]},
+}
+"""Of which some tensors are stored in other parts than they are used in."""
+
 TIED = ("qwen3", "gemma3_text", "gpt2", "starcoder2")
 
 
 def architecture(model_type: str, **changes: Any) -> dict[str, Any]:
     """The content of a config.json."""
-    return {"model_type": model_type, **{**ARCHITECTURES, **EXPERTS}[model_type], **changes}
+    return {"model_type": model_type, **{**ARCHITECTURES, **EXPERTS, **REARRANGED}[model_type], **changes}
 
 
 def build(model_type: str, *, seed: int = 1, **changes: Any) -> Any:

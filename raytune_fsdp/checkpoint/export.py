@@ -1,4 +1,4 @@
-"""A committed checkpoint of a run as a model again: exported, or in memory. One process, no process group."""
+"""What belongs to a committed checkpoint, and the checkpoint as a model again. One process, no process group."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from raytune_fsdp.checkpoint.commit import Found, as_checkpoint, checkpoints_of,
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.errors import ModelError, ResumeError
-from raytune_fsdp.model.export import export
 from raytune_fsdp.model.keys import owned_tensors
 
 MODEL_FILES = "model"
 """Directory in the run directory with the model's config and tokenizer: what an export needs besides the weights."""
+RECIPE_FILE = "recipe.json"
+"""In it: how the model was trained, for the card."""
 
 
 def find_checkpoint(place: Path | str) -> Found:
@@ -57,13 +58,6 @@ def leave_model_files(model: Path, checkpoints: str) -> None:
             beside.put(MODEL_FILES, file.name, file.read_bytes())
     elif Path(checkpoints).parent != model.parent:
         shutil.copytree(model, Path(checkpoints).parent / MODEL_FILES, dirs_exist_ok=True)
-
-
-def export_checkpoint(checkpoint: Found, destination: Path, *, dtype: str, max_file_bytes: int) -> None:
-    """Write `destination` from a committed checkpoint, tensor by tensor."""
-    export(
-        CheckpointWeights(checkpoint), model_files(checkpoint), destination, dtype=dtype, max_file_bytes=max_file_bytes
-    )
 
 
 def load_for_inference(path: Path, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

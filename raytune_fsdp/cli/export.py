@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,18 +18,36 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp export") -
     parser.add_argument("--dtype", choices=("trained", "bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
     parser.add_argument("--max-file-bytes", type=int, default=5_000_000_000, metavar="N", help="default: 5 GB")
     arguments = sys.argv[1:] if argv is None else argv
+    parser.add_argument("--push", metavar="NAME", help="then push it to the hub as owner/name; needs HF_TOKEN")
+    parser.add_argument(
+        "--private",
+        action=BooleanOptionalAction,
+        default=True,
+        help="a repository that --push creates is private (default), or as its owner's account has it",
+    )
     return exit_code(lambda: _export(parser, arguments))
 
 
 def _export(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
-    if found.max_file_bytes < 1:
-        parser.error(f"--max-file-bytes {found.max_file_bytes} must be at least 1")
-    from raytune_fsdp.checkpoint.export import export_checkpoint, find_checkpoint
+    if found.max_file_bytes < 1000:
+        parser.error(f"--max-file-bytes {found.max_file_bytes} must be at least 1000")
+    from raytune_fsdp.checkpoint.export import find_checkpoint
+    from raytune_fsdp.config import ExportConfig
+    from raytune_fsdp.publish import publish
 
+    chosen = ExportConfig(
+        dtype=found.dtype, max_file_bytes=found.max_file_bytes, push=found.push, private=found.private
+    )
+    if chosen.push is not None:
+        from raytune_fsdp.model.hub import check_push
+
+        check_push(chosen.push)
     checkpoint = find_checkpoint(found.source)
-    export_checkpoint(checkpoint, found.destination, dtype=found.dtype, max_file_bytes=found.max_file_bytes)
+    pushed = publish(checkpoint, found.destination, chosen)
     print(f"exported {checkpoint.path} to {found.destination}")
+    if pushed is not None:
+        print(f"pushed to {pushed}")
     return 0
 
 

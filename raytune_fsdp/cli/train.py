@@ -34,7 +34,15 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
         if not result.trained:
             print(f"{config.run.name} was complete already: give run.name another value, or ask for more steps")
         print()
-        print(summary(result.run_dir, checkpoint=result.checkpoint, export=result.export, curve=result.curve))
+        print(
+            summary(
+                result.run_dir,
+                checkpoint=result.checkpoint,
+                export=result.export,
+                pushed=result.pushed,
+                curve=result.curve,
+            )
+        )
         print()
         print(next_commands(result.run_dir, export=result.export, mlflow_uri=uri))
     return 0

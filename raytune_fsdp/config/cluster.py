@@ -53,3 +53,12 @@ class ExportConfig(Section):
 
     max_file_bytes: int = Field(default=5_000_000_000, ge=1_000)
     """Size of a safetensors file at most."""
+
+    every: int | None = Field(default=None, ge=1)
+    """Ray: checkpoints of steps that this divides are exported, too, by a task with one CPU while training goes on: to `<run>/exports/step-<step>`. A multiple of `checkpoint.every`."""
+
+    push: str | None = None
+    """Push the model that is exported at the end to the Hugging Face hub, under this name (`owner/name`). Needs HF_TOKEN."""
+
+    private: bool = True
+    """Whether a repository that the push creates is private; `false` leaves that to its owner's account."""

@@ -45,6 +45,11 @@ def world_size(config: FinetuneConfig) -> int:
 
 def run(config: FinetuneConfig, progress: Progress | None = None) -> Prepared:
     """Prepare and train. Returns when the run is complete; raises what stopped it."""
+    if config.export.every is not None:
+        raise ConfigError(
+            f"export.every={config.export.every}: exports beside training are tasks of Ray (cluster.launch=ray); "
+            "without it, leave export.every unset and call `raytune-fsdp export` on a checkpoint when you want one"
+        )
     if under_torchrun():
         return _run_rank(config)
     world = world_size(config)

@@ -55,7 +55,14 @@ class Lost:
     """Whether another attempt may help; Ray Train then starts one, if it may."""
 
 
-Notice = Joined | Reached | Started | Line | Lost
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A checkpoint of this attempt is complete."""
+
+    step: int
+
+
+Notice = Joined | Reached | Started | Line | Lost | Committed
 
 
 class _Board:

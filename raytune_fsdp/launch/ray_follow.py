@@ -11,13 +11,15 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from raytune_fsdp.checkpoint.commit import committed
+from raytune_fsdp.checkpoint.commit import Found, committed
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import Interrupted, TrainingError
 from raytune_fsdp.launch.phases import Phases
-from raytune_fsdp.launch.ray_board import Board, Joined, Line, Lost, Notice, Reached, Started
+from raytune_fsdp.launch.ray_board import Board, Committed, Joined, Line, Lost, Notice, Reached, Started
+from raytune_fsdp.launch.ray_exports import Exports
 from raytune_fsdp.launch.ray_groups import Groups
 from raytune_fsdp.launch.ray_resources import Request, nodes, shortage
+from raytune_fsdp.launch.shared import Token
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.prepare import Prepared
 from raytune_fsdp.tracking import names
@@ -44,6 +46,7 @@ class Follow:
         asked: Request,
         *,
         board: Board,
+        token: Token,
         signals: Signals,
         phases: Phases,
         say: Callable[[str], None],
@@ -64,6 +67,7 @@ class Follow:
         self._over = False
         """The present attempt has failed."""
         self.groups = Groups(asked)
+        self.exports = Exports(config.export, prepared.plan, token, event=self._event, say=say)
         self._next_look = 0.0
         self._logs: str | None = None
         self._waiting_since = time.monotonic()
@@ -84,6 +88,7 @@ class Follow:
                 self._hear(notice)
             self._check_stop()
             self._check_waiting()
+            self.exports.look()
         for notice in self._last_notices():
             self._hear(notice)
 
@@ -109,6 +114,8 @@ class Follow:
                 self._reached(phase)
             case Lost(rank, cause, again):
                 self._lost(rank, cause, again)
+            case Committed(step):
+                self.exports.committed(Found(step, self.attempt, self._plan.checkpoints))
 
     def _reached(self, phase: str) -> None:
         if phase == "workers" and "workers" in self._phases.seconds:
@@ -116,6 +123,7 @@ class Follow:
         self._phases.finished(phase)
         if phase == "step":
             self._say(f"first step after {self._phases.total:.1f} s: {self._phases.in_words()}")
+            self.exports.make_up()
             self._event(names.FIRST_STEP, seconds=round(self._phases.total, 2), phases=self._phases.seconds)
 
     def _lost(self, rank: int, cause: str, again: bool) -> None:

@@ -112,7 +112,7 @@ def _train(
     follow: Follow | None = None
     try:
         board = Board()
-        follow = Follow(config, prepared, asked, board=board, signals=signals, phases=phases, say=say)
+        follow = Follow(config, prepared, asked, board=board, token=token, signals=signals, phases=phases, say=say)
         job = Job(
             config=config,
             prepared=ray.put(prepared),
@@ -122,6 +122,7 @@ def _train(
             tty=sys.stdout.isatty(),
         )
         _fit(job, asked, follow)
+        follow.exports.finish(lambda: signals.count > 0)
     except RaytuneError as error:
         if follow is not None and follow.attempt:
             _close_mlflow(config, prepared, follow.attempt, error)

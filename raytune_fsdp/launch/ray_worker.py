@@ -19,7 +19,7 @@ import ray
 import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
-from raytune_fsdp.launch.ray_board import Board, BoardStream, Joined, Reached, Started, Stop
+from raytune_fsdp.launch.ray_board import Board, BoardStream, Committed, Joined, Reached, Started, Stop
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -82,11 +82,17 @@ def train_rank(job: Job) -> None:
         return  # the last attempt had committed the last step
     device = _device(job, rank, node)
     reports = _Reports(prepared.plan.run_dir)
+
+    def saved(checkpoint: Saved) -> None:
+        reports.add(checkpoint)
+        if rank == 0:
+            job.board.tell(Committed(checkpoint.step))
+
     host = Host(
         attempt=attempt,
         batches=_batches(job, prepared, rank=rank, world=world, key=key, device=device, reached=reached),
         console=cast(TextIO, BoardStream(job.board, tty=job.tty)),
-        saved=reports.add,
+        saved=saved,
         reached=reached,
     )
     try:

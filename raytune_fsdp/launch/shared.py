@@ -42,13 +42,13 @@ def check_shared(run_dir: Path, *, patience_seconds: float = 10.0) -> None:
     on_rank0(lambda: _judge(token, [each for each in everyone if each]))
 
 
-def check_seen(token: Token, *, patience_seconds: float = 10.0) -> None:
-    """Refuse storage where the token that another process has left is not seen by this one, rank 0."""
+def check_seen(token: Token, *, by: str = "rank 0", patience_seconds: float = 10.0) -> None:
+    """Refuse storage where the token that another process has left is not seen by this one, which is called `by`."""
     reason = _wait_for(token, patience_seconds)
     if reason is not None:
         raise ConfigError(
             f"run.storage={token.path.parent.parent}: what {token.who} on {token.node} has written there is not seen "
-            f"by rank 0 on {_node()} ({reason}). {_RULE}"
+            f"by {by} on {_node()} ({reason}). {_RULE}"
         )
 
 

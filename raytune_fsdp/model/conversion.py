@@ -20,7 +20,7 @@ from transformers.core_model_loading import WeightConverter, dot_natural_key
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.model.weights import Weights
 
-_PIECE_BYTES = 16 << 20
+_PIECE_BYTES = 4 << 20
 """So much is converted at a time, or one row (one expert) if that is more."""
 
 
@@ -103,18 +103,25 @@ class ConvertedWeights:
             return self._stored.read(name, start, stop)
         shape = self._shapes[name]
         some_key = next(iter(conversion.sources.values()))[0]
-        rows = torch.empty((stop - start, *shape[1:]), dtype=self._stored.read(some_key, 0, 0).dtype)
+        dtype = self._stored.read(some_key, 0, 0).dtype
+        if start == stop:
+            return torch.empty((0, *shape[1:]), dtype=dtype)
         if not (conversion.merges or conversion.keeps_rows):
-            return rows.copy_(self._converted_whole(conversion)[name][start:stop])
+            return self._converted_whole(conversion)[name][start:stop]
         self._whole = None
-        at_once = max(1, _PIECE_BYTES // max(1, rows[:1].nbytes))
+        at_once = max(1, _PIECE_BYTES // max(1, dtype.itemsize * torch.Size(shape[1:]).numel()))
+        if stop - start <= at_once:
+            return self._converted(conversion, start, stop)[name]
+        rows = torch.empty((stop - start, *shape[1:]), dtype=dtype)
         for first in range(start, stop, at_once):
             last = min(stop, first + at_once)
-            rows[first - start : last - start] = conversion.convert(
-                {p: list(self._sources(conversion, keys, first, last)) for p, keys in conversion.sources.items()},
-                self._model,
-            )[name]
+            rows[first - start : last - start] = self._converted(conversion, first, last)[name]
         return rows
+
+    def _converted(self, conversion: Conversion, first: int, last: int) -> dict[str, torch.Tensor]:
+        """Rows [first, last) of what a conversion makes."""
+        sources = {p: list(self._sources(conversion, keys, first, last)) for p, keys in conversion.sources.items()}
+        return conversion.convert(sources, self._model)
 
     def _sources(self, conversion: Conversion, keys: Sequence[str], first: int, last: int) -> Iterator[torch.Tensor]:
         """Of one pattern, what rows [first, last) of the result are made of."""

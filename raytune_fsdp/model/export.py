@@ -1,6 +1,7 @@
 """Weights out: a Hugging Face model directory that from_pretrained and inference servers load.
 
-Tensors go from the source to safetensors files one file at a time, so no more than a file is ever in memory.
+Tensors go from the source to safetensors files one by one, under the keys that transformers' save_pretrained gives
+them; no more than the largest of them is in memory, and what it becomes.
 """
 
 from __future__ import annotations
@@ -8,17 +9,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from raytune_fsdp.durable import sync_directory
 from raytune_fsdp.errors import ModelError, TransientError
+from raytune_fsdp.model.conversion import Outgoing, outgoing
+from raytune_fsdp.model.tensorfile import TensorFile
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "trained": None}
+
+CARD_FILE = "README.md"
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 class WholeTensors(Protocol):
@@ -31,55 +39,108 @@ class WholeTensors(Protocol):
     def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]: ...
 
 
-def export(source: WholeTensors, model_files: Path, destination: Path, *, dtype: str, max_file_bytes: int) -> None:
+def export(
+    source: WholeTensors,
+    model_files: Path,
+    destination: Path,
+    *,
+    dtype: str,
+    max_file_bytes: int,
+    card: str | None = None,
+    leave_out: Sequence[str] = (),
+) -> None:
     """Write `destination` anew: weights from `source`, config and tokenizer from the directory `model_files`.
 
-    Written under a temporary name and renamed, so `destination` is either whole or not there.
+    Written under a temporary name, read again, and renamed: `destination` is either whole or not there. `leave_out`:
+    files in `model_files` that are not the model's.
     """
     if not (model_files / "config.json").is_file():
         raise ModelError(f"{model_files} has no config.json, so this run's model cannot be exported")
     destination = destination.absolute()
     _check_replaceable(destination)
-    target = DTYPES[dtype]
     staging = destination.with_name(f".{destination.name}.export-{os.getpid()}")
     shutil.rmtree(staging, ignore_errors=True)
-    shutil.copytree(model_files, staging)
-    stored = source.dtypes()
-    types = {name: _export_type(stored[name], target) for name in source.shapes()}
-    files = _split(source.shapes(), types, max_file_bytes)
-    file_of: dict[str, str] = {}
-    for i, names in enumerate(files, start=1):
-        file_name = "model.safetensors" if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        # One by one: of what is stored in another type, no more than a tensor is in memory.
-        tensors = {name: source.read_all([name])[name].to(types[name]) for name in names}
-        save_file(tensors, staging / file_name, metadata={"format": "pt"})
-        _check_written(staging / file_name, tensors)
-        file_of.update(dict.fromkeys(names, file_name))
-    if len(files) > 1:
-        total = sum(_bytes(shape, types[name]) for name, shape in source.shapes().items())
-        index = {"metadata": {"total_size": total}, "weight_map": file_of}
-        (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    shutil.copytree(model_files, staging, ignore=shutil.ignore_patterns(*leave_out))
+    if card is not None:
+        (staging / CARD_FILE).write_text(card, encoding="utf-8")
+    types = _write_weights(source, _skeleton(model_files), staging, DTYPES[dtype], max_file_bytes)
     _set_dtype(staging / "config.json", types)
+    sync_directory(staging)
     shutil.rmtree(destination, ignore_errors=True)
     staging.rename(destination)
+    sync_directory(destination.parent)
 
 
-def _check_written(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+def _skeleton(model_files: Path) -> PreTrainedModel | None:
+    """The network without memory, None if it needs code that is not transformers' own."""
+    values = json.loads((model_files / "config.json").read_text())
+    model_type = values.get("model_type")
+    if "auto_map" in values or model_type not in CONFIG_MAPPING:
+        return None
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type].from_dict(values))
+    return model
+
+
+def _write_weights(
+    source: WholeTensors, model: PreTrainedModel | None, staging: Path, target: torch.dtype | None, max_file_bytes: int
+) -> dict[str, torch.dtype]:
+    """Every tensor into its file, and the index. Returns the types in the files."""
+    groups = outgoing(source.shapes(), model)
+    stored_types = source.dtypes()
+    shapes = {key: shape for group in groups for key, shape in group.stored.items()}
+    types = {key: _export_type(stored_types[group.names[0]], target) for group in groups for key in group.stored}
+    files = _split(shapes, types, max_file_bytes)
+    names = [
+        "model.safetensors" if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"
+        for i in range(1, len(files) + 1)
+    ]
+    file_of = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
+    _write_files(
+        source, model, groups, {n: {k: shapes[k] for k in f} for n, f in zip(names, files, strict=True)}, types, staging
+    )
+    if len(files) > 1:
+        total = sum(_bytes(shape, types[key]) for key, shape in shapes.items())
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return types
+
+
+def _write_files(
+    source: WholeTensors,
+    model: PreTrainedModel | None,
+    groups: Sequence[Outgoing],
+    files: Mapping[str, Shapes],
+    types: Mapping[str, torch.dtype],
+    staging: Path,
+) -> None:
+    """One file after the other: the groups come in the order of the files."""
+    pending = iter(files.items())
+    name, left, file = "", set[str](), None
+    for group in groups:
+        read = {n: source.read_all([n])[n] for n in group.names}
+        first = next(iter(group.stored))
+        tensors = group.turn_back({n: read.pop(n).to(types[first]) for n in group.names}, model)
+        for key in group.stored:
+            if not left:
+                name, shapes = next(pending)
+                left, file = set(shapes), TensorFile(staging / name, shapes, types)
+            assert file is not None and key in left, f"{key} is out of order"
+            file.write(key, tensors.pop(key))
+            left.remove(key)
+            if not left:
+                file.close()
+                _check_written(staging / name, file)
+
+
+def _check_written(path: Path, file: TensorFile) -> None:
     """What is read back must be what was to be written, bit by bit."""
-    with safe_open(file, "pt") as written:
-        there = set(written.keys())
-        wrong = [n for n, tensor in tensors.items() if n not in there or not _same(written.get_tensor(n), tensor)]
-    if wrong or there != set(tensors):
+    wrong = file.differences()
+    if wrong:
         raise TransientError(
-            f"{file} was not written as it should be ({', '.join(wrong[:3]) or 'other tensors'}), so nothing was "
-            "exported: check the disk, and export again"
+            f"{path} was not written as it should be ({', '.join(wrong[:3])}), so nothing was exported: check the "
+            "disk, and export again"
         )
-
-
-def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Bit by bit: a NaN is the same as itself."""
-    left, right = left.contiguous().reshape(-1), right.contiguous().reshape(-1)
-    return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
 def _check_replaceable(destination: Path) -> None:
@@ -94,16 +155,16 @@ def _export_type(stored: torch.dtype, target: torch.dtype | None) -> torch.dtype
     return target if target is not None and stored.is_floating_point else stored
 
 
-def _split(shapes: dict[str, tuple[int, ...]], types: dict[str, torch.dtype], max_file_bytes: int) -> list[list[str]]:
-    """Names by file: in their order, a new file where the next tensor does not fit. A larger tensor has its own."""
+def _split(shapes: Shapes, types: Mapping[str, torch.dtype], max_file_bytes: int) -> list[list[str]]:
+    """Keys by file: in their order, a new file where the next tensor does not fit. A larger tensor has its own."""
     files: list[list[str]] = []
     used = max_file_bytes + 1
-    for name, shape in shapes.items():
-        size = _bytes(shape, types[name])
+    for key, shape in shapes.items():
+        size = _bytes(shape, types[key])
         if used + size > max_file_bytes:
             files.append([])
             used = 0
-        files[-1].append(name)
+        files[-1].append(key)
         used += size
     return files
 
@@ -112,7 +173,7 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
-def _set_dtype(config_file: Path, types: dict[str, torch.dtype]) -> None:
+def _set_dtype(config_file: Path, types: Mapping[str, torch.dtype]) -> None:
     """Say in config.json which type the weights have now; it is what from_pretrained loads them as."""
     config = json.loads(config_file.read_text())
     main = max(set(types.values()), key=list(types.values()).count)

@@ -37,12 +37,13 @@ def locate(path: str, revision: str | None, *, field: str, weights: bool) -> Pat
         return local.absolute()
     if local.exists():
         raise ModelError(f"{field}={path} is a file; it must be a Hugging Face model directory or a hub name")
-    if not _is_hub_name(path):
+    if not is_hub_name(path):
         raise ModelError(f"{field}={path}: there is no such directory (and it is not the name of a hub model)")
     return _fetch(path, revision, field=field, weights=weights)
 
 
-def _is_hub_name(path: str) -> bool:
+def is_hub_name(path: str) -> bool:
+    """Whether a model or dataset on the hub may be called so."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -92,10 +93,10 @@ def _fetch(name: str, revision: str | None, *, field: str, weights: bool) -> Pat
         ) from error
     except (LocalEntryNotFoundError, OSError) as error:
         if silence is None and isinstance(error, HfHubHTTPError):
-            raise ModelError(f"{what}: the hub refuses ({_in_short(error)}); check the name and HF_TOKEN") from error
+            raise ModelError(f"{what}: the hub refuses ({in_short(error)}); check the name and HF_TOKEN") from error
         raise ModelError(
             f"{what}: not a directory here, not in the local cache, and the hub cannot be reached "
-            f"({silence or _in_short(error)}); give the path of a downloaded model, or download it once where there is "
+            f"({silence or in_short(error)}); give the path of a downloaded model, or download it once where there is "
             "a network"
         ) from error
 
@@ -116,9 +117,9 @@ def _ask_hub(name: str, revision: str | None) -> str | None:
             HfApi().model_info(name, revision=revision, timeout=HUB_SECONDS)
             outcome[0] = None
         except HfHubHTTPError as error:
-            outcome[0] = None if error.response.status_code < 500 else _in_short(error)
+            outcome[0] = None if error.response.status_code < 500 else in_short(error)
         except Exception as error:  # of an HTTP library whose name depends on the hub library's version
-            outcome[0] = _in_short(error)
+            outcome[0] = in_short(error)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -126,7 +127,8 @@ def _ask_hub(name: str, revision: str | None) -> str | None:
     return outcome[0]
 
 
-def _in_short(error: Exception) -> str:
+def in_short(error: Exception) -> str:
+    """Its kind and its first line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -140,7 +142,7 @@ def find_weights(directory: Path) -> WeightFiles:
             file_of = {str(key): str(name) for key, name in json.loads(index.read_text())["weight_map"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(
-                f"{index} is not a safetensors index with a weight_map ({_in_short(error)}): download it again"
+                f"{index} is not a safetensors index with a weight_map ({in_short(error)}): download it again"
             ) from error
     elif single.is_file():
         file_of = dict.fromkeys(_keys_of(single), single.name)

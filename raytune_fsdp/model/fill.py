@@ -17,7 +17,7 @@ from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.skeleton import init_buffers
 from raytune_fsdp.model.weights import Weights
 
-_READ_BYTES = 64 << 20
+_READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -162,12 +162,19 @@ def count_architecture(model: PreTrainedModel) -> Architecture:
     text = model.config.get_text_config()
     output = model.get_output_embeddings()
     inputs = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    weights = sum(p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in inputs)
+    chosen = getattr(text, "num_experts_per_tok", None) or 0
+    weights = sum(_used(p, chosen) for p in model.parameters() if p.ndim >= 2 and id(p) not in inputs)
     if output is not None and id(output.weight) in inputs:  # tied: a lookup on the way in, a product on the way out
         weights += output.weight.numel()
     heads = getattr(text, "num_attention_heads", 0)  # state-space models have none, and no attention to count
     head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
     return Architecture(matmul_weights=weights, layers=text.num_hidden_layers, query_width=heads * head_dim)
+
+
+def _used(weight: nn.Parameter, chosen: int) -> int:
+    """The numbers of a weight that a token is multiplied with: of experts, which come stacked, only of the chosen."""
+    experts = weight.shape[0] if weight.ndim == 3 and chosen else 1
+    return weight.numel() * min(max(1, chosen), experts) // experts
 
 
 @torch.no_grad()

@@ -12,7 +12,9 @@ from raytune_fsdp.tracking.jsonl import EVENTS_FILE, METRICS_FILE, read_events, 
 from raytune_fsdp.tracking.names import ANSWERED
 
 
-def summary(run_dir: Path, *, checkpoint: str, export: Path | None, curve: Path | None) -> str:
+def summary(
+    run_dir: Path, *, checkpoint: str, export: Path | None, curve: Path | None, pushed: str | None = None
+) -> str:
     """Several lines of text about a finished run, from its files."""
     lines = read_metrics(run_dir / METRICS_FILE)
     steps = [line["trajectory"] for line in lines if line["kind"] == "step"]
@@ -28,6 +30,8 @@ def summary(run_dir: Path, *, checkpoint: str, export: Path | None, curve: Path 
     ]
     if export is not None:
         parts.append(f"export      {_short(export)}")
+    if pushed is not None:
+        parts.append(f"pushed to   {pushed}")
     if curve is not None:
         parts.append(f"loss curve  {_short(curve)}")
     return "\n".join(parts)

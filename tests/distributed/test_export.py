@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,24 +11,35 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from huggingface_hub import ModelCard, load_torch_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from raytune_fsdp.assemble import assemble
-from raytune_fsdp.checkpoint.export import export_checkpoint, find_checkpoint
-from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.checkpoint.export import find_checkpoint
+from raytune_fsdp.config import ExportConfig, FinetuneConfig
 from raytune_fsdp.errors import ModelError, TransientError
 from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.loop import train
-from raytune_fsdp.model import export as export_module
+from raytune_fsdp.model.tensorfile import TensorFile
+from raytune_fsdp.publish import publish
+from raytune_fsdp.tracking.jsonl import read_trajectory
 from tests.loading import CPU, gathered
 from tests.models import TIED, architecture, save_checkpoint
 from tests.ranks import run_ranks
 from tests.runs import make_config, write_tokenizer
 
-NAMES = ("llama", "gemma3_text", "gpt2")
+NAMES = ("llama", "qwen3", "gemma3_text", "gpt2", "mixtral", "qwen3_moe")
 TYPES = {"trained": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 SMALL = 20_000
 """Bytes of a file: the embedding alone is larger, most files hold several tensors."""
 
@@ -77,7 +89,7 @@ def reference(directory: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_from_pretrained_loads_what_was_trained(trained: tuple[str, Path], tmp_path: Path, dtype: str) -> None:
     name, directory = trained
-    export_checkpoint(find_checkpoint(directory), tmp_path / "export", dtype=dtype, max_file_bytes=SMALL)
+    publish(find_checkpoint(directory), tmp_path / "export", ExportConfig(dtype=dtype, max_file_bytes=SMALL))
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
     assert not any(report.values()), report
     weights, logits = reference(directory)
@@ -95,7 +107,7 @@ def test_from_pretrained_loads_what_was_trained(trained: tuple[str, Path], tmp_p
 
 def test_files_and_index_are_as_the_format_wants_them(trained: tuple[str, Path], tmp_path: Path) -> None:
     name, directory = trained
-    export_checkpoint(find_checkpoint(directory), tmp_path / "export", dtype="bf16", max_file_bytes=SMALL)
+    publish(find_checkpoint(directory), tmp_path / "export", ExportConfig(dtype="bf16", max_file_bytes=SMALL))
     index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
     files = sorted(tmp_path.glob("export/*.safetensors"))
     count = len(files)
@@ -112,21 +124,27 @@ def test_files_and_index_are_as_the_format_wants_them(trained: tuple[str, Path],
         held.update(dict.fromkeys(sizes, file.name))
         total += sum(sizes.values())
     assert index == {"metadata": {"total_size": total}, "weight_map": held}
-    weights, _ = reference(directory)
-    assert held.keys() == weights.keys() - ({"lm_head.weight"} if name in TIED else set())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    model.save_pretrained(tmp_path / "theirs")
+    with safe_open(tmp_path / "theirs" / "model.safetensors", "pt") as theirs:
+        assert held.keys() == set(theirs.keys()), "the keys are those of save_pretrained"
+        found = {key: load_file(tmp_path / "export" / file)[key] for key, file in held.items()}
+        assert all(torch.equal(found[key], theirs.get_tensor(key)) for key in held)
+    split = {key for key in held if ".experts." in key}
+    assert bool(split) == (name in ("mixtral", "qwen3_moe"))
+    load_torch_model(model, tmp_path / "export", strict=name not in (*TIED, "mixtral", "qwen3_moe"))
     assert not (tmp_path / "export.tmp").exists()
 
 
 def test_the_config_says_what_the_files_hold(trained: tuple[str, Path], tmp_path: Path) -> None:
     name, directory = trained
     for dtype in ("bf16", "fp32"):
-        export_checkpoint(find_checkpoint(directory), tmp_path / "export", dtype=dtype, max_file_bytes=10**9)
+        publish(find_checkpoint(directory), tmp_path / "export", ExportConfig(dtype=dtype, max_file_bytes=10**9))
         assert [file.name for file in tmp_path.glob("export/*.safetensors*")] == ["model.safetensors"]
         config = json.loads((tmp_path / "export" / "config.json").read_text())
         assert config["dtype"] == {"bf16": "bfloat16", "fp32": "float32"}[dtype]
         assert config["model_type"] == name and config["vocab_size"] == 67
-        classes = {"llama": "LlamaForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "gpt2": "GPT2LMHeadModel"}
-        assert config["architectures"] == [classes[name]]
+        assert config["architectures"] == [CLASSES[name]]
         assert config.get("use_cache", True), "whoever generates from it wants the cache"
 
 
@@ -141,27 +159,29 @@ def test_an_export_is_whole_or_not_there(
     checkpoint, destination = find_checkpoint(directory), tmp_path / "export"
 
     def export() -> None:
-        export_checkpoint(checkpoint, destination, dtype="bf16", max_file_bytes=SMALL)
+        publish(checkpoint, destination, ExportConfig(dtype="bf16", max_file_bytes=SMALL))
 
-    def write_one(*args: Any, **kwargs: Any) -> None:
-        monkeypatch.setattr(export_module, "save_file", fail)
-        save_file(*args, **kwargs)
+    close = TensorFile.close
 
-    def fail(*args: Any, **kwargs: Any) -> None:
+    def close_one(file: TensorFile) -> None:
+        monkeypatch.setattr(TensorFile, "close", fail)
+        close(file)
+
+    def fail(file: TensorFile) -> None:
         raise Broken
 
-    monkeypatch.setattr(export_module, "save_file", write_one)
+    monkeypatch.setattr(TensorFile, "close", close_one)
     with pytest.raises(Broken):
         export()
     assert not destination.exists()
-    monkeypatch.setattr(export_module, "save_file", save_file)
+    monkeypatch.setattr(TensorFile, "close", close)
     export()
     before = {file.name: file.read_bytes() for file in destination.iterdir()}
-    monkeypatch.setattr(export_module, "save_file", write_one)
+    monkeypatch.setattr(TensorFile, "close", close_one)
     with pytest.raises(Broken):
         export()
     assert {file.name: file.read_bytes() for file in destination.iterdir()} == before, "the old one is whole"
-    monkeypatch.setattr(export_module, "save_file", save_file)
+    monkeypatch.setattr(TensorFile, "close", close)
     (destination / "left-behind").write_text("from an older export")
     export()
     assert {file.name: file.read_bytes() for file in destination.iterdir()} == before, "replaced, not mixed"
@@ -173,15 +193,17 @@ def test_what_was_written_is_read_again(
     """A bit that is lost on the way to the disk is noticed, and nothing is exported."""
     _, directory = trained
 
-    def lossy(tensors: Any, path: Path, **kwargs: Any) -> None:
-        save_file(tensors, path, **kwargs)
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
+    close = TensorFile.close
 
-    monkeypatch.setattr(export_module, "save_file", lossy)
+    def lossy(file: TensorFile) -> None:
+        close(file)
+        content = bytearray(file._path.read_bytes())
+        content[-1] ^= 1
+        file._path.write_bytes(content)
+
+    monkeypatch.setattr(TensorFile, "close", lossy)
     with pytest.raises(TransientError, match=r"was not written as it should be \("):
-        export_checkpoint(find_checkpoint(directory), tmp_path / "export", dtype="bf16", max_file_bytes=SMALL)
+        publish(find_checkpoint(directory), tmp_path / "export", ExportConfig(dtype="bf16", max_file_bytes=SMALL))
     assert not (tmp_path / "export").exists()
 
 
@@ -193,10 +215,10 @@ def test_only_a_model_is_replaced(trained: tuple[str, Path], tmp_path: Path, mon
     monkeypatch.chdir(tmp_path / "thesis")
     for destination in (Path("."), tmp_path / "thesis", tmp_path / "thesis" / "chapter.tex"):
         with pytest.raises(ModelError, match="is not a model directory; export to another path"):
-            export_checkpoint(checkpoint, destination, dtype="bf16", max_file_bytes=SMALL)
+            publish(checkpoint, destination, ExportConfig(dtype="bf16", max_file_bytes=SMALL))
     assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter.tex"]
     (tmp_path / "empty").mkdir()
-    export_checkpoint(checkpoint, tmp_path / "empty", dtype="bf16", max_file_bytes=10**9)
+    publish(checkpoint, tmp_path / "empty", ExportConfig(dtype="bf16", max_file_bytes=10**9))
     assert (tmp_path / "empty" / "model.safetensors").is_file()
 
 
@@ -211,6 +233,36 @@ def test_a_model_keeps_its_makers_way_to_generate(tmp_path: Path) -> None:
     }  # as Llama 2's, which save_pretrained refuses
     (model / "generation_config.json").write_text(json.dumps(generation))
     directory = run(tmp_path, {"path": str(model), "init": "pretrained"})
-    export_checkpoint(find_checkpoint(directory), tmp_path / "export", dtype="bf16", max_file_bytes=SMALL)
+    publish(find_checkpoint(directory), tmp_path / "export", ExportConfig(dtype="bf16", max_file_bytes=SMALL))
     found = GenerationConfig.from_pretrained(tmp_path / "export")
     assert (found.eos_token_id, found.top_p) == ([2, 5], 0.6)
+
+
+def test_the_card_says_what_it_is(trained: tuple[str, Path], tmp_path: Path) -> None:
+    """Also without what lies beside a checkpoint: its metrics, and a recipe, which older versions did not write."""
+    name, directory = trained
+    if name != "llama":
+        return
+    publish(find_checkpoint(directory), tmp_path / "export", ExportConfig(dtype="bf16"))
+    card = ModelCard.load(tmp_path / "export" / "README.md")
+    assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
+    assert card.data.base_model is None and card.data.datasets is None, "nothing of it is on the hub"
+    text = str(card)
+    loss = read_trajectory(directory / "metrics.jsonl")[-1]["loss"]
+    for part in (
+        "# run",
+        "`LlamaForCausalLM`",
+        "random weights",
+        "step 1,",
+        f"{loss:.4f}",
+        "tokens.jsonl",
+        "lr: 0.003",
+    ):
+        assert part in text, part
+    assert str(directory.parents[1]) not in text and "/tmp" not in text, "paths of this machine help nobody"
+    assert not (tmp_path / "export" / "recipe.json").exists()
+    bare = tmp_path / "runs" / "bare"
+    shutil.copytree(directory / "checkpoints", bare / "checkpoints")
+    shutil.copytree(directory / "model", bare / "model", ignore=shutil.ignore_patterns("recipe.json"))
+    publish(find_checkpoint(bare), tmp_path / "export", ExportConfig(dtype="bf16"))
+    assert "`LlamaForCausalLM`" in (tmp_path / "export" / "README.md").read_text()

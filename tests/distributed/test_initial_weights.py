@@ -40,7 +40,7 @@ def _digests(names: list[str], seed: int, layouts: list[Mapping[str, Any]]) -> l
 
 
 def test_random_weights_do_not_depend_on_the_ranks() -> None:
-    names = ["llama", "gpt2", "gemma3_text", "phi", "gpt_neox"]
+    names = ["llama", "gpt2", "gemma3_text", "phi", "gpt_neox", "mixtral", "gpt_oss"]
     ((expected,),) = run_ranks(_digests, 1, names, 7, [FULL])
     for world in (2, 3):
         for (found,) in run_ranks(_digests, world, names, 7, [FULL]):

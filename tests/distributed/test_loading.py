@@ -81,6 +81,22 @@ def _check_types(directory: Path, precisions: dict[str, torch.dtype]) -> None:
             assert_same(gathered(model), expected.state_dict(), f"{precision} {mode}")
 
 
+def _check_weights(root: Path, names: list[str]) -> None:
+    for name in names:
+        expected = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32).state_dict()
+        for mode in MODES:
+            assert_same(gathered(load(root / name, mode)), expected, f"{name} {mode}")
+
+
+def test_weights_whose_rows_are_rearranged_load_exactly(tmp_path: Path) -> None:
+    """One tensor in the files becomes several of the network's (hrm_text), or several become one (olmo_hybrid)."""
+    for name, keys in {"hrm_text": ("gqkv_proj", "gate_up_proj"), "olmo_hybrid": ("q_conv1d", "v_conv1d")}.items():
+        save_checkpoint(tmp_path / name, name)
+        stored = load_file(tmp_path / name / "model.safetensors")
+        assert all(any(key in each for each in stored) for key in keys), sorted(stored)
+    run_ranks(_check_weights, 3, tmp_path, ["hrm_text", "olmo_hybrid"])
+
+
 def test_weights_stored_in_bf16_become_masters_of_the_precision(tmp_path: Path) -> None:
     build("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     assert {t.dtype for t in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}

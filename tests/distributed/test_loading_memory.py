@@ -27,6 +27,12 @@ LARGE = {
     "head_dim": 64,
 }
 
+MORE = {"mixtral": {"num_hidden_layers": 2, "num_local_experts": 20, "num_experts_per_tok": 2}}
+"""So that the largest tensor is that of all experts."""
+
+CONVERTING = 40 * MIB
+"""Experts that are being put together, a few at a time, and what the allocator keeps of that: 28 MiB were measured."""
+
 
 class Peak:
     """The most anonymous memory this process has held while the context was open, above what it held before.
@@ -69,13 +75,14 @@ def _peaks(root: Path) -> dict[str, tuple[int, int, int]]:
     return {mode: _peak(root / "small", root / "large", mode) for mode in ("sharded", "rank0")}
 
 
-@pytest.mark.parametrize("name", ["llama", "starcoder2"])
+@pytest.mark.parametrize("name", ["llama", "starcoder2", "mixtral"])
 def test_loading_holds_the_shard_and_two_tensors_at_most(tmp_path: Path, name: str) -> None:
     build(name).save_pretrained(tmp_path / "small")
-    build(name, **LARGE).save_pretrained(tmp_path / "large", max_shard_size="100MB")
+    build(name, **{**LARGE, **MORE.get(name, {})}).save_pretrained(tmp_path / "large", max_shard_size="100MB")
     for rank, peaks in enumerate(run_ranks(_peaks, 2, tmp_path)):
         for mode, (peak, shard, largest) in peaks.items():
             print(name, mode, rank, f"{peak / MIB:.1f} MiB: {shard / MIB:.1f} own, {largest / MIB:.1f} largest")
             assert largest > 70 * MIB
             assert peak >= shard - SLACK, "the sampler saw nothing"
-            assert peak <= shard + (0 if mode == "sharded" else 2 * largest) + SLACK
+            extra = CONVERTING if name == "mixtral" else 0
+            assert peak <= shard + (extra if mode == "sharded" else 2 * largest) + SLACK

@@ -13,7 +13,7 @@ from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.launch.ray_resources import Request
 from raytune_fsdp.launch.ray_train import trainer_for
 from raytune_fsdp.tracking.jsonl import read_trajectory
-from tests.ray.jobs import config_of
+from tests.ray.jobs import config_of, events
 from tests.runs import trajectory
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -26,11 +26,18 @@ def test_three_ranks_and_a_census_on_the_cluster(tmp_path: Path, capsys: pytest.
     whole = trajectory(config_of(tmp_path, run={"name": "whole"}, train=train, **sections), 3)
     ray_config = {"launch": "ray", "workers": 3, "device": "cpu"}
     config = config_of(
-        tmp_path, train=train, cluster=ray_config, data={**sections["data"], "cache": {"path": str(tmp_path / "other")}}
+        tmp_path,
+        train=train,
+        cluster=ray_config,
+        data={**sections["data"], "cache": {"path": str(tmp_path / "other")}},
+        export={"at_end": False, "every": 4},
     )
     result = finetune(config)
     assert read_trajectory(result.run_dir / "metrics.jsonl") == whole
     assert result.trained == result.steps == len(whole)
+    exported = [line["fields"] for line in events(result.run_dir, "exported")]
+    assert [each["step"] for each in exported] == list(range(4, result.steps + 1, 4)), "while training went on"
+    assert all((Path(each["path"]) / "model.safetensors").is_file() for each in exported)
     said = capsys.readouterr().out
     assert "Ray: connected already, 4 CPUs" in said and "first step after" in said
     assert finetune(config).trained == 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from raytune_fsdp.cli.train import main
 from raytune_fsdp.demo import CONVERSATIONS, TOKENIZER
@@ -167,11 +168,39 @@ def test_missing_extra_and_misshapen_weights(refused: Refused, good: Path) -> No
     says(line, "mlp.gate_proj.weight is [64, 32] in the files and [96, 32] in the network", "(and 5 more)")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_mixtures_of_experts_are_refused_by_name(refused: Refused, name: str) -> None:
-    experts = {"num_local_experts": 4} if name == "mixtral" else {"num_experts": 4, "moe_intermediate_size": 32}
-    line = refused(**drawn(name, **{**ARCHITECTURES["llama"], "vocab_size": 1024, **experts}))
-    says(line, f"'{name}'", "not supported yet", "dense decoder architectures are")
+def test_experts_that_are_missing(refused: Refused, tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path / "mixtral", "mixtral", tokenizer=True, vocab_size=1024)
+    whole = load_file(model / "model.safetensors")
+
+    def without(*parts: str) -> str:
+        left = {key: t for key, t in whole.items() if not any(part in key for part in parts)}
+        save_file(left, model / "model.safetensors", metadata={"format": "pt"})
+        return refused(model__path=model)
+
+    says(without("layers.1.mlp.experts.2.", "layers.1.block_sparse_moe.experts.2."), "experts.1.w", "do not go on")
+    says(without("experts.4."), "mlp.experts.", "is [4, ", "in the files and [5, ", "in the network")
+    says(without("experts.4.w3"), "transformers cannot convert model.layers.0.mlp.experts.gate_up_proj")
+    says(without(".w2."), "missing (model.layers.0.mlp.experts.down_proj")
+
+
+def test_weights_that_are_quantized(refused: Refused, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    quantized = {**config, "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}
+    (model / "config.json").write_text(json.dumps(quantized))
+    says(refused(model__path=model), f"model.path={model}", "quantized (mxfp4)", "use the model in bf16")
+
+
+def test_checkpoints_that_are_none(refused: Refused, tmp_path: Path) -> None:
+    """A run to branch from must be named by one of its checkpoints."""
+    run = tmp_path / "earlier"
+    run.mkdir()
+    (run / "plan.json").write_text("{}")
+    says(refused(model__path=run), f"model.path={run} is a whole run", "it has none yet")
+    checkpoint = run / "checkpoints" / "step-00000004.a1"
+    checkpoint.mkdir(parents=True)
+    says(refused(model__path=checkpoint), f"model.path={checkpoint}", "has no config.json")
+    (checkpoint / "manifest.json").write_text("{}")
+    says(refused(model__path=run), "a whole run", f"for example {checkpoint}")
 
 
 def test_configs_that_transformers_does_not_accept(refused: Refused, model: Path) -> None:

@@ -44,6 +44,12 @@ def test_a_llama_with_grouped_heads_is_counted_by_hand() -> None:
     assert total == found.matmul_weights + embedding + norms
 
 
+def test_of_experts_only_the_chosen_count() -> None:
+    found, _ = count(architecture("mixtral"))
+    attention, router, expert = 2 * 32 * 32 + 2 * 32 * 16, 5 * 32, 3 * 32 * 64
+    assert found.matmul_weights == 2 * (attention + router + 2 * expert) + 131 * 32  # 2 of 5 experts
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_embeddings_count_once_on_the_way_out(name: str) -> None:
     """A tied embedding is one tensor and one product, an untied one two tensors and one product."""

@@ -1,0 +1,200 @@
+"""What an export costs: time and memory, beside gathering the weights on rank 0 and saving them there.
+
+    python -m benchmarks.export [--rounds 5] [--out benchmarks/results/export.json]
+
+A checkpoint of two ranks of a Llama with 468 million parameters in fp32 (1.9 GB), in the file cache, becomes bf16 in
+files of 250 MB, fsynced, on this machine.
+
+- ours, writing: `model.export` without reading the files again
+- ours, with checking: the hashes of the checkpoint are compared with its manifest, the export is written and read again
+- gather: two ranks that hold the model bring it together on rank 0 (get_model_state_dict, full_state_dict), which saves
+  it with save_pretrained in bf16 and fsyncs it; loading the model to the ranks is not counted
+- raw write: as many bytes with write(2), fsynced
+
+Memory is RssAnon above what was there before, of an export in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.load import MIB, Peak, slowest
+from benchmarks.record import write_result
+from raytune_fsdp.checkpoint.commit import Keep, committed
+from raytune_fsdp.checkpoint.export import MODEL_FILES, find_checkpoint
+from raytune_fsdp.checkpoint.state import RunState
+from raytune_fsdp.checkpoint.store import open_store
+from raytune_fsdp.config import ExportConfig, OptimConfig, ParallelConfig
+from raytune_fsdp.model.tensorfile import TensorFile
+from raytune_fsdp.optim import build_optimizer
+from raytune_fsdp.parallel import shard
+from raytune_fsdp.publish import publish
+
+WORLD = 2
+FILE_BYTES = 250_000_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--out", type=Path)
+    found = parser.parse_args()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
+        torch.multiprocessing.spawn(run_rank, (port, Path(directory), found), nprocs=WORLD)
+
+
+def run_rank(rank: int, port: int, directory: Path, found: Any) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    dist.init_process_group("gloo")
+    bench = Bench(directory, found.layers)
+    rows = [bench.round(number) for number in range(found.rounds)]
+    if rank == 0:
+        report(rows, bench.about, peak_of_export(directory), found.out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Bench:
+    """A model on two ranks, its checkpoint, and the ways to get the whole of it into files."""
+
+    def __init__(self, directory: Path, layers: int) -> None:
+        self.directory = directory
+        torch.manual_seed(0)
+        self.config = LlamaConfig(
+            vocab_size=32_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=layers,
+            num_attention_heads=16, num_key_value_heads=16, tie_word_embeddings=False,
+        )  # fmt: skip
+        self.model = LlamaForCausalLM(self.config)
+        parameters = sum(p.numel() for p in self.model.parameters())
+        self.about = {"parameters": parameters, "bytes": 2 * parameters, "file_bytes": FILE_BYTES, "ranks": WORLD}
+        shard(self.model, init_device_mesh("cpu", (WORLD,)), ParallelConfig(precision="fp32"))
+        run = directory / "run"
+        if dist.get_rank() == 0:
+            self.config.architectures = ["LlamaForCausalLM"]
+            self.config.save_pretrained(run / MODEL_FILES)
+        store = open_store(
+            str(run / "checkpoints"), self.model, build_optimizer(self.model, OptimConfig(lr=1e-4)), attempt=1,
+            keep=Keep(last=None), seconds=600, asynchronous=False, scores={},
+        )  # fmt: skip
+        store.begin(RunState(step=1), before=lambda: None)
+        outcome = store.finish()
+        assert outcome is not None and outcome.saved is not None, outcome
+        store.leave()
+        (self.checkpoint,) = committed(str(run / "checkpoints"))
+
+    def round(self, number: int) -> dict[str, float]:
+        ways: dict[str, Callable[[Path], None]] = {
+            "writing": self.writing,
+            "with_checking": self.with_checking,
+            "gather": self.gather,
+            "raw_write": self.raw_write,
+        }
+        names = list(ways)
+        turn = number % len(names)
+        row = {}
+        for name in names[turn:] + names[:turn]:
+            place = self.directory / f"{name}-{number}"
+            os.sync()
+            dist.barrier()
+            started = time.perf_counter()
+            if name == "gather" or dist.get_rank() == 0:
+                ways[name](place)
+            row[name] = slowest(time.perf_counter() - started)
+            if dist.get_rank() == 0:
+                shutil.rmtree(place, ignore_errors=True)
+        if dist.get_rank() == 0:
+            print({name: round(value, 2) for name, value in row.items()}, flush=True)
+        return row
+
+    def writing(self, place: Path) -> None:
+        with patch.object(TensorFile, "differences", return_value=[]):
+            publish(self.checkpoint, place, ExportConfig(max_file_bytes=FILE_BYTES))
+
+    def with_checking(self, place: Path) -> None:
+        publish(find_checkpoint(self.checkpoint.path), place, ExportConfig(max_file_bytes=FILE_BYTES))
+
+    def gather(self, place: Path) -> None:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(self.model, options=options)
+        if dist.get_rank() == 0:
+            with torch.device("meta"):
+                model = LlamaForCausalLM(self.config)
+            half = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
+            model.save_pretrained(place, state_dict=half, max_shard_size=FILE_BYTES)
+            for file in place.iterdir():
+                with open(file, "rb+") as opened:
+                    os.fsync(opened.fileno())
+
+    def raw_write(self, place: Path) -> None:
+        place.mkdir()
+        content = memoryview(bytes(64 * MIB))
+        with open(place / "raw", "wb", buffering=0) as file:
+            for start in range(0, self.about["bytes"], len(content)):
+                file.write(content[: self.about["bytes"] - start])
+            os.fsync(file.fileno())
+
+
+def peak_of_export(directory: Path) -> int:
+    """Of an export in a new process."""
+    out = directory / "peak.json"
+    process = get_context("spawn").Process(target=_measure, args=(directory, out))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, "the export failed"
+    return int(json.loads(out.read_text()))
+
+
+def _measure(directory: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    (checkpoint,) = committed(str(directory / "run" / "checkpoints"))
+    peak = Peak()
+    with peak:
+        publish(checkpoint, directory / "measured", ExportConfig(max_file_bytes=FILE_BYTES))
+    out.write_text(json.dumps(peak.bytes))
+
+
+def report(rows: list[dict[str, float]], about: dict[str, Any], peak: int, out: Path | None) -> None:
+    middle = {name: median(row[name] for row in rows) for name in rows[0]}
+    ratios = {
+        "writing / gather": middle["writing"] / middle["gather"],
+        "with checking / gather": middle["with_checking"] / middle["gather"],
+        "memory / file": peak / FILE_BYTES,
+    }
+    print(f"\n{about}")
+    for name, value in middle.items():
+        print(f"{name:16} {value:7.2f} s")
+    print(f"{'memory':16} {peak / MIB:7.0f} MiB")
+    for name, ratio in ratios.items():
+        print(f"{name:24} {ratio:6.3f}")
+    if out is not None:
+        result = {**about, "rounds": len(rows), "median_seconds": middle, "peak_bytes": peak, "ratios": ratios}
+        write_result(out, {**result, "all": rows})
+
+
+if __name__ == "__main__":
+    main()

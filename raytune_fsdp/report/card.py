@@ -1,0 +1,146 @@
+"""The model card of an export: what it is, how good it was, from which data, by which recipe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+import yaml
+
+from raytune_fsdp.checkpoint.commit import Found
+from raytune_fsdp.checkpoint.export import RECIPE_FILE
+from raytune_fsdp.checkpoint.state import RunState, read_state
+from raytune_fsdp.model.files import is_hub_name
+from raytune_fsdp.tracking.jsonl import METRICS_FILE, read_metrics
+
+RECIPE = ("run", "model", "data", "method", "parallel", "optim", "train")
+"""The sections of a config that decide what is learned; of `run` only the name and the seed."""
+
+
+def recipe_of(config: Mapping[str, Any], version: str | None, run_dir: Path) -> str:
+    """What a card will want to know of a run, to be left beside its config and tokenizer; `config` has no secrets."""
+    chosen = {section: config[section] for section in RECIPE if section in config}
+    chosen["run"] = {key: config["run"][key] for key in ("name", "seed")}
+    return json.dumps({"version": version, "run_dir": str(run_dir), "config": chosen}, indent=1)
+
+
+def model_card(checkpoint: Found, model_files: Path, *, dtype: str) -> str:
+    """README.md of an export of this checkpoint."""
+    state = read_state(checkpoint)
+    try:
+        recipe = json.loads((model_files / RECIPE_FILE).read_text())
+    except FileNotFoundError:  # of a run of an older version
+        recipe = {"version": None, "run_dir": None, "config": {}}
+    config = recipe["config"]
+    hf_config = json.loads((model_files / "config.json").read_text())
+    name = config.get("run", {}).get("name", "fine-tuned model")
+    parts = [
+        "---",
+        yaml.safe_dump(_metadata(config), sort_keys=False, allow_unicode=True).rstrip(),
+        "---",
+        "",
+        f"# {name}",
+        "",
+        *_summary(hf_config, config, recipe["version"], state, dtype),
+    ]
+    results = list(_results(_run_dir(checkpoint, recipe), state.step))
+    if results:
+        parts += ["", "## Results", "", "| | |", "|---|---|", *results]
+    parts += ["", "## Data", "", *_data(config, state)]
+    if config:
+        shown = yaml.safe_dump(_without_paths(config), sort_keys=False, allow_unicode=True).rstrip()
+        parts += ["", "## Recipe", "", "```yaml", shown, "```"]
+    return "\n".join(parts) + "\n"
+
+
+def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the hub reads: only what it can find there is named."""
+    base = config.get("model", {}).get("path")
+    datasets = [each.get("path") or each.get("hub") for each in config.get("data", {}).get("train", [])]
+    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if base is not None and config["model"].get("init") == "pretrained" and _on_hub(base):
+        metadata["base_model"] = base
+    on_hub = sorted({str(each) for each in datasets if each and _on_hub(str(each))})
+    if on_hub:
+        metadata["datasets"] = on_hub
+    return {**metadata, "tags": ["raytune_fsdp"]}
+
+
+def _on_hub(name: str) -> bool:
+    return not Path(name).expanduser().exists() and "/" in name and is_hub_name(name)
+
+
+def _summary(
+    hf_config: Mapping[str, Any], config: Mapping[str, Any], version: str | None, state: RunState, dtype: str
+) -> Iterator[str]:
+    kind = ", ".join(hf_config.get("architectures") or [hf_config.get("model_type", "causal language model")])
+    model = config.get("model", {})
+    origin = "random weights" if model.get("init") == "random" else f"`{_shown(model.get('path'))}`"
+    yield f"A `{kind}`, fine-tuned from {origin} with raytune_fsdp{f' {version}' if version else ''}."
+    yield ""
+    yield f"- step {state.step}, after {state.samples:,} packed samples"
+    yield f"- weights in {'the type they were trained in' if dtype == 'trained' else dtype}"
+    yield f"- fingerprint of what decided the training: `{_fingerprint(state.identity)}`"
+
+
+def _results(run_dir: Path | None, step: int) -> Iterator[str]:
+    """Rows of a table: the training loss at the beginning and the end, and the last evaluation up to this step."""
+    if run_dir is None:
+        return
+    lines = [line for line in read_metrics(run_dir / METRICS_FILE) if _step(line) <= step]
+    losses = [line["trajectory"]["loss"] for line in lines if line["kind"] == "step"]
+    if losses:
+        yield f"| training loss, first and last step | {losses[0]:.4f}, {losses[-1]:.4f} |"
+    evals = [line for line in lines if line["kind"] == "eval"]
+    for key, value in (evals[-1]["values"] if evals else {}).items():
+        yield f"| {key} (step {_step(evals[-1])}) | {value:.4f} |"
+
+
+def _step(line: Mapping[str, Any]) -> int:
+    return int(line["trajectory"]["step"] if line["kind"] == "step" else line["step"])
+
+
+def _data(config: Mapping[str, Any], state: RunState) -> Iterator[str]:
+    """A row for each dataset, with a fingerprint of its content, format and share."""
+    yield "| dataset | fingerprint of its content |"
+    yield "|---|---|"
+    listed = config.get("data", {}).get("train", [])
+    numbers = sorted({key.split(".")[2] for key in state.identity if key.startswith(("data.train.", "data.datasets."))})
+    for number in numbers:
+        own = {
+            key: value
+            for key, value in state.identity.items()
+            if key.startswith((f"data.train.{number}.", f"data.datasets.{number}."))
+        }
+        place = int(number)
+        name = _shown(listed[place].get("path") or listed[place].get("hub")) if place < len(listed) else number
+        yield f"| {name} | `{_fingerprint(own)}` |"
+
+
+def _fingerprint(values: Mapping[str, Any]) -> str:
+    digest: str = xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True, default=str).encode())
+    return digest
+
+
+def _run_dir(checkpoint: Found, recipe: Mapping[str, Any]) -> Path | None:
+    """Where the run's metrics are, if they can be seen from here."""
+    beside = [] if "://" in checkpoint.root else [Path(checkpoint.root).parent]
+    places = [*beside, *([Path(recipe["run_dir"])] if recipe["run_dir"] else [])]
+    return next((place for place in places if (place / METRICS_FILE).is_file()), None)
+
+
+def _shown(path: object) -> str:
+    """The name of what is on some machine; as it is, what others can find, too."""
+    text = str(path)
+    return Path(text).name if text.startswith(("/", "~", ".")) else text
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_paths(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(each) for each in value]
+    return _shown(value) if isinstance(value, str) and value.startswith(("/", "~")) else value

@@ -1,0 +1,74 @@
+"""A run may begin with a checkpoint of another: the weights are those, bit for bit, and nothing else is taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raytune_fsdp.assemble import assemble
+from raytune_fsdp.checkpoint.commit import Found
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.launch.local import prepare_on_rank0
+from raytune_fsdp.loop import train
+from tests.checkpoints import checkpoints, pieces_of, tensors_in
+from tests.loading import CPU, gathered
+from tests.ranks import run_ranks
+from tests.runs import LLAMA, make_config, train_rank
+
+
+def _branch(values: Mapping[str, Any]) -> tuple[str, dict[str, Any], int]:
+    """What a run begins with, and where it is after its steps."""
+    config = FinetuneConfig.model_validate(values)
+    parts = assemble(config, prepare_on_rank0(config), CPU)
+    before = {name: tensor.numpy() for name, tensor in gathered(parts.model).items()}
+    return config.model.fill, before, train(parts, stop=lambda: False).step
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Found:
+    """The checkpoint of a run of three steps on two ranks."""
+    config = make_config(tmp_path, LLAMA, train={"max_steps": 3}, parallel={"precision": "fp32"})
+    run_ranks(train_rank, 2, config.model_dump())
+    return checkpoints(tmp_path / "runs" / "run")[-1]
+
+
+def _begin(parent: Found, name: str, **model: Any) -> FinetuneConfig:
+    home = Path(parent.root).parents[2]
+    return make_config(
+        home,
+        run={"name": name},
+        model={"init": "pretrained", "architecture": None, "path": parent.path, **model},
+        train={"max_steps": 1},
+        parallel={"precision": "fp32"},
+    )
+
+
+def test_a_run_begins_with_the_weights_of_a_checkpoint(parent: Found) -> None:
+    expected = {n.removeprefix("model."): t for n, t in tensors_in(parent).items() if n.startswith("model.")}
+    for world, fill in ((3, "sharded"), (2, "rank0")):
+        config = _begin(parent, f"branch-{fill}", fill=fill)
+        for mode, found, step in run_ranks(_branch, world, config.model_dump()):
+            assert (mode, step) == (fill, 1)
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(torch.from_numpy(found[name]), expected[name]) for name in expected)
+
+
+def _refused(values: Mapping[str, Any]) -> str:
+    config = FinetuneConfig.model_validate(values)
+    with pytest.raises(ResumeError) as failure:
+        assemble(config, prepare_on_rank0(config), CPU)
+    return str(failure.value)
+
+
+def test_a_damaged_checkpoint_is_no_beginning(parent: Found) -> None:
+    file = pieces_of(parent)[1]
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    for message in run_ranks(_refused, 2, _begin(parent, "branch").model_dump()):
+        assert "model.path=" in message and f"the content of {file.name} is not what was written" in message

@@ -1,0 +1,82 @@
+"""Exports as tasks of Ray, on checkpoints that are there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from raytune_fsdp.checkpoint.commit import Found
+from raytune_fsdp.config import ExportConfig
+from raytune_fsdp.launch.ray_exports import EXPORTS, Exports
+from raytune_fsdp.launch.shared import leave_token
+from raytune_fsdp.plan import Plan, resolve
+from tests.checkpoints import checkpoints, pieces_of, tensors_in
+from tests.ray.jobs import config_of
+from tests.runs import trajectory
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+@dataclass
+class Told:
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    def event(self, name: str, **fields: Any) -> None:
+        self.events.append((name, fields))
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    """Of a run of 12 steps, with a checkpoint of every fourth."""
+    config = config_of(tmp_path, train={"global_batch": 10, "micro_batch": 2, "max_steps": 12})
+    trajectory(config, 1)
+    return resolve(config, 1)
+
+
+def _exports(plan: Plan, told: Told, every: int) -> Exports:
+    token = leave_token(plan.run_dir, "the driver")
+    chosen = ExportConfig(every=every, dtype="trained", push="never/pushed")
+    return Exports(chosen, plan, token, event=told.event, say=told.lines.append)
+
+
+def test_what_was_left_out_is_made_up_for_and_failures_are_told(plan: Plan) -> None:
+    first, second, last = checkpoints(plan.run_dir)
+    assert [first.step, second.step, last.step] == [4, 8, 12]
+    left = plan.run_dir / EXPORTS / ".step-00000004.export-17"
+    left.mkdir(parents=True)
+    damaged = pieces_of(second)[0]
+    damaged.unlink()
+    told = Told()
+    exports = _exports(plan, told, every=4)
+    assert not left.exists(), "what a driver that was killed had begun"
+    exports.make_up()
+    exports.make_up()  # the next attempt of the same driver
+    exports.finish(lambda: False)
+    outcomes = {fields["step"]: (name, fields) for name, fields in told.events}
+    assert {step: name for step, (name, _) in outcomes.items()} == {4: "exported", 8: "export_failed", 12: "exported"}
+    assert len(told.events) == 3 and told.lines[0] == "waiting for the export of step 4, 8, 12"
+    assert "could not be read" in outcomes[8][1]["problem"] and str(second.path) in outcomes[8][1]["problem"]
+    assert any("export of step 8 failed" in line and "training goes on" in line for line in told.lines)
+    there = sorted(path.name for path in (plan.run_dir / EXPORTS).iterdir())
+    assert there == ["step-00000004", "step-00000012"]
+    for found in (first, last):
+        place = plan.run_dir / EXPORTS / f"step-{found.step:08d}"
+        expected = {n.removeprefix("model."): t for n, t in tensors_in(found).items() if n.startswith("model.")}
+        weights = AutoModelForCausalLM.from_pretrained(place).state_dict()
+        assert all((weights[name] == tensor).all() for name, tensor in expected.items())
+        assert f"step {found.step}," in (place / "README.md").read_text()
+
+
+def test_a_checkpoint_that_came_later_than_planned_is_exported_in_its_place(plan: Plan) -> None:
+    told = Told()
+    exports = _exports(plan, told, every=100)
+    started: list[int] = []
+    exports._start = lambda found: started.append(found.step)  # type: ignore[method-assign]
+    for step in (96, 100, 104, 203, 204, 300):
+        exports.committed(Found(step, 1, plan.checkpoints))
+    assert started == [100, 203, 300]

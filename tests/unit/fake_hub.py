@@ -1,0 +1,189 @@
+"""A hub to push models to, on this machine: accounts, repositories, large files and commits, over its own protocol."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+TOKEN = "hf_theTokenOfSomeone"
+USER = "someone"
+
+
+@dataclass
+class Repository:
+    """Its newest commit: the hub's own .gitattributes, then whatever was pushed."""
+
+    visibility: str | None
+    """As asked for when it was created."""
+    files: dict[str, bytes] = field(default_factory=lambda: {".gitattributes": b"*.safetensors filter=lfs\n"})
+    large: set[str] = field(default_factory=set)
+    commits: list[dict[str, Any]] = field(default_factory=list)
+
+
+class FakeHub(ThreadingHTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.repositories: dict[str, Repository] = {}
+        self.stored: dict[str, bytes] = {}
+        """Large files by their SHA-256."""
+        self.down = 0
+        """With another status than 0, it is all that is answered."""
+        self.storage_refuses = False
+        """As storage does with an address that is too old."""
+        self.seen: list[str] = []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+@contextmanager
+def fake_hub() -> Iterator[FakeHub]:
+    with FakeHub() as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        yield hub
+        hub.shutdown()
+
+
+class Answers(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FakeHub
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        body = self._body()
+        self.server.seen.append(f"{self.command} {path}")
+        if self.server.down:
+            self._answer(self.server.down, {"error": "down for repairs"})
+        elif path.startswith("/large/"):  # a signed URL: no token goes there
+            self._put_large(path.removeprefix("/large/"), body)
+        elif path == "/api/agent-harnesses":
+            self._answer(404, {})
+        elif self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self._answer(401, {"error": "Invalid credentials in Authorization header"})
+        elif path.startswith("/api/models/"):
+            owner, name, *rest = path.removeprefix("/api/models/").split("/")
+            self._model(f"{owner}/{name}", rest, body)
+        else:
+            self._account(path, body)
+
+    def _account(self, path: str, body: bytes) -> None:
+        if path == "/api/whoami-v2":
+            self._answer(200, {"type": "user", "name": USER, "orgs": []})
+        elif path == "/api/repos/create":
+            self._create(json.loads(body))
+        elif path == "/api/validate-yaml":
+            wrong = [{"message": "license is not one"}] if b"license: mine" in body else []
+            self._answer(400 if wrong else 200, {"errors": wrong, "warnings": []})
+        else:
+            assert path.endswith(".git/info/lfs/objects/batch")
+            self._batch(json.loads(body)["objects"], mine=path.startswith(f"/{USER}/"))
+
+    def _model(self, name: str, rest: list[str], body: bytes) -> None:
+        repository = self.server.repositories.get(name)
+        if repository is None:
+            return self._answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+        if rest == ["preupload", "main"]:
+            return self._preupload(repository, json.loads(body)["files"])
+        if rest == ["commit", "main"]:
+            return self._commit(name, repository, [json.loads(line) for line in body.splitlines()])
+        if rest == ["tree", "main"]:
+            return self._answer(200, [entry(path, repository) for path in repository.files])
+        if rest == ["xet-write-token", "main"]:
+            return self._answer(403, {"error": "Authorization error"})
+        return self._answer(200, {"id": name, "sha": commit_id(repository), "siblings": [], "tags": []})
+
+    do_POST = do_PUT = do_HEAD = do_GET
+
+    def _create(self, asked: dict[str, Any]) -> None:
+        owner, repositories = asked["organization"] or USER, self.server.repositories
+        name = f"{owner}/{asked['name']}"
+        if owner != USER:
+            return self._answer(403, {"error": f'You cannot create a model under the namespace "{owner}"'})
+        status = 409 if name in repositories else 200
+        repositories.setdefault(name, Repository(visibility=asked.get("visibility")))
+        return self._answer(status, {"name": name, "url": f"{self.server.url}/{name}", "error": "exists"})
+
+    def _preupload(self, repository: Repository, asked: list[dict[str, Any]]) -> None:
+        files = []
+        for file in asked:
+            path = file["path"]
+            there = entry(path, repository) if path in repository.files else {}
+            oid = there.get("lfs", there).get("oid")
+            mode = "lfs" if path.endswith(".safetensors") else "regular"
+            files.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        self._answer(200, {"files": files})
+
+    def _batch(self, asked: list[dict[str, Any]], *, mine: bool) -> None:
+        if not mine:
+            return self._answer(403, {"error": "Authorization error"})
+        objects = []
+        for each in asked:
+            actions = {"upload": {"href": f"{self.server.url}/large/{each['oid']}?signed=by-the-hub"}}
+            objects.append({**each, **({} if each["oid"] in self.server.stored else {"actions": actions})})
+        return self._answer(200, {"transfer": "basic", "objects": objects})
+
+    def _put_large(self, oid: str, content: bytes) -> None:
+        assert hashlib.sha256(content).hexdigest() == oid
+        if not self.server.storage_refuses:
+            self.server.stored[oid] = content
+        self._answer(403 if self.server.storage_refuses else 200, {})
+
+    def _commit(self, name: str, repository: Repository, lines: list[dict[str, Any]]) -> None:
+        header, *operations = [(line["key"], line["value"]) for line in lines]
+        for key, value in operations:
+            path = value["path"]
+            repository.large.discard(path)
+            if key == "deletedFile":
+                del repository.files[path]
+            elif key == "file":
+                repository.files[path] = base64.b64decode(value["content"])
+            else:
+                assert key == "lfsFile" and len(self.server.stored[value["oid"]]) == value["size"]
+                repository.files[path] = self.server.stored[value["oid"]]
+                repository.large.add(path)
+        done = {f"{key} {value['path']}" for key, value in operations}
+        repository.commits.append({"message": header[1]["summary"], "done": done})
+        commit = commit_id(repository)
+        self._answer(200, {"commitOid": commit, "commitUrl": f"{self.server.url}/{name}/commit/{commit}"})
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        pieces = []
+        while size := int(self.rfile.readline(), 16):
+            pieces.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(pieces)
+
+    def _answer(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def commit_id(repository: Repository) -> str:
+    return f"{len(repository.commits):040x}"
+
+
+def entry(path: str, repository: Repository) -> dict[str, Any]:
+    """Of the listing of a repository: a large file has its SHA-256, a small one the id git gives it."""
+    content = repository.files[path]
+    git = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    found = {"type": "file", "path": path, "size": len(content), "oid": git}
+    if path in repository.large:
+        found["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+    return found
