@@ -68,7 +68,9 @@ Damaged = Mapping[Found, str]
 """Checkpoints that cannot be used, and why."""
 
 
-def newest(root: str, *, hashes: bool, damaged: Damaged | None = None) -> tuple[Found | None, Damaged]:
+def newest(
+    root: str, *, hashes: bool, damaged: Damaged | None = None, threads: int = 1
+) -> tuple[Found | None, Damaged]:
     """The newest checkpoint whose files are what the manifest says, and the newer ones that are not.
 
     None where there never was one. Checkpoints that are there and all damaged are an error: starting anew would throw
@@ -78,7 +80,7 @@ def newest(root: str, *, hashes: bool, damaged: Damaged | None = None) -> tuple[
     for found in reversed(committed(root)):
         if found in known:
             continue
-        problem = verify(found, hashes=hashes)
+        problem = verify(found, hashes=hashes, threads=threads)
         if problem is None:
             return found, known
         known[found] = problem
@@ -92,10 +94,10 @@ def newest(root: str, *, hashes: bool, damaged: Damaged | None = None) -> tuple[
     return None, {}
 
 
-def verify(found: Found, *, hashes: bool, share: tuple[int, int] = (0, 1)) -> str | None:
+def verify(found: Found, *, hashes: bool, share: tuple[int, int] = (0, 1), threads: int = 1) -> str | None:
     """What is wrong with a committed checkpoint, None if nothing. See `manifest.check`."""
     try:
-        return check(storage_at(found.root), found.name, hashes=hashes, share=share)
+        return check(storage_at(found.root), found.name, hashes=hashes, share=share, threads=threads)
     except OSError as error:  # storage that cannot be read now may be read later: no verdict on the checkpoint
         raise TransientError(f"{found.path} cannot be read: {error}; try again when the storage answers") from error
 

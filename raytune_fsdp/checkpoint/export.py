@@ -21,6 +21,9 @@ MODEL_FILES = "model"
 RECIPE_FILE = "recipe.json"
 """In it: how the model was trained, for the card."""
 
+_READERS = 4
+"""Files of a checkpoint that are read at once, where one process reads them all."""
+
 
 def find_checkpoint(place: Path | str) -> Found:
     """The checkpoint that a path or URL means: itself, or the newest complete one of the run directory it is."""
@@ -28,11 +31,13 @@ def find_checkpoint(place: Path | str) -> Found:
     path = str(place) if "://" in str(place) else str(Path(place).resolve())
     found = as_checkpoint(path)
     if found is not None:
-        problem = verify(found, hashes=True)
+        problem = verify(found, hashes=True, threads=_READERS)
         if problem:
             raise ResumeError(f"checkpoint {path} is damaged: {problem}; use another one beside it")
         return found
-    found, _ = newest(f"{path}/checkpoints" if "://" in path else checkpoints_of(Path(path)), hashes=True)
+    found, _ = newest(
+        f"{path}/checkpoints" if "://" in path else checkpoints_of(Path(path)), hashes=True, threads=_READERS
+    )
     if found is None:
         raise ResumeError(f"{path} is neither a committed checkpoint nor a run directory that holds one")
     return found

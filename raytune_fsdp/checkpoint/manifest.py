@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -23,11 +24,14 @@ def make_manifest(sums: Mapping[str, Sum]) -> str:
     return json.dumps({"format": 1, "files": files}, indent=1)
 
 
-def check(storage: Storage, name: str, *, hashes: bool, share: tuple[int, int] = (0, 1)) -> str | None:
+def check(
+    storage: Storage, name: str, *, hashes: bool, share: tuple[int, int] = (0, 1), threads: int = 1
+) -> str | None:
     """What is wrong with a checkpoint, None if nothing: the sizes of all files, and their hashes.
 
     Without `hashes` only those of the small files. With `share=(rank, world)` only a part of them: what all ranks find
-    is what there is to find. OSError where the storage does not answer: that is no verdict on the checkpoint.
+    is what there is to find. So many `threads` read. OSError where the storage does not answer: that is no verdict on
+    the checkpoint.
     """
     try:
         read = json.loads(storage.read(name, MANIFEST_FILE))
@@ -46,14 +50,19 @@ def check(storage: Storage, name: str, *, hashes: bool, share: tuple[int, int] =
         if present[file] != size:
             return f"{file} has {present[file]} bytes instead of {size}"
     to_hash = {file: size for file, (size, _) in wanted.items() if hashes or not file.endswith(PIECES)}
-    for file in _share_of(to_hash, *share):
+    mine = _share_of(to_hash, *share)
+
+    def problem(file: str) -> str | None:
         try:
             digest = hash_file(storage, name, file, present[file])
         except FileNotFoundError:
             return f"{file} is gone"
-        if digest != wanted[file][1]:
-            return f"the content of {file} is not what was written"
-    return None
+        return None if digest == wanted[file][1] else f"the content of {file} is not what was written"
+
+    if threads == 1:
+        return next(filter(None, map(problem, mine)), None)
+    with ThreadPoolExecutor(threads) as readers:  # neither reading nor hashing needs Python's lock
+        return next(filter(None, list(readers.map(problem, mine))), None)
 
 
 def hash_file(storage: Storage, name: str, file: str, size: int) -> str:

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -114,27 +115,33 @@ def _write_files(
     types: Mapping[str, torch.dtype],
     staging: Path,
 ) -> None:
-    """One file after the other: the groups come in the order of the files."""
+    """One file after the other: the groups come in the order of the files. A thread reads what is finished again."""
     pending = iter(files.items())
     name, left, file = "", set[str](), None
-    for group in groups:
-        read = {n: source.read_all([n])[n] for n in group.names}
-        first = next(iter(group.stored))
-        tensors = group.turn_back({n: read.pop(n).to(types[first]) for n in group.names}, model)
-        for key in group.stored:
-            if not left:
-                name, shapes = next(pending)
-                left, file = set(shapes), TensorFile(staging / name, shapes, types)
-            assert file is not None and key in left, f"{key} is out of order"
-            file.write(key, tensors.pop(key))
-            left.remove(key)
-            if not left:
-                file.close()
-                _check_written(staging / name, file)
+    with ThreadPoolExecutor(1) as reader:
+        checks: list[Future[None]] = []
+        for group in groups:
+            read = {n: source.read_all([n])[n] for n in group.names}
+            first = next(iter(group.stored))
+            tensors = group.turn_back({n: read.pop(n).to(types[first]) for n in group.names}, model)
+            for key in group.stored:
+                if not left:
+                    name, shapes = next(pending)
+                    left, file = set(shapes), TensorFile(staging / name, shapes, types)
+                assert file is not None and key in left, f"{key} is out of order"
+                file.write(key, tensors.pop(key))
+                left.remove(key)
+                if not left:
+                    checks.append(reader.submit(_finish, staging / name, file))
+            for check in [each for each in checks if each.done()]:
+                check.result()
+        for check in checks:
+            check.result()
 
 
-def _check_written(path: Path, file: TensorFile) -> None:
+def _finish(path: Path, file: TensorFile) -> None:
     """What is read back must be what was to be written, bit by bit."""
+    file.close()
     wrong = file.differences()
     if wrong:
         raise TransientError(
