@@ -133,10 +133,10 @@ class Bench:
 
     def writing(self, place: Path) -> None:
         with patch.object(TensorFile, "differences", return_value=[]):
-            publish(self.checkpoint, place, ExportConfig(max_file_bytes=FILE_BYTES))
+            publish(self.checkpoint, place, ExportConfig(max_file_bytes=FILE_BYTES), verified=True)
 
     def with_checking(self, place: Path) -> None:
-        publish(find_checkpoint(self.checkpoint.path), place, ExportConfig(max_file_bytes=FILE_BYTES))
+        publish(find_checkpoint(self.checkpoint.path), place, ExportConfig(max_file_bytes=FILE_BYTES), verified=True)
 
     def gather(self, place: Path) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from raytune_fsdp.checkpoint.commit import Found
-from raytune_fsdp.checkpoint.export import RECIPE_FILE, model_files
+from raytune_fsdp.checkpoint.commit import Found, verify
+from raytune_fsdp.checkpoint.export import READERS, RECIPE_FILE, model_files
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import ExportConfig
+from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.model.export import export
 from raytune_fsdp.report.card import model_card
 
 
-def publish(checkpoint: Found, destination: Path, chosen: ExportConfig) -> str | None:
-    """Write `destination` and push it by `chosen.push`; returns where it is on the hub, None if it is not."""
+def publish(checkpoint: Found, destination: Path, chosen: ExportConfig, *, verified: bool = False) -> str | None:
+    """Write `destination` and push it by `chosen.push`; returns where it is on the hub, None if it is not.
+
+    The checkpoint is compared with its manifest first, unless it is `verified`.
+    """
+    problem = None if verified else verify(checkpoint, hashes=True, threads=READERS)
+    if problem is not None:
+        raise ResumeError(f"checkpoint {checkpoint.path} is damaged, so it is not exported: {problem}; use another one")
     files = model_files(checkpoint)
     export(
         CheckpointWeights(checkpoint),

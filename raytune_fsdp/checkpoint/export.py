@@ -21,7 +21,7 @@ MODEL_FILES = "model"
 RECIPE_FILE = "recipe.json"
 """In it: how the model was trained, for the card."""
 
-_READERS = 4
+READERS = 4
 """Files of a checkpoint that are read at once, where one process reads them all."""
 
 
@@ -31,12 +31,12 @@ def find_checkpoint(place: Path | str) -> Found:
     path = str(place) if "://" in str(place) else str(Path(place).resolve())
     found = as_checkpoint(path)
     if found is not None:
-        problem = verify(found, hashes=True, threads=_READERS)
+        problem = verify(found, hashes=True, threads=READERS)
         if problem:
             raise ResumeError(f"checkpoint {path} is damaged: {problem}; use another one beside it")
         return found
     found, _ = newest(
-        f"{path}/checkpoints" if "://" in path else checkpoints_of(Path(path)), hashes=True, threads=_READERS
+        f"{path}/checkpoints" if "://" in path else checkpoints_of(Path(path)), hashes=True, threads=READERS
     )
     if found is None:
         raise ResumeError(f"{path} is neither a committed checkpoint nor a run directory that holds one")

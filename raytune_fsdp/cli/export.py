@@ -44,7 +44,7 @@ def _export(parser: Parser, arguments: Sequence[str]) -> int:
 
         check_push(chosen.push)
     checkpoint = find_checkpoint(found.source)
-    pushed = publish(checkpoint, found.destination, chosen)
+    pushed = publish(checkpoint, found.destination, chosen, verified=True)
     print(f"exported {checkpoint.path} to {found.destination}")
     if pushed is not None:
         print(f"pushed to {pushed}")

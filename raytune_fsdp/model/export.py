@@ -61,12 +61,16 @@ def export(
     _check_replaceable(destination)
     staging = destination.with_name(f".{destination.name}.export-{os.getpid()}")
     shutil.rmtree(staging, ignore_errors=True)
-    shutil.copytree(model_files, staging, ignore=shutil.ignore_patterns(*leave_out))
-    if card is not None:
-        (staging / CARD_FILE).write_text(card, encoding="utf-8")
-    types = _write_weights(source, _skeleton(model_files), staging, DTYPES[dtype], max_file_bytes)
-    _set_dtype(staging / "config.json", types)
-    sync_directory(staging)
+    try:
+        shutil.copytree(model_files, staging, ignore=shutil.ignore_patterns(*leave_out))
+        if card is not None:
+            (staging / CARD_FILE).write_text(card, encoding="utf-8")
+        types = _write_weights(source, _skeleton(model_files), staging, DTYPES[dtype], max_file_bytes)
+        _set_dtype(staging / "config.json", types)
+        sync_directory(staging)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
     shutil.rmtree(destination, ignore_errors=True)
     staging.rename(destination)
     sync_directory(destination.parent)

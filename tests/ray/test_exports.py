@@ -60,7 +60,7 @@ def test_what_was_left_out_is_made_up_for_and_failures_are_told(plan: Plan) -> N
     outcomes = {fields["step"]: (name, fields) for name, fields in told.events}
     assert {step: name for step, (name, _) in outcomes.items()} == {4: "exported", 8: "export_failed", 12: "exported"}
     assert len(told.events) == 3 and told.lines[0] == "waiting for the export of step 4, 8, 12"
-    assert "could not be read" in outcomes[8][1]["problem"] and str(second.path) in outcomes[8][1]["problem"]
+    assert f"{damaged.name} is gone" in outcomes[8][1]["problem"] and str(second.path) in outcomes[8][1]["problem"]
     assert any("export of step 8 failed" in line and "training goes on" in line for line in told.lines)
     there = sorted(path.name for path in (plan.run_dir / EXPORTS).iterdir())
     assert there == ["step-00000004", "step-00000012"]
