@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from raytune_fsdp.checkpoint.layout import Index, Place, parse_index
 from raytune_fsdp.checkpoint.staging import local_piece
-from raytune_fsdp.checkpoint.storage import INDEX_FILE, Source, Storage
+from raytune_fsdp.checkpoint.storage import INDEX_FILE, Readable, Source, Storage
 from raytune_fsdp.errors import ResumeError, TransientError
 
 
@@ -51,20 +51,19 @@ def compare(tensors: Mapping[str, torch.Tensor], index: Index, where: str, *, wh
 @torch.no_grad()
 def read_tensors(
     tensors: Mapping[str, torch.Tensor],
-    storage: Storage,
+    storage: Readable,
     name: str,
     *,
+    index: Index,
     whole: bool = True,
-    index: Index | None = None,
 ) -> None:
     """Fill `tensors`, of DTensors what this rank has of them. Nothing is cast or missed, nor left over if `whole`."""
-    index = index or read_index(storage, name)
     compare(tensors, index, storage.where(name), whole=whole)
     _read_items(create_default_local_load_plan(dict(tensors), index.metadata).items, tensors, storage, name, index)
 
 
 @torch.no_grad()
-def read_rows(target: torch.Tensor, start: int, storage: Storage, name: str, tensor: str, index: Index) -> None:
+def read_rows(target: torch.Tensor, start: int, storage: Readable, name: str, tensor: str, index: Index) -> None:
     """Fill `target` with the rows of a tensor from `start` on; of one without dimensions with all there is."""
     offset = torch.Size([start, *[0] * (target.ndim - 1)][: target.ndim])
     items = create_read_items_for_chunk_list(
@@ -74,7 +73,7 @@ def read_rows(target: torch.Tensor, start: int, storage: Storage, name: str, ten
 
 
 def _read_items(
-    found: Sequence[ReadItem], tensors: Mapping[str, torch.Tensor], storage: Storage, name: str, index: Index
+    found: Sequence[ReadItem], tensors: Mapping[str, torch.Tensor], storage: Readable, name: str, index: Index
 ) -> None:
     """Read file by file, each from its beginning to its end."""
     by_file: dict[str, list[tuple[Place, ReadItem]]] = {}

@@ -51,7 +51,17 @@ class Draft(Protocol):
         """Remove what was written, as far as that is possible now. Never fails."""
 
 
-class Storage(Protocol):
+class Readable(Protocol):
+    """Where the large files of checkpoints are read from."""
+
+    def where(self, name: str) -> str:
+        """For people."""
+
+    def open(self, name: str, file: str) -> AbstractContextManager[Source]:
+        """A large file."""
+
+
+class Storage(Readable, Protocol):
     """All checkpoints of a run."""
 
     location: str
@@ -66,17 +76,11 @@ class Storage(Protocol):
     def has_damaged(self) -> bool:
         """Whether something was set aside here."""
 
-    def where(self, name: str) -> str:
-        """For people."""
-
     def sizes(self, name: str) -> dict[str, int]:
         """Of all its files; empty if there is no such checkpoint."""
 
     def read(self, name: str, file: str) -> bytes:
         """A small file, whole."""
-
-    def open(self, name: str, file: str) -> AbstractContextManager[Source]:
-        """A large one."""
 
     def set_aside(self, name: str) -> str:
         """Take a damaged checkpoint out of the way, so that it is none; where it is now, for people."""

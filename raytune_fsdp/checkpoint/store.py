@@ -16,7 +16,7 @@ from raytune_fsdp.checkpoint.commit import Found, Keep, directory_name, prune
 from raytune_fsdp.checkpoint.flight import Flight, Job, Outcome
 from raytune_fsdp.checkpoint.layout import Layout, make_layout
 from raytune_fsdp.checkpoint.meeting import Meeting, meet
-from raytune_fsdp.checkpoint.reading import read_tensors
+from raytune_fsdp.checkpoint.reading import read_index, read_tensors
 from raytune_fsdp.checkpoint.staging import Staging, local_piece
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.checkpoint.storage import Draft, Storage, storage_at
@@ -179,7 +179,9 @@ def open_store(
 def load(model: PreTrainedModel, optimizer: torch.optim.Optimizer, found: Found) -> None:
     """Read the tensors of a committed checkpoint into model and optimizer. All ranks must call this."""
     init_optimizer_state(optimizer)
-    on_all_ranks(lambda: read_tensors(tensors_of(model, optimizer), storage_at(found.root), found.name))
+    storage = storage_at(found.root)
+    tensors = tensors_of(model, optimizer)
+    on_all_ranks(lambda: read_tensors(tensors, storage, found.name, index=read_index(storage, found.name)))
 
 
 def on_rank0(work: Callable[[], T]) -> T:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from raytune_fsdp.checkpoint.commit import Found
 from raytune_fsdp.checkpoint.reading import read_index, read_rows, read_tensors
-from raytune_fsdp.checkpoint.storage import storage_at
+from raytune_fsdp.checkpoint.storage import Source, Storage, storage_at
 from raytune_fsdp.checkpoint.tensors import MODEL
+
+_KEPT_FILES = 16
 
 
 class CheckpointWeights:
@@ -17,8 +21,9 @@ class CheckpointWeights:
 
     def __init__(self, found: Found) -> None:
         self._found = found
-        self._storage = storage_at(found.root)
-        self._index = read_index(self._storage, found.name)
+        storage = storage_at(found.root)
+        self._index = read_index(storage, found.name)
+        self._storage = _KeptOpen(storage)
         self._stored = {
             name.removeprefix(MODEL): (entry.size, entry.properties.dtype)
             for name, entry in self._index.tensors.items()
@@ -44,3 +49,27 @@ class CheckpointWeights:
         if rows.numel():
             read_rows(rows, start, self._storage, self._found.name, MODEL + name, self._index)
         return rows
+
+
+class _KeptOpen:
+    """The files that were read last stay open: they are read tensor by tensor.
+
+    In an object store every opening is a request, and what was read ahead would be asked for again.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._files: OrderedDict[tuple[str, str], tuple[ExitStack, Source]] = OrderedDict()
+
+    def where(self, name: str) -> str:
+        return self._storage.where(name)
+
+    @contextmanager
+    def open(self, name: str, file: str) -> Iterator[Source]:
+        if (name, file) not in self._files:
+            stack = ExitStack()
+            self._files[name, file] = stack, stack.enter_context(self._storage.open(name, file))
+            if len(self._files) > _KEPT_FILES:
+                self._files.popitem(last=False)[1][0].close()
+        self._files.move_to_end((name, file))
+        yield self._files[name, file][1]

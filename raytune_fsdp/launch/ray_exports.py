@@ -101,8 +101,14 @@ class Exports:
             with own_errors():
                 seconds = ray.get(task)
         except (RaytuneError, RayError, OSError) as error:
-            self._event(names.EXPORT_FAILED, step=checkpoint.step, problem=in_words(error))
-            self._say(f"the export of step {checkpoint.step} failed: {in_words(error)}; training goes on")
+            problem = in_words(error)
+            if checkpoint not in committed(self._plan.checkpoints):
+                problem = (
+                    f"its checkpoint was removed by then; checkpoint.keep_every={self._chosen.every} keeps those that "
+                    "are exported"
+                )
+            self._event(names.EXPORT_FAILED, step=checkpoint.step, problem=problem)
+            self._say(f"the export of step {checkpoint.step} failed: {problem}; training goes on")
         else:
             self._event(names.EXPORTED, step=checkpoint.step, path=str(place), seconds=round(seconds, 2))
             self._say(f"exported step {checkpoint.step} to {place}")

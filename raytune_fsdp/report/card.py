@@ -51,7 +51,7 @@ def model_card(checkpoint: Found, model_files: Path, *, dtype: str) -> str:
         parts += ["", "## Results", "", "| | |", "|---|---|", *results]
     parts += ["", "## Data", "", *_data(config, state)]
     if config:
-        shown = yaml.safe_dump(_without_paths(config), sort_keys=False, allow_unicode=True).rstrip()
+        shown = yaml.safe_dump(_shortened(config), sort_keys=False, allow_unicode=True).rstrip()
         parts += ["", "## Recipe", "", "```yaml", shown, "```"]
     return "\n".join(parts) + "\n"
 
@@ -138,9 +138,11 @@ def _shown(path: object) -> str:
     return Path(text).name if text.startswith(("/", "~", ".")) else text
 
 
-def _without_paths(value: Any) -> Any:
+def _shortened(value: Any) -> Any:
+    """Without what is not set, and without paths of a machine."""
     if isinstance(value, Mapping):
-        return {key: _without_paths(each) for key, each in value.items()}
+        short = {key: _shortened(each) for key, each in value.items() if key != "cache"}
+        return {key: each for key, each in short.items() if each is not None and each != {}}
     if isinstance(value, list):
-        return [_without_paths(each) for each in value]
+        return [_shortened(each) for each in value]
     return _shown(value) if isinstance(value, str) and value.startswith(("/", "~")) else value

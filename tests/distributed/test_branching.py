@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 from tests.runs import LLAMA, make_config, train_rank
 
 
-def _branch(values: Mapping[str, Any]) -> tuple[str, dict[str, Any], int]:
+def begin(values: Mapping[str, Any]) -> tuple[str, dict[str, Any], int]:
     """What a run begins with, and where it is after its steps."""
     config = FinetuneConfig.model_validate(values)
     parts = assemble(config, prepare_on_rank0(config), CPU)
@@ -37,7 +37,7 @@ def parent(tmp_path: Path) -> Found:
     return checkpoints(tmp_path / "runs" / "run")[-1]
 
 
-def _begin(parent: Found, name: str, **model: Any) -> FinetuneConfig:
+def _config(parent: Found, name: str, **model: Any) -> FinetuneConfig:
     home = Path(parent.root).parents[2]
     return make_config(
         home,
@@ -51,8 +51,8 @@ def _begin(parent: Found, name: str, **model: Any) -> FinetuneConfig:
 def test_a_run_begins_with_the_weights_of_a_checkpoint(parent: Found) -> None:
     expected = {n.removeprefix("model."): t for n, t in tensors_in(parent).items() if n.startswith("model.")}
     for world, fill in ((3, "sharded"), (2, "rank0")):
-        config = _begin(parent, f"branch-{fill}", fill=fill)
-        for mode, found, step in run_ranks(_branch, world, config.model_dump()):
+        config = _config(parent, f"branch-{fill}", fill=fill)
+        for mode, found, step in run_ranks(begin, world, config.model_dump()):
             assert (mode, step) == (fill, 1)
             assert found.keys() == expected.keys()
             assert all(torch.equal(torch.from_numpy(found[name]), expected[name]) for name in expected)
@@ -70,5 +70,5 @@ def test_a_damaged_checkpoint_is_no_beginning(parent: Found) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
-    for message in run_ranks(_refused, 2, _begin(parent, "branch").model_dump()):
+    for message in run_ranks(_refused, 2, _config(parent, "branch").model_dump()):
         assert "model.path=" in message and f"the content of {file.name} is not what was written" in message

@@ -19,6 +19,7 @@ from werkzeug.serving import make_server
 from raytune_fsdp.checkpoint.commit import committed, newest
 from raytune_fsdp.checkpoint.storage import storage_at
 from tests.checkpoints import tensors_in
+from tests.distributed.test_branching import begin
 from tests.ranks import run_ranks
 from tests.runs import GPT2, make_config, trajectory
 
@@ -100,6 +101,12 @@ def test_save_kill_resume_and_prune(busy: Throttling, tmp_path: Path) -> None:
         stored = tensors_in(committed(root)[-1])
         assert exported and all(torch.equal(tensor, stored[f"model.{name}"]) for name, tensor in exported.items())
     assert not (Path(config.run.storage) / "remote" / "checkpoints").exists()
+    # Another run begins with it.
+    model = {"init": "pretrained", "architecture": None, "tokenizer": None, "path": committed(root)[-1].path}
+    branch = make_config(tmp_path, run={"name": "branch"}, model=model, train={**TRAIN, "max_steps": 1})
+    wanted = {name.removeprefix("model."): tensor for name, tensor in stored.items() if name.startswith("model.")}
+    for _, weights, step in run_ranks(begin, 2, branch.model_dump()):
+        assert step == 1 and all((weights[name] == tensor.numpy()).all() for name, tensor in wanted.items())
 
 
 def train_and_die_while_saving(values: dict[str, Any]) -> None:

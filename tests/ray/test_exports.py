@@ -80,3 +80,12 @@ def test_a_checkpoint_that_came_later_than_planned_is_exported_in_its_place(plan
     for step in (96, 100, 104, 203, 204, 300):
         exports.committed(Found(step, 1, plan.checkpoints))
     assert started == [100, 203, 300]
+
+
+def test_a_checkpoint_that_is_gone_is_said_to_be(plan: Plan) -> None:
+    told = Told()
+    exports = _exports(plan, told, every=4)
+    exports.committed(Found(16, 1, plan.checkpoints))
+    exports.finish(lambda: False)
+    ((name, fields),) = told.events
+    assert name == "export_failed" and "removed by then; checkpoint.keep_every=4 keeps" in fields["problem"]
