@@ -18,7 +18,7 @@ from tests.checkpoints import checkpoints, pieces_of, tensors_in
 from tests.ray.jobs import config_of
 from tests.runs import trajectory
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.slow]
 
 
 @dataclass
