@@ -95,23 +95,24 @@ def find_origin(config: FinetuneConfig, skeleton: PreTrainedModel) -> Origin | N
         if problem is not None:
             raise ResumeError(f"model.path={config.model.path} is damaged: {problem}; use another checkpoint beside it")
         origin = Origin(stored=checkpoint, match=Match(key_of={}), grown={})
-        _check_names(skeleton, origin)
     else:
         directory = model_directory(config, weights=True)
         assert directory is not None, "there is a path"
         files = find_weights(directory)
         origin = Origin(stored=files, match=match_keys(skeleton, files), grown={})
     weights = origin.weights(skeleton)
+    _check_names(skeleton, weights, origin.where)
     grown = grown_rows(skeleton, weights.shapes()) if config.model.resize_embeddings else {}
     check_shapes(skeleton, GrownWeights(weights, grown))
     return Origin(stored=origin.stored, match=origin.match, grown=grown)
 
 
-def _check_names(skeleton: PreTrainedModel, origin: Origin) -> None:
-    differ = sorted(set(owned_tensors(skeleton)) ^ set(origin.weights(skeleton).shapes()))
+def _check_names(skeleton: PreTrainedModel, weights: Weights, where: str) -> None:
+    """Of files the names have been matched already; those of a checkpoint are the network's own."""
+    differ = sorted(set(owned_tensors(skeleton)) ^ set(weights.shapes()))
     if differ:
         raise ModelError(
-            f"checkpoint {origin.where} is of another network than its config.json describes: {differ[0]}"
+            f"{where} is of another network than its config.json describes: {differ[0]}"
             + (f" (and {len(differ) - 1} more)" if len(differ) > 1 else "")
         )
 

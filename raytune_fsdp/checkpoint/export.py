@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -45,9 +46,12 @@ def find_checkpoint(place: Path | str) -> Found:
 
 def model_files(checkpoint: Found) -> Path:
     """Config and tokenizer of the run that a checkpoint belongs to; of an object store as a copy."""
-    if "://" not in checkpoint.root:
-        return Path(checkpoint.root).parent / MODEL_FILES
-    beside = ObjectStorage(checkpoint.root.rpartition("/")[0])
+    return _copied(checkpoint.root) if "://" in checkpoint.root else Path(checkpoint.root).parent / MODEL_FILES
+
+
+@cache
+def _copied(root: str) -> Path:
+    beside = ObjectStorage(root.rpartition("/")[0])
     copy = Path(tempfile.mkdtemp(prefix="raytune-model-"))
     atexit.register(shutil.rmtree, copy, ignore_errors=True)
     for name in beside.sizes(MODEL_FILES):

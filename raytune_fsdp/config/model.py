@@ -11,8 +11,8 @@ from raytune_fsdp.config.base import Section
 
 class ModelConfig(Section):
     path: str | None = None
-    """Directory in Hugging Face format, or the name of a model on the Hugging Face hub. With `init: random` only its
-    architecture is used."""
+    """Directory in Hugging Face format, the name of a model on the Hugging Face hub, or a committed checkpoint of another
+    run (path or URL), whose weights this one begins with. With `init: random` only its architecture is used."""
 
     revision: str | None = None
     """Branch, tag or commit of a hub model. A commit is the only one of the three that cannot change under you."""
