@@ -9,8 +9,15 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from raytune_fsdp.checkpoint.commit import Found, as_checkpoint, checkpoints_of, committed, verify
-from raytune_fsdp.checkpoint.export import model_files
+from raytune_fsdp.checkpoint.commit import (
+    Found,
+    as_checkpoint,
+    checkpoints_of,
+    committed,
+    looks_like_checkpoint,
+    verify,
+)
+from raytune_fsdp.checkpoint.export import MODEL_FILES, model_files
 from raytune_fsdp.checkpoint.storage import storage_at
 from raytune_fsdp.checkpoint.store import on_all_ranks
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
@@ -21,6 +28,7 @@ from raytune_fsdp.model.files import WeightFiles, find_weights, locate
 from raytune_fsdp.model.keys import Match, check_shapes, grown_rows, match_keys, owned_tensors
 from raytune_fsdp.model.skeleton import build_skeleton
 from raytune_fsdp.model.weights import FileWeights, GrownWeights, RandomWeights, Weights
+from raytune_fsdp.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +63,22 @@ class Origin:
         return self.stored.path if isinstance(self.stored, Found) else str(self.stored.directory)
 
 
+def going_on(config: FinetuneConfig, place: Plan) -> FinetuneConfig:
+    """The config for a run that began with a checkpoint and has one of its own by now: it needs the other no more.
+
+    That may have been deleted meanwhile, as its run went on.
+    """
+    path = config.model.path
+    if path is None or config.model.init != "pretrained" or not looks_like_checkpoint(path):
+        return config
+    own = place.run_dir / MODEL_FILES
+    if config.run.resume == "never" or not (own / "config.json").is_file() or not committed(place.checkpoints):
+        return config
+    # Its checkpoint has every weight. Without init=random, files would be looked for.
+    model = config.model.model_copy(update={"path": str(own), "init": "random"})
+    return config.model_copy(update={"model": model})
+
+
 def model_directory(config: FinetuneConfig, *, weights: bool) -> Path | None:
     """Where the model's config and tokenizer are. The weights of a hub model are fetched only if asked for."""
     path = config.model.path
@@ -69,10 +93,10 @@ def model_directory(config: FinetuneConfig, *, weights: bool) -> Path | None:
 def _checkpoint(path: str) -> Found | None:
     """The checkpoint that `model.path` is, None if it is something else; a whole run is too much."""
     local = "://" not in path
-    place = str(Path(path).expanduser().absolute()) if local else path
+    place = str(Path(path).expanduser().resolve()) if local else path
     try:
         found = as_checkpoint(place)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a protocol that nobody knows
         raise ModelError(f"model.path={path} cannot be read: {error}") from error
     if found is None and local and (Path(place) / "plan.json").is_file():
         there = committed(checkpoints_of(Path(place)))

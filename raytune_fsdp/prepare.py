@@ -38,7 +38,7 @@ from raytune_fsdp.model.skeleton import (
     load_architecture,
     takes_position_ids,
 )
-from raytune_fsdp.origin import Origin, find_origin, model_directory
+from raytune_fsdp.origin import Origin, find_origin, going_on, model_directory
 from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.resume import files_of, find_resume, identity_of
 from raytune_fsdp.tracking.names import evaluation_loss
@@ -82,12 +82,13 @@ def prepare(
     place = check_first(config, world)
     if config.export.push is not None:
         check_push(config.export.push)
-    directory = model_directory(config, weights=False)
-    hf_config = load_architecture(config.model, directory)
-    tokenizer = load_tokenizer(config)
+    source = going_on(config, place)
+    directory = model_directory(source, weights=False)
+    hf_config = load_architecture(source.model, directory)
+    tokenizer = load_tokenizer(source)
     fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=config.model.resize_embeddings)
     skeleton = build_skeleton(hf_config, config.model, config.parallel.precision)
-    hf_config.architectures = [type(skeleton).__name__]  # a config written by hand, or of the bare decoder, lacks it
+    _name_class(hf_config, skeleton)
     init_buffers(skeleton, torch.device("cpu"))  # a rank would fail at it otherwise
     _check_attention(config, skeleton, hf_config)
     if config.parallel.activation_checkpointing != "none" and not skeleton.supports_gradient_checkpointing:
@@ -95,7 +96,7 @@ def prepare(
             f"parallel.activation_checkpointing={config.parallel.activation_checkpointing}: {type(skeleton).__name__} "
             "does not support it; set it to none"
         )
-    origin = find_origin(config, skeleton)
+    origin = find_origin(source, skeleton)
     vocab_size = hf_config.get_text_config().vocab_size
     for prompt in config.eval.prompts:
         encode_prompt(tokenizer, prompt, positions=positions_of(hf_config))
@@ -273,6 +274,13 @@ def _generation_config(skeleton: PreTrainedModel, directory: Path | None) -> Gen
         except (OSError, ValueError, TypeError) as error:
             logger.warning("%s is left out: %s", directory / GENERATION_CONFIG_NAME, error)
     return skeleton.generation_config
+
+
+def _name_class(hf_config: PretrainedConfig, skeleton: PreTrainedModel) -> None:
+    """Say in the config which network it describes, for whoever loads the exported model."""
+    hf_config.architectures = [type(skeleton).__name__]  # a config written by hand, or of the bare decoder, lacks it
+    if type(skeleton).__module__.startswith("transformers.") and hasattr(hf_config, "auto_map"):
+        del hf_config.auto_map  # of code for another network; this one is transformers' own
 
 
 def _check_attention(config: FinetuneConfig, skeleton: PreTrainedModel, hf_config: PretrainedConfig) -> None:

@@ -66,7 +66,7 @@ def open_run(
         # Not save_pretrained: it refuses combinations that well-known models have.
         prepared.generation_config.to_json_file(model_files / "generation_config.json")
     recipe = recipe_of(redact(config.model_dump(mode="json")), _version(), run_dir)
-    (model_files / RECIPE_FILE).write_text(recipe, encoding="utf-8")
+    replace_durably(model_files / RECIPE_FILE, recipe)
     leave_model_files(model_files, prepared.plan.checkpoints)
     return attempt or next_attempt(prepared.plan), changed, aside
 

@@ -79,13 +79,38 @@ REARRANGED: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {**_LIKE_LLAMA, **_HEAD, "layer_types": ["linear_attention", "full_attention"]},
 }
 """Of which some tensors are stored in other parts than they are used in."""
+_MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "chunk_size": 16,
+    "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2,
+}  # fmt: skip
+PARTICULAR: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        **_LIKE_LLAMA, "moe_intermediate_size": 24, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 2,
+        "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 8, "n_shared_experts": 1,
+    },
+    "nemotron_h": {
+        **_LIKE_LLAMA, **_HEAD, **_MAMBA, "num_hidden_layers": 4, "moe_intermediate_size": 24, "n_routed_experts": 6,
+        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_shared_expert_intermediate_size": 24,
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+    },
+    "ernie4_5_moe": {
+        **_LIKE_LLAMA, **_HEAD, "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24,
+        "moe_layer_start_index": 1, "moe_num_shared_experts": 1,
+    },
+    "granitemoehybrid": {
+        **_LIKE_LLAMA, **_MAMBA, "num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 24,
+        "layer_types": ["mamba", "attention"], "position_embedding_type": "rope",
+    },
+}  # fmt: skip
+"""With tensors that stay in fp32, or configs of which JSON needs help."""
 
 TIED = ("qwen3", "gemma3_text", "gpt2", "starcoder2")
 
 
 def architecture(model_type: str, **changes: Any) -> dict[str, Any]:
     """The content of a config.json."""
-    return {"model_type": model_type, **{**ARCHITECTURES, **EXPERTS, **REARRANGED}[model_type], **changes}
+    return {"model_type": model_type, **{**ARCHITECTURES, **EXPERTS, **REARRANGED, **PARTICULAR}[model_type], **changes}
 
 
 def build(model_type: str, *, seed: int = 1, **changes: Any) -> Any:

@@ -49,6 +49,11 @@ def checkpoints_of(run_dir: Path) -> str:
         return str(run_dir / "checkpoints")
 
 
+def looks_like_checkpoint(path: str) -> bool:
+    """Whether a path or URL has the name of one."""
+    return _NAME.fullmatch(path.rstrip("/").rpartition("/")[2]) is not None
+
+
 def as_checkpoint(path: str) -> Found | None:
     """The committed checkpoint that a path or URL is, None if it is none."""
     root, _, name = path.rstrip("/").rpartition("/")

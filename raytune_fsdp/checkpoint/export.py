@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -49,7 +48,6 @@ def model_files(checkpoint: Found) -> Path:
     return _copied(checkpoint.root) if "://" in checkpoint.root else Path(checkpoint.root).parent / MODEL_FILES
 
 
-@cache
 def _copied(root: str) -> Path:
     beside = ObjectStorage(root.rpartition("/")[0])
     copy = Path(tempfile.mkdtemp(prefix="raytune-model-"))

@@ -1,10 +1,16 @@
-"""Exports beside training: a task with one CPU writes the model directory of a checkpoint that was committed."""
+"""Exports beside training: a task of Ray writes the model directory of a checkpoint that was committed.
+
+One at a time, on the driver's node, and without reserving a CPU: the cluster's spare ones prepare the data, and an
+export that had taken the last of them would keep training waiting.
+"""
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +21,7 @@ from raytune_fsdp.checkpoint.commit import Found, committed
 from raytune_fsdp.config import ExportConfig
 from raytune_fsdp.errors import RaytuneError
 from raytune_fsdp.launch.ray_failures import in_words
-from raytune_fsdp.launch.ray_tasks import on_a_cpu, own_errors
+from raytune_fsdp.launch.ray_tasks import own_errors
 from raytune_fsdp.launch.shared import Token, check_seen
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.tracking import names
@@ -25,12 +31,16 @@ if TYPE_CHECKING:
 
 EXPORTS = "exports"
 """Directory in the run directory."""
+_PLACE = re.compile(r"step-(\d{8,})")
 _WAIT_SECONDS = 0.5
-_PATIENCE_SECONDS = 60.0
 
 
 class Exports:
-    """The driver's: which checkpoints are exported, and what has become of it."""
+    """The driver's: which checkpoints are exported, and what has become of it.
+
+    Of the steps from a multiple of `export.every` to the next, the first one that has a checkpoint: a save that was
+    postponed is not at the multiple itself.
+    """
 
     def __init__(
         self, chosen: ExportConfig, plan: Plan, token: Token, *, event: Callable[..., None], say: Callable[[str], None]
@@ -40,89 +50,94 @@ class Exports:
         self._token = token
         self._event = event
         self._say = say
-        self._running: dict[ObjectRef, tuple[Found, Path]] = {}
-        self._last = 0
-        self._starved = time.monotonic() + _PATIENCE_SECONDS
-        if chosen.every is not None:
-            for left in (plan.run_dir / EXPORTS).glob(".*.export-*"):  # by a driver that was killed
-                shutil.rmtree(left, ignore_errors=True)
-            self._last = max((found.step for found in committed(plan.checkpoints)), default=0)
+        self._waiting: list[Found] = []
+        self._running: tuple[ObjectRef, Found] | None = None
+        for left in self._directory.glob(".*.export-*"):  # by a driver that was killed
+            shutil.rmtree(left, ignore_errors=True)
+
+    @property
+    def _directory(self) -> Path:
+        return self._plan.run_dir / EXPORTS
 
     def make_up(self) -> None:
-        """Export what an earlier start of the run did not come to. Not before the ranks have their CPUs."""
-        every = self._chosen.every
-        if every is not None:
-            under_way = [found for found, _ in self._running.values()]
-            for found in committed(self._plan.checkpoints):
-                if found.step % every == 0 and found not in under_way and not self._place(found).exists():
-                    self._start(found)
+        """Ask for what has not been exported yet, whoever should have."""
+        if self._chosen.every is not None:
+            with suppress(RaytuneError, OSError):  # storage that does not answer now: the next commit will be heard of
+                for found in committed(self._plan.checkpoints):
+                    self.committed(found)
 
     def committed(self, checkpoint: Found) -> None:
-        """A new checkpoint: it is exported if it is the first one at or behind a multiple of `export.every`."""
+        """A checkpoint is there; it is exported if its turn has come."""
         every = self._chosen.every
-        if every is not None and checkpoint.step // every > self._last // every:
-            self._start(checkpoint)
-        self._last = checkpoint.step
+        if every is None or checkpoint.step < every:
+            return
+        there = [int(match[1]) for path in self._directory.glob("step-*") if (match := _PLACE.fullmatch(path.name))]
+        there += [found.step for found in self._asked()]
+        if checkpoint.step // every not in {step // every for step in there}:
+            self._waiting.append(checkpoint)
+
+    def _asked(self) -> list[Found]:
+        return [*([self._running[1]] if self._running else []), *self._waiting]
 
     def look(self) -> None:
-        """Tell of those that have ended since the last time."""
-        done: Sequence[ObjectRef] = []
+        """Tell of the one that has ended, and begin the next."""
         if self._running:
-            done, _ = ray.wait(list(self._running), num_returns=len(self._running), timeout=0)
-        for task in done:
-            self._ended(task, *self._running.pop(task))
-        if done or not self._running:
-            self._starved = time.monotonic() + _PATIENCE_SECONDS
-        elif time.monotonic() > self._starved and ray.available_resources().get("CPU", 0) < 1:
-            self._starved = float("inf")
-            self._say(
-                "an export waits for a CPU, and the cluster has none free: add a node, or lower cluster.workers or "
-                "cluster.cpus_per_worker; otherwise it waits until the end of the run"
-            )
+            task, checkpoint = self._running
+            if not ray.wait([task], timeout=0)[0]:
+                return
+            self._running = None
+            self._ended(task, checkpoint)
+        if self._waiting:
+            checkpoint = self._waiting.pop(0)
+            here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+            task = ray.remote(num_cpus=0, label_selector=here)(_export)
+            self._running = task.remote(checkpoint, self._place(checkpoint), self._chosen, self._token), checkpoint
 
-    def finish(self, stop: Callable[[], bool]) -> None:
-        """Wait for those that still run; a later start of the run makes up for what is stopped."""
-        if self._running:
-            steps = ", ".join(str(found.step) for found, _ in self._running.values())
-            self._say(f"waiting for the export of step {steps}")
-        while self._running and not stop():
-            ray.wait(list(self._running), timeout=_WAIT_SECONDS)
+    def finish(self, stop: Callable[[], bool]) -> bool:
+        """Wait for all that are wanted; whether none was left when that was to `stop`."""
+        self.make_up()
+        if self._asked():
+            self._say(f"waiting for the export of step {', '.join(str(found.step) for found in self._asked())}")
+        while self._asked():
+            if stop():
+                return False
             self.look()
+            if self._running:
+                ray.wait([self._running[0]], timeout=_WAIT_SECONDS)
+        return True
 
     def _place(self, checkpoint: Found) -> Path:
-        return self._plan.run_dir / EXPORTS / f"step-{checkpoint.step:08d}"
+        return self._directory / f"step-{checkpoint.step:08d}"
 
-    def _start(self, checkpoint: Found) -> None:
-        place = self._place(checkpoint)
-        self._running[_task.remote(checkpoint, place, self._chosen, self._token)] = checkpoint, place
-
-    def _ended(self, task: ObjectRef, checkpoint: Found, place: Path) -> None:
+    def _ended(self, task: ObjectRef, checkpoint: Found) -> None:
         try:
             with own_errors():
                 seconds = ray.get(task)
         except (RaytuneError, RayError, OSError) as error:
-            problem = in_words(error)
-            if checkpoint not in committed(self._plan.checkpoints):
-                problem = (
-                    f"its checkpoint was removed by then; checkpoint.keep_every={self._chosen.every} keeps those that "
-                    "are exported"
-                )
+            problem = self._why(checkpoint, error)
             self._event(names.EXPORT_FAILED, step=checkpoint.step, problem=problem)
             self._say(f"the export of step {checkpoint.step} failed: {problem}; training goes on")
         else:
+            place = self._place(checkpoint)
             self._event(names.EXPORTED, step=checkpoint.step, path=str(place), seconds=round(seconds, 2))
             self._say(f"exported step {checkpoint.step} to {place}")
 
+    def _why(self, checkpoint: Found, error: BaseException) -> str:
+        with suppress(RaytuneError, OSError):
+            if checkpoint not in committed(self._plan.checkpoints):
+                return "its checkpoint was removed by then: raise checkpoint.keep_last or export.every"
+        return in_words(error)
+
 
 def _export(checkpoint: Found, destination: Path, chosen: ExportConfig, token: Token) -> float:
-    """Runs in a task, on any node: it must see the run's storage."""
+    """Runs in a task. Returns the seconds it took."""
+    import torch
+
     from raytune_fsdp.publish import publish
 
+    torch.set_num_threads(1)
     check_seen(token, by="an export")
     started = time.monotonic()
     destination.parent.mkdir(exist_ok=True)
     publish(checkpoint, destination, chosen)
     return time.monotonic() - started
-
-
-_task = on_a_cpu(_export)

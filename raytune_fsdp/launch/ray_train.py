@@ -28,6 +28,7 @@ from raytune_fsdp.errors import Interrupted, RaytuneError, TrainingError, UserEr
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray_board import Board
 from raytune_fsdp.launch.ray_data import build_on_ray
+from raytune_fsdp.launch.ray_exports import Exports
 from raytune_fsdp.launch.ray_failures import FailureWatch, first_cause, in_words, underlying
 from raytune_fsdp.launch.ray_follow import Follow
 from raytune_fsdp.launch.ray_registry import repair_registry
@@ -73,6 +74,8 @@ def run(
     phases.finished("Ray")
     say(f"Ray: {session.about}")
     if prepared.state.step >= prepared.plan.steps:
+        if config.export.every is not None:
+            _make_up(config, prepared, signals, say)
         return prepared
     found = nodes()
     growing = may_grow()
@@ -122,15 +125,37 @@ def _train(
             tty=sys.stdout.isatty(),
         )
         _fit(job, asked, follow)
-        follow.exports.finish(lambda: signals.count > 0)
     except RaytuneError as error:
         if follow is not None and follow.attempt:
             _close_mlflow(config, prepared, follow.attempt, error)
         else:
             (run_dir / _STORAGE_MARKER).unlink(missing_ok=True)
         raise
+    else:
+        _finish(follow.exports, signals)
     finally:
         token.remove(refused=follow is None or not follow.attempt)
+
+
+def _finish(exports: Exports, signals: Signals) -> None:
+    """The run is complete, its exports perhaps not."""
+    if not exports.finish(lambda: signals.count > 0):
+        raise Interrupted("stopped: the run is complete, its exports are not; the same command makes up for them")
+
+
+def _make_up(config: FinetuneConfig, prepared: Prepared, signals: Signals, say: Callable[[str], None]) -> None:
+    """Exports that an earlier start of a run that is complete did not come to."""
+    plan = prepared.plan
+    token = leave_token(plan.run_dir, "the driver")
+    tell = partial(_tell, plan.run_dir / EVENTS_FILE, prepared.state.attempt)
+    try:
+        _finish(Exports(config.export, plan, token, event=tell, say=say), signals)
+    finally:
+        token.remove(refused=False)
+
+
+def _tell(events: Path, attempt: int, name: str, **fields: object) -> None:
+    append_event(events, name, attempt=attempt, fields=fields)
 
 
 def _fit(job: Job, asked: Request, follow: Follow) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ class ConvertedWeights:
         self._by_target = {name: conversion for conversion in conversions for name in conversion.targets}
         self._model = model
         self._whole: tuple[Conversion, dict[str, torch.Tensor]] | None = None
+        self._dtypes: dict[str, torch.dtype] = {}
 
     @cached_property
     def _stored_shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -101,22 +102,29 @@ class ConvertedWeights:
         conversion = self._by_target.get(name)
         if conversion is None:
             return self._stored.read(name, start, stop)
-        shape = self._shapes[name]
-        some_key = next(iter(conversion.sources.values()))[0]
-        dtype = self._stored.read(some_key, 0, 0).dtype
+        shape, dtype = self._shapes[name], self._dtype(conversion)
         if start == stop:
             return torch.empty((0, *shape[1:]), dtype=dtype)
         if not (conversion.merges or conversion.keeps_rows):
-            return self._converted_whole(conversion)[name][start:stop]
+            return self._converted_whole(conversion)[name][start:stop].to(dtype)
         self._whole = None
         at_once = max(1, _PIECE_BYTES // max(1, dtype.itemsize * torch.Size(shape[1:]).numel()))
         if stop - start <= at_once:
-            return self._converted(conversion, start, stop)[name]
+            return self._converted(conversion, start, stop)[name].to(dtype)
         rows = torch.empty((stop - start, *shape[1:]), dtype=dtype)
         for first in range(start, stop, at_once):
             last = min(stop, first + at_once)
             rows[first - start : last - start] = self._converted(conversion, first, last)[name]
         return rows
+
+    def _dtype(self, conversion: Conversion) -> torch.dtype:
+        """What tensors of all its sources' types become when they are put together, also where a part has only one."""
+        if conversion.label not in self._dtypes:
+            keys = [key for each in conversion.sources.values() for key in each]
+            self._dtypes[conversion.label] = reduce(
+                torch.promote_types, (self._stored.read(key, 0, 0).dtype for key in keys)
+            )
+        return self._dtypes[conversion.label]
 
     def _converted(self, conversion: Conversion, first: int, last: int) -> dict[str, torch.Tensor]:
         """Rows [first, last) of what a conversion makes."""

@@ -6,26 +6,32 @@ them; no more than the largest of them is in memory, and what it becomes.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
+import socket
+import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from raytune_fsdp.durable import sync_directory
 from raytune_fsdp.errors import ModelError, TransientError
 from raytune_fsdp.model.conversion import Outgoing, outgoing
+from raytune_fsdp.model.skeleton import kept_in_fp32
 from raytune_fsdp.model.tensorfile import TensorFile
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "trained": None}
 
 CARD_FILE = "README.md"
+_HOST = socket.gethostname()
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -57,33 +63,79 @@ def export(
     """
     if not (model_files / "config.json").is_file():
         raise ModelError(f"{model_files} has no config.json, so this run's model cannot be exported")
-    destination = destination.absolute()
+    destination = Path(os.path.realpath(destination))
     _check_replaceable(destination)
-    staging = destination.with_name(f".{destination.name}.export-{os.getpid()}")
-    shutil.rmtree(staging, ignore_errors=True)
+    _check_apart(destination, model_files)
+    _remove_left(destination)
+    staging = _beside(destination, "export")
     try:
-        shutil.copytree(model_files, staging, ignore=shutil.ignore_patterns(*leave_out))
+        shutil.copytree(model_files, staging, ignore=shutil.ignore_patterns(*leave_out, "*.safetensors*"))
         if card is not None:
             (staging / CARD_FILE).write_text(card, encoding="utf-8")
         types = _write_weights(source, _skeleton(model_files), staging, DTYPES[dtype], max_file_bytes)
         _set_dtype(staging / "config.json", types)
         sync_directory(staging)
-    except BaseException:
+        _put_in_place(staging, destination)
+    except OSError as error:
+        raise TransientError(
+            f"{destination} could not be written: {error}; make room or choose another place, then export again"
+        ) from error
+    finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _put_in_place(staging: Path, destination: Path) -> None:
+    """What was there before goes out of the way first: a directory cannot be replaced in one step."""
+    old = _beside(destination, "replaced")
+    with suppress(FileNotFoundError):
+        destination.rename(old)
+    try:
+        staging.rename(destination)
+    except OSError:
+        if old.exists() and not destination.exists():
+            old.rename(destination)
         raise
-    shutil.rmtree(destination, ignore_errors=True)
-    staging.rename(destination)
+    finally:
+        if destination.exists():
+            shutil.rmtree(old, ignore_errors=True)
     sync_directory(destination.parent)
+
+
+def _beside(destination: Path, what: str) -> Path:
+    """A name nobody else uses, that says which process is using it."""
+    return destination.with_name(f".{destination.name}.{what}-{_HOST}-{os.getpid()}-{uuid.uuid4().hex[:6]}")
+
+
+def _remove_left(destination: Path) -> None:
+    """What exports of this machine that were killed have left beside it."""
+    for left in destination.parent.glob(f".{glob.escape(destination.name)}.*-{glob.escape(_HOST)}-*-*"):
+        pid = left.name.split("-")[-2]
+        alive = pid.isdecimal() and Path(f"/proc/{pid}").exists()
+        if not alive and (".export-" in left.name or destination.exists()):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _check_apart(destination: Path, model_files: Path) -> None:
+    """An export is no part of the run's own files, nor are they of it."""
+    model_files = Path(os.path.realpath(model_files))
+    for one, other in ((destination, model_files), (model_files, destination)):
+        if one == other or other in one.parents:
+            raise ModelError(f"{destination} is, holds or lies in {model_files}, which the run needs: export elsewhere")
 
 
 def _skeleton(model_files: Path) -> PreTrainedModel | None:
     """The network without memory, None if it needs code that is not transformers' own."""
     values = json.loads((model_files / "config.json").read_text())
-    model_type = values.get("model_type")
-    if "auto_map" in values or model_type not in CONFIG_MAPPING:
+    if "auto_map" in values or values.get("model_type") not in CONFIG_MAPPING:
         return None
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type].from_dict(values))
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_files))
+    except Exception as error:  # its checks may raise anything
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(
+            f"{model_files / 'config.json'} is not a config that the installed transformers accepts: {first}"
+        ) from error
     return model
 
 
@@ -94,7 +146,12 @@ def _write_weights(
     groups = outgoing(source.shapes(), model)
     stored_types = source.dtypes()
     shapes = {key: shape for group in groups for key, shape in group.stored.items()}
-    types = {key: _export_type(stored_types[group.names[0]], target) for group in groups for key in group.stored}
+    kept = kept_in_fp32(model, target) if model is not None and target is not None else set()
+    types = {
+        key: _export_type(stored_types[group.names[0]], None if kept & set(group.names) else target)
+        for group in groups
+        for key in group.stored
+    }
     files = _split(shapes, types, max_file_bytes)
     names = [
         "model.safetensors" if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"
@@ -127,7 +184,7 @@ def _write_files(
         for group in groups:
             read = {n: source.read_all([n])[n] for n in group.names}
             first = next(iter(group.stored))
-            tensors = group.turn_back({n: read.pop(n).to(types[first]) for n in group.names}, model)
+            tensors = group.turn_back({n: _cast(n, read.pop(n), types[first]) for n in group.names}, model)
             for key in group.stored:
                 if not left:
                     name, shapes = next(pending)
@@ -141,6 +198,13 @@ def _write_files(
                 check.result()
         for check in checks:
             check.result()
+
+
+def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cast = tensor.to(dtype)
+    if dtype == torch.float16 and cast.isinf().any() and not tensor.isinf().any():
+        raise ModelError(f"{name} has numbers that are too large for fp16: export as bf16 or fp32")
+    return cast
 
 
 def _finish(path: Path, file: TensorFile) -> None:

@@ -72,8 +72,8 @@ def _conversion(converters: Sequence[Any], name: str, sources: Mapping[str, Sequ
         gap = _gap(keys)
         if gap is not None:
             raise ModelError(
-                f"the weights for {name} ({pattern}) do not go on behind {gap}: download the model again, or is it "
-                "only a part of one?"
+                f"the weights for {name} ({pattern}) are not numbered without a gap: {gap}; download the model again, "
+                "or is it only a part of one?"
             )
     first, *others = converter.target_patterns
     return Conversion(
@@ -85,10 +85,11 @@ def _conversion(converters: Sequence[Any], name: str, sources: Mapping[str, Sequ
 
 
 def _gap(keys: Sequence[str]) -> str | None:
-    """The last key before one is missing, None if they are numbered 0, 1, 2, ... by one part of their names."""
+    """Where one is missing, None if they are numbered 0, 1, 2, ... by one part of their names."""
     for column in zip(*(key.split(".") for key in keys), strict=False):
         if len(set(column)) > 1 and list(column) != [str(i) for i in range(len(keys))]:
-            return next((keys[i - 1] for i, part in enumerate(column) if i and part != str(i)), keys[0])
+            found = next(i for i, part in enumerate(column) if part != str(i))
+            return f"{keys[found]} comes " + (f"behind {keys[found - 1]}" if found else "first")
     return None
 
 

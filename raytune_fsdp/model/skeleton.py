@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -118,8 +119,35 @@ def build_skeleton(hf_config: PretrainedConfig, config: ModelConfig, precision: 
             f"model: {hf_config.model_type!r} is an encoder, whose tokens see the ones they are to predict: "
             "use a decoder, or make it one with model.overrides={is_decoder: true}"
         )
+    if MASTER_DTYPE[precision] == torch.bfloat16:
+        _keep_in_fp32(model)
     model.train()
     return model
+
+
+def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
+    """The tensors that the architecture's makers keep in fp32 where the rest is of this type."""
+    patterns = set(model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()
+    patterns |= set(model._keep_in_fp32_modules or ()) if dtype == torch.float16 else set()
+    # As in transformers: anywhere in the name.
+    found = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)) or r"(?!)")
+    return {name for name, tensor in model.state_dict().items() if tensor.is_floating_point() and found.search(name)}
+
+
+def _keep_in_fp32(model: PreTrainedModel) -> None:
+    """Give the buffers among them that type. Weights FSDP could not shard together with others of another type."""
+    kept = kept_in_fp32(model, torch.bfloat16)
+    weights = sorted(kept & {name for name, _ in model.named_parameters()})
+    if weights:
+        raise ModelError(
+            f"parallel.precision=bf16_pure: {type(model).__name__} keeps {weights[0]} in fp32"
+            + (f" (and {len(weights) - 1} more)" if len(weights) > 1 else "")
+            + "; use parallel.precision=bf16, whose master weights are fp32"
+        )
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and any(buffer is model.get_buffer(each) for each in kept):
+                module._buffers[name] = buffer.float()
 
 
 def _sees_ahead(hf_config: PretrainedConfig) -> bool:

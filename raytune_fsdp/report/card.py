@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,13 @@ import yaml
 from raytune_fsdp.checkpoint.commit import Found
 from raytune_fsdp.checkpoint.export import RECIPE_FILE
 from raytune_fsdp.checkpoint.state import RunState, read_state
-from raytune_fsdp.model.files import is_hub_name
+from raytune_fsdp.errors import RaytuneError
 from raytune_fsdp.tracking.jsonl import METRICS_FILE, read_metrics
 
+logger = logging.getLogger(__name__)
+
+_LOCAL = ("/", "~", "./", "../", "file:")
+"""So begin the names of what is on some machine."""
 RECIPE = ("run", "model", "data", "method", "parallel", "optim", "train")
 """The sections of a config that decide what is learned; of `run` only the name and the seed."""
 
@@ -24,27 +29,28 @@ def recipe_of(config: Mapping[str, Any], version: str | None, run_dir: Path) -> 
     """What a card will want to know of a run, to be left beside its config and tokenizer; `config` has no secrets."""
     chosen = {section: config[section] for section in RECIPE if section in config}
     chosen["run"] = {key: config["run"][key] for key in ("name", "seed")}
-    return json.dumps({"version": version, "run_dir": str(run_dir), "config": chosen}, indent=1)
+    path = config["model"]["path"]
+    # Known only here: where the model is used, other paths exist.
+    on_hub = path is not None and "://" not in path and not Path(path).expanduser().exists()
+    recipe = {"version": version, "run_dir": str(run_dir), "model_on_hub": on_hub, "config": chosen}
+    return json.dumps(recipe, indent=1)
 
 
 def model_card(checkpoint: Found, model_files: Path, *, dtype: str) -> str:
     """README.md of an export of this checkpoint."""
     state = read_state(checkpoint)
-    try:
-        recipe = json.loads((model_files / RECIPE_FILE).read_text())
-    except FileNotFoundError:  # of a run of an older version
-        recipe = {"version": None, "run_dir": None, "config": {}}
+    recipe = _recipe(model_files)
     config = recipe["config"]
     hf_config = json.loads((model_files / "config.json").read_text())
     name = config.get("run", {}).get("name", "fine-tuned model")
     parts = [
         "---",
-        yaml.safe_dump(_metadata(config), sort_keys=False, allow_unicode=True).rstrip(),
+        yaml.safe_dump(_metadata(recipe), sort_keys=False, allow_unicode=True).rstrip(),
         "---",
         "",
         f"# {name}",
         "",
-        *_summary(hf_config, config, recipe["version"], state, dtype),
+        *_summary(hf_config, recipe, state, dtype),
     ]
     results = list(_results(_run_dir(checkpoint, recipe), state.step))
     if results:
@@ -56,30 +62,39 @@ def model_card(checkpoint: Found, model_files: Path, *, dtype: str) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+def _recipe(model_files: Path) -> Any:
+    """A card without it is better than none: older versions wrote none, and it is not the model."""
+    try:
+        recipe = json.loads((model_files / RECIPE_FILE).read_text())
+        if isinstance(recipe["config"]["model"], dict) and {"version", "run_dir", "model_on_hub"} <= recipe.keys():
+            return recipe
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("%s says nothing of the training: %s", model_files / RECIPE_FILE, error)
+    return {"version": None, "run_dir": None, "model_on_hub": False, "config": {}}
+
+
+def _metadata(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """What the hub reads: only what it can find there is named."""
-    base = config.get("model", {}).get("path")
-    datasets = [each.get("path") or each.get("hub") for each in config.get("data", {}).get("train", [])]
+    config = recipe["config"]
     metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    if base is not None and config["model"].get("init") == "pretrained" and _on_hub(base):
-        metadata["base_model"] = base
-    on_hub = sorted({str(each) for each in datasets if each and _on_hub(str(each))})
-    if on_hub:
-        metadata["datasets"] = on_hub
+    if recipe["model_on_hub"] and config["model"].get("init") == "pretrained":
+        metadata["base_model"] = config["model"]["path"]
+    datasets = sorted({str(each["hub"]) for each in config.get("data", {}).get("train", []) if each.get("hub")})
+    if datasets:
+        metadata["datasets"] = datasets
     return {**metadata, "tags": ["raytune_fsdp"]}
 
 
-def _on_hub(name: str) -> bool:
-    return not Path(name).expanduser().exists() and "/" in name and is_hub_name(name)
-
-
-def _summary(
-    hf_config: Mapping[str, Any], config: Mapping[str, Any], version: str | None, state: RunState, dtype: str
-) -> Iterator[str]:
+def _summary(hf_config: Mapping[str, Any], recipe: Mapping[str, Any], state: RunState, dtype: str) -> Iterator[str]:
     kind = ", ".join(hf_config.get("architectures") or [hf_config.get("model_type", "causal language model")])
-    model = config.get("model", {})
-    origin = "random weights" if model.get("init") == "random" else f"`{_shown(model.get('path'))}`"
-    yield f"A `{kind}`, fine-tuned from {origin} with raytune_fsdp{f' {version}' if version else ''}."
+    model, version = recipe["config"].get("model", {}), recipe["version"]
+    path = model.get("path")
+    origin = ""
+    if model.get("init") == "random":
+        origin = " from random weights"
+    elif path:
+        origin = f" from `{path if recipe['model_on_hub'] else _shown(path)}`"
+    yield f"A `{kind}`, fine-tuned{origin} with raytune_fsdp{f' {version}' if version else ''}."
     yield ""
     yield f"- step {state.step}, after {state.samples:,} packed samples"
     yield f"- weights in {'the type they were trained in' if dtype == 'trained' else dtype}"
@@ -90,13 +105,18 @@ def _results(run_dir: Path | None, step: int) -> Iterator[str]:
     """Rows of a table: the training loss at the beginning and the end, and the last evaluation up to this step."""
     if run_dir is None:
         return
-    lines = [line for line in read_metrics(run_dir / METRICS_FILE) if _step(line) <= step]
+    try:
+        lines = [line for line in read_metrics(run_dir / METRICS_FILE) if _step(line) <= step]
+    except (RaytuneError, OSError, KeyError, TypeError) as error:
+        logger.warning("the card has no results: %s", error)
+        return
     losses = [line["trajectory"]["loss"] for line in lines if line["kind"] == "step"]
     if losses:
         yield f"| training loss, first and last step | {losses[0]:.4f}, {losses[-1]:.4f} |"
-    evals = [line for line in lines if line["kind"] == "eval"]
-    for key, value in (evals[-1]["values"] if evals else {}).items():
-        yield f"| {key} (step {_step(evals[-1])}) | {value:.4f} |"
+    last = max((_step(line) for line in lines if line["kind"] == "eval"), default=None)
+    evals = [line["values"] for line in lines if line["kind"] == "eval" and _step(line) == last]
+    for key, value in {key: value for values in evals for key, value in values.items()}.items():
+        yield f"| {key} (step {last}) | {value:.4f} |"
 
 
 def _step(line: Mapping[str, Any]) -> int:
@@ -135,7 +155,7 @@ def _run_dir(checkpoint: Found, recipe: Mapping[str, Any]) -> Path | None:
 def _shown(path: object) -> str:
     """The name of what is on some machine; as it is, what others can find, too."""
     text = str(path)
-    return Path(text).name if text.startswith(("/", "~", ".")) else text
+    return Path(text).name if text.startswith(_LOCAL) else text
 
 
 def _shortened(value: Any) -> Any:
@@ -145,4 +165,4 @@ def _shortened(value: Any) -> Any:
         return {key: each for key, each in short.items() if each is not None and each != {}}
     if isinstance(value, list):
         return [_shortened(each) for each in value]
-    return _shown(value) if isinstance(value, str) and value.startswith(("/", "~")) else value
+    return _shown(value) if isinstance(value, str) else value

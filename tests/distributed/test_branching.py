@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from raytune_fsdp.loop import train
 from tests.checkpoints import checkpoints, pieces_of, tensors_in
 from tests.loading import CPU, gathered
 from tests.ranks import run_ranks
-from tests.runs import LLAMA, make_config, train_rank
+from tests.runs import LLAMA, make_config, train_rank, trajectory
 
 
 def begin(values: Mapping[str, Any]) -> tuple[str, dict[str, Any], int]:
@@ -44,6 +45,7 @@ def _config(parent: Found, name: str, **model: Any) -> FinetuneConfig:
         run={"name": name},
         model={"init": "pretrained", "architecture": None, "path": parent.path, **model},
         train={"max_steps": 1},
+        optim={"schedule_steps": 3},
         parallel={"precision": "fp32"},
     )
 
@@ -56,6 +58,21 @@ def test_a_run_begins_with_the_weights_of_a_checkpoint(parent: Found) -> None:
             assert (mode, step) == (fill, 1)
             assert found.keys() == expected.keys()
             assert all(torch.equal(torch.from_numpy(found[name]), expected[name]) for name in expected)
+
+
+def test_a_run_that_began_with_a_checkpoint_goes_on_without_it(parent: Found) -> None:
+    """Its own checkpoint has all weights by then; the other may have been deleted as its run went on."""
+    config = _config(parent, "branch")
+    expected = trajectory(_config(parent, "whole").model_copy(update={"train": _longer(config)}), 2)
+    trajectory(config, 2)
+    shutil.rmtree(parent.path)
+    assert trajectory(config.model_copy(update={"train": _longer(config)}), 2) == expected
+    (parent_of_others,) = checkpoints(Path(parent.root).parents[1] / "branch")[-1:]
+    assert parent_of_others.step == 3
+
+
+def _longer(config: FinetuneConfig) -> Any:
+    return config.train.model_copy(update={"max_steps": 3})
 
 
 def _refused(values: Mapping[str, Any]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from raytune_fsdp.config import ExportConfig, FinetuneConfig
 from raytune_fsdp.errors import ModelError, TransientError
 from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.loop import train
+from raytune_fsdp.model.export import export
+from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.tensorfile import TensorFile
 from raytune_fsdp.publish import publish
 from raytune_fsdp.tracking.jsonl import read_trajectory
-from tests.loading import CPU, gathered
-from tests.models import TIED, architecture, save_checkpoint
+from tests.loading import CPU, assert_same, gathered
+from tests.models import PARTICULAR, TIED, architecture, build, save_checkpoint
 from tests.ranks import run_ranks
 from tests.runs import make_config, write_tokenizer
 
@@ -133,7 +136,7 @@ def test_files_and_index_are_as_the_format_wants_them(trained: tuple[str, Path],
     split = {key for key in held if ".experts." in key}
     assert bool(split) == (name in ("mixtral", "qwen3_moe"))
     load_torch_model(model, tmp_path / "export", strict=name not in (*TIED, "mixtral", "qwen3_moe"))
-    assert not (tmp_path / "export.tmp").exists()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_the_config_says_what_the_files_hold(trained: tuple[str, Path], tmp_path: Path) -> None:
@@ -173,7 +176,7 @@ def test_an_export_is_whole_or_not_there(
     monkeypatch.setattr(TensorFile, "close", close_one)
     with pytest.raises(Broken):
         export()
-    assert not destination.exists()
+    assert not list(tmp_path.iterdir())
     monkeypatch.setattr(TensorFile, "close", close)
     export()
     before = {file.name: file.read_bytes() for file in destination.iterdir()}
@@ -238,11 +241,10 @@ def test_a_model_keeps_its_makers_way_to_generate(tmp_path: Path) -> None:
     assert (found.eos_token_id, found.top_p) == ([2, 5], 0.6)
 
 
+@pytest.mark.parametrize("trained", ["llama"], indirect=True)
 def test_the_card_says_what_it_is(trained: tuple[str, Path], tmp_path: Path) -> None:
     """Also without what lies beside a checkpoint: its metrics, and a recipe, which older versions did not write."""
-    name, directory = trained
-    if name != "llama":
-        return
+    _, directory = trained
     publish(find_checkpoint(directory), tmp_path / "export", ExportConfig(dtype="bf16"))
     card = ModelCard.load(tmp_path / "export" / "README.md")
     assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
@@ -261,8 +263,73 @@ def test_the_card_says_what_it_is(trained: tuple[str, Path], tmp_path: Path) -> 
         assert part in text, part
     assert str(directory.parents[1]) not in text and "/tmp" not in text, "paths of this machine help nobody"
     assert not (tmp_path / "export" / "recipe.json").exists()
+    torn = tmp_path / "runs" / "torn"
+    shutil.copytree(directory, torn)
+    (torn / "model" / "recipe.json").write_text("{")
+    (torn / "metrics.jsonl").write_text('{"kind": "other"}\n')
+    publish(find_checkpoint(torn), tmp_path / "export", ExportConfig(dtype="bf16"))
+    assert "fine-tuned with raytune_fsdp" in (tmp_path / "export" / "README.md").read_text()
     bare = tmp_path / "runs" / "bare"
     shutil.copytree(directory / "checkpoints", bare / "checkpoints")
     shutil.copytree(directory / "model", bare / "model", ignore=shutil.ignore_patterns("recipe.json"))
     publish(find_checkpoint(bare), tmp_path / "export", ExportConfig(dtype="bf16"))
     assert "`LlamaForCausalLM`" in (tmp_path / "export" / "README.md").read_text()
+
+
+def test_an_export_stays_out_of_the_run(trained: tuple[str, Path], tmp_path: Path) -> None:
+    _, directory = trained
+    checkpoint = find_checkpoint(directory)
+    before = sorted(path.name for path in (directory / "model").iterdir())
+    (tmp_path / "link").symlink_to(directory / "model")
+    for destination in (directory / "model", directory / "model" / "out", tmp_path / "link"):
+        with pytest.raises(ModelError, match="which the run needs: export elsewhere"):
+            publish(checkpoint, destination, ExportConfig())
+    assert sorted(path.name for path in (directory / "model").iterdir()) == before
+    elsewhere = tmp_path / "elsewhere"
+    (tmp_path / "dangling").symlink_to(elsewhere)
+    left = tmp_path / f".elsewhere.export-{socket.gethostname()}-99999999-abcdef"
+    left.mkdir()
+    publish(checkpoint, tmp_path / "dangling", ExportConfig())
+    publish(checkpoint, tmp_path / "dangling", ExportConfig())
+    assert (elsewhere / "model.safetensors").is_file() and (tmp_path / "dangling").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "elsewhere", "link"]
+    with pytest.raises(TransientError, match="could not be written: .*; make room or choose another place"):
+        publish(checkpoint, Path("/proc/export"), ExportConfig())
+
+
+class Tensors(dict[str, torch.Tensor]):
+    """What an export reads from, in memory."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.items()}
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: tensor.dtype for name, tensor in self.items()}
+
+    def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        return {name: self[name] for name in names}
+
+
+@pytest.mark.parametrize("name", PARTICULAR)
+def test_what_architectures_are_particular_about(tmp_path: Path, name: str) -> None:
+    """Tensors that stay in fp32 (deepseek_v3, nemotron_h, ernie4_5_moe), and configs with infinity in them (granitemoehybrid)."""
+    model = build(name)
+    model.save_pretrained(tmp_path / "model")
+    state = Tensors({n: t.detach() for n, t in owned_tensors(model).items()})
+    for dtype in (torch.bfloat16, torch.float16):
+        short = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+        export(state, tmp_path / "model", tmp_path / short, dtype=short, max_file_bytes=SMALL)
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype).save_pretrained(tmp_path / "theirs")
+        theirs = load_file(tmp_path / "theirs" / "model.safetensors")
+        found = {k: t for file in (tmp_path / short).glob("*.safetensors") for k, t in load_file(file).items()}
+        assert_same(found, theirs, f"{name} {short}")
+    assert {t.dtype for t in found.values()} == {torch.float16, torch.float32} or name == "granitemoehybrid"
+
+
+def test_numbers_that_are_too_large_for_fp16(tmp_path: Path) -> None:
+    model = build("llama")
+    model.save_pretrained(tmp_path / "model")
+    state = Tensors({n: t.detach() * 1e6 for n, t in owned_tensors(model).items()})
+    with pytest.raises(ModelError, match="too large for fp16: export as bf16 or fp32"):
+        export(state, tmp_path / "model", tmp_path / "out", dtype="fp16", max_file_bytes=SMALL)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]

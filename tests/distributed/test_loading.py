@@ -104,6 +104,26 @@ def test_weights_stored_in_bf16_become_masters_of_the_precision(tmp_path: Path) 
     run_ranks(_check_types, 2, tmp_path, masters)
 
 
+def test_what_architectures_keep_in_fp32(tmp_path: Path) -> None:
+    """A router's bias of DeepSeek V3 is a buffer; where it is a weight, FSDP could not shard it with the others."""
+    save_checkpoint(tmp_path / "deepseek_v3", "deepseek_v3")
+    run_ranks(_check_types, 2, tmp_path / "deepseek_v3", {"bf16_pure": torch.bfloat16})
+    save_checkpoint(tmp_path / "ernie4_5_moe", "ernie4_5_moe")
+    for message in run_ranks(_load_fails, 1, tmp_path / "ernie4_5_moe", "bf16_pure"):
+        assert "precision=bf16_pure: Ernie4_5_MoeForCausalLM keeps model.layers.1.mlp.gate.weight" in message
+        assert "use parallel.precision=bf16," in message
+
+
+def test_experts_that_are_stored_in_different_types(tmp_path: Path) -> None:
+    """What is put together becomes what both can be told in, as in transformers, however large it is."""
+    save_checkpoint(tmp_path / "qwen3_moe", "qwen3_moe", hidden_size=512, moe_intermediate_size=256)
+    file = tmp_path / "qwen3_moe" / "model.safetensors"
+    tensors = load_file(file)
+    mixed = {key: t.bfloat16() if "gate_proj" in key or "experts.0." in key else t for key, t in tensors.items()}
+    save_file(mixed, file, metadata={"format": "pt"})
+    run_ranks(_check_weights, 2, tmp_path, ["qwen3_moe"])
+
+
 def test_a_checkpoint_of_the_bare_decoder_loads(tmp_path: Path) -> None:
     for name in ("gemma3_text", "gpt2"):
         build(name).base_model.save_pretrained(tmp_path / name)
@@ -122,9 +142,9 @@ def test_a_tied_weight_may_be_stored_under_its_other_name(tmp_path: Path) -> Non
     run_ranks(_check_all, 2, tmp_path, ["qwen3"])
 
 
-def _load_fails(directory: Path) -> str:
+def _load_fails(directory: Path, precision: str = "fp32") -> str:
     with pytest.raises(ModelError) as failure:
-        load(directory, "sharded")
+        load(directory, "sharded", parallel={"precision": precision})
     return str(failure.value)
 
 

@@ -56,7 +56,7 @@ def test_what_was_left_out_is_made_up_for_and_failures_are_told(plan: Plan) -> N
     assert not left.exists(), "what a driver that was killed had begun"
     exports.make_up()
     exports.make_up()  # the next attempt of the same driver
-    exports.finish(lambda: False)
+    assert exports.finish(lambda: False)
     outcomes = {fields["step"]: (name, fields) for name, fields in told.events}
     assert {step: name for step, (name, _) in outcomes.items()} == {4: "exported", 8: "export_failed", 12: "exported"}
     assert len(told.events) == 3 and told.lines[0] == "waiting for the export of step 4, 8, 12"
@@ -73,19 +73,27 @@ def test_what_was_left_out_is_made_up_for_and_failures_are_told(plan: Plan) -> N
 
 
 def test_a_checkpoint_that_came_later_than_planned_is_exported_in_its_place(plan: Plan) -> None:
-    told = Told()
-    exports = _exports(plan, told, every=100)
-    started: list[int] = []
-    exports._start = lambda found: started.append(found.step)  # type: ignore[method-assign]
+    exports = _exports(plan, Told(), every=100)
     for step in (96, 100, 104, 203, 204, 300):
         exports.committed(Found(step, 1, plan.checkpoints))
-    assert started == [100, 203, 300]
+    assert [found.step for found in exports._waiting] == [100, 203, 300]
+    again = _exports(plan, Told(), every=100)
+    (plan.run_dir / EXPORTS / "step-00000203").mkdir(parents=True)
+    for step in (203, 204, 300):
+        again.committed(Found(step, 1, plan.checkpoints))
+    assert [found.step for found in again._waiting] == [300], "what is there is not made again"
 
 
-def test_a_checkpoint_that_is_gone_is_said_to_be(plan: Plan) -> None:
+def test_a_checkpoint_that_is_gone_and_a_stop(plan: Plan) -> None:
     told = Told()
     exports = _exports(plan, told, every=4)
     exports.committed(Found(16, 1, plan.checkpoints))
-    exports.finish(lambda: False)
+    stops = iter([False, True])
+    assert not exports.finish(lambda: next(stops)), "3 more are wanted"
+    assert told.lines == ["waiting for the export of step 16, 4, 8, 12"]
+    exports._waiting.clear()
+    assert exports._running is not None
+    while not told.events:
+        exports.look()
     ((name, fields),) = told.events
-    assert name == "export_failed" and "removed by then; checkpoint.keep_every=4 keeps" in fields["problem"]
+    assert name == "export_failed" and "removed by then: raise checkpoint.keep_last" in fields["problem"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,9 @@ def test_three_ranks_and_a_census_on_the_cluster(tmp_path: Path, capsys: pytest.
     assert all((Path(each["path"]) / "model.safetensors").is_file() for each in exported)
     said = capsys.readouterr().out
     assert "Ray: connected already, 4 CPUs" in said and "first step after" in said
+    shutil.rmtree(exported[-1]["path"])
     assert finetune(config).trained == 0
+    assert (Path(exported[-1]["path"]) / "model.safetensors").is_file(), "made up for"
     assert ray.is_initialized(), "it was not ours to close"
     assert logging.getLogger("ray.train").level == logging.ERROR
 

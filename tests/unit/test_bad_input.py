@@ -177,7 +177,12 @@ def test_experts_that_are_missing(refused: Refused, tmp_path: Path) -> None:
         save_file(left, model / "model.safetensors", metadata={"format": "pt"})
         return refused(model__path=model)
 
-    says(without("layers.1.mlp.experts.2.", "layers.1.block_sparse_moe.experts.2."), "experts.1.w", "do not go on")
+    says(
+        without("layers.1.mlp.experts.2.", "layers.1.block_sparse_moe.experts.2."),
+        "experts.3.w",
+        "comes behind",
+        "experts.1.w",
+    )
     says(without("experts.4."), "mlp.experts.", "is [4, ", "in the files and [5, ", "in the network")
     says(without("experts.4.w3"), "transformers cannot convert model.layers.0.mlp.experts.gate_up_proj")
     says(without(".w2."), "missing (model.layers.0.mlp.experts.down_proj")
