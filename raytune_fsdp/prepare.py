@@ -80,8 +80,6 @@ def prepare(
     `build` builds the windows that are to be counted.
     """
     place = check_first(config, world)
-    if config.export.push is not None:
-        check_push(config.export.push)
     source = going_on(config, place)
     directory = model_directory(source, weights=False)
     hf_config = load_architecture(source.model, directory)
@@ -228,7 +226,9 @@ def _check_best(config: FinetuneConfig, plan: Plan, evals: Mapping[str, Windows]
 
 
 def _check_export(config: FinetuneConfig, plan: Plan) -> None:
-    """What is exported beside training are checkpoints."""
+    """What is exported beside training are checkpoints; what is pushed at the end must have somewhere to go."""
+    if config.export.push is not None:
+        check_push(config.export.push)
     every = config.export.every
     if every is not None and every % plan.save_every:
         raise ConfigError(

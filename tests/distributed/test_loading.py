@@ -110,7 +110,7 @@ def test_what_architectures_keep_in_fp32(tmp_path: Path) -> None:
     run_ranks(_check_types, 2, tmp_path / "deepseek_v3", {"bf16_pure": torch.bfloat16})
     save_checkpoint(tmp_path / "ernie4_5_moe", "ernie4_5_moe")
     for message in run_ranks(_load_fails, 1, tmp_path / "ernie4_5_moe", "bf16_pure"):
-        assert "precision=bf16_pure: Ernie4_5_MoeForCausalLM keeps model.layers.1.mlp.gate.weight" in message
+        assert "precision=bf16_pure: Ernie4_5_MoeForCausalLM keeps model.layers.1.mlp.gate." in message
         assert "use parallel.precision=bf16," in message
 
 
