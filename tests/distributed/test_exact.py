@@ -121,7 +121,7 @@ def test_strategies_and_synchronisation_modes(gpt2: Any, world: int, parallel: d
         assert largest_difference(alone, rows, key) < bound
 
 
-@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.parametrize("defer", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_accumulation_of_four_equals_none(tmp_path: Path, defer: bool) -> None:
     """Four blocks a step: at once on four ranks, one after the other on one."""
     train = {"global_batch": 8, "micro_batch": 2, "max_steps": STEPS}

@@ -107,7 +107,7 @@ def mlflow_runs(directory: Path) -> list[tuple[str, str, int]]:
     return [(r.info.run_name, r.info.status, step) for r, step in zip(runs, steps, strict=True)]
 
 
-@pytest.mark.parametrize("launch", ["local", "auto"])
+@pytest.mark.parametrize("launch", [pytest.param("local", marks=pytest.mark.slow), "auto"])
 def test_without_ray(tmp_path: Path, launch: str) -> None:
     """Ray cannot be imported by any process: `import ray` fails as it does where it is not installed."""
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_RAY)
