@@ -20,10 +20,8 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import socket
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -39,11 +37,12 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.ranks import run_ranks, slowest
 from benchmarks.record import write_result
-from raytune_fsdp.checkpoint.commit import Keep, committed, verify
+from raytune_fsdp.checkpoint.commit import Keep, committed
 from raytune_fsdp.checkpoint.staging import local_piece
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.checkpoint.store import Store, load, on_all_ranks, open_store
+from raytune_fsdp.checkpoint.store import Store, load, open_store, verify_together
 from raytune_fsdp.checkpoint.tensors import tensors_of
 from raytune_fsdp.config import OptimConfig, ParallelConfig
 from raytune_fsdp.optim import build_optimizer
@@ -61,23 +60,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--out", type=Path)
     found = parser.parse_args()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
-        torch.multiprocessing.spawn(run_rank, (port, Path(directory), found), nprocs=WORLD)
+        run_ranks(measure, WORLD, Path(directory), found)
 
 
-def run_rank(rank: int, port: int, directory: Path, found: Any) -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
-    dist.init_process_group("gloo")
+def measure(directory: Path, found: Any) -> None:
     bench = Bench(directory, found.layers)
     rows = [bench.round(number) for number in range(found.rounds)]
-    if rank == 0:
+    if dist.get_rank() == 0:
         report(rows, bench.about, found.out)
-    dist.destroy_process_group()
 
 
 class Bench:
@@ -123,7 +114,7 @@ class Bench:
         dist.barrier()
         started = time.perf_counter()
         work()
-        return slower(time.perf_counter() - started)
+        return slowest(time.perf_counter() - started)
 
     def place(self, name: str) -> Path:
         self.saves += 1
@@ -192,7 +183,7 @@ class Bench:
             ended = int(flag)
         outcome = self.store.close(ended)
         assert outcome.saved is not None, outcome
-        seconds = slower(time.perf_counter() - started)
+        seconds = slowest(time.perf_counter() - started)
         self.remove(Path(outcome.saved.path))
         return {
             "ours_stall": stall, "ours_with_steps": stall + seconds, "ours_step_while_saving": max(steps),
@@ -244,7 +235,7 @@ class Bench:
             dist.all_reduce(flag, op=dist.ReduceOp.MIN)
             done = bool(flag)
         box[0].result()
-        seconds = slower(time.perf_counter() - started)
+        seconds = slowest(time.perf_counter() - started)
         self.remove(path)
         return {
             f"{name}_stall": stall, f"{name}_with_steps": stall + seconds, f"{name}_step_while_saving": max(steps)
@@ -281,11 +272,10 @@ class Bench:
         self.store.begin(RunState(step=self.saves), before=lambda: None)
         self.store.finish()
         (found,) = committed(self.store.storage.location)
-        share = (dist.get_rank(), WORLD)
 
         def verified_load() -> None:
-            problems = on_all_ranks(lambda: verify(found, hashes=True, share=share))
-            assert not any(problems), problems
+            problem = verify_together(found, hashes=True)
+            assert problem is None, problem
             load(self.model, self.optimizer, found)
 
         ours = self.timed(verified_load)
@@ -295,12 +285,6 @@ class Bench:
 
 def writer(path: Path) -> FileSystemWriter:
     return FileSystemWriter(path, thread_count=1, sync_files=True, overwrite=False)
-
-
-def slower(seconds: float) -> float:
-    most = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return most.item()
 
 
 def report(rows: list[Row], about: dict[str, Any], out: Path | None) -> None:

@@ -20,10 +20,8 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,7 +35,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.load import MIB, Peak, slowest
+from benchmarks.load import MIB, Peak
+from benchmarks.ranks import run_ranks, slowest
 from benchmarks.record import write_result
 from raytune_fsdp.checkpoint.commit import Keep, committed
 from raytune_fsdp.checkpoint.export import MODEL_FILES, find_checkpoint
@@ -59,24 +58,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--out", type=Path)
     found = parser.parse_args()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
-        torch.multiprocessing.spawn(run_rank, (port, Path(directory), found), nprocs=WORLD)
+        run_ranks(measure, WORLD, Path(directory), found)
 
 
-def run_rank(rank: int, port: int, directory: Path, found: Any) -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
-    dist.init_process_group("gloo")
+def measure(directory: Path, found: Any) -> None:
     bench = Bench(directory, found.layers)
     rows = [bench.round(number) for number in range(found.rounds)]
-    if rank == 0:
+    if dist.get_rank() == 0:
         report(rows, bench.about, peak_of_export(directory), found.out)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 class Bench:

@@ -25,11 +25,9 @@ import json
 import logging
 import os
 import re
-import socket
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -44,6 +42,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.ranks import run_ranks, slowest
 from benchmarks.record import write_result
 from raytune_fsdp.config import ModelConfig, ParallelConfig
 from raytune_fsdp.model.files import find_weights
@@ -98,29 +97,19 @@ def write_model(directory: Path, layers: int) -> dict[str, Any]:
 
 def start(world: int, directory: Path, what: str, argument: str) -> Any:
     """Run a measurement on new processes, and return what rank 0 has written."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     out = directory / "out.json"
-    torch.multiprocessing.spawn(run_rank, (world, port, directory / "model", out, what, argument), nprocs=world)
+    run_ranks(measure, world, directory / "model", out, what, argument)
     return json.loads(out.read_text())
 
 
-def run_rank(rank: int, world: int, port: int, model: Path, out: Path, what: str, argument: str) -> None:
-    warnings.filterwarnings("ignore")
+def measure(model: Path, out: Path, what: str, argument: str) -> None:
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     mine = memory_of(model, mesh, argument) if what == "memory" else times_of(model, mesh, int(argument))
-    everyone: list[Any] = [None] * world
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    if rank == 0:
+    if dist.get_rank() == 0:
         out.write_text(json.dumps(everyone))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def memory_of(path: Path, mesh: DeviceMesh, way: str) -> dict[str, float]:
@@ -242,12 +231,6 @@ def check(model: PreTrainedModel, path: Path) -> None:
     files = find_weights(path)
     with safe_open(path / files.file_of[TRIED], "pt") as file:
         assert torch.equal(whole.detach(), file.get_tensor(TRIED)), "other weights than in the file"
-
-
-def slowest(seconds: float) -> float:
-    most = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return most.item()
 
 
 class Peak:

@@ -68,3 +68,8 @@ class Interrupted(RaytuneError):
     """Stopped from outside; the same command continues."""
 
     exit_code = 130
+
+
+def first_line(error: BaseException) -> str:
+    """What a library says, in short; its name where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from raytune_fsdp.checkpoint.commit import (
 )
 from raytune_fsdp.checkpoint.export import MODEL_FILES, model_files
 from raytune_fsdp.checkpoint.storage import storage_at
-from raytune_fsdp.checkpoint.store import on_all_ranks
+from raytune_fsdp.checkpoint.store import verify_together
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ModelError, ResumeError
@@ -115,9 +115,7 @@ def find_origin(config: FinetuneConfig, skeleton: PreTrainedModel) -> Origin | N
         return None
     checkpoint = _checkpoint(config.model.path)
     if checkpoint is not None:
-        problem = verify(checkpoint, hashes=False)
-        if problem is not None:
-            raise ResumeError(f"model.path={config.model.path} is damaged: {problem}; use another checkpoint beside it")
+        _check_whole(config, verify(checkpoint, hashes=False))
         origin = Origin(stored=checkpoint, match=Match(key_of={}), grown={})
     else:
         directory = model_directory(config, weights=True)
@@ -125,14 +123,15 @@ def find_origin(config: FinetuneConfig, skeleton: PreTrainedModel) -> Origin | N
         files = find_weights(directory)
         origin = Origin(stored=files, match=match_keys(skeleton, files), grown={})
     weights = origin.weights(skeleton)
-    _check_names(skeleton, weights, origin.where)
+    if checkpoint is not None:
+        _check_names(skeleton, weights, origin.where)
     grown = grown_rows(skeleton, weights.shapes()) if config.model.resize_embeddings else {}
     check_shapes(skeleton, GrownWeights(weights, grown))
-    return Origin(stored=origin.stored, match=origin.match, grown=grown)
+    return replace(origin, grown=grown)
 
 
 def _check_names(skeleton: PreTrainedModel, weights: Weights, where: str) -> None:
-    """Of files the names have been matched already; those of a checkpoint are the network's own."""
+    """The names in a checkpoint are the network's own; those in files were matched."""
     differ = sorted(set(owned_tensors(skeleton)) ^ set(weights.shapes()))
     if differ:
         raise ModelError(
@@ -148,21 +147,13 @@ def first_weights(config: FinetuneConfig, origin: Origin | None, model: PreTrain
         return RandomWeights(twin, config.run.seed), "sharded"
     mode = fill_mode(config, origin)
     if isinstance(origin.stored, Found):
-        _verify_together(config, origin.stored, alone=mode == "rank0")
+        hashes = config.checkpoint.verify == "hashes"
+        _check_whole(config, verify_together(origin.stored, hashes=hashes, only_rank0=mode == "rank0"))
     reads = mode == "sharded" or dist.get_rank() == 0
     return origin.weights(model) if reads else None, mode
 
 
-def _verify_together(config: FinetuneConfig, checkpoint: Found, *, alone: bool) -> None:
-    """Compare the files of a checkpoint with its manifest, each rank a part of them, or rank 0 all."""
-    hashes, share = config.checkpoint.verify == "hashes", (dist.get_rank(), dist.get_world_size())
-
-    def look() -> str | None:
-        if alone:
-            return verify(checkpoint, hashes=hashes) if dist.get_rank() == 0 else None
-        return verify(checkpoint, hashes=hashes, share=share)
-
-    problem = next(filter(None, on_all_ranks(look)), None)
+def _check_whole(config: FinetuneConfig, problem: str | None) -> None:
     if problem is not None:
         raise ResumeError(f"model.path={config.model.path} is damaged: {problem}; use another checkpoint beside it")
 

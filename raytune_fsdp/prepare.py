@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from raytune_fsdp.checkpoint.commit import Damaged, Found, verify
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.checkpoint.store import on_all_ranks, on_rank0
+from raytune_fsdp.checkpoint.store import on_rank0, verify_together
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.census import Builder, build_here, census
 from raytune_fsdp.data.opening import open_data
@@ -27,7 +26,7 @@ from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.templates import load_template
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.early import check_first
-from raytune_fsdp.errors import ConfigError, ModelError, ResumeError
+from raytune_fsdp.errors import ConfigError, ModelError, ResumeError, first_line
 from raytune_fsdp.evaluate import encode_prompt, positions_of
 from raytune_fsdp.model.files import locate
 from raytune_fsdp.model.hub import check_push
@@ -163,9 +162,8 @@ def settled(config: FinetuneConfig, prepared: Prepared) -> Prepared:
 
     All ranks read the files of the checkpoint together, and all come to the same result.
     """
-    hashes, share = config.checkpoint.verify == "hashes", (dist.get_rank(), dist.get_world_size())
     while (found := prepared.resume) is not None:
-        problem = next(filter(None, on_all_ranks(lambda: verify(found, hashes=hashes, share=share))), None)
+        problem = verify_together(found, hashes=config.checkpoint.verify == "hashes")
         if problem is None:
             break
         prepared = _agreed_without(config, prepared, found, problem)
@@ -245,13 +243,15 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
     if config.model.tokenizer:
         directory = locate(name, None, field=field, weights=False)
     else:
-        directory = model_directory(config, weights=False) or Path(name)
+        found = model_directory(config, weights=False)
+        assert found is not None, "there is a path"
+        directory = found
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             directory, trust_remote_code=config.model.trust_remote_code
         )
     except Exception as error:  # many libraries read tokenizers
-        first = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(": ")
+        first = first_line(error).rstrip(": ")
         raise ModelError(
             f"{field}={name}: no tokenizer could be loaded from {directory} ({first}); set model.tokenizer to one"
         ) from error

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from raytune_fsdp.checkpoint.commit import Found, as_checkpoint, checkpoints_of, newest, verify
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
-from raytune_fsdp.errors import ModelError, ResumeError
+from raytune_fsdp.errors import ModelError, ResumeError, first_line
 from raytune_fsdp.model.keys import owned_tensors
 
 MODEL_FILES = "model"
@@ -78,8 +78,7 @@ def load_for_inference(path: Path, device: torch.device) -> tuple[PreTrainedMode
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
             return model.to(device).eval(), AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError, RuntimeError) as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ModelError(f"{path} is not a whole Hugging Face model directory: {first}") from error
+            raise ModelError(f"{path} is not a whole Hugging Face model directory: {first_line(error)}") from error
     checkpoint = find_checkpoint(path)
     files = model_files(checkpoint)
     if not (files / "config.json").is_file():

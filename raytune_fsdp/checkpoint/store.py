@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from raytune_fsdp.checkpoint.commit import Found, Keep, directory_name, prune
+from raytune_fsdp.checkpoint.commit import Found, Keep, directory_name, prune, verify
 from raytune_fsdp.checkpoint.flight import Flight, Job, Outcome
 from raytune_fsdp.checkpoint.layout import Layout, make_layout
 from raytune_fsdp.checkpoint.meeting import Meeting, meet
@@ -182,6 +182,16 @@ def load(model: PreTrainedModel, optimizer: torch.optim.Optimizer, found: Found)
     storage = storage_at(found.root)
     tensors = tensors_of(model, optimizer)
     on_all_ranks(lambda: read_tensors(tensors, storage, found.name, index=read_index(storage, found.name)))
+
+
+def verify_together(found: Found, *, hashes: bool, only_rank0: bool = False) -> str | None:
+    """What is wrong with a committed checkpoint, the same on all ranks. Each reads a part of it. Collective."""
+    share = (0, 1) if only_rank0 else (dist.get_rank(), dist.get_world_size())
+
+    def look() -> str | None:
+        return verify(found, hashes=hashes, share=share) if dist.get_rank() == 0 or not only_rank0 else None
+
+    return next(filter(None, on_all_ranks(look)), None)
 
 
 def on_rank0(work: Callable[[], T]) -> T:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key
 
-from raytune_fsdp.errors import ModelError
+from raytune_fsdp.errors import ModelError, first_line
 from raytune_fsdp.model.weights import Weights
 
 _PIECE_BYTES = 4 << 20
@@ -42,10 +42,9 @@ class Conversion:
         try:
             made = self.converter.convert(self.label, model=model, config=model.config)
         except Exception as error:  # of an operation on tensors that do not fit
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ModelError(
-                f"transformers cannot convert {self.label} of {model.config.model_type}: {first}. Is config.json of "
-                "another model, or are weights missing?"
+                f"transformers cannot convert {self.label} of {model.config.model_type}: {first_line(error)}. Is "
+                "config.json of another model, or are weights missing?"
             ) from error
         return {name: found[0] if isinstance(found, list) else found for name, found in made.items()}
 
@@ -80,16 +79,12 @@ class ConvertedWeights:
         self._dtypes: dict[str, torch.dtype] = {}
 
     @cached_property
-    def _stored_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._stored.shapes()
-
-    @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         used = {key for c in self._conversions for keys in c.sources.values() for key in keys}
-        shapes = {name: shape for name, shape in self._stored_shapes.items() if name not in used}
+        shapes = {name: shape for name, shape in self._stored.shapes().items() if name not in used}
         for conversion in self._conversions:
             sources = {
-                pattern: [torch.empty(self._stored_shapes[key], device="meta") for key in keys]
+                pattern: [torch.empty(self._stored.shapes()[key], device="meta") for key in keys]
                 for pattern, keys in conversion.sources.items()
             }
             shapes.update((n, tuple(t.shape)) for n, t in conversion.convert(sources, self._model).items())
@@ -135,7 +130,7 @@ class ConvertedWeights:
         """Of one pattern, what rows [first, last) of the result are made of."""
         if conversion.merges:
             for key in keys[first:last]:
-                yield self._stored.read(key, 0, self._stored_shapes[key][0])
+                yield self._stored.read(key, 0, self._stored.shapes()[key][0])
         else:
             yield self._stored.read(keys[0], first, last)
 
@@ -144,7 +139,7 @@ class ConvertedWeights:
         if self._whole is None or self._whole[0] is not conversion:
             self._whole = None
             sources = {
-                pattern: [self._stored.read(key, 0, self._stored_shapes[key][0]) for key in keys]
+                pattern: [self._stored.read(key, 0, self._stored.shapes()[key][0]) for key in keys]
                 for pattern, keys in conversion.sources.items()
             }
             self._whole = conversion, conversion.convert(sources, self._model)
@@ -200,19 +195,12 @@ def outgoing(shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel | Non
         )
         group = Outgoing(
             names=tuple(name for names in sources.values() for name in names),
-            stored={},
+            stored={},  # tried out below
             conversion=conversion,
             renamings=renamings,
         )
         made = group.turn_back({n: torch.empty(shapes[n], device="meta") for n in group.names}, model)
-        found.append(
-            Outgoing(
-                names=group.names,
-                stored={key: tuple(tensor.shape) for key, tensor in made.items()},
-                conversion=conversion,
-                renamings=renamings,
-            )
-        )
+        found.append(replace(group, stored={key: tuple(tensor.shape) for key, tensor in made.items()}))
     return sorted(found, key=lambda each: dot_natural_key(each.names[0]))
 
 

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from raytune_fsdp.durable import sync_directory
-from raytune_fsdp.errors import ModelError, TransientError
+from raytune_fsdp.errors import ModelError, TransientError, first_line
 from raytune_fsdp.model.conversion import Outgoing, outgoing
 from raytune_fsdp.model.skeleton import kept_in_fp32
 from raytune_fsdp.model.tensorfile import TensorFile
@@ -132,9 +132,9 @@ def _skeleton(model_files: Path) -> PreTrainedModel | None:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_files))
     except Exception as error:  # its checks may raise anything
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
-            f"{model_files / 'config.json'} is not a config that the installed transformers accepts: {first}"
+            f"{model_files / 'config.json'} is not a config that the installed transformers accepts: "
+            f"{first_line(error)}"
         ) from error
     return model
 

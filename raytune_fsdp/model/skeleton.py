@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from raytune_fsdp.config import ModelConfig
-from raytune_fsdp.errors import ModelError
+from raytune_fsdp.errors import ModelError, first_line
 from raytune_fsdp.estimate.flops import Architecture
 
 MASTER_DTYPE = {
@@ -94,12 +94,7 @@ def _checked(read: Callable[[], Any], what: str) -> Any:
         return read()
     except Exception as error:  # its checks, and code that comes with a model, may raise anything
         cause = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
-        raise ModelError(f"{what} is not a config that transformers accepts: {_in_a_line(cause)}") from error
-
-
-def _in_a_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+        raise ModelError(f"{what} is not a config that transformers accepts: {first_line(cause)}") from error
 
 
 def build_skeleton(hf_config: PretrainedConfig, config: ModelConfig, precision: str) -> PreTrainedModel:
@@ -112,7 +107,7 @@ def build_skeleton(hf_config: PretrainedConfig, config: ModelConfig, precision: 
             model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, **kwargs)
     except Exception as error:  # as in `_checked`
         raise ModelError(
-            f"model: transformers cannot build a causal LM of type {hf_config.model_type!r}: {_in_a_line(error)}"
+            f"model: transformers cannot build a causal LM of type {hf_config.model_type!r}: {first_line(error)}"
         ) from error
     if _sees_ahead(hf_config):
         raise ModelError(
@@ -144,10 +139,9 @@ def _keep_in_fp32(model: PreTrainedModel) -> None:
             + (f" (and {len(weights) - 1} more)" if len(weights) > 1 else "")
             + "; use parallel.precision=bf16, whose master weights are fp32"
         )
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and any(buffer is model.get_buffer(each) for each in kept):
-                module._buffers[name] = buffer.float()
+    for name in kept:
+        owner, _, buffer = name.rpartition(".")
+        model.get_submodule(owner)._buffers[buffer] = model.get_buffer(name).float()
 
 
 def _sees_ahead(hf_config: PretrainedConfig) -> bool:

@@ -42,6 +42,10 @@ class FileWeights:
         self._handle: Any = None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self._shapes
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
         by_file = sorted(self._key_of, key=lambda name: self._files.file_of[self._key_of[name]])
         return {name: tuple(self._slice(name).get_shape()) for name in by_file}
 
@@ -146,17 +150,15 @@ class GrownWeights:
         self._rows = rows
         self._means: dict[str, torch.Tensor] = {}
 
-    @cached_property
-    def _stored(self) -> Mapping[str, tuple[int, ...]]:
-        return self._inner.shapes()
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {n: (self._rows[n], *shape[1:]) if n in self._rows else shape for n, shape in self._stored.items()}
+        return {
+            n: (self._rows[n], *shape[1:]) if n in self._rows else shape for n, shape in self._inner.shapes().items()
+        }
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         if name not in self._rows:
             return self._inner.read(name, start, stop)
-        stored = self._stored[name][0]
+        stored = self._inner.shapes()[name][0]
         old = self._inner.read(name, min(start, stored), min(stop, stored))
         new = max(0, stop - max(start, stored))
         if not new:

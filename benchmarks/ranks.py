@@ -1,0 +1,38 @@
+"""Ranks over gloo on this machine, for benchmarks that do without Ray."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run_ranks(function: Callable[..., None], world: int, *arguments: Any) -> None:
+    """Call `function(*arguments)` in new processes, one for each rank, with one thread each. Waits for their end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_rank, (world, port, function, arguments), nprocs=world)
+
+
+def _rank(rank: int, world: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+    dist.init_process_group("gloo")
+    function(*arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def slowest(seconds: float) -> float:
+    """Of all ranks. Collective."""
+    most = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most.item()
