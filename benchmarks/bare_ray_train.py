@@ -33,8 +33,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from raytune_fsdp import config as ours
 from raytune_fsdp.data.stream import Division, Stream
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.launch.ray_batches import ray_batches
-from raytune_fsdp.launch.ray_data import split, stream_dataset
+from raytune_fsdp.launch.ray.batches import ray_batches
+from raytune_fsdp.launch.ray.stream import split, stream_dataset
 from raytune_fsdp.types import Cursor
 
 

@@ -39,7 +39,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.ranks import run_ranks, slowest
 from benchmarks.record import write_result
-from raytune_fsdp.checkpoint.commit import Keep, committed
+from raytune_fsdp.checkpoint.catalogue import Keep, committed
 from raytune_fsdp.checkpoint.staging import local_piece
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.checkpoint.store import Store, load, open_store, verify_together

@@ -80,7 +80,7 @@ def measure(directory: Path, *, on_ray: bool) -> dict[str, Any]:
     rows = DatasetConfig(path=str(directory / "rows.jsonl"), format=TokensFormat(type="tokens", labels=None))
     build = build_here
     if on_ray:
-        from raytune_fsdp.launch.ray_data import build_on_ray as build
+        from raytune_fsdp.launch.ray.stream import build_on_ray as build
 
     start = time.perf_counter()
     windows = Windows(
@@ -114,8 +114,8 @@ def _stream_ray(windows: Any, samples: int) -> int:
     import ray
 
     from raytune_fsdp.data.stream import Division, Stream
-    from raytune_fsdp.launch.ray_batches import ray_batches
-    from raytune_fsdp.launch.ray_data import split, stream_dataset
+    from raytune_fsdp.launch.ray.batches import ray_batches
+    from raytune_fsdp.launch.ray.stream import split, stream_dataset
     from raytune_fsdp.types import Cursor
 
     division = Division(

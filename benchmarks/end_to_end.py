@@ -37,7 +37,7 @@ from benchmarks.fresh import REPOSITORY, Command, environment, read_lines, warm_
 from benchmarks.record import write_result
 from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.demo import CONVERSATIONS, TOKENIZER
-from raytune_fsdp.launch.ray_resources import local_cpus
+from raytune_fsdp.launch.ray.resources import local_cpus
 
 SEQ_LEN, GLOBAL_BATCH, MICRO_BATCH, UNMEASURED_STEPS = 512, 8, 2, 10
 BYTES, WORDS, SEED = 40_000_000, 220, 7

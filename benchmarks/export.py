@@ -38,15 +38,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.load import MIB, Peak
 from benchmarks.ranks import run_ranks, slowest
 from benchmarks.record import write_result
-from raytune_fsdp.checkpoint.commit import Keep, committed
-from raytune_fsdp.checkpoint.export import MODEL_FILES, find_checkpoint
+from raytune_fsdp.checkpoint.catalogue import Keep, committed
+from raytune_fsdp.checkpoint.model_files import MODEL_FILES, find_checkpoint
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.checkpoint.store import open_store
 from raytune_fsdp.config import ExportConfig, OptimConfig, ParallelConfig
 from raytune_fsdp.model.tensorfile import TensorFile
 from raytune_fsdp.optim import build_optimizer
 from raytune_fsdp.parallel import shard
-from raytune_fsdp.publish import publish
+from raytune_fsdp.run.publish import publish
 
 WORLD = 2
 FILE_BYTES = 250_000_000

@@ -26,7 +26,7 @@ from raytune_fsdp import FinetuneConfig, finetune
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.stream import Division, Stream
 from raytune_fsdp.demo import CONVERSATIONS, TOKENIZER
-from raytune_fsdp.prepare import prepare
+from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.tracking.jsonl import read_trajectory
 
 SEQ_LEN, GLOBAL_BATCH, MICRO_BATCH = 256, 8, 2

@@ -49,8 +49,8 @@ from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.keys import match_keys
 from raytune_fsdp.model.skeleton import build_skeleton, init_buffers, load_architecture
-from raytune_fsdp.origin import Origin
 from raytune_fsdp.parallel import shard
+from raytune_fsdp.run.initial_weights import Origin
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -27,8 +27,8 @@ import numpy as np
 from benchmarks.record import write_result
 from raytune_fsdp.config import CompletionFormat, DataConfig, DatasetConfig
 from raytune_fsdp.data.census import census
-from raytune_fsdp.data.formats import Document
 from raytune_fsdp.data.packing import best_fit, pack
+from raytune_fsdp.data.rows.formats import Document
 from raytune_fsdp.data.windows import Windows
 
 SEQ_LEN = 2048

@@ -40,7 +40,7 @@ from benchmarks.fresh import REPOSITORY, Command, environment, read_lines, warm_
 from benchmarks.record import write_result
 from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.demo import CONVERSATIONS, TOKENIZER
-from raytune_fsdp.launch.ray_resources import local_cpus
+from raytune_fsdp.launch.ray.resources import local_cpus
 
 SAVE_EVERY, KILL_AT, STEPS = 20, 25, 50
 PHASES = ("start", "checks", "Ray", "noticed", "workers", "imports", "model", "data", "step")

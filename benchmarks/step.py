@@ -43,7 +43,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.demo import TOKENIZER
 from raytune_fsdp.launch.worker import join
 from raytune_fsdp.loop import train
-from raytune_fsdp.prepare import prepare
+from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.tracking.jsonl import read_trajectory
 
 SEQ_LEN, BATCH, VOCABULARY, LR = 512, 4, 8192, 1e-4

@@ -34,8 +34,8 @@ from raytune_fsdp.data.census import census
 from raytune_fsdp.data.stream import Division, Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.demo import TOKENIZER
-from raytune_fsdp.launch.ray_batches import ray_batches
-from raytune_fsdp.launch.ray_data import build_on_ray, split, stream_dataset
+from raytune_fsdp.launch.ray.batches import ray_batches
+from raytune_fsdp.launch.ray.stream import build_on_ray, split, stream_dataset
 from raytune_fsdp.types import Cursor
 
 SEQ_LEN, WINDOW, ROWS, WORDS, SEED = 2048, 1024, 32768, 220, 7

@@ -36,10 +36,10 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
     from raytune_fsdp.launch.quiet import quiet
 
     quiet()
-    from raytune_fsdp.checkpoint.commit import committed
+    from raytune_fsdp.checkpoint.catalogue import committed
     from raytune_fsdp.launch.start import run
-    from raytune_fsdp.publish import publish
     from raytune_fsdp.report.curves import plot
+    from raytune_fsdp.run.publish import publish
     from raytune_fsdp.tracking.jsonl import METRICS_FILE
 
     prepared = run(config, progress)

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from raytune_fsdp.checkpoint.commit import Keep
+from raytune_fsdp.checkpoint.catalogue import Keep
+from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.checkpoint.store import Store, load, on_rank0, open_store
+from raytune_fsdp.checkpoint.store import Store, load, open_store
+from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.skipped import SkippedRows
@@ -23,11 +25,10 @@ from raytune_fsdp.metrics import Meter
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.skeleton import build_skeleton, count_architecture
 from raytune_fsdp.optim import build_optimizer
-from raytune_fsdp.origin import first_weights
 from raytune_fsdp.parallel import make_mesh, shard
-from raytune_fsdp.prepare import Prepared
-from raytune_fsdp.record import open_run, start_tracker
-from raytune_fsdp.requests import Requests
+from raytune_fsdp.run.initial_weights import first_weights
+from raytune_fsdp.run.prepare import Prepared
+from raytune_fsdp.run.record import open_run, start_tracker
 from raytune_fsdp.saving import Saves
 from raytune_fsdp.step import FIRST_SCALE, LossScale
 from raytune_fsdp.tracking.jsonl import METRICS_FILE, read_evaluations

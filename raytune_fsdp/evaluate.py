@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp.data.batches import eval_batches
-from raytune_fsdp.data.templates import DATE
+from raytune_fsdp.data.rows.templates import DATE
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ConfigError, DataError
 from raytune_fsdp.parallel import release_gathered

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.counts import Census
 from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.types import Census
+from raytune_fsdp.urls import is_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +120,7 @@ def _checkpoints(config: FinetuneConfig, run_dir: Path) -> str:
     place = config.checkpoint.storage
     if place is None:
         return str(run_dir / "checkpoints")
-    root = place.rstrip("/") if "://" in place else str(Path(place).expanduser().absolute())
+    root = place.rstrip("/") if is_url(place) else str(Path(place).expanduser().absolute())
     return f"{root}/{config.run.name}/checkpoints"
 
 

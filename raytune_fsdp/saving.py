@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from raytune_fsdp.checkpoint.flight import Outcome
+from raytune_fsdp.checkpoint.on_demand import Requests
+from raytune_fsdp.checkpoint.save_in_flight import Outcome
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.checkpoint.store import Store
 from raytune_fsdp.errors import TrainingError, TransientError
-from raytune_fsdp.requests import Requests
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.tracker import Tracker
 from raytune_fsdp.types import Saved

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from raytune_fsdp.config import OptimConfig, ParallelConfig
-from raytune_fsdp.data.order import derive_key
+from raytune_fsdp.keyed import derive_key
 from raytune_fsdp.model.loss import token_loss_sum
 from raytune_fsdp.optim import local_gradients, set_lr
 from raytune_fsdp.parallel import set_gradient_sync

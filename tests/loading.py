@@ -17,9 +17,9 @@ from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.keys import check_shapes, grown_rows, match_keys
 from raytune_fsdp.model.skeleton import build_skeleton, fit_vocabulary, load_architecture
 from raytune_fsdp.model.weights import GrownWeights, RandomWeights, Weights
-from raytune_fsdp.origin import Origin
 from raytune_fsdp.parallel import make_mesh, shard
 from raytune_fsdp.plan import Layout
+from raytune_fsdp.run.initial_weights import Origin
 
 CPU = torch.device("cpu")
 

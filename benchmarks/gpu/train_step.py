@@ -31,7 +31,7 @@ from raytune_fsdp.demo import TOKENIZER
 from raytune_fsdp.estimate.flops import peak_flops
 from raytune_fsdp.launch.worker import choose_device, join
 from raytune_fsdp.loop import train
-from raytune_fsdp.prepare import prepare
+from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.tracking.jsonl import read_metrics
 
 WARMUP_STEPS, LOG_EVERY = 10, 5

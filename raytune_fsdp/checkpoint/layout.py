@@ -36,7 +36,7 @@ Place = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class PieceLayout:
     mine: tuple[str, ...]
     """The tensors of which this rank writes its piece, in the order of its file. Replicated ones are shared out."""
     everyone: tuple[tuple[MetadataIndex, ...], ...] = ()
@@ -120,7 +120,7 @@ def parse_index(content: bytes) -> Index:
     return Index(Metadata(tensors), places)
 
 
-def make_layout(tensors: Mapping[str, torch.Tensor]) -> Layout:
+def make_layout(tensors: Mapping[str, torch.Tensor]) -> PieceLayout:
     """The layout of tensors that are sharded as these are. Collective."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(tensors), is_coordinator=dist.get_rank() == 0)
@@ -137,4 +137,4 @@ def make_layout(tensors: Mapping[str, torch.Tensor]) -> Layout:
         names = [tuple(index.fqn for index in pieces) for pieces in everyone]
     mine: list[Any] = [None]
     dist.scatter_object_list(mine, names if dist.get_rank() == 0 else None)
-    return Layout(mine=mine[0], everyone=everyone, metadata=metadata)
+    return PieceLayout(mine=mine[0], everyone=everyone, metadata=metadata)

@@ -16,8 +16,8 @@ from typing import Any, TypeVar, cast
 
 import pyarrow.fs
 
-from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_FILE, Sink, Source
-from raytune_fsdp.data.sources.remote import file_system
+from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_FILE, Sink, StoredFile
+from raytune_fsdp.file_systems import file_system
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class ObjectStorage:
         return patiently(f"reading {self.where(name)}/{file}", read)
 
     @contextmanager
-    def open(self, name: str, file: str) -> Iterator[Source]:
+    def open(self, name: str, file: str) -> Iterator[StoredFile]:
         what = f"reading {self.where(name)}/{file}"
         path = self._path(name, file)
         source = patiently(what, lambda: self._system().open_input_file(path))

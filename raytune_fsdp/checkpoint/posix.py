@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_FILE, Sink, Source
+from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_FILE, Sink, StoredFile
 from raytune_fsdp.durable import sync_directory, write_durably
 
 STAGING = ".tmp"
@@ -81,7 +81,7 @@ class PosixStorage:
         return (self._root / name / file).read_bytes()
 
     @contextmanager
-    def open(self, name: str, file: str) -> Iterator[Source]:
+    def open(self, name: str, file: str) -> Iterator[StoredFile]:
         with open(self._root / name / file, "rb", buffering=0) as source:
             yield _PosixSource(source)
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from raytune_fsdp.checkpoint.layout import Index, Place, parse_index
 from raytune_fsdp.checkpoint.staging import local_piece
-from raytune_fsdp.checkpoint.storage import INDEX_FILE, Readable, Source, Storage
+from raytune_fsdp.checkpoint.storage import INDEX_FILE, Readable, Storage, StoredFile
 from raytune_fsdp.errors import ResumeError, TransientError
 
 
@@ -104,7 +104,7 @@ class _Room:
         return self._memory[:size]
 
 
-def _read(source: Source, place: Place, index: Index, item: ReadItem, tensor: torch.Tensor, room: _Room) -> None:
+def _read(source: StoredFile, place: Place, index: Index, item: ReadItem, tensor: torch.Tensor, room: _Room) -> None:
     """What a tensor needs of a stored piece, into it: straight into its memory, where it lies there in one block."""
     target = local_piece(tensor)
     for axis, length in enumerate(item.lengths):

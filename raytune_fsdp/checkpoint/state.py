@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from raytune_fsdp.checkpoint.commit import Found
-from raytune_fsdp.checkpoint.storage import STATE_FILE, storage_at
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
+from raytune_fsdp.checkpoint.location import storage_at
+from raytune_fsdp.checkpoint.storage import STATE_FILE
 from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.types import Cursor
 
@@ -41,7 +42,7 @@ class RunState:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True)
 
 
-def read_state(found: Found) -> RunState:
+def read_state(found: CommittedCheckpoint) -> RunState:
     """The state in a committed checkpoint."""
     values = json.loads(storage_at(found.root).read(found.name, STATE_FILE))
     version = values.pop("format")

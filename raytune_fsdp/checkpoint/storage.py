@@ -26,7 +26,7 @@ class Sink(Protocol):
     def write(self, piece: memoryview, /) -> object: ...
 
 
-class Source(Protocol):
+class StoredFile(Protocol):
     """A file of a checkpoint, read by position."""
 
     def read_into(self, offset: int, target: memoryview) -> None:
@@ -57,7 +57,7 @@ class Readable(Protocol):
     def where(self, name: str) -> str:
         """For people."""
 
-    def open(self, name: str, file: str) -> AbstractContextManager[Source]:
+    def open(self, name: str, file: str) -> AbstractContextManager[StoredFile]:
         """A large file."""
 
 
@@ -90,11 +90,3 @@ class Storage(Readable, Protocol):
 
     def clean(self) -> None:
         """Remove what others have left unfinished. Only while nobody writes here."""
-
-
-def storage_at(location: str) -> Storage:
-    """The storage of a directory or URL. Touches nothing."""
-    from raytune_fsdp.checkpoint.objects import ObjectStorage
-    from raytune_fsdp.checkpoint.posix import PosixStorage
-
-    return ObjectStorage(location) if "://" in location else PosixStorage(location)

@@ -12,16 +12,18 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from raytune_fsdp.checkpoint.commit import Found, Keep, directory_name, prune, verify
-from raytune_fsdp.checkpoint.flight import Flight, Job, Outcome
-from raytune_fsdp.checkpoint.layout import Layout, make_layout
-from raytune_fsdp.checkpoint.meeting import Meeting, meet
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Keep, directory_name, prune, verify
+from raytune_fsdp.checkpoint.layout import PieceLayout, make_layout
+from raytune_fsdp.checkpoint.location import storage_at
+from raytune_fsdp.checkpoint.messages import Meeting, meet
 from raytune_fsdp.checkpoint.reading import read_index, read_tensors
+from raytune_fsdp.checkpoint.save_in_flight import Flight, Outcome, SaveJob
 from raytune_fsdp.checkpoint.staging import Staging, local_piece
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.checkpoint.storage import Draft, Storage, storage_at
+from raytune_fsdp.checkpoint.storage import Draft, Storage
 from raytune_fsdp.checkpoint.tensors import init_optimizer_state, tensors_of
-from raytune_fsdp.errors import RaytuneError, TransientError
+from raytune_fsdp.collectives import on_all_ranks
+from raytune_fsdp.errors import TransientError
 from raytune_fsdp.types import Saved
 
 T = TypeVar("T")
@@ -42,7 +44,7 @@ class Store:
     seconds: float
     """How long a save may take."""
     tensors: Callable[[], dict[str, torch.Tensor]]
-    layout: Layout
+    layout: PieceLayout
     staging: Staging | None
     """None: what is saved is read where it is, and must not be touched meanwhile."""
     meeting: Meeting
@@ -81,7 +83,7 @@ class Store:
             pieces = {name: local_piece(tensors[name]) for name in self.layout.mine}
         self._serial += 1
         name = directory_name(state.step, self.attempt)
-        job = Job(
+        job = SaveJob(
             step=state.step,
             serial=self._serial,
             rank=dist.get_rank(),
@@ -134,7 +136,7 @@ class Store:
         dist.all_reduce(torch.zeros(()))  # rank 0 keeps the store of messages: it must not go before all have heard
         return self.close(ended)
 
-    def _hear_end(self, job: Job) -> int:
+    def _hear_end(self, job: SaveJob) -> int:
         """Not in a collective: it would not wait for as long as a save may take."""
         deadline = time.monotonic() + 2 * self.seconds + _GRACE_SECONDS
         while (ended := self.meeting.hear(_ended_key(job, job.rank))) is None:
@@ -143,7 +145,7 @@ class Store:
         return int(ended)
 
 
-def _ended_key(job: Job, rank: int) -> str:
+def _ended_key(job: SaveJob, rank: int) -> str:
     return f"{job.serial}/ended/{rank}"
 
 
@@ -176,7 +178,7 @@ def open_store(
     )
 
 
-def load(model: PreTrainedModel, optimizer: torch.optim.Optimizer, found: Found) -> None:
+def load(model: PreTrainedModel, optimizer: torch.optim.Optimizer, found: CommittedCheckpoint) -> None:
     """Read the tensors of a committed checkpoint into model and optimizer. All ranks must call this."""
     init_optimizer_state(optimizer)
     storage = storage_at(found.root)
@@ -184,7 +186,7 @@ def load(model: PreTrainedModel, optimizer: torch.optim.Optimizer, found: Found)
     on_all_ranks(lambda: read_tensors(tensors, storage, found.name, index=read_index(storage, found.name)))
 
 
-def verify_together(found: Found, *, hashes: bool, only_rank0: bool = False) -> str | None:
+def verify_together(found: CommittedCheckpoint, *, hashes: bool, only_rank0: bool = False) -> str | None:
     """What is wrong with a committed checkpoint, the same on all ranks. Each reads a part of it. Collective."""
     share = (0, 1) if only_rank0 else (dist.get_rank(), dist.get_world_size())
 
@@ -192,35 +194,3 @@ def verify_together(found: Found, *, hashes: bool, only_rank0: bool = False) -> 
         return verify(found, hashes=hashes, share=share) if dist.get_rank() == 0 or not only_rank0 else None
 
     return next(filter(None, on_all_ranks(look)), None)
-
-
-def on_rank0(work: Callable[[], T]) -> T:
-    """Do something on rank 0, tell every rank the outcome: none goes on, or waits, after a failure."""
-    box: list[tuple[T | None, Exception | None]] = [(None, None)]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = (work(), None)
-        except (RaytuneError, OSError) as error:
-            box[0] = (None, error)
-    dist.broadcast_object_list(box, src=0)
-    result, failure = box[0]
-    if isinstance(failure, RaytuneError):
-        raise failure
-    if failure is not None:
-        raise TransientError(f"rank 0 could not write to the run's storage: {failure}") from failure
-    return result  # type: ignore[return-value]
-
-
-def on_all_ranks(work: Callable[[], T]) -> list[T]:
-    """Do something on every rank; what each has found, or on every rank the first one's error."""
-    mine: tuple[T | None, Exception | None]
-    try:
-        mine = (work(), None)
-    except RaytuneError as error:
-        mine = (None, error)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for _, failure in everyone:
-        if failure is not None:
-            raise failure
-    return [result for result, _ in everyone]

@@ -8,9 +8,10 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from raytune_fsdp.checkpoint.commit import Found
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
+from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.reading import read_index, read_rows, read_tensors
-from raytune_fsdp.checkpoint.storage import Source, Storage, storage_at
+from raytune_fsdp.checkpoint.storage import Storage, StoredFile
 from raytune_fsdp.checkpoint.tensors import MODEL
 
 _KEPT_FILES = 16
@@ -19,7 +20,7 @@ _KEPT_FILES = 16
 class CheckpointWeights:
     """The model's tensors in a checkpoint, read by one process without a process group of its own."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: CommittedCheckpoint) -> None:
         self._found = found
         storage = storage_at(found.root)
         self._index = read_index(storage, found.name)
@@ -59,13 +60,13 @@ class _KeptOpen:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._files: OrderedDict[tuple[str, str], tuple[ExitStack, Source]] = OrderedDict()
+        self._files: OrderedDict[tuple[str, str], tuple[ExitStack, StoredFile]] = OrderedDict()
 
     def where(self, name: str) -> str:
         return self._storage.where(name)
 
     @contextmanager
-    def open(self, name: str, file: str) -> Iterator[Source]:
+    def open(self, name: str, file: str) -> Iterator[StoredFile]:
         if (name, file) not in self._files:
             stack = ExitStack()
             self._files[name, file] = stack, stack.enter_context(self._storage.open(name, file))

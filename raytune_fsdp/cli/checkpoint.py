@@ -32,7 +32,7 @@ def _run(parser: Parser, arguments: Sequence[str]) -> int:
 
 
 def _now(found: Namespace) -> int:
-    from raytune_fsdp.requests import Asking
+    from raytune_fsdp.checkpoint.on_demand import Asking
 
     asking = Asking(found.run)
     deadline = time.monotonic() + found.wait
@@ -52,8 +52,8 @@ def _now(found: Namespace) -> int:
 
 
 def _list(found: Namespace) -> int:
-    from raytune_fsdp.checkpoint.commit import checkpoints_of, committed
-    from raytune_fsdp.checkpoint.storage import storage_at
+    from raytune_fsdp.checkpoint.catalogue import checkpoints_of, committed
+    from raytune_fsdp.checkpoint.location import storage_at
     from raytune_fsdp.tracking.console import gibibytes
 
     there = committed(checkpoints_of(found.run.absolute()))
@@ -66,7 +66,7 @@ def _list(found: Namespace) -> int:
 
 
 def _verify(found: Namespace) -> int:
-    from raytune_fsdp.checkpoint.commit import checkpoints_of, committed, verify
+    from raytune_fsdp.checkpoint.catalogue import checkpoints_of, committed, verify
 
     damaged = 0
     there = committed(checkpoints_of(found.run.absolute()))

@@ -48,7 +48,7 @@ def _preview(arguments: Sequence[str], prog: str) -> int:
     found, config = parser.parse_with_config(arguments)
     if found.samples < 1:
         parser.error(f"--samples {found.samples} must be at least 1")
-    from raytune_fsdp.prepare import prepare_data
+    from raytune_fsdp.run.prepare import prepare_data
 
     with shown() as progress:
         tokenizer, train, evals = prepare_data(config, progress)
@@ -75,8 +75,8 @@ def _stats(arguments: Sequence[str], prog: str) -> int:
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the lengths of the documents into this file")
     found, config = parser.parse_with_config(arguments)
     from raytune_fsdp.data.census import census
-    from raytune_fsdp.prepare import prepare_data
     from raytune_fsdp.report.data import plot_lengths, stats
+    from raytune_fsdp.run.prepare import prepare_data
 
     with shown() as progress:
         _, train, evals = prepare_data(config, progress)

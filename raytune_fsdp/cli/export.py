@@ -32,9 +32,9 @@ def _export(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
     if found.max_file_bytes < 1000:
         parser.error(f"--max-file-bytes {found.max_file_bytes} must be at least 1000")
-    from raytune_fsdp.checkpoint.export import find_checkpoint
+    from raytune_fsdp.checkpoint.model_files import find_checkpoint
     from raytune_fsdp.config import ExportConfig
-    from raytune_fsdp.publish import publish
+    from raytune_fsdp.run.publish import publish
 
     chosen = ExportConfig(
         dtype=found.dtype, max_file_bytes=found.max_file_bytes, push=found.push, private=found.private

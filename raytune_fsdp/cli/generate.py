@@ -29,7 +29,7 @@ def _generate(parser: Parser, arguments: Sequence[str]) -> int:
     quiet()
     import torch
 
-    from raytune_fsdp.checkpoint.export import load_for_inference
+    from raytune_fsdp.checkpoint.model_files import load_for_inference
     from raytune_fsdp.evaluate import answer
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -34,8 +34,8 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
     for flag, value in (("--world-size", found.world_size), ("--samples", found.samples)):
         if value is not None and value < 1:
             parser.error(f"{flag} {value} must be at least 1")
+    from raytune_fsdp.counts import Census
     from raytune_fsdp.plan import resolve
-    from raytune_fsdp.types import Census
 
     workers = config.cluster.workers
     world = found.world_size or (1 if workers == "auto" else workers)

@@ -8,8 +8,11 @@ from __future__ import annotations
 from pydantic import Field
 
 from raytune_fsdp.config.base import Section
-from raytune_fsdp.config.cluster import ClusterConfig, ExportConfig
+from raytune_fsdp.config.checkpoint import CheckpointConfig
+from raytune_fsdp.config.cluster import ClusterConfig
 from raytune_fsdp.config.data import CacheConfig, DataConfig, DatasetConfig
+from raytune_fsdp.config.eval import EvalConfig
+from raytune_fsdp.config.export import ExportConfig
 from raytune_fsdp.config.formats import ChatFormat, CompletionFormat, Format, InstructionFormat, TokensFormat
 from raytune_fsdp.config.method import FullMethod
 from raytune_fsdp.config.model import ModelConfig
@@ -17,7 +20,7 @@ from raytune_fsdp.config.optim import OptimConfig
 from raytune_fsdp.config.parallel import ParallelConfig
 from raytune_fsdp.config.run import RunConfig
 from raytune_fsdp.config.tracking import TrackingConfig
-from raytune_fsdp.config.train import CheckpointConfig, EvalConfig, TrainConfig
+from raytune_fsdp.config.train import TrainConfig
 
 
 class FinetuneConfig(Section):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from raytune_fsdp.config.base import Section
 
@@ -42,29 +42,3 @@ class ClusterConfig(Section):
 
     wait_minutes: float = Field(default=30.0, gt=0)
     """Ray: how long to wait for the resources of the workers, at the start and after a failure."""
-
-
-class ExportConfig(Section):
-    at_end: bool = True
-    """Write a Hugging Face model directory when the run has finished."""
-
-    dtype: Literal["trained", "bf16", "fp16", "fp32"] = "bf16"
-    """Type of the exported weights. `trained`: the master weights as they are."""
-
-    max_file_bytes: int = Field(default=5_000_000_000, ge=1_000)
-    """Size of a safetensors file at most."""
-
-    every: int | None = Field(default=None, ge=1)
-    """Ray: checkpoints of steps that this divides are exported, too, by a task of Ray while training goes on: to `<run>/exports/step-<step>`. A multiple of `checkpoint.every`."""
-
-    push: str | None = None
-    """Push the model that is exported at the end to the Hugging Face hub, under this name (`owner/name`). Needs HF_TOKEN."""
-
-    private: bool = True
-    """Whether a repository that the push creates is private; `false` leaves that to its owner's account."""
-
-    @model_validator(mode="after")
-    def _something_to_push(self) -> Self:
-        if self.push is not None and not self.at_end:
-            raise ValueError(f"export.push={self.push} pushes the export at the end: set export.at_end=true")
-        return self

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-_SECRET = re.compile(r"[?&][^=&]*(secret|token|password|key)[^=&]*=", re.IGNORECASE)
+from raytune_fsdp.urls import holds_credentials, is_url
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -30,11 +31,7 @@ class CredentialsError(ValueError):
 
 def without_credentials(value: str) -> str:
     """A path or URL. What is in a config is written to the run directory and shown in messages."""
-    scheme, _, rest = value.rpartition("://")
-    host = rest.split("/")[0]
-    # Buckets have neither a port nor a user; elsewhere a name before @ may be part of the place (abfs), a password not.
-    secret = any(c in host for c in ":@") if scheme in ("s3", "gs", "gcs") else ":" in host.rpartition("@")[0]
-    if scheme and (secret or _SECRET.search(rest)):
+    if holds_credentials(value):
         raise CredentialsError(
             "must not hold credentials, because it is written to the run directory: leave them to the environment "
             "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, HF_TOKEN and the like)"
@@ -44,14 +41,14 @@ def without_credentials(value: str) -> str:
 
 def local_path(value: str) -> str:
     """A path of a file system. A URL would silently become a directory of that name."""
-    if not value or "://" in value or "\0" in value:
+    if not value or is_url(value) or "\0" in value:
         raise ValueError("must be a directory on a mounted file system (object stores are not supported yet)")
     return value
 
 
 def checkpoint_place(value: str) -> str:
     """A directory, or the URL of one in an object store."""
-    if "://" not in value:
+    if not is_url(value):
         return local_path(value)
     if "?" in value or value.endswith("://"):
         raise ValueError(

@@ -28,7 +28,7 @@ from typing import IO, Any
 import pyarrow as pa
 import xxhash
 
-from raytune_fsdp.data.window import Window
+from raytune_fsdp.data.packed_window import Window
 from raytune_fsdp.durable import replace_at_once
 from raytune_fsdp.errors import DataError
 

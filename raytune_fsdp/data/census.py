@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
+from raytune_fsdp.counts import Census, DatasetCount, SkippedRow, WindowCounts
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import DataError
-from raytune_fsdp.types import Census, DatasetCount, Progress, SkippedRow, WindowCounts
+from raytune_fsdp.types import Progress
 
 Places = Sequence[tuple[int, int]]
 """Epochs and windows."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from raytune_fsdp.config.data import DataConfig, DatasetConfig
-from raytune_fsdp.data.formats import DOCUMENT_VERSION
 from raytune_fsdp.data.order import ORDER_VERSION
+from raytune_fsdp.data.packed_window import FORMAT
+from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION
 from raytune_fsdp.data.sources import Source
-from raytune_fsdp.data.window import FORMAT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 import xxhash
 
-from raytune_fsdp.data.formats import Document
+from raytune_fsdp.data.rows.formats import Document
 from raytune_fsdp.types import IGNORE, PADDING, PackedSample
 
 if TYPE_CHECKING:

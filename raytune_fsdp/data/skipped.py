@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from raytune_fsdp.counts import SkippedRow
 from raytune_fsdp.data.stream import Stream
-from raytune_fsdp.types import Cursor, SkippedRow
+from raytune_fsdp.types import Cursor
 
 _ROWS_TOLD_AT_ONCE = 100
 

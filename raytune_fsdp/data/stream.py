@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 
-from raytune_fsdp.data.order import Permutation, derive_key
-from raytune_fsdp.data.window import Window
+from raytune_fsdp.data.order import Permutation
+from raytune_fsdp.data.packed_window import Window
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import DataError, ResumeError
+from raytune_fsdp.keyed import derive_key
 from raytune_fsdp.types import Cursor, PackedSample
 
 

@@ -19,17 +19,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raytune_fsdp.config.data import DataConfig, DatasetConfig
+from raytune_fsdp.counts import DatasetCount, SkippedRow, WindowCounts
 from raytune_fsdp.data.cache import WindowCache
-from raytune_fsdp.data.formats import Document, Formatter
 from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows
 from raytune_fsdp.data.mixture import Mixture, weights_of
-from raytune_fsdp.data.order import Permutation, derive_key
+from raytune_fsdp.data.order import Permutation
+from raytune_fsdp.data.packed_window import Window, finish_counts
 from raytune_fsdp.data.packing import pack
+from raytune_fsdp.data.rows.formats import Document, Formatter
+from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.sources import Source, dataset_names, open_source
-from raytune_fsdp.data.templates import load_template
-from raytune_fsdp.data.window import Window, finish_counts
 from raytune_fsdp.errors import ConfigError, DataError, RowError
-from raytune_fsdp.types import DatasetCount, Progress, SkippedRow, WindowCounts
+from raytune_fsdp.keyed import derive_key
+from raytune_fsdp.types import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

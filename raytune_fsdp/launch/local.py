@@ -16,9 +16,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from raytune_fsdp import errors
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, TrainingError
-from raytune_fsdp.launch.start import under_torchrun
+from raytune_fsdp.launch.torchrun import under_torchrun
 from raytune_fsdp.launch.worker import StopFlag, choose_device, join, work
-from raytune_fsdp.prepare import Prepared, prepare, settled
+from raytune_fsdp.run.prepare import Prepared, prepare, settled
 from raytune_fsdp.types import Progress
 
 SHUTDOWN_SECONDS = 120

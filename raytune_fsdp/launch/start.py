@@ -8,13 +8,14 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.early import check_first
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.signals import Signals
+from raytune_fsdp.launch.torchrun import under_torchrun
+from raytune_fsdp.run.checks import check_first
 
 if TYPE_CHECKING:
-    from raytune_fsdp.prepare import Prepared
+    from raytune_fsdp.run.prepare import Prepared
     from raytune_fsdp.types import Progress
 
 
@@ -36,10 +37,6 @@ def run(config: FinetuneConfig, progress: Progress | None = None) -> Prepared:
     return _run_on_ray(config, progress)
 
 
-def under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def _say(text: str) -> None:
     """Print it. A run does not end because nobody reads it any more, or because the disk under its output is full."""
     try:
@@ -52,11 +49,11 @@ def _run_on_ray(config: FinetuneConfig, progress: Progress | None) -> Prepared:
     workers = 1 if config.cluster.workers == "auto" else config.cluster.workers
     run_dir = check_first(config, workers).run_dir
     phases = Phases()
-    from raytune_fsdp.launch.ray_session import check_not_in_a_copy, connecting
+    from raytune_fsdp.launch.ray.session import check_not_in_a_copy, connecting
 
     check_not_in_a_copy(config, run_dir)
     with Signals() as signals, connecting(config.cluster, workers) as session:
         # While Ray starts, which mostly means waiting for its processes.
-        from raytune_fsdp.launch import ray_train
+        from raytune_fsdp.launch.ray import driver
 
-        return ray_train.run(config, session, signals=signals, phases=phases, progress=progress, say=_say)
+        return driver.run(config, session, signals=signals, phases=phases, progress=progress, say=_say)

@@ -18,7 +18,7 @@ from raytune_fsdp.assemble import Host, assemble
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import DataError, Interrupted, TrainingError
 from raytune_fsdp.loop import train
-from raytune_fsdp.prepare import Prepared
+from raytune_fsdp.run.prepare import Prepared
 from raytune_fsdp.tracking.tracker import Status
 
 COLLECTIVE_MINUTES = 30

@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-from raytune_fsdp.data.order import derive_key
 from raytune_fsdp.errors import ModelError
+from raytune_fsdp.keyed import derive_key
 from raytune_fsdp.model.files import WeightFiles
 from raytune_fsdp.model.skeleton import blocks_of
 

@@ -11,11 +11,12 @@ from typing import Any
 import xxhash
 import yaml
 
-from raytune_fsdp.checkpoint.commit import Found
-from raytune_fsdp.checkpoint.export import RECIPE_FILE
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
+from raytune_fsdp.checkpoint.model_files import RECIPE_FILE
 from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.errors import RaytuneError
 from raytune_fsdp.tracking.jsonl import METRICS_FILE, read_metrics
+from raytune_fsdp.urls import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +32,12 @@ def recipe_of(config: Mapping[str, Any], version: str | None, run_dir: Path) -> 
     chosen["run"] = {key: config["run"][key] for key in ("name", "seed")}
     path = config["model"]["path"]
     # Known only here: where the model is used, other paths exist.
-    on_hub = path is not None and "://" not in path and not Path(path).expanduser().exists()
+    on_hub = path is not None and not is_url(path) and not Path(path).expanduser().exists()
     recipe = {"version": version, "run_dir": str(run_dir), "model_on_hub": on_hub, "config": chosen}
     return json.dumps(recipe, indent=1)
 
 
-def model_card(checkpoint: Found, model_files: Path, *, dtype: str) -> str:
+def model_card(checkpoint: CommittedCheckpoint, model_files: Path, *, dtype: str) -> str:
     """README.md of an export of this checkpoint."""
     state = read_state(checkpoint)
     recipe = _recipe(model_files)
@@ -145,9 +146,9 @@ def _fingerprint(values: Mapping[str, Any]) -> str:
     return digest
 
 
-def _run_dir(checkpoint: Found, recipe: Mapping[str, Any]) -> Path | None:
+def _run_dir(checkpoint: CommittedCheckpoint, recipe: Mapping[str, Any]) -> Path | None:
     """Where the run's metrics are, if they can be seen from here."""
-    beside = [] if "://" in checkpoint.root else [Path(checkpoint.root).parent]
+    beside = [] if is_url(checkpoint.root) else [Path(checkpoint.root).parent]
     places = [*beside, *([Path(recipe["run_dir"])] if recipe["run_dir"] else [])]
     return next((place for place in places if (place / METRICS_FILE).is_file()), None)
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from raytune_fsdp.types import IGNORE, PADDING, Census, DatasetCount, PackedSample
+from raytune_fsdp.counts import Census, DatasetCount
+from raytune_fsdp.types import IGNORE, PADDING, PackedSample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

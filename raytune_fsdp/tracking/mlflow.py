@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raytune_fsdp.tracking.muted import muted
 from raytune_fsdp.tracking.names import values_of
 from raytune_fsdp.tracking.outbox import Outbox, Parcel, Point
-from raytune_fsdp.tracking.quiet import muted
 from raytune_fsdp.tracking.redaction import redact, redact_text, redact_yaml
 from raytune_fsdp.tracking.tracker import RunStart, Status
 from raytune_fsdp.types import StepMetrics

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raytune_fsdp.assemble import assemble
-from raytune_fsdp.checkpoint.commit import Found
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.launch.local import prepare_on_rank0
@@ -31,14 +31,14 @@ def begin(values: Mapping[str, Any]) -> tuple[str, dict[str, Any], int]:
 
 
 @pytest.fixture
-def parent(tmp_path: Path) -> Found:
+def parent(tmp_path: Path) -> CommittedCheckpoint:
     """The checkpoint of a run of three steps on two ranks."""
     config = make_config(tmp_path, LLAMA, train={"max_steps": 3}, parallel={"precision": "fp32"})
     run_ranks(train_rank, 2, config.model_dump())
     return checkpoints(tmp_path / "runs" / "run")[-1]
 
 
-def _config(parent: Found, name: str, **model: Any) -> FinetuneConfig:
+def _config(parent: CommittedCheckpoint, name: str, **model: Any) -> FinetuneConfig:
     home = Path(parent.root).parents[2]
     return make_config(
         home,
@@ -50,7 +50,7 @@ def _config(parent: Found, name: str, **model: Any) -> FinetuneConfig:
     )
 
 
-def test_a_run_begins_with_the_weights_of_a_checkpoint(parent: Found) -> None:
+def test_a_run_begins_with_the_weights_of_a_checkpoint(parent: CommittedCheckpoint) -> None:
     expected = {n.removeprefix("model."): t for n, t in tensors_in(parent).items() if n.startswith("model.")}
     for world, fill in ((3, "sharded"), (2, "rank0")):
         config = _config(parent, f"branch-{fill}", fill=fill)
@@ -60,7 +60,7 @@ def test_a_run_begins_with_the_weights_of_a_checkpoint(parent: Found) -> None:
             assert all(torch.equal(torch.from_numpy(found[name]), expected[name]) for name in expected)
 
 
-def test_a_run_that_began_with_a_checkpoint_goes_on_without_it(parent: Found) -> None:
+def test_a_run_that_began_with_a_checkpoint_goes_on_without_it(parent: CommittedCheckpoint) -> None:
     """Its own checkpoint has all weights by then; the other may have been deleted as its run went on."""
     config = _config(parent, "branch")
     expected = trajectory(_config(parent, "whole").model_copy(update={"train": _longer(config)}), 2)
@@ -82,7 +82,7 @@ def _refused(values: Mapping[str, Any]) -> str:
     return str(failure.value)
 
 
-def test_a_damaged_checkpoint_is_no_beginning(parent: Found) -> None:
+def test_a_damaged_checkpoint_is_no_beginning(parent: CommittedCheckpoint) -> None:
     file = pieces_of(parent)[1]
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4

@@ -15,7 +15,7 @@ import pytest
 import torch
 import xxhash
 
-from raytune_fsdp.checkpoint.commit import Found, newest
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, newest
 from raytune_fsdp.errors import ResumeError
 from tests.checkpoints import checkpoints, pieces_of, tensors_in
 from tests.ranks import run_ranks
@@ -123,7 +123,7 @@ def states(values: Mapping[str, Any], root: str | None, step: int) -> dict[str, 
     """Build a network whose numbers nobody else has, or load one; save it at `step`, and give all of it."""
     import torch.distributed as dist
 
-    from raytune_fsdp.checkpoint.commit import Keep, committed
+    from raytune_fsdp.checkpoint.catalogue import Keep, committed
     from raytune_fsdp.checkpoint.state import RunState
     from raytune_fsdp.checkpoint.store import load, open_store
     from raytune_fsdp.checkpoint.tensors import init_optimizer_state, tensors_of
@@ -224,7 +224,7 @@ class Payload:
         return os.system, (f"touch {self._path}",)
 
 
-def with_hashes(found: Found) -> None:
+def with_hashes(found: CommittedCheckpoint) -> None:
     """Make the manifest say that the files are as they should be: who can write there can do that, too."""
     manifest = Path(found.path, "manifest.json")
     files = {

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from raytune_fsdp.checkpoint.commit import newest
-from raytune_fsdp.checkpoint.storage import storage_at
+from raytune_fsdp.checkpoint.catalogue import newest
+from raytune_fsdp.checkpoint.location import storage_at
 from tests.checkpoints import tensors_in
 from tests.ranks import PRELOAD
 from tests.tracing import Call, Tracer, traceable
@@ -49,7 +49,7 @@ def state_of(step: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 def save(root: str, steps: list[int], ready: Callable[[], None]) -> None:
     """Save the states of these steps, the last one when it is told to."""
-    from raytune_fsdp.checkpoint.commit import Keep
+    from raytune_fsdp.checkpoint.catalogue import Keep
     from raytune_fsdp.checkpoint.state import RunState
     from raytune_fsdp.checkpoint.store import open_store
 

@@ -12,7 +12,7 @@ import torch
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.batches import stream_batch
 from raytune_fsdp.data.stream import Stream
-from raytune_fsdp.prepare import prepare
+from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.types import Cursor
 from tests.ranks import run_ranks
 from tests.runs import GPT2, LLAMA, largest_difference, make_config, trajectory

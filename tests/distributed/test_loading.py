@@ -17,8 +17,8 @@ from raytune_fsdp.assemble import assemble
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.model.files import WeightFiles
-from raytune_fsdp.origin import fill_mode
-from raytune_fsdp.prepare import Prepared, prepare
+from raytune_fsdp.run.initial_weights import fill_mode
+from raytune_fsdp.run.prepare import Prepared, prepare
 from tests.loading import CPU, assert_same, gathered, load
 from tests.models import ARCHITECTURES, EXPERTS, TIED, VOCABULARY, build, save_checkpoint
 from tests.ranks import run_ranks

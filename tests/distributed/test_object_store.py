@@ -16,8 +16,8 @@ import torch
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
-from raytune_fsdp.checkpoint.commit import committed, newest
-from raytune_fsdp.checkpoint.storage import storage_at
+from raytune_fsdp.checkpoint.catalogue import committed, newest
+from raytune_fsdp.checkpoint.location import storage_at
 from tests.checkpoints import tensors_in
 from tests.distributed.test_branching import begin
 from tests.ranks import run_ranks
@@ -116,12 +116,12 @@ def train_and_die_while_saving(values: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    from raytune_fsdp.checkpoint import flight
+    from raytune_fsdp.checkpoint import save_in_flight
     from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.launch.worker import work
 
-    write = flight.write_pieces
+    write = save_in_flight.write_pieces
 
     def write_and_die(*arguments: Any) -> Any:
         found = write(*arguments)
@@ -129,7 +129,7 @@ def train_and_die_while_saving(values: dict[str, Any]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    flight.write_pieces = write_and_die
+    save_in_flight.write_pieces = write_and_die
     config = FinetuneConfig.model_validate(values)
     work(config, prepare_on_rank0(config), torch.device("cpu"), lambda: False)
 

@@ -60,7 +60,7 @@ def test_an_architecture_whose_documents_see_each_other_is_refused(tmp_path: Any
 
 def test_prompts_are_checked_before_anything_starts(tmp_path: Any) -> None:
     from raytune_fsdp.errors import DataError
-    from raytune_fsdp.prepare import prepare
+    from raytune_fsdp.run.prepare import prepare
 
     for prompt, complaint in (("", "has 0 tokens"), ("w5 " * 60, "fewer than the 48 positions")):
         config = make_config(tmp_path, GPT2, eval={"prompts": [prompt]})

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raytune_fsdp.checkpoint.commit import Found
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.checkpoint.tensors import init_optimizer_state, tensors_of
 from raytune_fsdp.config import FinetuneConfig
@@ -84,7 +84,7 @@ def skipped_steps(config: FinetuneConfig) -> list[int]:
     return steps
 
 
-def assert_finite(checkpoint: Found) -> None:
+def assert_finite(checkpoint: CommittedCheckpoint) -> None:
     tensors = tensors_in(checkpoint)
     assert tensors
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values())

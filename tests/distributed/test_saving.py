@@ -119,7 +119,7 @@ def change_while_writing(root: str, given_up: bool) -> list[tuple[int, bool]]:
     """Save while a writer is held back and the numbers change; then save again. Is what was saved right, by step?"""
     import torch.distributed as dist
 
-    from raytune_fsdp.checkpoint.commit import Keep, committed
+    from raytune_fsdp.checkpoint.catalogue import Keep, committed
     from raytune_fsdp.checkpoint.posix import PosixDraft
     from raytune_fsdp.checkpoint.staging import local_piece
     from raytune_fsdp.checkpoint.state import RunState
@@ -216,7 +216,7 @@ def test_an_export_finds_checkpoints_that_are_elsewhere(tmp_path: Path) -> None:
 
 
 def committed_at(root: Path) -> Any:
-    from raytune_fsdp.checkpoint.commit import committed
+    from raytune_fsdp.checkpoint.catalogue import committed
 
     return committed(str(root))[-1]
 
@@ -268,7 +268,7 @@ def save_again_and_again(root: str, times: int) -> list[dict[str, int]]:
     """What this rank holds after every tenth part of so many saves."""
     import psutil
 
-    from raytune_fsdp.checkpoint.commit import Keep
+    from raytune_fsdp.checkpoint.catalogue import Keep
     from raytune_fsdp.checkpoint.state import RunState
     from raytune_fsdp.checkpoint.store import open_store
     from raytune_fsdp.config import OptimConfig

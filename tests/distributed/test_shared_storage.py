@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.launch.shared import _by_node, _Outcome, check_shared
+from raytune_fsdp.launch.shared_storage import _by_node, _Outcome, check_shared
 from tests.ranks import run_ranks
 
 OWN = Path("/proc/self/cwd")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from raytune_fsdp.checkpoint.commit import Found
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.config import ExportConfig
-from raytune_fsdp.launch.ray_exports import EXPORTS, Exports
-from raytune_fsdp.launch.shared import leave_token
+from raytune_fsdp.launch.ray.exports import EXPORTS, Exports
+from raytune_fsdp.launch.shared_storage import leave_token
 from raytune_fsdp.plan import Plan, resolve
 from tests.checkpoints import checkpoints, pieces_of, tensors_in
 from tests.ray.jobs import config_of
@@ -75,19 +75,19 @@ def test_what_was_left_out_is_made_up_for_and_failures_are_told(plan: Plan) -> N
 def test_a_checkpoint_that_came_later_than_planned_is_exported_in_its_place(plan: Plan) -> None:
     exports = _exports(plan, Told(), every=100)
     for step in (96, 100, 104, 203, 204, 300):
-        exports.committed(Found(step, 1, plan.checkpoints))
+        exports.committed(CommittedCheckpoint(step, 1, plan.checkpoints))
     assert [found.step for found in exports._waiting] == [100, 203, 300]
     again = _exports(plan, Told(), every=100)
     (plan.run_dir / EXPORTS / "step-00000203").mkdir(parents=True)
     for step in (203, 204, 300):
-        again.committed(Found(step, 1, plan.checkpoints))
+        again.committed(CommittedCheckpoint(step, 1, plan.checkpoints))
     assert [found.step for found in again._waiting] == [300], "what is there is not made again"
 
 
 def test_a_checkpoint_that_is_gone_and_a_stop(plan: Plan) -> None:
     told = Told()
     exports = _exports(plan, told, every=4)
-    exports.committed(Found(16, 1, plan.checkpoints))
+    exports.committed(CommittedCheckpoint(16, 1, plan.checkpoints))
     stops = iter([False, True])
     assert not exports.finish(lambda: next(stops)), "3 more are wanted"
     assert told.lines == ["waiting for the export of step 16, 4, 8, 12"]

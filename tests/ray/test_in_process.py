@@ -11,8 +11,8 @@ import ray
 
 from raytune_fsdp import finetune
 from raytune_fsdp.config import ClusterConfig
-from raytune_fsdp.launch.ray_resources import Request
-from raytune_fsdp.launch.ray_train import trainer_for
+from raytune_fsdp.launch.ray.driver import trainer_for
+from raytune_fsdp.launch.ray.resources import Request
 from raytune_fsdp.tracking.jsonl import read_trajectory
 from tests.ray.jobs import config_of, events
 from tests.runs import trajectory

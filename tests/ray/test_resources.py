@@ -26,7 +26,7 @@ import ray
 
 from raytune_fsdp.config.cluster import ClusterConfig
 from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.launch.ray_resources import check, may_grow, nodes, request, scaling_config, shortage
+from raytune_fsdp.launch.ray.resources import check, may_grow, nodes, request, scaling_config, shortage
 from tests.ray.conftest import CPUS
 
 ROOT = Path(__file__).parents[2]

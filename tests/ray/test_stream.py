@@ -17,9 +17,9 @@ from raytune_fsdp.data.census import census
 from raytune_fsdp.data.stream import Division, Stream, StreamSample
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import RowError, TrainingError
-from raytune_fsdp.launch import ray_tasks
-from raytune_fsdp.launch.ray_batches import ray_batches
-from raytune_fsdp.launch.ray_data import build_on_ray, split, stream_dataset
+from raytune_fsdp.launch.ray import tasks
+from raytune_fsdp.launch.ray.batches import ray_batches
+from raytune_fsdp.launch.ray.stream import build_on_ray, split, stream_dataset
 from raytune_fsdp.types import Cursor, StepBatches
 from tests.ray.conftest import CPUS
 from tests.rows import make_windows, token_rows
@@ -221,7 +221,7 @@ def test_census_names_the_first_bad_row(tmp_path: Path) -> None:
 
 
 def test_it_is_said_when_no_cpu_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_tasks, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(tasks, "_PATIENCE_SECONDS", 0.5)
     busy = Busy.options(num_cpus=CPUS).remote()
     assert ray.get(busy.ready.remote())
     said: list[str] = []
@@ -231,11 +231,11 @@ def test_it_is_said_when_no_cpu_is_free(tmp_path: Path, monkeypatch: pytest.Monk
             said.append(record.getMessage())
 
     listener = Listener()
-    ray_tasks.logger.addHandler(listener)
+    tasks.logger.addHandler(listener)
     try:
         assert census(make(tmp_path), build=build_on_ray).total.rows == len(LENGTHS)
     finally:
-        ray_tasks.logger.removeHandler(listener)
+        tasks.logger.removeHandler(listener)
     assert said[0].startswith("no CPU came free for the data in time (0 of the cluster's 4 CPUs are free)")
     assert len(said) > 1
 

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from raytune_fsdp.data.formats import Document, Formatter
+from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.demo import CONVERSATIONS, TOKENIZER
 from raytune_fsdp.demo.make_tokenizer import texts
 from raytune_fsdp.errors import RowError

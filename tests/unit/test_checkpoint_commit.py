@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytune_fsdp.checkpoint.commit import Found, Keep, committed, directory_name, newest, to_remove
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Keep, committed, directory_name, newest, to_remove
 from raytune_fsdp.checkpoint.manifest import _share_of, check, make_manifest
 from raytune_fsdp.checkpoint.posix import PosixStorage
 from raytune_fsdp.checkpoint.writing import Hashing, Sum, write_small
@@ -82,9 +82,11 @@ def test_damage_is_seen_and_the_one_before_is_used(tmp_path: Path, harm: object,
     harm(path)  # type: ignore[operator]
     found, damaged = newest(str(tmp_path), hashes=True)
     assert found is not None and found.step == 1
-    assert said in damaged[Found(2, 1, str(tmp_path))]
+    assert said in damaged[CommittedCheckpoint(2, 1, str(tmp_path))]
     write(tmp_path, 3)
-    assert newest(str(tmp_path), hashes=True)[0] == Found(3, 1, str(tmp_path)), "no further than necessary"
+    assert newest(str(tmp_path), hashes=True)[0] == CommittedCheckpoint(3, 1, str(tmp_path)), (
+        "no further than necessary"
+    )
 
 
 def test_small_files_are_always_read(tmp_path: Path) -> None:
@@ -119,8 +121,8 @@ def test_a_run_all_of_whose_checkpoints_are_damaged_does_not_start_anew(tmp_path
         newest(str(tmp_path), hashes=True)
 
 
-def found(*steps: int) -> list[Found]:
-    return [Found(step, 1, "r") for step in steps]
+def found(*steps: int) -> list[CommittedCheckpoint]:
+    return [CommittedCheckpoint(step, 1, "r") for step in steps]
 
 
 def removed(steps: list[int], keep: Keep, scores: dict[int, float] | None = None) -> list[int]:

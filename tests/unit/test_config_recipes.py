@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from raytune_fsdp.config.load import load_config
+from raytune_fsdp.counts import Census
 from raytune_fsdp.plan import resolve
-from raytune_fsdp.types import Census
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "jobs" / "recipes").glob("*.yaml"))
 

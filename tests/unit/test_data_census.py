@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from raytune_fsdp.config import DatasetConfig
+from raytune_fsdp.counts import Census
 from raytune_fsdp.data.census import census
 from raytune_fsdp.demo import CONVERSATIONS, HELDOUT
 from raytune_fsdp.errors import DataError
-from raytune_fsdp.types import Census
 from tests.ranks import run_ranks
 from tests.rows import make_windows, token_rows
 

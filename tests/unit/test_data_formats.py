@@ -15,8 +15,8 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from raytune_fsdp.config import ChatFormat, CompletionFormat, InstructionFormat, TokensFormat
-from raytune_fsdp.data.formats import DOCUMENT_VERSION, Document, Formatter
-from raytune_fsdp.data.templates import load_template
+from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION, Document, Formatter
+from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.errors import DataError, RowError
 from raytune_fsdp.types import IGNORE
 from tests.unit.made_tokenizers import GLUED, chat, convert, demo, pieces, refusal, without_tags
@@ -468,7 +468,7 @@ TAGS_TOO_NARROW = (
 def test_template_that_ends_no_turn(
     template: str | None, loss: Any, warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, "raytune_fsdp.data.formats"):
+    with caplog.at_level(logging.WARNING, "raytune_fsdp.data.rows.formats"):
         formatter = Formatter(ChatFormat(loss=loss), tokenizer=demo(), vocab_size=5000, template=template)
         formatter.documents([GOOD, GOOD], ["f:1", "f:2"])
     assert len(caplog.messages) == warnings

@@ -14,9 +14,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from raytune_fsdp.config import ChatFormat
-from raytune_fsdp.data import masks
-from raytune_fsdp.data.masks import SpanEncoder
-from raytune_fsdp.data.templates import load_template
+from raytune_fsdp.data.rows import encoding
+from raytune_fsdp.data.rows.encoding import SpanEncoder
+from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.types import IGNORE
 from tests.unit.made_tokenizers import GLUED, chat, convert, demo, metaspace, pieces, refusal, spelled, without_tags
 
@@ -386,7 +386,7 @@ def test_batches_are_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     spans = [[(0, 3)], None, [(4, 9)], [(5, 100)], None, []]
     encoder = SpanEncoder(demo())
     once = encoder.encode(texts, spans)
-    monkeypatch.setattr(masks, "_CHARACTERS_AT_ONCE", 100)
+    monkeypatch.setattr(encoding, "_CHARACTERS_AT_ONCE", 100)
     parts = encoder.encode(texts, spans)
     assert [tokens.ids.tolist() for tokens in parts] == [tokens.ids.tolist() for tokens in once]
     assert [None if t.trained is None else t.trained.tolist() for t in parts] == [

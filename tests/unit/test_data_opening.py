@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raytune_fsdp.data.opening import cache_directory, open_data
+from raytune_fsdp.data.open_data import cache_directory, open_data
 from raytune_fsdp.errors import ConfigError, DataError
 from tests.rows import VOCABULARY, demo_tokenizer
 from tests.runs import make_config

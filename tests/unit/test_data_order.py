@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytune_fsdp.data.order import ORDER_VERSION, Permutation, derive_key, mix64
+from raytune_fsdp.data.order import ORDER_VERSION, Permutation
+from raytune_fsdp.keyed import derive_key, mix64
 
 
 @given(n=st.integers(0, 700), key=st.integers(0, 2**64 - 1))

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 import raytune_fsdp
 from raytune_fsdp.config import ChatFormat, CompletionFormat, InstructionFormat
-from raytune_fsdp.data.formats import Formatter
-from raytune_fsdp.data.templates import chat_template, load_template
+from raytune_fsdp.data.rows.formats import Formatter
+from raytune_fsdp.data.rows.templates import chat_template, load_template
 from raytune_fsdp.errors import DataError
 from raytune_fsdp.types import IGNORE
 from tests.unit.made_tokenizers import chat, convert, demo, refusal
@@ -167,7 +167,7 @@ def test_format_that_ends_turns_with_a_token_that_is_not_there(name: str) -> Non
 
 
 def test_templates_are_found_by_name_and_by_path(tmp_path: Path) -> None:
-    shipped = Path(raytune_fsdp.__file__).parent / "data" / "templates"
+    shipped = Path(raytune_fsdp.__file__).parent / "data" / "rows" / "templates"
     assert sorted(path.stem for path in shipped.iterdir()) == list(SHIPPED)
     own = tmp_path / "own.jinja"
     own.write_text("{{ messages }} é", encoding="utf-8")

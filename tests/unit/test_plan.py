@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.counts import Census
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.plan import Plan, resolve
-from raytune_fsdp.types import Census
 
 
 def config(**sections: Mapping[str, Any]) -> FinetuneConfig:

@@ -10,8 +10,8 @@ from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, Worker
 from ray.train.v2.api.exceptions import ControllerError
 
 from raytune_fsdp.errors import DataError, Interrupted, RaytuneError, RowError, TrainingError, TransientError
-from raytune_fsdp.launch.ray_board import Lost, Notice
-from raytune_fsdp.launch.ray_failures import FailureWatch, first_cause, in_words, is_final, underlying
+from raytune_fsdp.launch.ray.board import Lost, Notice
+from raytune_fsdp.launch.ray.failures import FailureWatch, first_cause, in_words, is_final, underlying
 
 DEAD = WorkerHealthCheckFailedError(
     "A worker failed a health check", RayActorError(error_msg="exit code 2. End of file")

@@ -17,12 +17,12 @@ from ray.train.v2._internal.execution.training_report import _TrainingReport
 from ray.train.v2.api.report_config import CheckpointConsistencyMode
 from ray.train.v2.api.validation_config import ValidationTaskConfig
 
-from raytune_fsdp.checkpoint.commit import committed, directory_name
+from raytune_fsdp.checkpoint.catalogue import committed, directory_name
 from raytune_fsdp.checkpoint.posix import PosixStorage
 from raytune_fsdp.checkpoint.storage import MANIFEST_FILE
 from raytune_fsdp.errors import ResumeError
-from raytune_fsdp.launch import ray_registry
-from raytune_fsdp.launch.ray_registry import SNAPSHOT_FILE, repair_registry
+from raytune_fsdp.launch.ray import train_registry
+from raytune_fsdp.launch.ray.train_registry import SNAPSHOT_FILE, repair_registry
 
 
 class Run:
@@ -86,7 +86,7 @@ def run(tmp_path: Path) -> Run:
 
 def test_the_form_is_the_installed_rays() -> None:
     """Fails when Ray changes it: then this module must follow."""
-    theirs, ours = _CheckpointManagerState.model_fields, ray_registry._Snapshot.model_fields
+    theirs, ours = _CheckpointManagerState.model_fields, train_registry._Snapshot.model_fields
     assert list(theirs) == list(ours)
     assert [name for name in theirs if theirs[name].is_required()] == [
         name for name in ours if ours[name].is_required()
@@ -352,7 +352,7 @@ def test_a_repair_that_cannot_be_written_is_an_error_for_people(run: Run, monkey
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(ray_registry, "replace_durably", full)
+    monkeypatch.setattr(train_registry, "replace_durably", full)
     shutil.rmtree(run.path(2))
     before = run.snapshot.read_bytes()
     with pytest.raises(ResumeError, match=r"No space left on device.*or remove the file"):

@@ -10,8 +10,8 @@ pytest.importorskip("ray")
 
 from raytune_fsdp.config.cluster import ClusterConfig
 from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.launch import ray_resources
-from raytune_fsdp.launch.ray_resources import Node, Request, check, local_cpus, request, shortage
+from raytune_fsdp.launch.ray import resources
+from raytune_fsdp.launch.ray.resources import Node, Request, check, local_cpus, request, shortage
 
 
 def node(cpu: float = 0, gpu: float = 0, kind: str | None = None, free: dict[str, float] | None = None, **rest: float):
@@ -278,7 +278,7 @@ def test_the_line_while_waiting(nodes: list[Node], config: dict[str, Any], line:
 def test_a_ray_for_this_run_alone_has_cpus_for_the_data(
     monkeypatch: pytest.MonkeyPatch, cores: int, workers: int, each: int, cpus: int
 ) -> None:
-    monkeypatch.setattr(ray_resources, "get_num_cpus", lambda **_: cores)
+    monkeypatch.setattr(resources, "get_num_cpus", lambda **_: cores)
     config = ClusterConfig(workers=workers, cpus_per_worker=each)
     assert local_cpus(config, workers) == cpus
     check(asked([node(cpus)], workers=workers, cpus_per_worker=each), [node(cpus)], growing=False)
@@ -288,8 +288,8 @@ def test_a_ray_for_this_run_alone_fits_a_worker_for_each_gpu(monkeypatch: pytest
     class FourGpus:
         get_current_node_num_accelerators = staticmethod(lambda: 4)
 
-    monkeypatch.setattr(ray_resources, "get_num_cpus", lambda **_: 4)
-    monkeypatch.setattr(ray_resources, "get_accelerator_manager_for_resource", lambda name: FourGpus)
+    monkeypatch.setattr(resources, "get_num_cpus", lambda **_: 4)
+    monkeypatch.setattr(resources, "get_accelerator_manager_for_resource", lambda name: FourGpus)
     assert local_cpus(ClusterConfig(), 1) == 4 + 2
     assert local_cpus(ClusterConfig(device="cpu"), 1) == 4
     assert local_cpus(ClusterConfig(workers=1), 1) == 4

@@ -15,8 +15,8 @@ A file is never held in memory, and a source is small: offsets of rows and the l
 source can be sent to other processes and nodes, which open what they need of it.
 """
 
-from raytune_fsdp.data.sources.names import dataset_name, dataset_names, shorten, without_secrets
+from raytune_fsdp.data.sources.file_names import dataset_name, dataset_names, shorten
 from raytune_fsdp.data.sources.opening import open_source
 from raytune_fsdp.data.sources.source import Source
 
-__all__ = ["Source", "dataset_name", "dataset_names", "open_source", "shorten", "without_secrets"]
+__all__ = ["Source", "dataset_name", "dataset_names", "open_source", "shorten"]

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from raytune_fsdp.data.sources.file_names import packing_of, shorten
 from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, check_unchanged, content_hash, local_file
-from raytune_fsdp.data.sources.names import packing_of, shorten
 from raytune_fsdp.data.sources.places import copy
-from raytune_fsdp.data.sources.prepared import Prepared, prepare, touch
+from raytune_fsdp.data.sources.prepared import PreparedRows, prepare, touch
 from raytune_fsdp.data.sources.source import GONE, Columns, File, Row, reading
 from raytune_fsdp.errors import DataError, RowError
 from raytune_fsdp.types import Progress
@@ -120,7 +120,7 @@ def open_arrow(file: File, *, cache: Path, columns: Columns, progress: Progress 
     )
 
 
-def prepared_rows(made: Prepared, *, shown: str, columns: Columns) -> ArrowRows:
+def prepared_rows(made: PreparedRows, *, shown: str, columns: Columns) -> ArrowRows:
     """The rows of `rows.arrow` in a directory of the cache."""
     return ArrowRows(
         shown=shown,

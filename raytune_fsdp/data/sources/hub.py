@@ -20,7 +20,7 @@ from raytune_fsdp.data.sources.arrow import (
     prepared_rows,
     write_batches,
 )
-from raytune_fsdp.data.sources.names import shorten
+from raytune_fsdp.data.sources.file_names import shorten
 from raytune_fsdp.data.sources.prepared import key_of, prepare
 from raytune_fsdp.data.sources.source import Columns, File, reading
 from raytune_fsdp.durable import replace_at_once

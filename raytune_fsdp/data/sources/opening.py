@@ -11,7 +11,6 @@ from raytune_fsdp.config.data import DatasetConfig
 from raytune_fsdp.config.formats import Format
 from raytune_fsdp.data.sources.arrow import open_arrow
 from raytune_fsdp.data.sources.hub import open_hub
-from raytune_fsdp.data.sources.names import without_secrets
 from raytune_fsdp.data.sources.parquet import open_parquet
 from raytune_fsdp.data.sources.places import find_files, one_kind
 from raytune_fsdp.data.sources.remote import with_version
@@ -19,6 +18,7 @@ from raytune_fsdp.data.sources.source import Columns, File, Files, Part, Source
 from raytune_fsdp.data.sources.texts import open_text
 from raytune_fsdp.errors import DataError
 from raytune_fsdp.types import Progress
+from raytune_fsdp.urls import without_secrets
 
 # Stores and disks answer slowly, but many at a time. What is decoded to be written again takes memory.
 _AT_ONCE = 8

@@ -24,13 +24,14 @@ from raytune_fsdp.data.sources.arrow import (
     write_batches,
     write_groups,
 )
+from raytune_fsdp.data.sources.file_names import packing_of
 from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, check_unchanged, local_file
-from raytune_fsdp.data.sources.names import packing_of
 from raytune_fsdp.data.sources.places import copy
 from raytune_fsdp.data.sources.prepared import prepare, touch
-from raytune_fsdp.data.sources.remote import file_system, with_version
+from raytune_fsdp.data.sources.remote import with_version
 from raytune_fsdp.data.sources.source import Columns, File, Row, reading
 from raytune_fsdp.errors import DataError, RowError
+from raytune_fsdp.file_systems import file_system
 from raytune_fsdp.types import Progress
 
 _BUFFER_BYTES = 1 << 20

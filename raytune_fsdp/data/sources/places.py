@@ -13,19 +13,20 @@ from typing import Any
 import pyarrow as pa
 
 from raytune_fsdp.config.data import DatasetConfig
-from raytune_fsdp.data.sources.names import (
+from raytune_fsdp.data.sources.file_names import (
     data_files,
     has_wildcard,
     is_hidden,
     is_meant,
     kind_of,
     packing_of,
-    without_secrets,
 )
-from raytune_fsdp.data.sources.remote import file_system, remote_files
+from raytune_fsdp.data.sources.remote import remote_files
 from raytune_fsdp.data.sources.source import File, reading
 from raytune_fsdp.errors import DataError
+from raytune_fsdp.file_systems import file_system
 from raytune_fsdp.types import Progress
+from raytune_fsdp.urls import is_url, without_secrets
 
 # Also what is asked of a store at once.
 _CHUNK_BYTES = 8 << 20
@@ -42,9 +43,9 @@ def find_files(dataset: DatasetConfig) -> list[File]:
     def choose(names: list[str], read: Callable[[str], bytes]) -> list[str]:
         return _files_with_rows(names, read, dataset=dataset, shown=without_secrets(path))
 
-    files = remote_files(path, pattern, choose) if "://" in path else _local_files(path, pattern, choose)
+    files = remote_files(path, pattern, choose) if is_url(path) else _local_files(path, pattern, choose)
     if not files:
-        relative = "" if "://" in path or os.path.isabs(os.path.expanduser(path)) else f" (relative to {Path.cwd()})"
+        relative = "" if is_url(path) or os.path.isabs(os.path.expanduser(path)) else f" (relative to {Path.cwd()})"
         raise DataError(f"{without_secrets(path)}: no file matches this pattern{relative}; correct the dataset's path")
     return files
 

@@ -37,7 +37,7 @@ _Tell = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedRows:
     """A whole directory of the cache."""
 
     path: Path
@@ -55,7 +55,7 @@ def prepare(
     *,
     shown: str,
     progress: Progress | None = None,
-) -> Prepared:
+) -> PreparedRows:
     """What was prepared before, or else what `make` leaves in the empty directory it is given and returns as meta.
 
     Every file is hashed, by each process once: what storage has damaged is made again.
@@ -97,7 +97,7 @@ def _digest(value: object) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
-def _find(final: Path, tell: _Tell | None) -> Prepared | None:
+def _find(final: Path, tell: _Tell | None) -> PreparedRows | None:
     try:
         meta = json.loads((final / _META).read_text(encoding="utf-8"))
         whole = (
@@ -116,7 +116,7 @@ def _find(final: Path, tell: _Tell | None) -> Prepared | None:
         return None
     with suppress(OSError):  # a cache that may only be read is fine
         os.utime(final / _META)
-    return Prepared(final, meta)
+    return PreparedRows(final, meta)
 
 
 def _hashes(directory: Path, files: Mapping[str, int], final: Path, tell: _Tell | None) -> dict[str, str]:

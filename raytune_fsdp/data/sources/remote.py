@@ -7,34 +7,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import fsspec
 import pyarrow as pa
 import pyarrow.fs
 from fsspec.utils import glob_translate
 
-from raytune_fsdp.data.sources.handles import Bounded
-from raytune_fsdp.data.sources.names import has_wildcard, is_meant, split_query, without_secrets
+from raytune_fsdp.data.sources.file_names import has_wildcard, is_meant
 from raytune_fsdp.data.sources.source import File, reading
 from raytune_fsdp.errors import DataError
+from raytune_fsdp.file_systems import file_system
+from raytune_fsdp.urls import split_query, without_secrets
 
-_FILE_SYSTEMS = Bounded(16)
 # What file systems call the thing that changes with the content, best first.
 _VERSIONS = ("ETag", "etag", "sha256", "blob_id", "xet_hash", "checksum", "md5Hash", "generation")
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
-
-
-def file_system(url: str) -> tuple[Any, str]:
-    """The file system of a URL, as this process has it open, and the path in it."""
-    scheme, rest = url.split("://", 1)
-    if scheme not in ("s3", "gs"):
-        system, path = fsspec.core.url_to_fs(url)
-        return pa.fs.PyFileSystem(pa.fs.FSSpecHandler(system)), path
-    rest, query = split_query(rest)
-    bucket, slash, path = rest.partition("/")
-    # Of the bucket only, so that what stands in the path need not be quoted as URLs are.
-    place = f"{scheme}://{bucket}{query}"
-    system = _FILE_SYSTEMS.get(place, lambda: pa.fs.FileSystem.from_uri(place)[0])
-    return system, bucket.rpartition("@")[2] + slash + path
 
 
 def with_version(file: File) -> File:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from raytune_fsdp.data.sources.names import shorten
+from raytune_fsdp.data.sources.file_names import shorten
 from raytune_fsdp.data.sources.source import reading, unreadable
 from raytune_fsdp.errors import DataError
 from raytune_fsdp.types import Progress

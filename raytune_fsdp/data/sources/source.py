@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import xxhash
 
-from raytune_fsdp.data.sources.names import shorten, without_secrets
+from raytune_fsdp.data.sources.file_names import shorten
 from raytune_fsdp.errors import DataError, RaytuneError, RowError
+from raytune_fsdp.urls import is_url, without_secrets
 
 Row = dict[str, Any]
 GONE = "data.cache.path must be seen by all nodes, and not be cleaned during a run; start again"
@@ -37,7 +38,7 @@ class File:
 
     @property
     def remote(self) -> bool:
-        return "://" in self.url
+        return is_url(self.url)
 
     @property
     def identity(self) -> dict[str, object]:

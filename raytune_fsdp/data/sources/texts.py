@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
+from raytune_fsdp.data.sources.file_names import ending_of, packing_of, shorten
 from raytune_fsdp.data.sources.handles import OPEN, Stored, check_unchanged, local_file
-from raytune_fsdp.data.sources.names import ending_of, packing_of, shorten
 from raytune_fsdp.data.sources.places import copy
 from raytune_fsdp.data.sources.prepared import prepare, touch
 from raytune_fsdp.data.sources.scan import SPAN, Scanned, Spans, csv_reader, json_syntax, scan

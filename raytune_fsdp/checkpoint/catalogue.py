@@ -1,0 +1,154 @@
+"""Which checkpoints a run has, which of them can be trusted, and which are kept. Nothing here reads a tensor."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from raytune_fsdp.checkpoint.location import storage_at
+from raytune_fsdp.checkpoint.manifest import check
+from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, Storage
+from raytune_fsdp.errors import ResumeError, TransientError
+
+logger = logging.getLogger(__name__)
+
+PLACE_FILE = "checkpoints_at"
+"""In a run's directory: where its checkpoints are, if not there."""
+_NAME = re.compile(r"step-(\d{8,})\.a(\d+)")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CommittedCheckpoint:
+    """A committed checkpoint: ordered by step, then by attempt."""
+
+    step: int
+    attempt: int
+    root: str
+    """Directory or URL of all checkpoints of the run."""
+
+    @property
+    def name(self) -> str:
+        return directory_name(self.step, self.attempt)
+
+    @property
+    def path(self) -> str:
+        return storage_at(self.root).where(self.name)
+
+
+def directory_name(step: int, attempt: int) -> str:
+    return f"step-{step:08d}.a{attempt}"
+
+
+def checkpoints_of(run_dir: Path) -> str:
+    """Where the checkpoints of the run in a directory are: elsewhere, if it says so."""
+    try:
+        return (run_dir / PLACE_FILE).read_text()
+    except FileNotFoundError:
+        return str(run_dir / "checkpoints")
+
+
+def looks_like_checkpoint(path: str) -> bool:
+    """Whether a path or URL has the name of one."""
+    return _NAME.fullmatch(path.rstrip("/").rpartition("/")[2]) is not None
+
+
+def as_checkpoint(path: str) -> CommittedCheckpoint | None:
+    """The committed checkpoint that a path or URL is, None if it is none."""
+    root, _, name = path.rstrip("/").rpartition("/")
+    match = _NAME.fullmatch(name)
+    if not match or MANIFEST_FILE not in storage_at(root).sizes(name):
+        return None
+    return CommittedCheckpoint(int(match[1]), int(match[2]), root)
+
+
+def committed(root: str) -> list[CommittedCheckpoint]:
+    """All committed checkpoints in a directory or below a URL, oldest first."""
+    matches = [_NAME.fullmatch(name) for name in storage_at(root).names()]
+    return sorted(CommittedCheckpoint(int(match[1]), int(match[2]), root) for match in matches if match)
+
+
+Damaged = Mapping[CommittedCheckpoint, str]
+"""Checkpoints that cannot be used, and why."""
+
+
+def newest(
+    root: str, *, hashes: bool, damaged: Damaged | None = None, threads: int = 1
+) -> tuple[CommittedCheckpoint | None, Damaged]:
+    """The newest checkpoint whose files are what the manifest says, and the newer ones that are not.
+
+    None where there never was one. Checkpoints that are there and all damaged are an error: starting anew would throw
+    away the run. Those that are known to be `damaged` are not looked at again.
+    """
+    known = dict(damaged or {})
+    for found in reversed(committed(root)):
+        if found in known:
+            continue
+        problem = verify(found, hashes=hashes, threads=threads)
+        if problem is None:
+            return found, known
+        known[found] = problem
+        logger.warning("checkpoint %s is damaged (%s); looking for an older one", found.path, problem)
+    if known or storage_at(root).has_damaged():
+        why = "; ".join(f"{found.name}: {problem}" for found, problem in known.items()) or "they were set aside"
+        raise ResumeError(
+            f"{root}: every checkpoint is damaged ({why}): restore one of them, or move the "
+            "directory away to start anew"
+        )
+    return None, {}
+
+
+def verify(
+    found: CommittedCheckpoint, *, hashes: bool, share: tuple[int, int] = (0, 1), threads: int = 1
+) -> str | None:
+    """What is wrong with a committed checkpoint, None if nothing. See `manifest.check`."""
+    try:
+        return check(storage_at(found.root), found.name, hashes=hashes, share=share, threads=threads)
+    except OSError as error:  # storage that cannot be read now may be read later: no verdict on the checkpoint
+        raise TransientError(f"{found.path} cannot be read: {error}; try again when the storage answers") from error
+
+
+def set_aside(damaged: Damaged, chosen: CommittedCheckpoint) -> list[tuple[CommittedCheckpoint, str]]:
+    """Take damaged checkpoints behind the chosen one out of the way: pruning, by step, would keep them instead."""
+    newer = [found for found in committed(chosen.root) if found > chosen]
+    for found in newer:
+        if found not in damaged:
+            raise TransientError(f"{found.path} was committed meanwhile, by another process of this run: start again")
+    return [(found, storage_at(found.root).set_aside(found.name)) for found in newer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """Which checkpoints are kept when a new one is there."""
+
+    last: int | None
+    """So many newest ones. None: all."""
+    every: int | None = None
+    """Also those of steps that this divides."""
+    best: int = 0
+    """Also so many that scored best."""
+    lower_is_better: bool = True
+
+
+def to_remove(
+    found: Sequence[CommittedCheckpoint], keep: Keep, scores: Mapping[int, float]
+) -> list[CommittedCheckpoint]:
+    """The checkpoints that are not kept, oldest first. `found` is in order; `scores` are by step."""
+    if keep.last is None:
+        return []
+    kept = set(found[-max(2, keep.last) :])
+    if keep.every is not None:
+        kept |= {each for each in found if each.step % keep.every == 0}
+    sign = 1.0 if keep.lower_is_better else -1.0
+    scored = [each for each in found if each.step in scores]
+    scored.sort(key=lambda each: (sign * scores[each.step], -each.step))  # of equals the later
+    kept |= set(scored[: keep.best])
+    return [each for each in found if each not in kept]
+
+
+def prune(storage: Storage, keep: Keep, scores: Mapping[int, float]) -> None:
+    """Delete the checkpoints that are not kept."""
+    for found in to_remove(committed(storage.location), keep, scores):
+        storage.remove(found.name)

@@ -1,0 +1,14 @@
+"""Which storage a location means: a directory, or a URL of an object store."""
+
+from __future__ import annotations
+
+from raytune_fsdp.checkpoint.storage import Storage
+from raytune_fsdp.urls import is_url
+
+
+def storage_at(location: str) -> Storage:
+    """The storage of a directory or URL. Touches nothing."""
+    from raytune_fsdp.checkpoint.objects import ObjectStorage
+    from raytune_fsdp.checkpoint.posix import PosixStorage
+
+    return ObjectStorage(location) if is_url(location) else PosixStorage(location)

@@ -1,0 +1,97 @@
+"""What belongs to a committed checkpoint, and the checkpoint as a model again. One process, no process group."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint, checkpoints_of, newest, verify
+from raytune_fsdp.checkpoint.objects import ObjectStorage
+from raytune_fsdp.checkpoint.weights import CheckpointWeights
+from raytune_fsdp.errors import ModelError, ResumeError, first_line
+from raytune_fsdp.model.keys import owned_tensors
+from raytune_fsdp.urls import is_url
+
+MODEL_FILES = "model"
+"""Directory in the run directory with the model's config and tokenizer: what an export needs besides the weights."""
+RECIPE_FILE = "recipe.json"
+"""In it: how the model was trained, for the card."""
+
+READERS = 4
+"""Files of a checkpoint that are read at once, where one process reads them all."""
+
+
+def find_checkpoint(place: Path | str) -> CommittedCheckpoint:
+    """The checkpoint that a path or URL means: itself, or the newest complete one of the run directory it is."""
+    # The run directory is found from a checkpoint by its parents.
+    path = str(place) if is_url(str(place)) else str(Path(place).resolve())
+    found = as_checkpoint(path)
+    if found is not None:
+        problem = verify(found, hashes=True, threads=READERS)
+        if problem:
+            raise ResumeError(f"checkpoint {path} is damaged: {problem}; use another one beside it")
+        return found
+    found, _ = newest(
+        f"{path}/checkpoints" if is_url(path) else checkpoints_of(Path(path)), hashes=True, threads=READERS
+    )
+    if found is None:
+        raise ResumeError(f"{path} is neither a committed checkpoint nor a run directory that holds one")
+    return found
+
+
+def model_files(checkpoint: CommittedCheckpoint) -> Path:
+    """Config and tokenizer of the run that a checkpoint belongs to; of an object store as a copy."""
+    return _copied(checkpoint.root) if is_url(checkpoint.root) else Path(checkpoint.root).parent / MODEL_FILES
+
+
+def _copied(root: str) -> Path:
+    beside = ObjectStorage(root.rpartition("/")[0])
+    copy = Path(tempfile.mkdtemp(prefix="raytune-model-"))
+    atexit.register(shutil.rmtree, copy, ignore_errors=True)
+    for name in beside.sizes(MODEL_FILES):
+        (copy / name).write_bytes(beside.read(MODEL_FILES, name))
+    return copy
+
+
+def leave_model_files(model: Path, checkpoints: str) -> None:
+    """Put config and tokenizer where `model_files` looks, if the checkpoints are not in the run's directory."""
+    if is_url(checkpoints):
+        beside = ObjectStorage(checkpoints.rpartition("/")[0])
+        for file in model.iterdir():
+            beside.put(MODEL_FILES, file.name, file.read_bytes())
+    elif Path(checkpoints).parent != model.parent:
+        shutil.copytree(model, Path(checkpoints).parent / MODEL_FILES, dirs_exist_ok=True)
+
+
+def load_for_inference(path: Path, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer of a run, a checkpoint or a Hugging Face directory, in the type they are stored in."""
+    if not path.is_dir():
+        raise ModelError(
+            f"{path}: there is no such directory; give a run, a checkpoint, or a Hugging Face model directory"
+        )
+    if (path / "config.json").is_file():
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+            return model.to(device).eval(), AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ModelError(f"{path} is not a whole Hugging Face model directory: {first_line(error)}") from error
+    checkpoint = find_checkpoint(path)
+    files = model_files(checkpoint)
+    if not (files / "config.json").is_file():
+        raise ModelError(f"{checkpoint.path} is not in a run directory: {files} has no config.json")
+    weights = CheckpointWeights(checkpoint)
+    tensors = weights.read_all(list(weights.shapes()))
+    hf_config = AutoConfig.from_pretrained(files)
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=next(iter(tensors.values())).dtype)
+    wanted = set(owned_tensors(model))
+    if wanted != set(tensors):
+        raise ModelError(
+            f"{checkpoint.path} does not hold what {files / 'config.json'} describes: {wanted ^ set(tensors)}"
+        )
+    model.load_state_dict(tensors, strict=False)  # not strict: a tied weight is stored under one of its names
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(files)

@@ -1,0 +1,44 @@
+"""Work that one rank or all ranks do, with one outcome for all: no rank goes on, or waits, after a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from raytune_fsdp.errors import RaytuneError, TransientError
+
+T = TypeVar("T")
+
+
+def on_rank0(work: Callable[[], T]) -> T:
+    """Do something on rank 0, tell every rank the outcome: none goes on, or waits, after a failure."""
+    box: list[tuple[T | None, Exception | None]] = [(None, None)]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = (work(), None)
+        except (RaytuneError, OSError) as error:
+            box[0] = (None, error)
+    dist.broadcast_object_list(box, src=0)
+    result, failure = box[0]
+    if isinstance(failure, RaytuneError):
+        raise failure
+    if failure is not None:
+        raise TransientError(f"rank 0 could not write to the run's storage: {failure}") from failure
+    return result  # type: ignore[return-value]
+
+
+def on_all_ranks(work: Callable[[], T]) -> list[T]:
+    """Do something on every rank; what each has found, or on every rank the first one's error."""
+    mine: tuple[T | None, Exception | None]
+    try:
+        mine = (work(), None)
+    except RaytuneError as error:
+        mine = (None, error)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for _, failure in everyone:
+        if failure is not None:
+            raise failure
+    return [result for result, _ in everyone]

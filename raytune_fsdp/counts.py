@@ -1,0 +1,133 @@
+"""What became of the rows: counts of a window, and of all of the data before anything is trained."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from fractions import Fraction
+from typing import Any
+
+
+@dataclass(slots=True, kw_only=True)
+class DatasetCount:
+    """What became of a dataset's rows."""
+
+    rows: int = 0
+    documents: int = 0
+    """Rows that became a document."""
+    tokens: int = 0
+    target_tokens: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Rows that did not, by reason."""
+    truncated: int = 0
+    """Documents that lost their end."""
+    cut: int = 0
+    """Documents that go on in another sample."""
+    lengths: dict[int, int] = field(default_factory=dict)
+    """Documents (before truncation) by length: n counts those of 2**(n/4) to 2**((n+1)/4) tokens."""
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> DatasetCount:
+        return cls(**{**values, "lengths": {int(n): many for n, many in values["lengths"].items()}})
+
+    def add(self, other: DatasetCount) -> None:
+        self.rows += other.rows
+        self.documents += other.documents
+        self.tokens += other.tokens
+        self.target_tokens += other.target_tokens
+        self.truncated += other.truncated
+        self.cut += other.cut
+        for reason, count in other.dropped.items():
+            self.dropped[reason] = self.dropped.get(reason, 0) + count
+        for bucket, count in other.lengths.items():
+            self.lengths[bucket] = self.lengths.get(bucket, 0) + count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedRow:
+    """A row that `data.bad_rows=skip` left out."""
+
+    where: str
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowCounts:
+    """A window in numbers."""
+
+    samples: int
+    datasets: tuple[DatasetCount, ...]
+    skipped: tuple[SkippedRow, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> WindowCounts:
+        values = json.loads(text)
+        return cls(
+            samples=values["samples"],
+            datasets=tuple(map(DatasetCount.from_dict, values["datasets"])),
+            skipped=tuple(SkippedRow(**row) for row in values["skipped"]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Census:
+    """What the data amounts to, counted before anything is trained."""
+
+    seq_len: int
+    epochs: tuple[int, ...]
+    """Packed samples of each epoch that was counted: of one, where all epochs have the same rows."""
+    windows: int = 0
+    names: tuple[str, ...] = ()
+    datasets: tuple[DatasetCount, ...] = ()
+    """What became of the rows of each dataset, over all counted epochs."""
+    skipped: tuple[SkippedRow, ...] = ()
+    """Rows that were left out; of very many, the first ones."""
+    built: int = 0
+    """Windows that had to be tokenized for this, because no earlier attempt had."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Census:
+        values = json.loads(text)
+        return cls(
+            **{
+                **values,
+                "epochs": tuple(values["epochs"]),
+                "names": tuple(values["names"]),
+                "datasets": tuple(map(DatasetCount.from_dict, values["datasets"])),
+                "skipped": tuple(SkippedRow(**row) for row in values["skipped"]),
+            }
+        )
+
+    def samples_in(self, epochs: Fraction) -> int:
+        """Packed samples of a run of so many epochs, rounded up."""
+        if len(self.epochs) == 1:
+            return math.ceil(epochs * self.epochs[0])
+        whole = min(math.floor(epochs), len(self.epochs))
+        rest = epochs - whole
+        return sum(self.epochs[:whole]) + (math.ceil(rest * self.epochs[whole]) if rest else 0)
+
+    @property
+    def tokens(self) -> int:
+        return sum(count.tokens for count in self.datasets)
+
+    @property
+    def efficiency(self) -> float:
+        """Fraction of the packed positions that hold a token."""
+        samples = sum(self.epochs)
+        return self.tokens / (samples * self.seq_len) if samples else 0.0
+
+    @property
+    def total(self) -> DatasetCount:
+        """All datasets together."""
+        total = DatasetCount()
+        for count in self.datasets:
+            total.add(count)
+        return total

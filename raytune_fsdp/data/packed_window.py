@@ -1,0 +1,106 @@
+"""What the rows of one window became: packed samples, and counts of what happened on the way. As bytes, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from raytune_fsdp.counts import DatasetCount, SkippedRow, WindowCounts
+from raytune_fsdp.data.packing import PackedSamples
+
+FORMAT = 1
+"""Of the bytes: an Arrow stream with one record batch, then the xxh3_128 of all that (16 bytes)."""
+
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The packed samples of one window."""
+
+    samples: PackedSamples
+    counts: WindowCounts
+
+    def to_bytes(self) -> tuple[pa.Buffer, bytes]:
+        """The window as a stream of Arrow, and the digest to put behind it."""
+        samples = self.samples
+        seq_len = samples.input_ids.shape[1]
+        offsets = pa.array(samples.first_document, type=pa.int32())
+        columns: Mapping[str, pa.Array] = {
+            "input_ids": pa.FixedSizeListArray.from_arrays(pa.array(samples.input_ids.reshape(-1)), seq_len),
+            "trained": _bits(samples.trained),
+            "lengths": pa.ListArray.from_arrays(offsets, pa.array(samples.lengths)),
+            "sources": pa.ListArray.from_arrays(offsets, pa.array(samples.sources)),
+            "id": pa.array(samples.ids),
+        }
+        metadata = {"format": str(FORMAT), "seq_len": str(seq_len), "counts": self.counts.to_json()}
+        batch = pa.record_batch(list(columns.values()), names=list(columns)).replace_schema_metadata(metadata)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+        buffer = sink.getvalue()
+        return buffer, xxhash.xxh3_128_digest(buffer)
+
+    @classmethod
+    def from_bytes(cls, data: pa.Buffer) -> Window | None:
+        """The window in these bytes; None if they are not what `to_bytes` gave, to the last bit."""
+        body = data.slice(0, max(0, data.size - _DIGEST_BYTES))
+        if xxhash.xxh3_128_digest(body) != bytes(data.slice(body.size)):
+            return None
+        with pa.ipc.open_stream(body) as reader:
+            schema, batch = reader.schema, reader.read_next_batch()
+        metadata = schema.metadata
+        if metadata[b"format"] != str(FORMAT).encode():
+            return None
+        seq_len = int(metadata[b"seq_len"])
+        shape = (batch.num_rows, seq_len)
+        bits = np.frombuffer(batch["trained"].buffers()[1] or b"", dtype=np.uint8)
+        packed = bits[: shape[0] * _row_bytes(seq_len)].reshape(shape[0], _row_bytes(seq_len))
+        return cls(
+            samples=PackedSamples(
+                input_ids=batch["input_ids"].flatten().to_numpy().reshape(shape),
+                trained=np.unpackbits(packed, axis=1, count=seq_len).view(np.bool_),
+                ids=batch["id"].to_numpy(),
+                first_document=batch["lengths"].offsets.to_numpy().astype(np.int64),
+                lengths=batch["lengths"].flatten().to_numpy(),
+                sources=batch["sources"].flatten().to_numpy(),
+            ),
+            counts=WindowCounts.from_json(metadata[b"counts"]),
+        )
+
+
+def finish_counts(samples: PackedSamples, counts: list[DatasetCount], skipped: list[SkippedRow]) -> WindowCounts:
+    """The counts that follow from the packed samples."""
+    seq_len = samples.input_ids.shape[1]
+    many = len(counts)
+    pieces = np.bincount(samples.sources, minlength=many)
+    tokens = np.bincount(samples.sources, weights=samples.lengths, minlength=many)
+    targets = np.zeros(many, dtype=np.int64)
+    if len(samples.lengths):
+        # Where each document starts in the samples, laid end to end; padding behind the last one has no targets.
+        before = np.cumsum(samples.lengths) - samples.lengths
+        in_sample = np.diff(samples.first_document)
+        first = np.repeat(before[samples.first_document[:-1]], in_sample)
+        starts = np.repeat(np.arange(len(samples)) * seq_len, in_sample) + before - first
+        each = np.add.reduceat(samples.trained.reshape(-1), starts, dtype=np.int64)
+        targets = np.bincount(samples.sources, weights=each, minlength=many).astype(np.int64)
+    for dataset, count in enumerate(counts):
+        count.documents = count.rows - sum(count.dropped.values())
+        count.tokens = int(tokens[dataset])
+        count.target_tokens = int(targets[dataset])
+        count.cut = int(pieces[dataset]) - count.documents
+    return WindowCounts(samples=len(samples), datasets=tuple(counts), skipped=tuple(skipped))
+
+
+def _row_bytes(seq_len: int) -> int:
+    return -(-seq_len // 8)
+
+
+def _bits(flags: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> pa.Array:
+    packed = np.packbits(flags, axis=1)
+    width = _row_bytes(flags.shape[1])
+    return pa.Array.from_buffers(pa.binary(width), len(flags), [None, pa.py_buffer(packed.tobytes())])

@@ -1,0 +1,242 @@
+"""A row becomes a conversation: messages as chat templates expect them, whatever the file calls their parts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from raytune_fsdp.config.formats import ChatFormat
+from raytune_fsdp.data.rows.templates import REASONING_KEYS
+from raytune_fsdp.data.sources import shorten
+from raytune_fsdp.errors import RowError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_USUAL_ROLES = {
+    **{role: role for role in ROLES},
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "tool_result": "tool",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+}
+# ShareGPT files write a call as a message of its own, whose text is the call in JSON.
+_CALLS = ("function_call", "tool_call")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a chat template gets, and which messages may be trained on."""
+
+    messages: list[dict[str, Any]]
+    train: list[bool]
+    tools: list[dict[str, Any]] | None
+    where: str
+    column: str
+
+
+def read_conversation(row: dict[str, Any], format: ChatFormat, where: str, *, columnar: bool = False) -> Conversation:
+    """The conversation of a row, or a RowError that says what is wrong with it.
+
+    `columnar`: nulls stand for keys that are missing, wherever they are; else only for those of messages and calls.
+    """
+    column = format.messages
+    given = read_column(row, column, "messages", where)
+    if not isinstance(given, list):
+        raise RowError(
+            f"{where}: {column}={shorten(given)} is not a list of messages; "
+            'each row needs [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]',
+            "wrong_type",
+        )
+    if not given:
+        raise RowError(f"{where}: {column}=[] has no messages; correct or remove the row", "empty")
+    messages, train = [], []
+    for index, message in enumerate(given):
+        place = f"{where}: {column}[{index}]"
+        if not isinstance(message, dict):
+            raise RowError(
+                f"{place}={shorten(message)} is not an object; a message has a role and a content", "wrong_type"
+            )
+        message = _without_nulls(message, deep=columnar)
+        trained = message.pop("train", True)
+        if not isinstance(trained, bool):
+            raise RowError(f"{place}.train={shorten(trained)} is not true or false; correct the row", "wrong_type")
+        messages.append(_read_message(message, format, place))
+        train.append(trained)
+    tools = None
+    if format.tools is not None:
+        tools = _read_tools(row.get(format.tools), f"{where}: {format.tools}", columnar=columnar)
+    return Conversation(messages, train, tools, where, column)
+
+
+def read_column(row: dict[str, Any], name: str, field: str, where: str) -> Any:
+    """The value of a column that every row needs. `field` is the one of the dataset's format that names it."""
+    if name not in row:
+        raise RowError(
+            f"{where}: the row has no column {name!r}, it has {shorten(', '.join(map(repr, row)) or 'none')}; "
+            f"name the right one in the dataset's format.{field}",
+            "missing_column",
+        )
+    if row[name] is None:
+        raise RowError(f"{where}: column {name!r} is null; correct or remove the row", "null")
+    return row[name]
+
+
+def check_text(value: Any, place: str, *, may_be_empty: bool = False) -> str:
+    """The text as it is, if it is one that a tokenizer can take."""
+    if value is None:
+        raise RowError(f"{place} is missing or null, not text; correct or remove the row", "null")
+    if not isinstance(value, str):
+        raise RowError(
+            f"{place}={shorten(value)} is a {type(value).__name__}, not text; correct or remove the row", "wrong_type"
+        )
+    if not may_be_empty and (not value or value.isspace()):
+        raise RowError(f"{place}={shorten(repr(value))} is empty; correct or remove the row", "empty")
+    check_unicode(value, place)
+    return value
+
+
+def check_unicode(value: str, place: str) -> None:
+    """Refuse text that cannot be written as UTF-8: JSON can spell half a character, a tokenizer cannot take it."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RowError(
+            f"{place} has half a surrogate pair, {value[error.start]!r}, at character {error.start}; "
+            "correct or remove the row",
+            "invalid_utf8",
+        ) from None
+
+
+def _read_message(message: dict[str, Any], format: ChatFormat, place: str) -> dict[str, Any]:
+    role_key = format.role or ("role" if "role" in message else "from")
+    content_key = format.content or ("content" if "content" in message else "value")
+    given = message.pop(role_key, None)
+    role = _read_role(given, format, f"{place}.{role_key}")
+    content = message.pop(content_key, None)
+    place_of_content = f"{place}.{content_key}"
+    if isinstance(content, list):
+        content = _join_parts(content, place_of_content)
+    if given in _CALLS and given not in format.roles:
+        calls = _parse(check_text(content, place_of_content), place_of_content, "a call as JSON")
+        message["tool_calls"], content = calls if isinstance(calls, list) else [calls], None
+    elif "function_call" in message:
+        message["tool_calls"] = [message.pop("function_call")]
+    calls = message.pop("tool_calls", None)
+    if calls:
+        message["tool_calls"] = _read_calls(calls, role, f"{place}.tool_calls")
+    if calls and (content is None or (isinstance(content, str) and not content.strip())):
+        content = content or ""
+    else:
+        # Many files have a system message in every row, and a tool may have nothing to say.
+        check_text(content, place_of_content, may_be_empty=role in ("system", "developer", "tool"))
+    for key in REASONING_KEYS:
+        if key in message and not check_text(message[key], f"{place}.{key}", may_be_empty=True).strip():
+            del message[key]
+    return {**message, "role": role, "content": content}
+
+
+def _read_role(given: Any, format: ChatFormat, place: str) -> str:
+    if isinstance(given, str):
+        role = format.roles.get(given) or _USUAL_ROLES.get(given)
+        if role in ROLES:
+            return role
+    raise RowError(
+        f"{place}={shorten(given)} is missing or unknown; it must be one of {', '.join(ROLES)}, "
+        "or say in the dataset's format.roles which of these it means",
+        "unknown_role",
+    )
+
+
+def _join_parts(parts: list[Any], place: str) -> str:
+    texts = []
+    for index, part in enumerate(parts):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RowError(
+                f'{place}[{index}]={shorten(part)} is not {{"type": "text", "text": "…"}}; only text can be trained '
+                "on: correct or remove the row",
+                "wrong_type",
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _read_calls(calls: Any, role: str, place: str) -> list[dict[str, Any]]:
+    if role != "assistant":
+        raise RowError(f"{place}: only an assistant calls tools, this is a {role}; correct the row", "wrong_type")
+    if isinstance(calls, str):
+        calls = _parse(calls, place, "a list of calls")
+    if not isinstance(calls, list):
+        raise RowError(f"{place}={shorten(calls)} is not a list of calls; correct the row", "wrong_type")
+    return [_read_call(call, f"{place}[{index}]") for index, call in enumerate(calls)]
+
+
+def _read_call(call: Any, place: str) -> dict[str, Any]:
+    call = _without_nulls(call)
+    function = _without_nulls(call.get("function", call)) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise RowError(
+            f'{place}={shorten(call)} is not a call; it needs {{"function": {{"name": "…", "arguments": {{…}}}}}}',
+            "wrong_type",
+        )
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments:
+        # Templates write arguments as JSON; text would become JSON in JSON.
+        arguments = _parse(arguments, f"{place}.function.arguments", "an object")
+    if arguments in (None, ""):
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise RowError(
+            f"{place}.function.arguments={shorten(arguments)} is not an object; correct the row", "wrong_type"
+        )
+    around = {key: value for key, value in call.items() if key != "function"} if "function" in call else {}
+    return {"type": "function", **around, "function": {**function, "arguments": arguments}}
+
+
+def _read_tools(tools: Any, place: str, *, columnar: bool) -> list[dict[str, Any]] | None:
+    # Before texts in them are read: these are JSON, where null is a value.
+    tools = _without_nulls(tools, deep=True) if columnar else tools
+    if isinstance(tools, str):
+        tools = _parse(tools, place, "a list of JSON schemas") if tools.strip() else None
+    if tools is None or tools == []:
+        return None
+    if isinstance(tools, list):
+        tools = [
+            _parse(tool, f"{place}[{i}]", "a JSON schema") if isinstance(tool, str) else tool
+            for i, tool in enumerate(tools)
+        ]
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RowError(
+            f"{place}={shorten(tools)} is not a list of JSON schemas; correct the row, or set the dataset's "
+            "format.tools to null if the column holds something else",
+            "wrong_type",
+        )
+    return tools
+
+
+def _parse(text: str, place: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(
+            f"{place}={shorten(text)} is not {what} as JSON ({error}); correct the row", "wrong_type"
+        ) from None
+
+
+def _without_nulls(value: Any, *, deep: bool = False) -> Any:
+    """The object without keys that are null; `deep`: in all that is in it, too."""
+    if isinstance(value, dict):
+        return {
+            key: _without_nulls(item, deep=True) if deep else item for key, item in value.items() if item is not None
+        }
+    if deep and isinstance(value, list):
+        return [_without_nulls(item, deep=True) for item in value]
+    return value

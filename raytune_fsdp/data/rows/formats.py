@@ -1,0 +1,200 @@
+"""Rows become documents: token ids, and labels that say which of them are trained on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from raytune_fsdp.config.formats import ChatFormat, CompletionFormat, Format, InstructionFormat, TokensFormat
+from raytune_fsdp.data.rows.chat import Conversation, check_text, read_column, read_conversation
+from raytune_fsdp.data.rows.encoding import SpanEncoder, Tokens
+from raytune_fsdp.data.rows.instruction import read_instruction
+from raytune_fsdp.data.rows.templates import Span, chat_template
+from raytune_fsdp.data.rows.token_rows import read_tokens
+from raytune_fsdp.data.rows.turns import trained_spans
+from raytune_fsdp.data.sources import shorten
+from raytune_fsdp.errors import DataError, RowError
+from raytune_fsdp.types import IGNORE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from raytune_fsdp.types import Int32Array
+
+logger = logging.getLogger(__name__)
+
+DOCUMENT_VERSION = 2
+"""Part of the identity of windows. Raise it whenever the tokens or the mask of any row change: the templates that are
+shipped, the rules of masks, Alpaca's text, the names of roles, the date that templates are told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A row after formatting and tokenizing. `labels[i]` is `input_ids[i]` where token i is trained on, else IGNORE."""
+
+    input_ids: Int32Array
+    labels: Int32Array
+
+    @property
+    def target_tokens(self) -> int:
+        """Tokens that can be trained on; the first one never is, nothing predicts it."""
+        return int((self.labels[1:] != IGNORE).sum())
+
+    def cut(self, length: int) -> Document:
+        """The first `length` tokens."""
+        return Document(self.input_ids[:length], self.labels[:length])
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A row as text, the characters of it that are trained on (None: all), and whether it is a text of its own, which
+    the tokenizer's special tokens go around; chat templates write theirs themselves."""
+
+    text: str
+    spans: list[Span] | None
+    alone: bool
+
+
+class Formatter:
+    """Turns the rows of one dataset into documents. Can be pickled.
+
+    `columnar`: the rows come from columns (Parquet, Arrow), where a key that some row has is null in all others.
+    Raises DataError at once for what no row can cure: a template or special token that is missing, a slow tokenizer.
+    """
+
+    def __init__(
+        self,
+        format: Format,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        template: str | None,
+        columnar: bool = False,
+    ) -> None:
+        self.format = format
+        self._given = (format, tokenizer, vocab_size, template, columnar)
+        self._columnar = columnar
+        self._vocab_size = vocab_size
+        self._special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        if isinstance(format, TokensFormat):
+            return
+        self._encoder = SpanEncoder(tokenizer)
+        if isinstance(format, ChatFormat) or (isinstance(format, InstructionFormat) and format.style == "chat"):
+            self._templates = [chat_template(tokenizer, template, tools=tools) for tools in (False, True)]
+            if format.loss != "all" and not self._templates[0].trains_an_end():
+                logger.warning(_NO_END)
+            return
+        if tokenizer.eos_token_id is None:
+            raise DataError(
+                f"the tokenizer {tokenizer.name_or_path!r} has no eos_token, which ends every document with "
+                f"format.type={format.type}; set eos_token in its tokenizer_config.json"
+            )
+        self._eos = int(tokenizer.eos_token_id)
+
+    def __reduce__(self) -> Any:
+        # Without what is made of the tokenizer: that is made again, and once in a process.
+        return _formatter, self._given
+
+    def documents(self, rows: Sequence[dict[str, Any] | RowError], wheres: Sequence[str]) -> list[Document | RowError]:
+        """The document of each row, in the same order, or what is wrong with the row. `wheres` name the rows."""
+        read = [self._read_or_error(row, where) for row, where in zip(rows, wheres, strict=True)]
+        texts = [item for item in read if isinstance(item, _Text)]
+        encoded: Iterator[Tokens] = iter(())
+        if texts:
+            encoded = iter(self._encoder.encode([item.text for item in texts], [item.spans for item in texts]))
+        documents: list[Document | RowError] = []
+        for item, where in zip(read, wheres, strict=True):
+            document = self._assemble(item, next(encoded), where) if isinstance(item, _Text) else item
+            if isinstance(document, Document):
+                document = self._check(document, where) or document
+            documents.append(document)
+        return documents
+
+    def _read_or_error(self, row: dict[str, Any] | RowError, where: str) -> _Text | Document | RowError:
+        if isinstance(row, RowError):
+            return row
+        try:
+            return self._read(row, where)
+        except RowError as error:
+            return error
+
+    def _read(self, row: dict[str, Any], where: str) -> _Text | Document:
+        format = self.format
+        if isinstance(format, ChatFormat):
+            return self._render(read_conversation(row, format, where, columnar=self._columnar), format.loss)
+        if isinstance(format, CompletionFormat):
+            return _Text(
+                check_text(read_column(row, format.text, "text", where), f"{where}: {format.text}"), None, True
+            )
+        if isinstance(format, TokensFormat):
+            return Document(*read_tokens(row, format, where))
+        instruction = read_instruction(row, format, where)
+        if format.style == "chat":
+            return self._render(instruction.conversation(where), "all" if format.loss == "all" else "assistant")
+        prompt = instruction.alpaca() if format.style == "alpaca" else instruction.plain()
+        text = prompt + instruction.completion
+        return _Text(text, None if format.loss == "all" else [(len(prompt), len(text))], True)
+
+    def _render(self, conversation: Conversation, loss: Literal["assistant", "last_turn", "all"]) -> _Text:
+        template = self._templates[conversation.tools is not None]
+        return _Text(*trained_spans(template, conversation, loss=loss, special=self._special), False)
+
+    def _assemble(self, text: _Text, tokens: Tokens, where: str) -> Document | RowError:
+        if tokens.missed is not None:
+            missed = text.text[slice(*tokens.missed)]
+            return RowError(
+                f"{where}: the tokenizer makes no token of {shorten(missed)!r}, which is to be trained on; "
+                "correct or remove the row",
+                "no_targets",
+            )
+        ids, trained = tokens.ids, tokens.trained
+        if text.alone:
+            before, behind = self._encoder.before, self._encoder.behind
+            ended = self._eos in (behind[-1:] or ids[-1:])
+            behind = behind if ended else [*behind, self._eos]
+            ids = np.concatenate([before, ids, behind]).astype(np.int32)
+            if trained is not None:
+                trained = np.concatenate([np.zeros(len(before), bool), trained, np.ones(len(behind), bool)])
+        return Document(ids, ids if trained is None else np.where(trained, ids, np.int32(IGNORE)))
+
+    def _check(self, document: Document, where: str) -> RowError | None:
+        ids = document.input_ids
+        if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab_size):
+            index = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
+            return RowError(
+                f"{where}: token {index} has id {ids[index]}, the model's vocabulary ends at {self._vocab_size - 1}; "
+                "use the model's own tokenizer, or set model.resize_embeddings=true if the tokenizer has tokens that "
+                "were added",
+                "outside_vocabulary",
+            )
+        if not document.target_tokens:
+            return RowError(
+                f"{where}: no token of the row can be trained on ({len(ids)} tokens, the first is never a target); "
+                f"{_NO_TARGET[self.format.type]}",
+                "no_targets",
+            )
+        return None
+
+
+def _formatter(
+    format: Format, tokenizer: PreTrainedTokenizerBase, vocab_size: int, template: str | None, columnar: bool
+) -> Formatter:
+    return Formatter(format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, columnar=columnar)
+
+
+_NO_END = (
+    "the chat template has nothing behind the assistant's text that is trained on, so the model does not learn to end "
+    "its turn; write the token that ends it there ({{ eos_token }}; inside of {% generation %} if it has that) in a "
+    "copy of the template and name that file in data.chat_template"
+)
+
+_NO_TARGET = {
+    "chat": "a conversation needs a message with role assistant that the chat template marks as generated",
+    "instruction": "an answer needs a token, remove the row",
+    "completion": "a text needs two tokens at least, remove the row",
+    "tokens": "labels must repeat the input id (and mask be 1) at some place after the first",
+}

@@ -1,0 +1,67 @@
+"""Rows that are no conversations: questions and answers in columns of their own, and rows that are tokens already."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from raytune_fsdp.config.formats import InstructionFormat
+from raytune_fsdp.data.rows.chat import Conversation, check_text, read_column
+
+if TYPE_CHECKING:
+    pass
+
+_ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+_ALPACA_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """A question and its answer."""
+
+    prompt: str
+    input: str | None
+    completion: str
+    system: str | None
+    column: str
+
+    def alpaca(self) -> str:
+        """What stands before the answer; a system message takes the place of Alpaca's introduction."""
+        introduction = self.system or (_ALPACA if self.input is None else _ALPACA_INPUT)
+        context = "" if self.input is None else f"### Input:\n{self.input}\n\n"
+        return f"{introduction}\n\n### Instruction:\n{self.prompt}\n\n{context}### Response:\n"
+
+    def plain(self) -> str:
+        """What stands before the answer: system message, question and input, an empty line between them."""
+        return "\n\n".join(text for text in (self.system, self.prompt, self.input) if text is not None)
+
+    def conversation(self, where: str) -> Conversation:
+        """As a conversation of one turn."""
+        question = self.prompt if self.input is None else f"{self.prompt}\n\n{self.input}"
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": self.completion}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return Conversation(messages, [True] * len(messages), None, where, self.column)
+
+
+def read_instruction(row: dict[str, Any], format: InstructionFormat, where: str) -> Instruction:
+    """Question and answer of a row; a RowError says what is wrong with it."""
+
+    def required(column: str, field: str) -> str:
+        return check_text(read_column(row, column, field, where), f"{where}: {column}")
+
+    def optional(column: str | None) -> str | None:
+        if column is None or row.get(column) in (None, "") or str(row[column]).isspace():
+            return None
+        return check_text(row[column], f"{where}: {column}")
+
+    return Instruction(
+        prompt=required(format.prompt, "prompt"),
+        input=optional(format.input),
+        completion=required(format.completion, "completion"),
+        system=optional(format.system),
+        column=format.prompt,
+    )

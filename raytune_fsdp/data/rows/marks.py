@@ -1,0 +1,61 @@
+"""Private-use characters put around the texts of messages, to see where a template puts them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from raytune_fsdp.data.rows.templates import REASONING_KEYS
+
+_FIRST = 0xF0000
+_MARK = re.compile("[\U000f0000-\U000ffffd]")
+_KINDS = ("content", "tool_calls", "reasoning_content")
+
+
+class Mark(NamedTuple):
+    """Stands in front of character `at`, at the start or the end of a text of a message."""
+
+    at: int
+    message: int
+    kind: str
+
+
+def has_marks(text: str) -> bool:
+    """Whether the text has such characters of its own."""
+    return _MARK.search(text) is not None
+
+
+def with_marks(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """The message with marks around its content, its reasoning and the names of the functions it calls."""
+    content, calls, reasoning = (chr(_FIRST + index * len(_KINDS) + kind) for kind in range(len(_KINDS)))
+    marked = {**message, "content": _between(message["content"], content)}
+    for key in REASONING_KEYS:
+        if key in message:
+            marked[key] = _between(message[key], reasoning)
+    if "tool_calls" in message:
+        marked["tool_calls"] = [
+            {**call, "function": {**call["function"], "name": _between(call["function"]["name"], calls)}}
+            for call in message["tool_calls"]
+        ]
+    return marked
+
+
+def take_marks(marked: str) -> tuple[str, list[Mark]]:
+    """The text without marks, and the marks in the order in which they stood."""
+    marks = []
+    for count, match in enumerate(_MARK.finditer(marked)):
+        message, kind = divmod(ord(match.group()) - _FIRST, len(_KINDS))
+        marks.append(Mark(match.start() - count, message, _KINDS[kind]))
+    return _MARK.sub("", marked), marks
+
+
+def messages_between(marked: str, start: int, end: int) -> set[int]:
+    """The messages that have a mark in this part of the text."""
+    return {(ord(mark) - _FIRST) // len(_KINDS) for mark in _MARK.findall(marked, start, end)}
+
+
+def _between(text: str, mark: str) -> str:
+    """Marks inside of the white space around the text, which templates may strip."""
+    inner = text.strip()
+    return text.replace(inner, f"{mark}{inner}{mark}", 1) if inner else text

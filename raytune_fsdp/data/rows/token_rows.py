@@ -1,0 +1,76 @@
+"""Rows that are tokens already."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raytune_fsdp.config.formats import TokensFormat
+from raytune_fsdp.data.rows.chat import read_column
+from raytune_fsdp.data.sources import shorten
+from raytune_fsdp.errors import RowError
+from raytune_fsdp.types import IGNORE
+
+if TYPE_CHECKING:
+    from raytune_fsdp.types import Int32Array
+
+
+def read_tokens(row: dict[str, Any], format: TokensFormat, where: str) -> tuple[Int32Array, Int32Array]:
+    """Input ids and labels of a row; a RowError says what is wrong with it."""
+    ids = _integers(read_column(row, format.input_ids, "input_ids", where), format.input_ids, where)
+    column = format.labels if format.mask is None else format.mask
+    if column is None:
+        return ids, ids
+    if column not in row:
+        field = "labels" if format.mask is None else "mask"
+        raise RowError(
+            f"{where}: the row has no column {column!r}; name the right one in the dataset's format.{field}, "
+            "or set it to null to train on every token",
+            "missing_column",
+        )
+    values = read_column(row, column, "labels", where)
+    if format.mask is not None and isinstance(values, list):
+        values = [int(value) if isinstance(value, bool) else value for value in values]
+    given = _integers(values, column, where)
+    if len(given) != len(ids):
+        raise RowError(
+            f"{where}: {column} has {len(given)} entries, {format.input_ids} has {len(ids)}; each token needs one",
+            "wrong_type",
+        )
+    if format.mask is not None:
+        wrong = (given != 0) & (given != 1)
+        rule = "must be 1 where the token is trained on and 0 where not"
+    else:
+        wrong = (given != IGNORE) & (given != ids)
+        rule = f"must be {IGNORE} or equal to the input id at the same place: do not shift labels, the model does that"
+    if wrong.any():
+        index = int(np.flatnonzero(wrong)[0])
+        raise RowError(
+            f"{where}: {column}[{index}]={given[index]}, {format.input_ids}[{index}]={ids[index]}; it {rule}",
+            "wrong_type",
+        )
+    return ids, given if format.mask is None else np.where(given == 1, ids, np.int32(IGNORE))
+
+
+def _integers(values: Any, column: str, where: str) -> Int32Array:
+    if isinstance(values, list) and not values:
+        raise RowError(f"{where}: {column}=[] has no tokens; correct or remove the row", "empty")
+    if not isinstance(values, list):
+        raise RowError(
+            f"{where}: {column}={shorten(values)} is not a list of integers; correct or remove the row", "wrong_type"
+        )
+    if set(map(type, values)) != {int}:
+        index = next(index for index, value in enumerate(values) if type(value) is not int)
+        raise RowError(
+            f"{where}: {column}[{index}]={shorten(values[index])} is not an integer; correct or remove the row",
+            "wrong_type",
+        )
+    try:
+        return np.array(values, dtype=np.int32)
+    except OverflowError:
+        index = next(index for index, value in enumerate(values) if not -(2**31) <= value < 2**31)
+        raise RowError(
+            f"{where}: {column}[{index}]={values[index]} is larger than any vocabulary; correct or remove the row",
+            "outside_vocabulary",
+        ) from None

@@ -1,0 +1,264 @@
+"""Which characters of a rendered conversation are trained on: the assistant's turns with what ends them.
+
+A template with `{% generation %}` says so itself. For others, and to tell which message a span belongs to, the
+conversation is rendered again with a private-use character around every text of every message. What is rendered is then
+the same but for these marks (else it is an error), so they say exactly where each message stands, and whether it stands
+there at all. A turn starts behind what the conversation before it, rendered with the generation prompt, has behind its
+last mark. It ends with what the conversation up to it has behind its last mark. Both are looked at from the marks on,
+so it does not matter if the template renders earlier turns otherwise, once others follow (Qwen3 drops their reasoning).
+"""
+
+from __future__ import annotations
+
+import os.path
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+from raytune_fsdp.data.rows.chat import Conversation, check_unicode
+from raytune_fsdp.data.rows.lost_content import has_all_contents_in_order, lost_content
+from raytune_fsdp.data.rows.marks import Mark, has_marks, messages_between, take_marks, with_marks
+from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, Span
+from raytune_fsdp.errors import RowError
+
+_WAY_OUT = (
+    "put {% generation %} … {% endgeneration %} around the assistant's text in a copy of the template "
+    "and name that file in data.chat_template"
+)
+
+
+def trained_spans(
+    template: ChatTemplate,
+    conversation: Conversation,
+    *,
+    loss: Literal["assistant", "last_turn", "all"],
+    special: Sequence[str],
+) -> tuple[str, list[Span] | None]:
+    """The text of the conversation and the spans that are trained on, None for all of it.
+
+    `special` are the tokenizer's special tokens. Raises RowError.
+    """
+    rendering = Rendering(template, conversation, special)
+    check_unicode(rendering.text, f"{conversation.where}: the conversation")
+    rendering.check_nothing_is_ignored()
+    muted = [index for index, train in enumerate(conversation.train) if not train]
+    if loss == "all":
+        return rendering.text, rendering.without(muted) if muted else None
+    wanted = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    if loss == "last_turn":
+        wanted = wanted[-1:]
+    if template.tags and loss == "assistant" and not any(index in wanted for index in muted):
+        return rendering.text, _joined(rendering.tagged)
+    return rendering.text, _joined([span for i in wanted if i not in muted for span in rendering.turn(i)])
+
+
+class Rendering:
+    """A conversation as text, and where in it things are."""
+
+    def __init__(self, template: ChatTemplate, conversation: Conversation, special: Sequence[str]) -> None:
+        self._template = template
+        self._conversation = conversation
+        self._special = special
+        self.text, self.tagged = self._render(conversation.messages)
+
+    def without(self, messages: Sequence[int]) -> list[Span]:
+        """All of the text but these messages: turns of the assistant to their end, of others what they say."""
+        spans, start = [], 0
+        for index in messages:
+            if self._conversation.messages[index]["role"] == "assistant":
+                cut = self.turn(index)
+            else:
+                places = [mark.at for mark in self._marks if mark.message == index]
+                cut = [(min(places), max(places))] if places else []
+            for first, end in cut:
+                spans.append((start, first))
+                start = end
+        return _joined([*spans, (start, len(self.text))])
+
+    def turn(self, index: int) -> list[Span]:
+        """What the assistant produces in message `index`."""
+        if self._template.tags:
+            return self._tagged_by_message.get(index, [])
+        places = [mark.at for mark in self._marks if mark.message == index]
+        if not places:
+            return []
+        first, last = min(places), max(places)
+        if any((mark.at > first and mark.message < index) or (mark.at < last and mark.message > index)
+               for mark in self._marks):  # fmt: skip
+            raise self._unclear(index, "between parts of other messages")
+        start, end = self._start(index, first), self._end(index, last)
+        if not start <= last <= end:
+            raise self._unclear(index, "not in one piece")
+        return [(start, end)]
+
+    def check_nothing_is_ignored(self) -> None:
+        """Refuse what is in the row and not in the text: it would be lost without a word."""
+        conversation = self._conversation
+        if conversation.tools is None and has_all_contents_in_order(conversation.messages, self.text):
+            return
+        ignored = lost_content(conversation, self._marked_text, self._template.words)
+        if ignored is None and conversation.tools is not None and self._same_without_tools():
+            ignored = "the tools"
+        if ignored is not None:
+            raise self._error(
+                f"the chat template leaves out {ignored}, so it would be lost; remove it from the row, or name a "
+                "template that knows it in data.chat_template"
+            )
+
+    @cached_property
+    def _marked_text(self) -> str:
+        return self._render(self._marked)[0]
+
+    @cached_property
+    def _marks(self) -> list[Mark]:
+        text, marks = take_marks(self._marked_text)
+        if text != self.text:
+            raise self._error(
+                "the chat template renders a message differently when one character is added to it, so its place in "
+                f"the text cannot be found; {_WAY_OUT}, or remove the row"
+            )
+        return marks
+
+    @cached_property
+    def _marked(self) -> list[dict[str, Any]]:
+        if has_marks(self.text):
+            raise self._error(
+                "the text has private-use characters (U+F0000 to U+FFFFD), which are needed to find the assistant's "
+                "turns; remove them or the row"
+            )
+        return [with_marks(message, index) for index, message in enumerate(self._conversation.messages)]
+
+    @cached_property
+    def _tagged_by_message(self) -> dict[int, list[Span]]:
+        marked, spans = self._render(self._marked)
+        if take_marks(marked)[0] != self.text or len(spans) != len(self.tagged):
+            raise self._unclear_tags()
+        found: dict[int, list[Span]] = {}
+        last: tuple[int, int] | None = None
+        for (start, end), span in zip(spans, self.tagged, strict=True):
+            inside = messages_between(marked, start, end)
+            if not inside and last is not None and last[1] == span[0]:
+                inside = {last[0]}
+            if span[0] == span[1]:
+                continue
+            if len(inside) != 1:
+                raise self._unclear_tags()
+            last = (inside.pop(), span[1])
+            found.setdefault(last[0], []).append(span)
+        return found
+
+    def _start(self, index: int, first: int) -> int:
+        before = [mark for mark in self._marks if mark.message < index]
+        prompt, marks = self._render_marked(index, prompt=True)
+        if not before and not marks:
+            anchor, asked = 0, prompt
+        elif before and marks and (before[-1].message, before[-1].kind) == (marks[-1].message, marks[-1].kind):
+            anchor, asked = before[-1].at, prompt[marks[-1].at :]
+        else:
+            raise self._unclear(index, "differently with and without the messages behind it")
+        if self.text.startswith(asked, anchor):
+            return anchor + len(asked)
+        # The prompt goes further than the header of this turn: DeepSeek's and Qwen3.5's open the reasoning, which
+        # earlier turns have no more.
+        for header in (self.text[anchor:first], self._header_of_words(index)):
+            if header.strip() and asked.startswith(header) and self.text.startswith(header, anchor):
+                return anchor + len(header)
+        raise self._unclear(index, "behind something else than the generation prompt")
+
+    def _header_of_words(self, index: int) -> str:
+        """What stands in front of message `index` when it has nothing but words, no call and no reasoning."""
+        words = with_marks({"role": "assistant", "content": "Yes."}, index)
+        try:
+            text, _ = self._template.render(
+                [*self._marked[:index], words, *self._marked[index + 1 :]], self._conversation.tools
+            )
+        except Refused:
+            return ""
+        text, marks = take_marks(text)
+        first = min((mark.at for mark in marks if mark.message == index), default=0)
+        return text[max((mark.at for mark in marks if mark.message < index), default=0) : first]
+
+    def _end(self, index: int, last: int) -> int:
+        """Behind what closes the turn: what stands behind it when the conversation ends there, and when it goes on."""
+        if index + 1 < len(self._conversation.messages):
+            text, marks = self._render_marked(index + 1, prompt=False)
+            onward: str | None = self.text[last:]
+        else:
+            text, marks = self.text, self._marks
+            onward = self._if_asked_again(index)
+        if not marks or marks[-1].message != index:
+            raise self._unclear(index, "differently with and without the messages behind it")
+        closing = text[marks[-1].at :]
+        if onward is not None and not onward.startswith(closing):
+            # Phi-3 ends a conversation with a token of its own, behind the one that ends a turn.
+            asked, marks = self._render_marked(index + 1, prompt=True)
+            witness = asked[marks[-1].at :]
+            same = re.match(self._specials, os.path.commonprefix([closing, onward, witness]))
+            if witness == closing or same is None:
+                raise self._unclear(index, "with another end when the conversation goes on")
+            closing = same.group()
+        # The line break behind the end of a turn is not the assistant's; where it is all there is, it is the end.
+        return last + len(closing.rstrip() or closing)
+
+    def _if_asked_again(self, index: int) -> str | None:
+        try:
+            text, _ = self._template.render(
+                [*self._marked, {"role": "user", "content": "Go on."}], self._conversation.tools
+            )
+        except Refused:
+            return None
+        text, marks = take_marks(text)
+        places = [mark.at for mark in marks if mark.message == index]
+        return text[max(places) :] if places else None
+
+    @cached_property
+    def _specials(self) -> str:
+        longest_first = sorted(self._special, key=len, reverse=True)
+        return rf"(?:\s*(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'}))+"
+
+    def _same_without_tools(self) -> bool:
+        try:
+            return self._template.render(self._conversation.messages, None)[0] == self.text
+        except Refused:
+            return False
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False) -> tuple[str, list[Span]]:
+        try:
+            return self._template.render(messages, self._conversation.tools, prompt=prompt)
+        except Refused as refused:
+            roles = ", ".join(message["role"] for message in messages) or "none"
+            raise self._error(
+                f"the chat template refused the conversation ({refused}); its roles are {roles}; "
+                "correct the row, or name another template in data.chat_template"
+            ) from refused
+
+    def _render_marked(self, count: int, *, prompt: bool) -> tuple[str, list[Mark]]:
+        return take_marks(self._render(self._marked[:count], prompt=prompt)[0])
+
+    def _error(self, message: str) -> RowError:
+        return RowError(f"{self._conversation.where}: {message}", "template")
+
+    def _unclear(self, index: int, how: str) -> RowError:
+        return self._error(
+            f"the chat template has no {{% generation %}}, and renders {self._conversation.column}[{index}] {how}, so "
+            f"the assistant's part of it cannot be told; {_WAY_OUT}"
+        )
+
+    def _unclear_tags(self) -> RowError:
+        return self._error(
+            "the chat template's {% generation %} spans cannot be told apart by message, which "
+            'loss=last_turn and "train": false need; put one around each message of the assistant in a copy of the '
+            "template and name that file in data.chat_template"
+        )
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """In order, without empty ones, neighbours as one."""
+    joined: list[Span] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        elif start < end:
+            joined.append((start, end))
+    return joined

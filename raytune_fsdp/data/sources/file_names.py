@@ -1,0 +1,126 @@
+"""What files are called: their kind by their ending, the name of a dataset, values as they stand in messages."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+
+from raytune_fsdp.config.data import DatasetConfig
+from raytune_fsdp.errors import DataError
+from raytune_fsdp.urls import is_url, split_query, without_secrets
+
+KINDS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".txt": "text",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+PACKINGS = {".gz": "gzip", ".zst": "zstd"}
+_WILDCARD = re.compile(r"[*?[]")
+# Files that stand beside data without being data.
+_BESIDE = re.compile(
+    r"(readme|licen[sc]e|notice)(\.(md|txt|rst))?|requirements\.txt|(dataset_infos?|dataset_dict|state)\.json",
+    re.IGNORECASE,
+)
+
+
+def shorten(value: object, *, limit: int = 80) -> str:
+    """`value` as it can stand in an error message."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= limit else text[:limit] + "…"
+
+
+def packing_of(path: str) -> str | None:
+    """The codec a file is packed with, by its ending."""
+    return PACKINGS.get(_name(path).suffix.lower())
+
+
+def ending_of(path: str) -> str:
+    """The ending that says what is in a file, without the one of its packing."""
+    name = _name(path)
+    return (PurePosixPath(name.stem) if packing_of(path) else name).suffix.lower()
+
+
+def _name(path: str) -> PurePosixPath:
+    return PurePosixPath(split_query(path)[0] if is_url(path) else path)
+
+
+def kind_of(path: str) -> str | None:
+    """The kind of a file by its ending; None where the ending says nothing."""
+    return KINDS.get(ending_of(path))
+
+
+def has_wildcard(path: str) -> bool:
+    """Whether the path is a pattern."""
+    return _WILDCARD.search(path) is not None
+
+
+def data_files(names: list[str], file_type: str) -> list[str]:
+    """The names, relative to a directory, of the files in it that hold rows, sorted."""
+    seen = sorted(name for name in names if not is_hidden(name) and not _BESIDE.fullmatch(PurePosixPath(name).name))
+    known = [name for name in seen if (kind_of(name) == file_type if file_type != "auto" else kind_of(name))]
+    if known or file_type == "auto":
+        return known
+    # The user says what they are: files without an ending, as Spark writes them, will do.
+    return [name for name in seen if not ending_of(name)]
+
+
+def is_hidden(name: str) -> bool:
+    """`.git/x`, `_SUCCESS`, `_temporary/part-0`: what tools leave beside data."""
+    return any(part.startswith((".", "_")) for part in PurePosixPath(name).parts)
+
+
+def is_meant(path: str, pattern: str) -> bool:
+    """Whether a path that matches is wanted: `*` does not mean _SUCCESS or .part-0.crc, unless the pattern says so."""
+    parts = pattern.split("/")
+    fixed = next((index for index, part in enumerate(parts) if has_wildcard(part)), len(parts) - 1)
+    return parts[-1].startswith((".", "_")) or not is_hidden("/".join(path.split("/")[fixed:]))
+
+
+def dataset_name(dataset: DatasetConfig) -> str:
+    """The name in metrics and messages: the one given, else that of the file, directory or hub dataset."""
+    if dataset.name is not None:
+        return dataset.name
+    if dataset.hub is not None:
+        return _safe(dataset.hub.rstrip("/").rpartition("/")[2])
+    assert dataset.path is not None, dataset
+    path = without_secrets(dataset.path).rpartition("://")[2]
+    if not is_url(dataset.path) and not has_wildcard(path):
+        path = os.path.abspath(os.path.expanduser(path))
+    parts = [part for part in path.split("/") if part not in ("", ".", "..", "~")]
+    fixed = next((index for index, part in enumerate(parts) if has_wildcard(part)), None)
+    if fixed is not None:
+        # `data/train-*.jsonl` is data, `train-*.jsonl` is train.
+        return _safe(parts[fixed - 1] if fixed else _WILDCARD.split(parts[0])[0].rstrip("-_."))
+    name = parts[-1] if parts else ""
+    for endings in (PACKINGS, KINDS):
+        stem, dot, ending = name.rpartition(".")
+        name = stem if stem and dot + ending.lower() in endings else name
+    return _safe(name)
+
+
+def _safe(name: str) -> str:
+    # The rules of config.rules.safe_name, which a name in the config has to follow itself.
+    kept = re.sub(r"\.{2,}", ".", re.sub(r"[^A-Za-z0-9._-]+", "-", name))
+    return re.sub(r"^[^A-Za-z0-9]+", "", kept)[:128] or "dataset"
+
+
+def dataset_names(datasets: Sequence[DatasetConfig]) -> tuple[str, ...]:
+    """Names of several datasets, all different."""
+    if not datasets:
+        raise DataError("no dataset was given; data.train needs one entry at least")
+    names = tuple(dataset_name(dataset) for dataset in datasets)
+    for name, count in Counter(names).items():
+        if count > 1:
+            paths = ", ".join(
+                without_secrets(d.path or d.hub or "") for d, n in zip(datasets, names, strict=True) if n == name
+            )
+            raise DataError(f"{count} datasets are called {name!r} ({paths}); give each its own name in data.*.name")
+    return names

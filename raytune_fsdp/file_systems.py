@@ -1,0 +1,28 @@
+"""File systems behind URLs: S3 and GCS through pyarrow, whatever else fsspec opens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.fs
+
+from raytune_fsdp.bounded import Bounded
+from raytune_fsdp.urls import split_query
+
+_FILE_SYSTEMS = Bounded(16)
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """The file system of a URL, as this process has it open, and the path in it."""
+    scheme, rest = url.split("://", 1)
+    if scheme not in ("s3", "gs"):
+        system, path = fsspec.core.url_to_fs(url)
+        return pa.fs.PyFileSystem(pa.fs.FSSpecHandler(system)), path
+    rest, query = split_query(rest)
+    bucket, slash, path = rest.partition("/")
+    # Of the bucket only, so that what stands in the path need not be quoted as URLs are.
+    place = f"{scheme}://{bucket}{query}"
+    system = _FILE_SYSTEMS.get(place, lambda: pa.fs.FileSystem.from_uri(place)[0])
+    return system, bucket.rpartition("@")[2] + slash + path

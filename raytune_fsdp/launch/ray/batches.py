@@ -1,0 +1,96 @@
+"""The batches of a rank from its shard of the stream through Ray Data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+from ray.data.collate_fn import ArrowBatchCollateFn
+
+from raytune_fsdp.data.batches import fill_up, stream_batch
+from raytune_fsdp.data.stream import Division, StreamSample
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.errors import TransientError
+from raytune_fsdp.launch.ray.stream import TOKEN_COLUMNS
+from raytune_fsdp.launch.ray.tasks import own_errors
+from raytune_fsdp.types import Batch, Cursor, PackedSample, StepBatches
+
+if TYPE_CHECKING:
+    import torch
+    from ray.data import DataIterator
+
+
+def ray_batches(
+    shard: DataIterator, windows: Windows, division: Division, *, rank: int, device: torch.device | str = "cpu"
+) -> Iterator[StepBatches]:
+    """What `rank_batches` gives, from this rank's shard of a `stream_dataset` that begins with the first step."""
+    ahead = 2 * max(division.rounds(division.first_step), 2)
+    arriving = shard.iter_torch_batches(
+        batch_size=None, prefetch_batches=ahead, collate_fn=ToBlock(division, device), device="cpu"
+    )
+    with closing(iter(arriving)) as arrived, own_errors():
+        # Ray starts when all ranks have asked for a block, also those that have none in the first step.
+        blocks = chain([next(arrived, None)], arrived)
+        for step in range(division.first_step, division.last_step + 1):
+            own: list[Batch] = []
+            built = 0
+            for index, size in enumerate(division.block_sizes(step)):
+                if division.owner(step, index) == rank:
+                    block = next(blocks, None)
+                    number = division.first_block(step) + index
+                    if block is None or block.number != number or len(block.batch.sample_ids) != size:
+                        raise _out_of_order(rank, number, size, block)
+                    own.append(block.batch)
+                    built += block.windows_built
+            yield fill_up(step, own, division, windows, device, windows_built=built)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What arrives at a rank."""
+
+    number: int
+    """Counted from the start of the run."""
+    windows_built: int
+    batch: Batch
+
+
+class ToBlock(ArrowBatchCollateFn):  # type: ignore[misc]
+    """Makes tensors of what arrives. Ray Data calls it in threads, before the block is needed."""
+
+    def __init__(self, division: Division, device: torch.device | str) -> None:
+        self._blocks_per_step = division.global_batch // division.micro_batch
+        self._device = device
+
+    def __call__(self, table: pa.Table) -> Block:
+        number: int = table["block"][0].as_py()
+        samples = _to_samples(table)
+        batch = stream_batch(samples, index=number % self._blocks_per_step, device=self._device)
+        return Block(number, sum(each.built for each in samples), batch)
+
+
+def _to_samples(table: pa.Table) -> list[StreamSample]:
+    """What the source has made a table of."""
+    rows = len(table)
+    tokens = {name: table[name].combine_chunks().flatten().to_numpy().reshape(rows, -1) for name in TOKEN_COLUMNS}
+    columns = table.select(["id", "epoch", "window", "index", "built"]).to_pylist()
+    return [
+        StreamSample(
+            PackedSample(id=row["id"], **{name: values[i] for name, values in tokens.items()}),
+            Cursor(epoch=row["epoch"], window=row["window"], index=row["index"]),
+            row["built"],
+        )
+        for i, row in enumerate(columns)
+    ]
+
+
+def _out_of_order(rank: int, number: int, size: int, block: Block | None) -> TransientError:
+    found = "the end of the data" if block is None else f"block {block.number} with {len(block.batch.sample_ids)}"
+    return TransientError(
+        f"rank {rank} was to get block {number} of the run with {size} sample(s) from Ray Data and got {found}; the "
+        "same command continues from the last checkpoint, and with cluster.launch=local without Ray"
+    )

@@ -1,0 +1,143 @@
+"""Exports beside training: a task of Ray writes the model directory of a checkpoint that was committed.
+
+One at a time, on the driver's node, and without reserving a CPU: the cluster's spare ones prepare the data, and an
+export that had taken the last of them would keep training waiting.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+from ray.exceptions import RayError
+
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed
+from raytune_fsdp.config import ExportConfig
+from raytune_fsdp.errors import RaytuneError
+from raytune_fsdp.launch.ray.failures import in_words
+from raytune_fsdp.launch.ray.tasks import own_errors
+from raytune_fsdp.launch.shared_storage import Token, check_seen
+from raytune_fsdp.plan import Plan
+from raytune_fsdp.tracking import names
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+EXPORTS = "exports"
+"""Directory in the run directory."""
+_PLACE = re.compile(r"step-(\d{8,})")
+_WAIT_SECONDS = 0.5
+
+
+class Exports:
+    """The driver's: which checkpoints are exported, and what has become of it.
+
+    Of the steps from a multiple of `export.every` to the next, the first one that has a checkpoint: a save that was
+    postponed is not at the multiple itself.
+    """
+
+    def __init__(
+        self, chosen: ExportConfig, plan: Plan, token: Token, *, event: Callable[..., None], say: Callable[[str], None]
+    ) -> None:
+        self._chosen = chosen.model_copy(update={"push": None})
+        self._plan = plan
+        self._token = token
+        self._event = event
+        self._say = say
+        self._waiting: list[CommittedCheckpoint] = []
+        self._running: tuple[ObjectRef, CommittedCheckpoint] | None = None
+        for left in self._directory.glob(".*.export-*"):  # by a driver that was killed
+            shutil.rmtree(left, ignore_errors=True)
+
+    @property
+    def _directory(self) -> Path:
+        return self._plan.run_dir / EXPORTS
+
+    def make_up(self) -> None:
+        """Ask for what has not been exported yet, whoever should have."""
+        if self._chosen.every is not None:
+            with suppress(RaytuneError, OSError):  # storage that does not answer now: the next commit will be heard of
+                for found in committed(self._plan.checkpoints):
+                    self.committed(found)
+
+    def committed(self, checkpoint: CommittedCheckpoint) -> None:
+        """A checkpoint is there; it is exported if its turn has come."""
+        every = self._chosen.every
+        if every is None or checkpoint.step < every:
+            return
+        there = [int(match[1]) for path in self._directory.glob("step-*") if (match := _PLACE.fullmatch(path.name))]
+        there += [found.step for found in self._asked()]
+        if checkpoint.step // every not in {step // every for step in there}:
+            self._waiting.append(checkpoint)
+
+    def _asked(self) -> list[CommittedCheckpoint]:
+        return [*([self._running[1]] if self._running else []), *self._waiting]
+
+    def look(self) -> None:
+        """Tell of the one that has ended, and begin the next."""
+        if self._running:
+            task, checkpoint = self._running
+            if not ray.wait([task], timeout=0)[0]:
+                return
+            self._running = None
+            self._ended(task, checkpoint)
+        if self._waiting:
+            checkpoint = self._waiting.pop(0)
+            here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+            task = ray.remote(num_cpus=0, label_selector=here)(_export)
+            self._running = task.remote(checkpoint, self._place(checkpoint), self._chosen, self._token), checkpoint
+
+    def finish(self, stop: Callable[[], bool]) -> bool:
+        """Wait for all that are wanted; whether none was left when that was to `stop`."""
+        self.make_up()
+        if self._asked():
+            self._say(f"waiting for the export of step {', '.join(str(found.step) for found in self._asked())}")
+        while self._asked():
+            if stop():
+                return False
+            self.look()
+            if self._running:
+                ray.wait([self._running[0]], timeout=_WAIT_SECONDS)
+        return True
+
+    def _place(self, checkpoint: CommittedCheckpoint) -> Path:
+        return self._directory / f"step-{checkpoint.step:08d}"
+
+    def _ended(self, task: ObjectRef, checkpoint: CommittedCheckpoint) -> None:
+        try:
+            with own_errors():
+                seconds = ray.get(task)
+        except (RaytuneError, RayError, OSError) as error:
+            problem = self._why(checkpoint, error)
+            self._event(names.EXPORT_FAILED, step=checkpoint.step, problem=problem)
+            self._say(f"the export of step {checkpoint.step} failed: {problem}; training goes on")
+        else:
+            place = self._place(checkpoint)
+            self._event(names.EXPORTED, step=checkpoint.step, path=str(place), seconds=round(seconds, 2))
+            self._say(f"exported step {checkpoint.step} to {place}")
+
+    def _why(self, checkpoint: CommittedCheckpoint, error: BaseException) -> str:
+        with suppress(RaytuneError, OSError):
+            if checkpoint not in committed(self._plan.checkpoints):
+                return "its checkpoint was removed by then: raise checkpoint.keep_last or export.every"
+        return in_words(error)
+
+
+def _export(checkpoint: CommittedCheckpoint, destination: Path, chosen: ExportConfig, token: Token) -> float:
+    """Runs in a task. Returns the seconds it took."""
+    import torch
+
+    from raytune_fsdp.run.publish import publish
+
+    torch.set_num_threads(1)
+    check_seen(token, by="an export")
+    started = time.monotonic()
+    destination.parent.mkdir(exist_ok=True)
+    publish(checkpoint, destination, chosen)
+    return time.monotonic() - started

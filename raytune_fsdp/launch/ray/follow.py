@@ -1,0 +1,214 @@
+"""Following a run from the driver: what the ranks tell, a stop that was asked for, resources that do not come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import asdict
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.errors import Interrupted, TrainingError
+from raytune_fsdp.launch.phases import Phases
+from raytune_fsdp.launch.ray.board import Board, Committed, Joined, Line, Lost, Notice, Reached, Started
+from raytune_fsdp.launch.ray.exports import Exports
+from raytune_fsdp.launch.ray.placement_groups import Groups
+from raytune_fsdp.launch.ray.resources import Request, nodes, shortage
+from raytune_fsdp.launch.shared_storage import Token
+from raytune_fsdp.launch.signals import Signals
+from raytune_fsdp.run.prepare import Prepared
+from raytune_fsdp.tracking import names
+from raytune_fsdp.tracking.jsonl import EVENTS_FILE, append_event
+
+_READ_SECONDS = 0.5
+_FIRST_WORD_SECONDS, _NEXT_WORD_SECONDS = 15.0, 60.0
+"""When it is first said that workers are still waited for, and when again."""
+
+_LOOK_SECONDS = 2.0
+_CONTINUES = "; the same command continues"
+
+_GONE_SECONDS = 10.0
+"""Without a rank that could save anything, a stop waits only so long for one that is just starting."""
+
+
+class Follow:
+    """What the driver knows of a run under Ray Train."""
+
+    def __init__(
+        self,
+        config: FinetuneConfig,
+        prepared: Prepared,
+        asked: Request,
+        *,
+        board: Board,
+        token: Token,
+        signals: Signals,
+        phases: Phases,
+        say: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._plan = prepared.plan
+        self._asked = asked
+        self._board = board
+        self._signals = signals
+        self._phases = phases
+        self._say = say
+        self._ranks: dict[int, Joined] = {}
+        self.attempt = 0
+        """The last one that has started."""
+        self.failures = 0
+        self.culprit: int | None = None
+        """The rank that the last failure was due to."""
+        self._over = False
+        """The present attempt has failed."""
+        self.groups = Groups(asked)
+        self.exports = Exports(config.export, prepared.plan, token, event=self._event, say=say)
+        self._next_look = 0.0
+        self._logs: str | None = None
+        self._waiting_since = time.monotonic()
+        self._next_word = self._waiting_since + _FIRST_WORD_SECONDS
+        self._stopping_since: float | None = None
+
+    def until(self, fit: Future[Any]) -> None:
+        """Follow the run to its end. Raises where waiting on would be in vain; then Ray is left."""
+        self._signals.hold()
+        while not wait([fit], timeout=0).done:
+            try:
+                notices = self._board.read(_READ_SECONDS)
+            except RayError as error:  # Ray is gone, and fit() should say why
+                if not wait([fit], timeout=_GONE_SECONDS).done:
+                    raise TrainingError(self.describe(None, f"Ray does not answer any more ({error})")) from error
+                break
+            for notice in notices:
+                self._hear(notice)
+            self._check_stop()
+            self._check_waiting()
+            self.exports.look()
+        for notice in self._last_notices():
+            self._hear(notice)
+
+    def describe(self, rank: int | None, cause: str) -> str:
+        """A failure with all that helps: who, where, of what, how far, where to read on."""
+        who = "the run failed" if rank is None else f"rank {rank}{self._where(rank)} failed"
+        saved = committed(self._plan.checkpoints)
+        where = f"the last committed step is {saved[-1].step}" if saved else "no step was committed yet"
+        logs = f"; the logs of all ranks are in {self._logs}" if self._logs else ""
+        return f"{who}: {cause}. {where[0].upper()}{where[1:]}{logs}{_CONTINUES}"
+
+    def _hear(self, notice: Notice) -> None:
+        match notice:
+            case Line(text):
+                self._say(text)
+            case Joined(rank=rank):
+                self._ranks[rank] = notice
+                self._over = False
+            case Started(attempt, logs):
+                self.attempt, self._logs = attempt, logs
+                self._event(names.RANKS_JOINED, ranks=[asdict(self._ranks[rank]) for rank in sorted(self._ranks)])
+            case Reached(phase):
+                self._reached(phase)
+            case Lost(rank, cause, again):
+                self._lost(rank, cause, again)
+            case Committed(step):
+                self.exports.committed(CommittedCheckpoint(step, self.attempt, self._plan.checkpoints))
+
+    def _reached(self, phase: str) -> None:
+        if phase == "workers" and "workers" in self._phases.seconds:
+            return
+        self._phases.finished(phase)
+        if phase == "step":
+            self._say(f"first step after {self._phases.total:.1f} s: {self._phases.in_words()}")
+            self.exports.make_up()
+            self._event(names.FIRST_STEP, seconds=round(self._phases.total, 2), phases=self._phases.seconds)
+
+    def _lost(self, rank: int, cause: str, again: bool) -> None:
+        self.culprit = rank
+        if self._over or (not self.attempt and not again):
+            return  # told already, or refused before anything was written
+        self._over = True
+        self._event(
+            names.ATTEMPT_FAILED,
+            rank=rank,
+            node=self._ranks[rank].node if rank in self._ranks else None,
+            cause=cause,
+            last_step=self._last_step(),
+            logs=self._logs,
+        )
+        self.failures += 1
+        if again and not 0 <= self._config.cluster.max_failures < self.failures:
+            self._restart(rank, cause)
+
+    def _restart(self, rank: int | None, cause: str) -> None:
+        self._say(f"{self.describe(rank, cause).removesuffix(_CONTINUES)}; the run goes on from there")
+        self._ranks = {}
+        self._logs = None
+        self._waiting_since = time.monotonic()
+        self._next_word = self._waiting_since + _FIRST_WORD_SECONDS
+        self._phases.restart()
+
+    def _last_step(self) -> int:
+        saved = committed(self._plan.checkpoints)
+        return saved[-1].step if saved else 0
+
+    def _check_stop(self) -> None:
+        if not self._signals.count:
+            return
+        now = time.monotonic()
+        training = "step" in self._phases.seconds and bool(self._ranks)
+        if self._stopping_since is None:
+            self._stopping_since = now
+            self._board.stop()
+            what = "a checkpoint is committed behind the current step" if training else "no step is being trained"
+            self._say(f"stopping: {what} (again to stop at once)")
+        if self._signals.count > 1 or (not training and now - self._stopping_since > _GONE_SECONDS):
+            ray.shutdown()
+            raise Interrupted("stopped without another checkpoint; the same command continues from the last one")
+
+    def _check_waiting(self) -> None:
+        """Say what is waited for, and give up when it has taken too long."""
+        now = time.monotonic()
+        if len(self._ranks) >= self._asked.workers or now < self._next_look:
+            return
+        self._next_look = now + _LOOK_SECONDS
+        starting, forgotten = self.groups.look()
+        if forgotten:
+            self.failed("a worker died, or could not reach the others, while the ranks were starting")
+        if now < self._next_word:
+            return
+        minutes = self._config.cluster.wait_minutes
+        waited = now - self._waiting_since
+        missing = f"starting {self._asked.workers} worker(s)" if starting else shortage(self._asked, nodes())
+        if waited > 60 * minutes:
+            ray.shutdown()
+            raise TrainingError(
+                f"cluster.wait_minutes={minutes:g}: the workers did not start in that time; {missing}. Free the "
+                "resources, add nodes, ask for less (cluster.workers), or wait longer; the same command continues"
+            )
+        self._say(f"{missing} ({waited:.0f} s, at most {minutes:g} min)")
+        self._next_word = min(now + _NEXT_WORD_SECONDS, self._waiting_since + 60 * minutes + 1)
+
+    def failed(self, cause: str) -> None:
+        """An attempt has failed of which Ray Train does not tell us. Raises when there were too many."""
+        self._event(names.ATTEMPT_FAILED, rank=None, node=None, cause=cause, last_step=self._last_step(), logs=None)
+        self.failures += 1
+        if 0 <= self._config.cluster.max_failures < self.failures:
+            ray.shutdown()
+            raise TrainingError(self.describe(None, cause))
+        self._restart(None, cause)
+
+    def _last_notices(self) -> list[Notice]:
+        try:
+            return self._board.read(0)
+        except RayError:
+            return []
+
+    def _where(self, rank: int) -> str:
+        return f" on {self._ranks[rank].node}, process {self._ranks[rank].pid}," if rank in self._ranks else ""
+
+    def _event(self, name: str, **fields: object) -> None:
+        append_event(self._plan.run_dir / EVENTS_FILE, name, attempt=self.attempt, fields=fields)

@@ -1,0 +1,62 @@
+"""The placement groups that hold the resources of this job's workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray._raylet import PlacementGroupID
+from ray.util import placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
+
+from raytune_fsdp.launch.ray.resources import Request
+
+
+class Groups:
+    """Watches them from the driver, a few times a minute, while workers are waited for."""
+
+    def __init__(self, asked: Request) -> None:
+        self._asked = asked
+        self._seen: list[str] = []
+        self._suspected: set[str] = set()
+
+    def look(self) -> tuple[bool, int]:
+        """Whether the workers have their resources, and how many groups were left behind since the last time.
+
+        Ray Train 2.60 forgets the group of an attempt in which a worker dies while the process group is made. It would
+        keep its resources for ever, and the next attempt might wait for them; here it is removed.
+        """
+        live = self._live()
+        self._seen += [name for name in live if name not in self._seen]
+        older = {name for name in self._seen[:-1] if name in live}
+        # Seen twice: Ray Train removes a group just before it asks for the next one.
+        forgotten, self._suspected = older & self._suspected, older
+        for name in forgotten:
+            _remove(name)
+        return bool(self._seen) and live.get(self._seen[-1]) == "CREATED", len(forgotten)
+
+    def clear(self) -> None:
+        """Remove what is left of attempts that have ended."""
+        for name in self._live():
+            _remove(name)
+        self._seen, self._suspected = [], set()
+
+    def _live(self) -> dict[str, str]:
+        """The state of each."""
+        job = ray.get_runtime_context().get_job_id()
+        return {
+            name: group["state"]
+            for name, group in placement_group_table().items()
+            # The last digits of an id are those of the job that has made it.
+            if name.endswith(job) and group["state"] != "REMOVED" and self._is_for_workers(group)
+        }
+
+    def _is_for_workers(self, group: dict[str, Any]) -> bool:
+        bundles = list(group["bundles"].values())
+        return len(bundles) == self._asked.workers and all(
+            self._asked.per_worker.items() <= bundle.items() for bundle in bundles
+        )
+
+
+def _remove(name: str) -> None:
+    remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))

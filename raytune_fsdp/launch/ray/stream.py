@@ -1,0 +1,177 @@
+"""The stream and the census on a Ray cluster: windows are built by CPU tasks, wherever there are CPUs.
+
+A task that costs no CPU keeps builds in flight, takes their windows in the order of the stream, and yields blocks of
+`micro_batch` samples. It is a Ray Data source: when enough blocks lie ready, Ray Data pulls no more, the task stops,
+and no window is built further ahead. Its blocks go to the ranks in turn (`split`), and each rank makes its batches of
+them (`ray_batches.py`). No list of windows exists: how many a run needs shows as they are built.
+
+Nothing here imports torch: the processes that build windows start in half the time without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+import ray.data
+from ray.data.block import BlockMetadata
+from ray.data.datasource import Datasource, ReadTask
+
+from raytune_fsdp.counts import WindowCounts
+from raytune_fsdp.data.census import Places
+from raytune_fsdp.data.stream import Stream, StreamSample
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.launch.ray.tasks import cpus, in_order, on_a_cpu, opened, own_errors
+from raytune_fsdp.types import Cursor
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.data import DataIterator, Dataset
+
+AHEAD_BYTES = 1 << 30
+"""Windows that are built ahead take at most this much of the cluster's object store, and at most a quarter of it."""
+
+FIRST_AHEAD = 8
+"""Windows that are built ahead at first, when it is not known how large they are."""
+
+READY_BYTES = 256 << 20
+"""Blocks that lie ready take at most this much of the object store, or four for each rank where that is more."""
+
+COUNTED_PER_CPU = 2
+"""Windows in flight for each CPU in a census, so that none waits for the next one."""
+
+TOKEN_COLUMNS = ("input_ids", "labels", "position_ids", "source_ids")
+_FIRST_BLOCK, _BYTES_PER_BLOCK = "raytune_fsdp.first_block", "raytune_fsdp.bytes_per_block"
+
+
+def stream_dataset(stream: Stream, cursor: Cursor, *, micro_batch: int, samples: int, first_block: int = 0) -> Dataset:
+    """The next `samples` samples from `cursor` on, `micro_batch` in a block (fewer in the last one). Starts nothing.
+
+    `first_block` is the number of the first block in the run: `Division.first_block` of the first step.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    source = StreamDatasource(partial(_blocks, ray.put(stream), cursor, micro_batch, samples, first_block), samples)
+    # On this node, which has the actor that hands the blocks out: if it is lost, so is the stream, anyway.
+    dataset = ray.data.read_datasource(
+        source, override_num_blocks=1, num_cpus=0, label_selector={"ray.io/node-id": here}
+    )
+    block_bytes = micro_batch * _row_bytes(stream.windows.seq_len)
+    context = dataset.context
+    context.set_config(_FIRST_BLOCK, first_block)
+    context.set_config(_BYTES_PER_BLOCK, block_bytes)
+    # Ray Data puts together what is smaller than this, and cuts what is half as large again.
+    context.target_max_block_size = block_bytes * 3 // 4
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    return dataset
+
+
+class StreamDatasource(Datasource):  # type: ignore[misc]
+    """A single task that yields the blocks one after the other."""
+
+    def __init__(self, blocks: Callable[[], Iterator[pa.Table]], samples: int) -> None:
+        super().__init__()
+        self._task = ReadTask(blocks, BlockMetadata(samples, None, None, None))
+
+    def estimate_inmemory_data_size(self) -> None:
+        return None
+
+    def get_read_tasks(self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None) -> Any:
+        return [self._task]
+
+
+def split(dataset: Dataset, world: int) -> list[DataIterator]:
+    """A shard for each rank: block g of the run goes to rank g mod world, wherever in the run the stream begins."""
+    context = dataset.context
+    ready = max(READY_BYTES, 4 * world * context.get_config(_BYTES_PER_BLOCK))
+    context.execution_options.resource_limits = ray.data.ExecutionResources(object_store_memory=ready)
+    # Not equal: that would cut the end off, to give every rank as many. Blocks of one size go round in turn.
+    shards = dataset.streaming_split(world, equal=False)
+    first = context.get_config(_FIRST_BLOCK) % world
+    return [shards[(rank - first) % world] for rank in range(world)]
+
+
+def build_on_ray(windows: Windows, places: Places) -> Iterator[tuple[WindowCounts, bool]]:
+    """The `Builder` of a census on all CPUs of the cluster; windows stay in the cache, only their counts come back.
+
+    In order, so that of several bad rows the same one is told of each time.
+    """
+    held = ray.put(windows)
+    calls = (([held], epoch, k) for epoch, k in places)
+    with own_errors(), closing(in_order(_count_task.remote, _count, calls, lambda: COUNTED_PER_CPU * cpus())) as counts:
+        yield from counts
+
+
+def _blocks(held: ObjectRef, cursor: Cursor, micro_batch: int, samples: int, first_block: int) -> Iterator[pa.Table]:
+    """Runs in the task of the source."""
+    rest: pa.Table | None = None
+    block, left = first_block, samples
+    with closing(_sections(held, cursor)) as tables:
+        while left:
+            table = next(tables).slice(0, left)
+            left -= len(table)
+            if rest is not None:
+                table = pa.concat_tables([rest, table])
+            whole = len(table) if not left else len(table) // micro_batch * micro_batch
+            for first in range(0, whole, micro_batch):
+                part = table.slice(first, min(micro_batch, whole - first))
+                yield part.append_column("block", pa.array(np.full(len(part), block, dtype=np.int64)))
+                block += 1
+            rest = table.slice(whole)
+
+
+def _sections(held: ObjectRef, cursor: Cursor) -> Generator[pa.Table, None, None]:
+    """The windows of the stream in their order, as tables of samples, for ever."""
+    most = min(AHEAD_BYTES, int(ray.cluster_resources().get("object_store_memory", 0)) // 4)
+    taken, largest, empty = 0, 1, 0
+
+    def ahead() -> int:
+        return max(2, min(cpus(), most // largest, FIRST_AHEAD + taken))
+
+    calls = (([held], cursor, k) for k in count())
+    with closing(in_order(_section_task.remote, _section, calls, ahead, first_here=True)) as tables:
+        for table in tables:
+            taken, largest = taken + 1, max(largest, table.nbytes)
+            empty = 0 if len(table) else empty + 1
+            if empty:
+                ray.get(held).check_not_empty(empty)
+            yield table
+
+
+def _section(held: Sequence[ObjectRef], cursor: Cursor, number: int) -> pa.Table:
+    stream: Stream = opened(held[0])
+    return _to_table(list(stream.section(cursor, number)), stream.windows.seq_len)
+
+
+def _count(held: Sequence[ObjectRef], epoch: int, k: int) -> tuple[WindowCounts, bool]:
+    windows: Windows = opened(held[0])
+    window, built = windows.get(epoch, k, must_keep=True)
+    return window.counts, built
+
+
+_section_task, _count_task = on_a_cpu(_section), on_a_cpu(_count)
+
+
+def _to_table(samples: Sequence[StreamSample], seq_len: int) -> pa.Table:
+    """A row for each sample."""
+    columns: dict[str, pa.Array] = {}
+    for name in TOKEN_COLUMNS:
+        values = [getattr(each.sample, name) for each in samples] or [np.empty(0, dtype=np.int32)]
+        columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(np.concatenate(values)), seq_len)
+    columns["id"] = pa.array([each.sample.id for each in samples], pa.int64())
+    for name in ("epoch", "window", "index"):
+        columns[name] = pa.array([getattr(each.behind, name) for each in samples], pa.int64())
+    columns["built"] = pa.array([each.built for each in samples], pa.bool_())
+    return pa.table(columns)
+
+
+def _row_bytes(seq_len: int) -> int:
+    """Of a row of `_to_table`, with the number of its block."""
+    return 4 * len(TOKEN_COLUMNS) * seq_len + 8 * 5

@@ -1,0 +1,172 @@
+"""Is `run.storage` the same storage for every rank? Found out by writing there, before anything else does."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from raytune_fsdp.durable import write_durably
+from raytune_fsdp.errors import ConfigError
+
+_POLL_SECONDS = 0.2
+TOKEN_PREFIX = ".shared-"
+_SHOWN = 4
+"""A message names this many nodes."""
+
+_RULE = (
+    "All nodes must mount the same storage under the same path, writable: set run.storage to such a path, or keep all "
+    "ranks on one node (cluster.placement=strict_pack)"
+)
+_RULE_ALONE = "Set run.storage to a path that can be written there"
+
+
+def check_shared(run_dir: Path, *, patience_seconds: float = 10.0) -> None:
+    """Refuse storage that is not one and the same, and writable, for all ranks. All ranks must call this.
+
+    Every rank raises the same error, and none waits for one that has failed. Of a refused run nothing is left behind.
+    """
+    # Here: a rank that unpickles a token imports this file, and would wait for transformers before it can say a word.
+    from raytune_fsdp.collectives import on_rank0
+
+    token = on_rank0(lambda: leave_token(run_dir, "rank 0"))
+    everyone: list[_Outcome | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, _look(token, patience_seconds))
+    on_rank0(lambda: _judge(token, [each for each in everyone if each]))
+
+
+def check_seen(token: Token, *, by: str = "rank 0", patience_seconds: float = 10.0) -> None:
+    """Refuse storage where the token that another process has left is not seen by this one, which is called `by`."""
+    reason = _wait_for(token, patience_seconds)
+    if reason is not None:
+        raise ConfigError(
+            f"run.storage={token.path.parent.parent}: what {token.who} on {token.node} has written there is not seen "
+            f"by {by} on {_node()} ({reason}). {_RULE}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A small file, to be seen by others."""
+
+    path: Path
+    text: str
+    who: str
+    node: str
+    made: tuple[Path, ...]
+    """Directories that were not there before, innermost first."""
+
+    def remove(self, *, refused: bool) -> None:
+        """Where the run was refused, with the directories that were made for it, if nothing else is in them."""
+        with suppress(OSError):
+            self.path.unlink()
+        for directory in self.made if refused else ():
+            with suppress(OSError):
+                directory.rmdir()
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a rank has found: reasons why not, if so."""
+
+    rank: int
+    node: str
+    not_seen: str | None = None
+    not_written: str | None = None
+
+
+def leave_token(run_dir: Path, who: str) -> Token:
+    """Make the run's directory and write a token there. `who` writes, for messages."""
+    missing: list[Path] = []
+    with suppress(OSError):
+        missing += [each for each in (run_dir, *run_dir.parents) if not each.exists()]
+    token = Token(run_dir / f"{TOKEN_PREFIX}{uuid.uuid4().hex}", uuid.uuid4().hex, who, _node(), tuple(missing))
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_durably(token.path, token.text)
+    except OSError as error:
+        token.remove(refused=True)
+        raise ConfigError(
+            f"run.storage={run_dir.parent}: {who} on {_node()} cannot write to {run_dir} ({_why(error)}). {_rule()}"
+        ) from error
+    return token
+
+
+def _look(token: Token, patience_seconds: float) -> _Outcome:
+    rank, node = dist.get_rank(), _node()
+    reason = _wait_for(token, patience_seconds)
+    if reason is not None:
+        return _Outcome(rank, node, not_seen=reason)
+    own = token.path.with_name(f"{token.path.name}-{rank}")
+    try:
+        try:
+            write_durably(own, token.text)
+        finally:
+            own.unlink(missing_ok=True)
+    except OSError as error:
+        return _Outcome(rank, node, not_written=_why(error))
+    return _Outcome(rank, node)
+
+
+def _wait_for(token: Token, patience_seconds: float) -> str | None:
+    """Why this process does not see the token, None if it does."""
+    deadline = time.monotonic() + patience_seconds
+    while (reason := _missing(token)) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)  # a network file system shows other nodes' files late
+    return reason
+
+
+def _missing(token: Token) -> str | None:
+    try:
+        return None if token.path.read_bytes() == token.text.encode() else "the file has another content"
+    except OSError as error:
+        return _why(error)
+
+
+def _judge(token: Token, everyone: Sequence[_Outcome]) -> None:
+    """On rank 0, when all have looked."""
+    unseen = _by_node([(each.not_seen, each) for each in everyone])
+    unwritten = _by_node([(each.not_written, each) for each in everyone])
+    token.remove(refused=bool(unseen or unwritten))
+    problems = [f"what rank 0 on {token.node} has written there is not seen by {unseen}"] if unseen else []
+    problems += [f"it cannot be written by {unwritten}"] if unwritten else []
+    if problems:
+        raise ConfigError(f"run.storage={token.path.parent.parent}: {'; '.join(problems)}. {_rule()}")
+
+
+def _by_node(found: Sequence[tuple[str | None, _Outcome]]) -> str:
+    """Who has a reason to complain: `ranks 2, 3 on node-b (why), rank 4 on node-c (why)`."""
+    ranks: dict[tuple[str, str], list[str]] = {}
+    for reason, outcome in found:
+        if reason is not None:
+            ranks.setdefault((outcome.node, reason), []).append(str(outcome.rank))
+    groups = [
+        f"rank{'s' if len(each) > 1 else ''} {', '.join(each)} on {node} ({reason})"
+        for (node, reason), each in ranks.items()
+    ]
+    more = [f"and {len(groups) - _SHOWN} more like these"] if len(groups) > _SHOWN else []
+    return ", ".join([*groups[:_SHOWN], *more])
+
+
+def _rule() -> str:
+    return _RULE if not dist.is_initialized() or dist.get_world_size() > 1 else _RULE_ALONE
+
+
+def _node() -> str:
+    """This node, as people and as Ray call it."""
+    name = socket.gethostname()
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        route.connect(("192.0.2.1", 9))  # sends nothing: it only picks the address that leads out of here
+        return f"{name} ({route.getsockname()[0]})"
+    return name
+
+
+def _why(error: OSError) -> str:
+    return error.strerror or os.strerror(error.errno or 0)

@@ -1,0 +1,182 @@
+"""Where a run's first weights come from: a model directory, a checkpoint of another run, or a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from raytune_fsdp.checkpoint.catalogue import (
+    CommittedCheckpoint,
+    as_checkpoint,
+    checkpoints_of,
+    committed,
+    looks_like_checkpoint,
+    verify,
+)
+from raytune_fsdp.checkpoint.location import storage_at
+from raytune_fsdp.checkpoint.model_files import MODEL_FILES, model_files
+from raytune_fsdp.checkpoint.store import verify_together
+from raytune_fsdp.checkpoint.weights import CheckpointWeights
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.errors import ModelError, ResumeError
+from raytune_fsdp.model.conversion import ConvertedWeights
+from raytune_fsdp.model.files import WeightFiles, find_weights, locate
+from raytune_fsdp.model.keys import Match, check_shapes, grown_rows, match_keys, owned_tensors
+from raytune_fsdp.model.skeleton import build_skeleton
+from raytune_fsdp.model.weights import FileWeights, GrownWeights, RandomWeights, Weights
+from raytune_fsdp.plan import Plan
+from raytune_fsdp.urls import is_url
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Weights that are stored somewhere. Can be pickled."""
+
+    stored: WeightFiles | CommittedCheckpoint
+    match: Match
+    """Of files: which of their keys is what."""
+    grown: Mapping[str, int]
+    """Embeddings that get more rows than are stored."""
+
+    def weights(self, model: PreTrainedModel) -> Weights:
+        """To fill the network from. Opens no file of a model yet: a rank may not see any."""
+        weights: Weights
+        if isinstance(self.stored, CommittedCheckpoint):
+            weights = CheckpointWeights(self.stored)
+        else:
+            weights = FileWeights(self.stored, self.match.key_of)
+            if self.match.conversions:
+                weights = ConvertedWeights(weights, self.match.conversions, model)
+        return GrownWeights(weights, self.grown) if self.grown else weights
+
+    def sizes(self) -> Mapping[str, int]:
+        """Sizes of the files, to compare what different ranks see. OSError where there are none."""
+        if isinstance(self.stored, CommittedCheckpoint):
+            return storage_at(self.stored.root).sizes(self.stored.name)
+        return self.stored.sizes()
+
+    @property
+    def where(self) -> str:
+        return self.stored.path if isinstance(self.stored, CommittedCheckpoint) else str(self.stored.directory)
+
+
+def going_on(config: FinetuneConfig, place: Plan) -> FinetuneConfig:
+    """The config for a run that began with a checkpoint and has one of its own by now: it needs the other no more.
+
+    That may have been deleted meanwhile, as its run went on.
+    """
+    path = config.model.path
+    if path is None or config.model.init != "pretrained" or not looks_like_checkpoint(path):
+        return config
+    own = place.run_dir / MODEL_FILES
+    if config.run.resume == "never" or not (own / "config.json").is_file() or not committed(place.checkpoints):
+        return config
+    # Its checkpoint has every weight. Without init=random, files would be looked for.
+    model = config.model.model_copy(update={"path": str(own), "init": "random"})
+    return config.model_copy(update={"model": model})
+
+
+def model_directory(config: FinetuneConfig, *, weights: bool) -> Path | None:
+    """Where the model's config and tokenizer are. The weights of a hub model are fetched only if asked for."""
+    path = config.model.path
+    if path is None:
+        return None
+    checkpoint = _checkpoint(path)
+    if checkpoint is not None:
+        return model_files(checkpoint)
+    return locate(path, config.model.revision, field="model.path", weights=weights)
+
+
+def _checkpoint(path: str) -> CommittedCheckpoint | None:
+    """The checkpoint that `model.path` is, None if it is something else; a whole run is too much."""
+    local = not is_url(path)
+    place = str(Path(path).expanduser().resolve()) if local else path
+    try:
+        found = as_checkpoint(place)
+    except (OSError, ValueError) as error:  # ValueError: a protocol that nobody knows
+        raise ModelError(f"model.path={path} cannot be read: {error}") from error
+    if found is None and local and (Path(place) / "plan.json").is_file():
+        there = committed(checkpoints_of(Path(place)))
+        choice = f", for example {there[-1].path}" if there else "; it has none yet"
+        raise ModelError(
+            f"model.path={path} is a whole run, whose newest checkpoint changes: name one of its checkpoints{choice}"
+        )
+    if found is None and not local:
+        raise ModelError(f"model.path={path} is no committed checkpoint, which is all that a URL may be here")
+    return found
+
+
+def find_origin(config: FinetuneConfig, skeleton: PreTrainedModel) -> Origin | None:
+    """What is stored for this network, found to fit it. None with `model.init=random`."""
+    if config.model.init != "pretrained" or config.model.path is None:
+        return None
+    checkpoint = _checkpoint(config.model.path)
+    if checkpoint is not None:
+        _check_whole(config, verify(checkpoint, hashes=False))
+        origin = Origin(stored=checkpoint, match=Match(key_of={}), grown={})
+    else:
+        directory = model_directory(config, weights=True)
+        assert directory is not None, "there is a path"
+        files = find_weights(directory)
+        origin = Origin(stored=files, match=match_keys(skeleton, files), grown={})
+    weights = origin.weights(skeleton)
+    if checkpoint is not None:
+        _check_names(skeleton, weights, origin.where)
+    grown = grown_rows(skeleton, weights.shapes()) if config.model.resize_embeddings else {}
+    check_shapes(skeleton, GrownWeights(weights, grown))
+    return replace(origin, grown=grown)
+
+
+def _check_names(skeleton: PreTrainedModel, weights: Weights, where: str) -> None:
+    """The names in a checkpoint are the network's own; those in files were matched."""
+    differ = sorted(set(owned_tensors(skeleton)) ^ set(weights.shapes()))
+    if differ:
+        raise ModelError(
+            f"{where} is of another network than its config.json describes: {differ[0]}"
+            + (f" (and {len(differ) - 1} more)" if len(differ) > 1 else "")
+        )
+
+
+def first_weights(config: FinetuneConfig, origin: Origin | None, model: PreTrainedModel) -> tuple[Weights | None, str]:
+    """What to fill `model` from, None if rank 0 reads for this one, and in which mode. Collective."""
+    if origin is None:
+        twin = build_skeleton(model.config, config.model, config.parallel.precision)
+        return RandomWeights(twin, config.run.seed), "sharded"
+    mode = fill_mode(config, origin)
+    if isinstance(origin.stored, CommittedCheckpoint):
+        hashes = config.checkpoint.verify == "hashes"
+        _check_whole(config, verify_together(origin.stored, hashes=hashes, only_rank0=mode == "rank0"))
+    reads = mode == "sharded" or dist.get_rank() == 0
+    return origin.weights(model) if reads else None, mode
+
+
+def _check_whole(config: FinetuneConfig, problem: str | None) -> None:
+    if problem is not None:
+        raise ResumeError(f"model.path={config.model.path} is damaged: {problem}; use another checkpoint beside it")
+
+
+def fill_mode(config: FinetuneConfig, origin: Origin) -> str:
+    """`sharded` where every rank sees the files that rank 0 has found. Collective."""
+    if config.model.fill == "rank0":
+        return "rank0"
+    sizes = [origin.sizes() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(sizes, src=0)
+    try:
+        sees = origin.sizes() == sizes[0]
+    except OSError:
+        sees = False
+    views: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(views, sees)
+    if all(views):
+        return "sharded"
+    if config.model.fill == "sharded":
+        blind = [rank for rank, view in enumerate(views) if not view]
+        raise ModelError(
+            f"model.fill=sharded, but rank(s) {blind} do not see the same files in {origin.where}: put the model on "
+            "storage that all nodes share, or set model.fill=rank0"
+        )
+    return "rank0"

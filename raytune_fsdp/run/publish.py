@@ -1,0 +1,40 @@
+"""A checkpoint as others use it: a Hugging Face model directory with its card, and, if asked, on the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, verify
+from raytune_fsdp.checkpoint.model_files import READERS, RECIPE_FILE, model_files
+from raytune_fsdp.checkpoint.weights import CheckpointWeights
+from raytune_fsdp.config import ExportConfig
+from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.model.export import export
+from raytune_fsdp.report.card import model_card
+
+
+def publish(
+    checkpoint: CommittedCheckpoint, destination: Path, chosen: ExportConfig, *, verified: bool = False
+) -> str | None:
+    """Write `destination` and push it by `chosen.push`; returns where it is on the hub, None if it is not.
+
+    The checkpoint is compared with its manifest first, unless it is `verified`.
+    """
+    problem = None if verified else verify(checkpoint, hashes=True, threads=READERS)
+    if problem is not None:
+        raise ResumeError(f"checkpoint {checkpoint.path} is damaged, so it is not exported: {problem}; use another one")
+    files = model_files(checkpoint)
+    export(
+        CheckpointWeights(checkpoint),
+        files,
+        destination,
+        dtype=chosen.dtype,
+        max_file_bytes=chosen.max_file_bytes,
+        card=model_card(checkpoint, files, dtype=chosen.dtype),
+        leave_out=[RECIPE_FILE],
+    )
+    if chosen.push is None:
+        return None
+    from raytune_fsdp.model.hub import push
+
+    return push(destination, chosen.push, private=chosen.private, message=f"step {checkpoint.step}")

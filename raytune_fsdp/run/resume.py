@@ -1,0 +1,113 @@
+"""Whether and where a run goes on: what makes it the same run, and the checkpoint it continues from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import PretrainedConfig
+
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, newest
+from raytune_fsdp.checkpoint.state import RunState, check_identity, read_state
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.load import dump_config
+from raytune_fsdp.data.identity import files_by_key
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.errors import ResumeError, TransientError
+from raytune_fsdp.plan import Plan
+from raytune_fsdp.tracking import names
+from raytune_fsdp.tracking.jsonl import EVENTS_FILE, read_events
+from raytune_fsdp.tracking.tracker import flatten
+
+
+def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Windows) -> dict[str, Any]:
+    """What decides the trajectory, by the names a user knows. A path does not: what it holds does."""
+    architecture = {
+        f"model.{key}": value
+        for key, value in hf_config.to_diff_dict().items()
+        if key not in ("transformers_version", "_name_or_path", "dtype", "use_cache")
+    }
+    optim = config.optim.model_dump(exclude={"schedule_steps", "max_skipped"})
+    identity = {
+        **architecture,
+        **{f"optim.{key}": value for key, value in optim.items()},
+        "model.init": config.model.init,
+        "model.revision": config.model.revision,
+        "method": config.method.model_dump(),
+        "run.seed": config.run.seed,
+        "parallel.precision": config.parallel.precision,
+        "train.global_batch": config.train.global_batch,
+        "train.micro_batch": config.train.micro_batch,
+        **{_data_key(key): value for key, value in train.identity.items() if key != "seed"},
+    }
+    normal: dict[str, Any] = json.loads(json.dumps(identity, default=str))  # as it will come back from a checkpoint
+    return normal
+
+
+def _data_key(key: str) -> str:
+    return f"data.{key.replace('datasets.', 'train.')}"
+
+
+def files_of(train: Windows) -> dict[str, list[str]]:
+    """The names of the files whose hashes are in the identity, by its key."""
+    return {_data_key(key): files for key, files in files_by_key(train.sources).items()}
+
+
+def find_resume(
+    config: FinetuneConfig,
+    plan: Plan,
+    identity: Mapping[str, Any],
+    files: Mapping[str, Sequence[str]],
+    damaged: Damaged | None = None,
+) -> tuple[CommittedCheckpoint | None, RunState, Damaged]:
+    """The checkpoint to continue from and the state in it, by the rules of `run.resume`, and what is no choice.
+
+    Of the large files only the sizes are looked at: the ranks read them together.
+    """
+    checkpoints = plan.checkpoints
+    try:
+        found, damaged = newest(checkpoints, hashes=False, damaged=damaged)
+    except OSError as error:
+        raise TransientError(
+            f"{checkpoints} cannot be read: {error}; check checkpoint.storage and run.storage, and their credentials"
+        ) from error
+    if found is None:
+        _check_never_saved(plan)
+        if config.run.resume == "always":
+            raise ResumeError(
+                f"run.resume=always, but {checkpoints} has no complete checkpoint: check run.storage and run.name, "
+                "or set run.resume=auto to start anew"
+            )
+        return None, RunState(), {}
+    if config.run.resume == "never":
+        raise ResumeError(
+            f"run.resume=never, but {checkpoints} has a checkpoint of step {found.step}: give run.name another value, "
+            "or set run.resume=auto to continue it"
+        )
+    state = read_state(found)
+    check_identity(state, identity, found.path, files)
+    return found, state, damaged
+
+
+def _check_never_saved(plan: Plan) -> None:
+    """A run whose checkpoints are not where they should be must not start anew: its record would be cut."""
+    saved = [each["fields"] for each in read_events(plan.run_dir / EVENTS_FILE) if each["event"] == names.SAVED]
+    if saved:
+        raise ResumeError(
+            f"{plan.checkpoints} has no checkpoint, but this run has saved step {saved[-1]['step']} as "
+            f"{saved[-1]['path']}: mount that storage or set checkpoint.storage back; to start anew, choose another "
+            f"run.name or remove {plan.run_dir}"
+        )
+
+
+def changed_settings(run_dir: Path, config: FinetuneConfig) -> dict[str, list[Any]]:
+    """Old and new value of what the config of the run's last attempt had otherwise: found harmless by now."""
+    try:
+        before = flatten(yaml.safe_load((run_dir / "config.yaml").read_text()))
+    except (OSError, yaml.YAMLError, AttributeError):
+        return {}
+    now = flatten(yaml.safe_load(dump_config(config)))
+    return {key: [before.get(key), now.get(key)] for key in sorted({*before, *now}) if before.get(key) != now.get(key)}

@@ -1,0 +1,42 @@
+"""Paths and URLs as text: which is which, and what in them must not be shown."""
+
+from __future__ import annotations
+
+import re
+
+_SECRET_OPTION = re.compile(r"[?&][^=&]*(secret|token|password|key)[^=&]*=", re.IGNORECASE)
+
+
+def is_url(place: str) -> bool:
+    """Whether a place is in an object store or the like, not a path of a mounted file system."""
+    return "://" in place
+
+
+def split_query(url: str) -> tuple[str, str]:
+    """A URL and the options behind it. A `?` alone is a wildcard."""
+    found = re.search(r"\?\w[\w.-]*=", url)
+    return (url[: found.start()], url[found.start() :]) if found else (url, "")
+
+
+def without_secrets(url: str) -> str:
+    """The URL without what may be a password: the user before the place, and the options. Paths stay as they are."""
+    if not is_url(url):
+        return url
+    scheme, rest = split_query(url)[0].split("://", 1)
+    place = rest.partition("/")[0]
+    end = place.rfind("@")
+    _, colon, port = place.partition(":")
+    # A password may have slashes, as many keys of AWS do. Behind the colon stands one unless it is a port: buckets have
+    # none.
+    if end < 0 and colon and (scheme in ("s3", "gs") or not port.isdigit()):
+        end = rest.find("@")
+    return f"{scheme}://{rest[end + 1 :]}"
+
+
+def holds_credentials(place: str) -> bool:
+    """Whether a path or URL has a password, a key or a token in it."""
+    scheme, _, rest = place.rpartition("://")
+    host = rest.split("/")[0]
+    # Buckets have neither a port nor a user; elsewhere a name before @ may be part of the place (abfs), a password not.
+    secret = any(c in host for c in ":@") if scheme in ("s3", "gs", "gcs") else ":" in host.rpartition("@")[0]
+    return bool(scheme and (secret or _SECRET_OPTION.search(rest)))
