@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
+from raytune_fsdp.checkpoint.store import Store, load, verify_together
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -42,7 +43,6 @@ from benchmarks.record import write_result
 from raytune_fsdp.checkpoint.catalogue import Keep, committed
 from raytune_fsdp.checkpoint.staging import local_piece
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.checkpoint.store import Store, load, open_store, verify_together
 from raytune_fsdp.checkpoint.tensors import tensors_of
 from raytune_fsdp.config import OptimConfig, ParallelConfig
 from raytune_fsdp.optim import build_optimizer
@@ -99,7 +99,7 @@ class Bench:
         return tensors_of(self.model, self.optimizer)
 
     def open(self) -> Store:
-        return open_store(
+        return open_saver(
             str(self.directory / "ours"), self.model, self.optimizer, attempt=1, keep=Keep(last=None), seconds=600,
             asynchronous=True, scores={},
         )  # fmt: skip

@@ -113,7 +113,8 @@ def _stream_ray(windows: Any, samples: int) -> int:
     """Two ranks, eight samples a block."""
     import ray
 
-    from raytune_fsdp.data.stream import Division, Stream
+    from raytune_fsdp.data.stream import Stream
+    from raytune_fsdp.division import Division
     from raytune_fsdp.launch.ray.batches import ray_batches
     from raytune_fsdp.launch.ray.stream import split, stream_dataset
     from raytune_fsdp.types import Cursor

@@ -24,8 +24,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.record import write_result
 from raytune_fsdp import FinetuneConfig, finetune
 from raytune_fsdp.data.batches import rank_batches
-from raytune_fsdp.data.stream import Division, Stream
+from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.demo import CONVERSATIONS, TOKENIZER
+from raytune_fsdp.division import Division
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.tracking.jsonl import read_trajectory
 

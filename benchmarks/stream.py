@@ -31,9 +31,10 @@ from transformers import AutoTokenizer
 from benchmarks.record import write_result
 from raytune_fsdp.config import CompletionFormat, DataConfig, DatasetConfig
 from raytune_fsdp.data.census import census
-from raytune_fsdp.data.stream import Division, Stream
+from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.demo import TOKENIZER
+from raytune_fsdp.division import Division
 from raytune_fsdp.launch.ray.batches import ray_batches
 from raytune_fsdp.launch.ray.stream import build_on_ray, split, stream_dataset
 from raytune_fsdp.types import Cursor
