@@ -64,9 +64,11 @@ def open_windows(rows: Path, cache: Path) -> Windows:
 class Rank:
     """Takes its batches, and takes its time for each."""
 
-    def run(self, shard: Any, windows: Windows, division: Division, rank: int, step_seconds: float) -> dict[str, Any]:
+    def run(
+        self, shard: Any, windows: Windows, division: Division, steps: int, rank: int, step_seconds: float
+    ) -> dict[str, Any]:
         asked, waited, built = [time.time()], [], 0
-        for step in ray_batches(shard, windows, division, rank=rank):
+        for step in ray_batches(shard, windows, division, range(1, steps + 1), data_rank=rank):
             waited.append(time.time() - asked[-1])
             built += step.windows_built
             if len(waited) == 1:
@@ -79,17 +81,15 @@ class Rank:
 
 def measure(windows: Windows, *, ranks: int, micro_batch: int, steps: int, step_seconds: float = 0.0) -> dict[str, Any]:
     batch = ranks * micro_batch
-    division = Division(
-        first_step=1, last_step=steps, total_samples=None, global_batch=batch, micro_batch=micro_batch, world=ranks
-    )
+    division = Division(total_samples=None, global_batch=batch, micro_batch=micro_batch, data_ranks=ranks)
     actors = [Rank.remote() for _ in range(ranks)]
     ray.get([actor.__ray_ready__.remote() for actor in actors])
     start = time.time()
-    dataset = stream_dataset(Stream(windows, seed=SEED), Cursor(), micro_batch=micro_batch, samples=division.samples())
+    dataset = stream_dataset(Stream(windows, seed=SEED), Cursor(), micro_batch=micro_batch, samples=steps * batch)
     shards = split(dataset, ranks)
     found = ray.get(
         [
-            actor.run.remote(shard, windows, division, rank, step_seconds)
+            actor.run.remote(shard, windows, division, steps, rank, step_seconds)
             for rank, (actor, shard) in enumerate(zip(actors, shards, strict=True))
         ]
     )

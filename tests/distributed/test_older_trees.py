@@ -189,7 +189,7 @@ def go_on_with_a_field(older: Path, name: str, section: str, value: int) -> None
     values = yaml.safe_load(Path("runs", name, "config.yaml").read_text())
     extended = section_of(FinetuneConfig.model_validate(values), section)
     add_field(type(extended))
-    register_default(section, ADDED, 1)
+    register_default(section, extended, ADDED, 1)
     before = section_of(FinetuneConfig.model_validate(values), section)
     assert type(before) is type(extended) and before.model_dump()[ADDED] == 1, "the field must be there"
     if value != 1:
@@ -199,9 +199,11 @@ def go_on_with_a_field(older: Path, name: str, section: str, value: int) -> None
     train_rank(values)
 
 
-def register_default(section: str, field: str, value: Any) -> None:
+def register_default(section: str, extended: Any, field: str, value: Any) -> None:
     """Say what the absence of a field means: the one place where the test knows how the tree does that."""
-    # TODO: an entry in the table of such defaults, once there is one.
+    from raytune_fsdp.identity import ABSENT
+
+    ABSENT[".".join([section, *([extended.type] if hasattr(extended, "type") else []), field])] = value
 
 
 def section_of(config: Any, section: str) -> Any:
