@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     differing = sum(each.difference is not None for each in results)
     compared = sum(each.values > 0 for each in results)
     print(
-        f"{compared} runs compared with {commit[:7]}, "
+        f"{compared} of {len(results)} runs compared with {commit[:7]}, "
         f"{f'{differing} NOT EQUAL' if differing else 'all equal'}, in {time.monotonic() - since:.0f} s"
     )
     if compared < LEAST_RUNS:
