@@ -71,5 +71,17 @@ class Interrupted(RaytuneError):
 
 
 def first_line(error: BaseException) -> str:
-    """What a library says, in short; its name where it says nothing."""
+    """The first line of an error's message, or its kind if it has none: where the kind would add nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error as one line, for the inside of another message.
+
+    The message alone where it says everything, as ours and the operating system's do; otherwise the kind and the first
+    line: `KeyError: 'weight_map'`, not `'weight_map'`.
+    """
+    if isinstance(error, RaytuneError):
+        return " ".join(str(error).split())
+    kind, line = type(error).__name__, first_line(error)
+    return line if line == kind or (isinstance(error, OSError) and error.strerror) else f"{kind}: {line}"
