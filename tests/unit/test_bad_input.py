@@ -180,7 +180,7 @@ def test_experts_that_are_missing(refused: Refused, tmp_path: Path) -> None:
     says(
         without("layers.1.mlp.experts.2.", "layers.1.block_sparse_moe.experts.2."),
         "experts.3.w",
-        "comes behind",
+        "comes after",
         "experts.1.w",
     )
     says(without("experts.4."), "mlp.experts.", "is [4, ", "in the files and [5, ", "in the network")
