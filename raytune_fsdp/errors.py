@@ -76,12 +76,12 @@ def first_line(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error as one line, for the inside of another message.
+    """An error as one line, to be part of another message.
 
     The message alone where it says everything, as ours and the operating system's do; otherwise the kind and the first
     line: `KeyError: 'weight_map'`, not `'weight_map'`.
     """
     if isinstance(error, RaytuneError):
         return " ".join(str(error).split())
-    kind, line = type(error).__name__, first_line(error)
+    kind, line = type(error).__name__, first_line(error)[:500]  # some libraries quote a whole answer of a server
     return line if line == kind or (isinstance(error, OSError) and error.strerror) else f"{kind}: {line}"

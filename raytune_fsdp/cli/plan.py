@@ -43,18 +43,18 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
     if found.samples is not None:
         census = Census(seq_len=config.data.seq_len, epochs=(found.samples,))
     elif config.train.epochs is not None:
-        parser.error("a length in train.epochs depends on the data: say --samples N, or train.max_steps")
+        parser.error("the length of train.epochs depends on the data: give --samples N, or set train.max_steps")
     plan = resolve(config, world, census)
     print(
         json.dumps({**plan.to_dict(), "layout": asdict(plan.layout)}, indent=2)
         if found.json
-        else in_words(config, plan)
+        else plan_in_words(config, plan)
     )
     return 0
 
 
-def in_words(config: FinetuneConfig, plan: Plan) -> str:
-    """The plan as lines a person reads."""
+def plan_in_words(config: FinetuneConfig, plan: Plan) -> str:
+    """The plan as lines that a person reads."""
     layout, data, parallel = plan.layout, config.data, config.parallel
     tokens = plan.global_batch * data.seq_len
     fillers = f", {layout.fillers} of them only keep the ranks aligned" if layout.fillers else ""

@@ -1,8 +1,8 @@
 """What a user may write: `FinetuneConfig` and its sections, a file each.
 
     base.py        what all sections have in common      rules.py      checks that several of them share
-    run.py, model.py, data.py, formats.py, method.py, parallel.py, optim.py, train.py, checkpoint.py, eval.py, tracking.py,
-    cluster.py, export.py
+    run.py, model.py, data.py, formats.py, method.py, parallel.py, optim.py, train.py, checkpoint.py, eval.py,
+    tracking.py, cluster.py, export.py
 
 How a YAML file and command-line flags become one, in the order of the data:
 

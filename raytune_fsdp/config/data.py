@@ -80,8 +80,8 @@ class DataConfig(Section):
     pretraining; `none` pads every document to `seq_len`. No document sees another."""
 
     long_documents: Literal["error", "truncate", "drop", "split"] = "error"
-    """What happens to a document of more than `seq_len` tokens. `truncate` keeps its first `seq_len` tokens; `drop` leaves
-    it out; `split` makes documents of at most `seq_len` tokens out of it. All of these are counted."""
+    """What happens to a document of more than `seq_len` tokens. `truncate` keeps its first `seq_len` tokens; `drop`
+    leaves it out; `split` makes documents of at most `seq_len` tokens out of it. All of these are counted."""
 
     bad_rows: Literal["error", "skip"] = "error"
     """What happens to a row that cannot be used: broken JSON, a missing column, no token to train on, and so on.

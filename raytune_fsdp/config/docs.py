@@ -77,8 +77,8 @@ the section stay.
 --optim.schedule.type wsd --optim.schedule.decay 0.2
 ```
 
-**Order** does not matter, except that the last one counts if a flag is given twice. A flag for a section is applied before
-the flags for its fields.
+**Order** does not matter, except that the last one counts if a flag is given twice. A flag for a section is applied
+before the flags for its fields.
 
 **Unknown names** are refused, in the file and on the command line, and so is a key written twice in the file.
 

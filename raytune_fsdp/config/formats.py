@@ -52,8 +52,8 @@ class InstructionFormat(Section):
     """Column with a system message. Null: none."""
 
     style: Literal["alpaca", "plain", "chat"] = "alpaca"
-    """`alpaca`: under the headings that Stanford's Alpaca used; `plain`: the answer directly after the question (with empty
-    lines between a system message, the question and its input); `chat`: as a conversation, by the chat template."""
+    """`alpaca`: under the headings that Stanford's Alpaca used; `plain`: the answer directly after the question (with
+    empty lines between a system message, the question and its input); `chat`: as a conversation, by the chat template."""
 
     loss: Literal["completion", "all"] = "completion"
     """Tokens that are trained on: the answer including its end token, or every token."""

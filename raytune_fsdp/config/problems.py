@@ -37,8 +37,8 @@ def explain(error: ValidationError, tree: Any, root: Place, sources: Mapping[Loc
 def _locate(loc: tuple[int | str, ...], root: Place, tree: Any) -> tuple[Loc, Place | None, Place | None]:
     """The dotted path of an error, its place and the place that holds it.
 
-    pydantic's location also has labels that name members of unions (`('optim', 'schedule', 'wsd', 'decay')`); the path has
-    none.
+    pydantic's location also has labels that name members of unions, as in ('optim', 'schedule', 'wsd', 'decay'); the
+    path has none.
     """
     path: list[str] = []
     place: Place | None = root

@@ -1,4 +1,4 @@
-"""What a person wants to know when a run has ended: did it learn, what does it say now, where is it, what next."""
+"""What a person wants to know when a run has ended: did it learn, what does it answer, where is it, what comes next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raytune_fsdp.tracking.names import ANSWERED
 def summary(
     run_dir: Path, *, checkpoint: str, export: Path | None, curve: Path | None, pushed: str | None = None
 ) -> str:
-    """Several lines of text about a finished run, from its files."""
+    """A few lines about a finished run, from its files."""
     lines = read_metrics(run_dir / METRICS_FILE)
     steps = [line["trajectory"] for line in lines if line["kind"] == "step"]
     evals = [line["values"] for line in lines if line["kind"] == "eval"]
@@ -38,7 +38,7 @@ def summary(
 
 
 def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None) -> str:
-    """What to try with a finished run."""
+    """Commands to try with a finished run."""
     model = _short(export or run_dir)
     commands = [f'{_program("raytune-fsdp")} generate {model} "What does FSDP shard?"']
     if mlflow_uri is not None:
@@ -48,7 +48,7 @@ def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None)
 
 
 def _program(name: str) -> str:
-    """A command as it can be typed here: by its path where the environment it is in is not active."""
+    """A command as it can be typed here: with its path if its environment is not active."""
     return name if shutil.which(name) else _short(Path(sys.executable).parent / name)
 
 
@@ -70,12 +70,12 @@ def _before_and_after(answers: list[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _readable(text: str) -> str:
-    """An answer on one line, also an untrained model's."""
+    """An answer on one line, even that of an untrained model, which may print anything."""
     clean = "".join(c if c.isprintable() and c != "\ufffd" else "·" for c in text)
     return clean[:100] + ("..." if len(clean) > 100 else "") or "(nothing)"
 
 
 def _short(path: Path) -> str:
-    """Relative to where the user is, when it is below."""
+    """The path relative to the working directory, if it is inside."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
