@@ -80,6 +80,7 @@ class ConfigParser(Parser):
         from raytune_fsdp.config.load import ROOT, load_config
 
         found, overrides = self.parse_known_args(arguments)
+        # `train run.yaml` is what many other programs take.
         if overrides and overrides[0].endswith((".yaml", ".yml")) and not overrides[0].startswith("--"):
             self.error(f"unexpected argument {overrides[0]}; a config file is given with --config {overrides[0]}")
         for word in overrides:

@@ -43,7 +43,9 @@ def _fields(place: Place, path: Loc) -> Iterator[DescribedField]:
             default = place.default_tag or default_in_words(child)
             yield DescribedField(".".join(here), type_in_words(child), default, _doc_of_tag(place))
         else:
-            yield from _below(child, here, _owners(place, name))
+            having = [section for section in place.sections if name in section.model_fields]
+            shared = len(having) == len(place.sections)
+            yield from _below(child, here, () if shared else tuple(tag for section in having for tag in tags(section)))
 
 
 def _below(place: Place, path: Loc, only_with: tuple[str, ...]) -> Iterator[DescribedField]:
@@ -53,12 +55,6 @@ def _below(place: Place, path: Loc, only_with: tuple[str, ...]) -> Iterator[Desc
     yield DescribedField(".".join(path), type_in_words(place), default_in_words(place), place.doc, only_with)
     if place.item is not None and place.item.sections:
         yield from _fields(place.item, (*path, INDEX))
-
-
-def _owners(place: Place, name: str) -> tuple[str, ...]:
-    """The values of `type` whose sections have this field; none if all have it."""
-    having = [section for section in place.sections if name in section.model_fields]
-    return tuple(tag for s in having for tag in tags(s)) if len(having) < len(place.sections) else ()
 
 
 def _doc_of_tag(place: Place) -> str:
@@ -92,7 +88,8 @@ def _option_in_words(option: Option) -> str:
     if get_origin(option.type) is list:
         item = place_of(get_args(option.type)[0])
         what = "maps" if item.sections else type_in_words(item)
-        return f"list of {what}{_length(option.bounds)}"
+        least = [bound.min_length for bound in option.bounds if isinstance(bound, bounds.MinLen)]
+        return f"list of {what} (at least {least[0]})" if least else f"list of {what}"
     if is_section(option.type):
         return "map"
     return f"{_NAMES.get(option.type, str(option.type))}{_limits(option.bounds)}"
@@ -114,11 +111,6 @@ def _number(value: Any) -> str:
     if isinstance(value, int) and value > 2**20 and value & (value - 1) == 0:
         return f"2**{value.bit_length() - 1}"
     return f"{value}"
-
-
-def _length(found: tuple[Any, ...]) -> str:
-    least = [bound.min_length for bound in found if isinstance(bound, bounds.MinLen)]
-    return f" (at least {least[0]})" if least else ""
 
 
 def default_in_words(place: Place) -> str:

@@ -72,6 +72,7 @@ def _explain_one(detail: ErrorDetails, path: Loc, place: Place | None, sources: 
         way_out = f"set it in the YAML file or with --{name}"
         first_sentence = re.split(r"(?<=[.])\s", place.doc, maxsplit=1)[0]
         return f"{name}: required, {type_in_words(place)}; {way_out}. {first_sentence}".strip()
+    # Reported for the whole section, though only its `type` is wrong.
     if kind in ("union_tag_invalid", "union_tag_not_found") and place is not None:
         path, place = (*path, TAG), place.child(TAG)
         name, value = ".".join(path), value.get(TAG) if isinstance(value, dict) else value

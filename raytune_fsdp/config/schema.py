@@ -80,6 +80,7 @@ class Place:
             found = [place_of_field(s.model_fields[name]) for s in self.sections if name in s.model_fields]
             return _sum(found) if found else None
         if self.item is not None:
+            # Any index: whether it is past the end depends on the tree, not on the types.
             return self.item if name.isdecimal() else None
         return ANYTHING if self.free else None
 
@@ -128,6 +129,7 @@ def _options(annotation: Any, bounds: tuple[Any, ...]) -> Iterator[Option]:
         own = tuple(b for extra in extras for b in (extra.metadata if isinstance(extra, FieldInfo) else (extra,)))
         yield from _options(inner, bounds + own)
     elif origin in (Union, types.UnionType):
+        # The bounds of a field hold for every member; a member may have more (`Annotated[int, Field(ge=1)] | ...`).
         for member in get_args(annotation):
             yield from _options(member, bounds)
     else:

@@ -12,6 +12,7 @@ from raytune_fsdp.errors import ModelError, first_line, in_one_line
 HUB_SECONDS = 4
 """How long a hub may take for its first answer, before it counts as unreachable."""
 
+# What a config, a tokenizer, a chat template and the code of a model come in.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "tokenizer*"]
 
 
@@ -76,10 +77,10 @@ def _fetch(name: str, revision: str | None, *, field: str, weights: bool) -> Pat
                 allow_patterns=patterns,
                 etag_timeout=HUB_SECONDS,
                 max_workers=4,
-                local_files_only=silence is not None,
+                local_files_only=silence is not None,  # without a hub, what was downloaded before will do
             )
         )
-    except GatedRepoError as error:
+    except GatedRepoError as error:  # before RepositoryNotFoundError, of which it is a kind
         raise ModelError(
             f"{what}: access to this hub model is restricted; accept its terms on its page, then set HF_TOKEN"
         ) from error

@@ -105,20 +105,19 @@ def _operations(api: Any, repository: str, directory: Path) -> list[Any]:
 
     names = {path.relative_to(directory): path for path in sorted(directory.rglob("*")) if path.is_file()}
     files = {name.as_posix(): path for name, path in names.items() if _NEVER.isdisjoint(name.parts)}
-    gone = [name for name in api.list_repo_files(repository) if name not in files and _is_weights(name)]
+    # An earlier push put its weights at the top. Those in a subdirectory are somebody else's.
+    top = [name for name in api.list_repo_files(repository) if "/" not in name]
+    weights = [name for name in top if any(fnmatchcase(name, pattern) for pattern in _WEIGHTS)]
+    gone = [name for name in weights if name not in files]
     deletions = [CommitOperationDelete(path_in_repo=name) for name in gone]
     return [*deletions, *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items())]
-
-
-def _is_weights(name: str) -> bool:
-    """Whether an export may have put it there: only at the top. Weights in a subdirectory are somebody else's."""
-    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in _WEIGHTS)
 
 
 def _as_line(error: Exception, name: str, directory: Path, token: str) -> RaytuneError:
     """The error as one line that says what to do about it. TransientError: another try may succeed."""
     what = f"export.push={name}"
     status, reason = _status_and_reason(error)
+    # A library may quote the request, and with it the token.
     reason = " ".join(reason.split()).replace(token, "<token>")[:_MAX_REASON]
     if status == 401:
         return ModelError(f"{what}: the hub does not know the token ({reason}): set HF_TOKEN to a valid one")

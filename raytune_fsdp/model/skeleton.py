@@ -33,6 +33,7 @@ MASTER_DTYPE = {
 def load_architecture(config: ModelConfig, directory: Path | None) -> PretrainedConfig:
     """The Hugging Face config: from the model's directory or inline, with overrides."""
     hf_config = _read(config, directory)
+    # A model that also sees or hears keeps its language model's sizes in a config of their own.
     text = hf_config.get_text_config()
     if not isinstance(getattr(text, "vocab_size", None), int):
         raise ModelError(f"model: {hf_config.model_type!r} is not a language model: its config has no vocab_size")

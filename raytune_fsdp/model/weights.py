@@ -108,11 +108,13 @@ class RandomWeights:
 
     @torch.no_grad()
     def _draw(self, unit: str) -> dict[str, torch.Tensor]:
+        # A copy: the twin itself stays without memory.
         module = copy.deepcopy(self._units[unit]).to_empty(device="cpu")
         for tensor in module.state_dict().values():
             if tensor.is_floating_point():
                 tensor.fill_(torch.nan)  # stays in what nothing initialises
         with torch.random.fork_rng(devices=[]):
+            # By the unit's name, so that neither the rank nor the order of reading matters.
             torch.manual_seed(derive_key("weights", self._seed, unit))
             for child in reversed(list(module.modules())):  # children before parents, as transformers does
                 self._twin._init_weights(child)

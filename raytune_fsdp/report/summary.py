@@ -21,7 +21,9 @@ def summary(
     evals = [line["values"] for line in lines if line["kind"] == "eval"]
     answers = [e["fields"] for e in read_events(run_dir / EVENTS_FILE) if e["event"] == ANSWERED]
     parts = [f"loss {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f} in {len(steps)} steps"]
-    parts += [f"{name} {first:.4f} -> {last:.4f}" for name, first, last in _first_and_last(evals)]
+    for name in dict.fromkeys(name for values in evals for name in values):
+        series = [values[name] for values in evals if name in values]
+        parts.append(f"{name} {series[0]:.4f} -> {series[-1]:.4f}")
     parts += list(_before_and_after(answers))
     parts += [
         "",
@@ -50,12 +52,6 @@ def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None)
 def _program(name: str) -> str:
     """A command as it can be typed here: with its path if its environment is not active."""
     return name if shutil.which(name) else _short(Path(sys.executable).parent / name)
-
-
-def _first_and_last(evals: list[Mapping[str, float]]) -> Iterator[tuple[str, float, float]]:
-    for name in dict.fromkeys(name for values in evals for name in values):
-        series = [values[name] for values in evals if name in values]
-        yield name, series[0], series[-1]
 
 
 def _before_and_after(answers: list[Mapping[str, Any]]) -> Iterator[str]:

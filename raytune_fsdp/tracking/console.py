@@ -42,7 +42,7 @@ class ConsoleTracker:
 
     def steps(self, metrics: Sequence[StepMetrics], world_size: int, attempt: int) -> None:
         for step in metrics:
-            self._first_step = self._first_step or step.step
+            self._first_step = self._first_step or step.step  # steps count from 1, and an attempt may begin later
             self._losses.append(step.loss)
             self._seconds.append(step.step_seconds)
             self._print(self._step_line(step), _YELLOW if step.skipped else "")
@@ -102,7 +102,8 @@ class ConsoleTracker:
 def event_in_words(name: str, fields: Mapping[str, object]) -> str:
     """An event as a person would say it; an unknown one as its name and fields."""
     get = fields.get
-    rest = ", ".join(f"{key.replace('_', ' ')} {_figure(value)}" for key, value in fields.items() if key != "step")
+    shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in fields.items()}
+    rest = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items() if key != "step")
     match name:
         case names.SAVED:
             seconds, num_bytes = get("seconds"), get("bytes")
@@ -205,7 +206,3 @@ def _pooled(values: Sequence[float], count: int) -> list[float]:
         finite = [value for value in share if math.isfinite(value)]
         pooled.append(fmean(finite) if finite else math.nan)
     return pooled
-
-
-def _figure(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -31,6 +31,7 @@ EVENTS_FILE = "events.jsonl"
 
 # One NaN object for all: containers compare by identity first, so two runs with the same NaN have equal trajectories.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+# What is the same however often a run is interrupted or resized; no key of it may depend on the machine.
 _TRAJECTORY = ("step", "epoch", "samples", "tokens", "target_tokens", "loss", "grad_norm", "lr")
 _BESIDE = ("step_seconds", "data_seconds", "tokens_per_second", "mfu", "memory_bytes", "windows_built", "skipped")
 

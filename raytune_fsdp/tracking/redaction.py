@@ -36,6 +36,8 @@ _BEFORE_PLAIN_TOKEN = _words(
 )
 _AFTER_PLAIN_TOKEN = _words("id ids type types count counts index length embedding embeddings loss level")
 
+# Private keys; Hugging Face; AWS; OpenAI and others; GitHub (two); GitLab; Slack; Google; NVIDIA and Databricks; JSON
+# web tokens; HTTP headers. Where ordinary words have the same shape (`sk-`, `basic`), only what has a digit counts.
 _SHAPES = tuple(
     re.compile(pattern, re.DOTALL)
     for pattern in (
