@@ -1,14 +1,14 @@
 """What can go wrong, for people.
 
     RaytuneError            exit code 1
-    ├── UserError           exit code 2: what was asked for cannot be done; nothing was started
+    ├── UserError           exit code 2: the request cannot be met; nothing was started
     │   ├── ConfigError     a field, a flag or a combination of them
     │   ├── DataError       a dataset, a row, a tokenizer
     │   │   └── RowError    one row that cannot be used; data.bad_rows=skip leaves it out
     │   ├── ModelError      a model path, a checkpoint of weights, an architecture
     │   └── ResumeError     a run directory or checkpoint that cannot be continued as asked
     ├── TrainingError       exit code 1: training itself failed
-    │   └── TransientError  what happens around it failed; a new attempt may succeed
+    │   └── TransientError  something around it failed; a new attempt may succeed
     └── Interrupted         exit code 130: stopped from outside, can be continued
 
 Every message names the field (or file), the value, the rule, and the way out.
@@ -61,7 +61,7 @@ class TrainingError(RaytuneError):
 
 
 class TransientError(TrainingError):
-    """Storage, or the way of the data to a rank, failed: a new attempt from the last checkpoint may succeed."""
+    """Storage, or the delivery of data to a rank, failed: a new attempt from the last checkpoint may succeed."""
 
 
 class Interrupted(RaytuneError):

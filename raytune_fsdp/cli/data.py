@@ -1,4 +1,4 @@
-"""`raytune-fsdp data`: look at the data, count it, clean up what was prepared from it."""
+"""`raytune-fsdp data`: look at the data, count it, remove old prepared data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "preview": "show packed samples, with the tokens that are trained on marked",
-    "stats": "count rows, tokens and what is dropped, and show how long documents are",
+    "stats": "count rows, tokens and dropped documents, and show how long documents are",
     "clean": "remove prepared data that has not been used for a while",
 }
 
@@ -100,7 +100,7 @@ def _clean(arguments: Sequence[str], prog: str) -> int:
     parser = Parser(prog, "Remove prepared rows and windows from a cache; they are made again when needed.")
     parser.add_argument("cache", type=Path, help="the cache: data.cache.path, or `cache` in run.storage")
     parser.add_argument(
-        "--unused-days", type=float, default=7.0, metavar="N", help="keep what was used in the last N days (default: 7)"
+        "--unused-days", type=float, default=7.0, metavar="N", help="keep data used in the last N days (default: 7)"
     )
     parser.add_argument("--keep-gb", type=float, default=0.0, metavar="N", help="stop when N GB are left (default: 0)")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")

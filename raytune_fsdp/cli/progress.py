@@ -18,7 +18,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def shown(*, quiet: bool = False) -> Iterator[Progress | None]:
-    """A callback that shows on stderr what is reported to it while the context lasts; None with `quiet`."""
+    """A callback that shows progress on stderr while the context lasts; None with `quiet`."""
     if quiet:
         yield None
     elif not sys.stderr.isatty():

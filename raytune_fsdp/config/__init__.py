@@ -7,10 +7,10 @@
 How a YAML file and command-line flags become one, in the order of the data:
 
     text.py        YAML text -> a tree in which every scalar still has its spelling
-    schema.py      what may stand where, read from the sections
+    schema.py      which values may stand where, read from the sections
     overrides.py   `--section.field value` -> the tree
     load.py        file and flags -> tree -> `FinetuneConfig`, and back to YAML
-    problems.py    what is wrong, a line per problem
+    problems.py    mistakes in it, a line for each
     describe.py    every field in words: for `--help`, messages and
     docs.py        docs/configuration.md
 
@@ -62,7 +62,7 @@ class FinetuneConfig(Section):
     """How much is trained, in which batches."""
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    """When the state is saved, where, and what is kept."""
+    """When and where the state is saved, and how much of it is kept."""
 
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """When the model is evaluated and on what."""

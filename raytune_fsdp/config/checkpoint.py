@@ -1,4 +1,4 @@
-"""`checkpoint`: how often a run is saved, where, and what is kept."""
+"""`checkpoint`: when and where a run is saved, and how much of it is kept."""
 
 from __future__ import annotations
 

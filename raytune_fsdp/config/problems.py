@@ -1,5 +1,4 @@
-"""What is wrong with a config, a line per problem: field, value, rule, way out, and the file line or flag it comes
-from."""
+"""Mistakes in a config, a line for each: field, value, rule, way out, and the file line or flag it comes from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may stand where in the config, read from the pydantic models. Overrides, messages, help and docs all ask here.
+"""Which values may stand where in the config, read from the pydantic models. Overrides, messages, help and docs all ask here.
 
 A `Place` is one position of the config (`optim.lr`, `data.train`, the items of `data.train`). Unions of sections are
 told apart by their field `type`; a place below such a union is the sum of what its members allow there.

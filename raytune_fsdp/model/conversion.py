@@ -154,7 +154,7 @@ class Outgoing:
     renamings: Sequence[Any] = ()
 
     def turn_back(self, tensors: Mapping[str, torch.Tensor], model: PreTrainedModel | None) -> dict[str, torch.Tensor]:
-        """Turn the tensors `names` into what is stored, by key."""
+        """Turn the tensors `names` into the stored ones, by key."""
         if self.conversion is None or model is None:
             return dict(zip(self.stored, tensors.values(), strict=True))
         sources = {p: [tensors[name] for name in names] for p, names in self.conversion.sources.items()}

@@ -215,7 +215,7 @@ def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _finish(path: Path, file: TensorFile) -> None:
-    """Close the file, and compare what is read back with what was written, bit by bit."""
+    """Close the file, read it back, and compare it bit by bit with the tensors that were written."""
     file.close()
     wrong = file.differences()
     if wrong:

@@ -77,10 +77,10 @@ def _fetch(name: str, revision: str | None, *, field: str, weights: bool) -> Pat
                 allow_patterns=patterns,
                 etag_timeout=HUB_SECONDS,
                 max_workers=4,
-                local_files_only=silence is not None,  # without a hub, what was downloaded before will do
+                local_files_only=silence is not None,  # without a hub, an earlier download will do
             )
         )
-    except GatedRepoError as error:  # before RepositoryNotFoundError, of which it is a kind
+    except GatedRepoError as error:  # a kind of RepositoryNotFoundError, so it comes first
         raise ModelError(
             f"{what}: access to this hub model is restricted; accept its terms on its page, then set HF_TOKEN"
         ) from error

@@ -1,7 +1,7 @@
 """Give a sharded network on the meta device its memory and its weights, without any rank holding more than its share.
 
 `sharded`: every rank reads its own rows of every tensor. `rank0`: rank 0 reads one tensor at a time and scatters the
-rows. Both are driven by the same list of targets in the same order, so that ranks never disagree about what is next.
+rows. Both are driven by the same list of targets in the same order, so that ranks never disagree about the next one.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def push(directory: Path, name: str, *, private: bool, message: str) -> str:
         user = _soon(api.whoami)["name"]
         repository = name if "/" in name else f"{user}/{name}"
         api.create_repo(repository, private=private or None, exist_ok=True)
-        # Not upload_folder: with hf_xet it splits what is large, slow or refused at first into several commits.
+        # Not upload_folder: with hf_xet it may make several commits of a push that is large or slow, or needs retries.
         commit = api.create_commit(repository, _operations(api, repository, directory), commit_message=message)
     except Exception as error:  # which HTTP library raises it depends on the version of huggingface_hub
         raise _as_line(error, name, directory, token) from error
@@ -84,7 +84,7 @@ def _token(name: str) -> str:
 def _soon(call: Callable[[], T]) -> T:
     """Call with a deadline of HUB_SECONDS. After it the thread that calls is abandoned, and TimeoutError raised.
 
-    Without one, a name server, a proxy or a hub that accepts connections and then says nothing is waited for for ever.
+    Without one, a name server, a proxy or a hub that accepts connections and then says nothing would block for ever.
     """
     answer: Future[T] = Future()
 
@@ -129,7 +129,7 @@ def _as_line(error: Exception, name: str, directory: Path, token: str) -> Raytun
     if 400 <= status < 500 and status not in _LATER:
         return ModelError(f"{what}: the hub refuses ({reason}): check the name, and what your account may store")
     if isinstance(error, ValueError) and not isinstance(error, JSONDecodeError):
-        return ModelError(f"{what}: the hub does not accept what is in {directory} ({reason}): change it")
+        return ModelError(f"{what}: the hub does not accept the files in {directory} ({reason}): change them")
     if isinstance(error, OSError) and error.filename is not None:
         return ModelError(f"{what}: {directory} cannot be read ({reason}): check its permissions, or export again")
     failed = "the hub fails" if status else "the hub cannot be reached"
@@ -143,12 +143,12 @@ def _status_and_reason(error: Exception) -> tuple[int, str]:
     # For a large file the library only says which one could not be stored; why is in the cause. The text of a storage's
     # answer contains its URL, so only the message inside is shown.
     stored = error.__cause__ if isinstance(error, RuntimeError) else None
-    told = stored if isinstance(stored, Exception) else error
-    if isinstance(told, HfHubHTTPError):
-        status = told.response.status_code
-        reason = f"HTTP {status}: {told.server_message or told.response.reason_phrase}"
+    cause = stored if isinstance(stored, Exception) else error
+    if isinstance(cause, HfHubHTTPError):
+        status = cause.response.status_code
+        reason = f"HTTP {status}: {cause.server_message or cause.response.reason_phrase}"
         # A storage's 403 means that its URL has expired, not that the token is too weak: another try gets a new URL.
-        return (status if told is error else 500), reason
+        return (status if cause is error else 500), reason
     # hf_xet raises one kind of error for everything; the status is only in its text.
-    refused = _XET_REFUSED.search(str(told))
-    return (int(refused[1]) if refused else 0), f"{type(told).__name__}: {told}"
+    refused = _XET_REFUSED.search(str(cause))
+    return (int(refused[1]) if refused else 0), f"{type(cause).__name__}: {cause}"

@@ -140,7 +140,7 @@ def _adopt_aliases(model: PreTrainedModel, files: WeightFiles, key_of: dict[str,
 
 def _ignored(model: PreTrainedModel, key: str) -> bool:
     """Whether a key may be left over: old checkpoints hold buffers that the network computes itself."""
-    # The last two are in files of many architectures, only some of which list them.
+    # The last two are in the files of many architectures, and not all of them list these.
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
     return any(re.search(pattern, key) for pattern in patterns)
 

@@ -210,7 +210,7 @@ def init_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Compute the buffers that no checkpoint holds (rotary frequencies, embedding scales), which are on meta until now.
 
     transformers computes them in `_init_weights`, module by module. It draws weights there too, and leaves alone only
-    what is marked as initialised.
+    tensors that are marked as initialised.
     """
     for tensor in [*model.parameters(), *model.state_dict(keep_vars=True).values()]:
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]

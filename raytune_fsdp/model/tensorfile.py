@@ -35,7 +35,7 @@ _CHUNK_BYTES = 4 << 20
 
 
 class TensorFile:
-    """A file that is written once. It keeps a hash of every tensor, to compare them with what is read back."""
+    """A file that is written once. It remembers the hash of every tensor, so that it can be read back and compared."""
 
     def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], types: Mapping[str, torch.dtype]) -> None:
         self._path = path

@@ -64,7 +64,7 @@ def model_card(checkpoint: CommittedCheckpoint, model_files: Path, *, dtype: str
 
 
 def _recipe(model_files: Path) -> Any:
-    """The recipe; an empty one if there is none (older versions wrote none) or it is broken: a card can do without."""
+    """The recipe. An empty one if it is missing (older versions wrote none) or broken: a card can do without it."""
     try:
         recipe = json.loads((model_files / RECIPE_FILE).read_text())
         if isinstance(recipe["config"]["model"], dict) and {"version", "run_dir", "model_on_hub"} <= recipe.keys():
@@ -162,7 +162,7 @@ def _shown(path: object) -> str:
 
 
 def _shortened(value: Any) -> Any:
-    """A config without what is not set, and with local paths reduced to their names."""
+    """A config without unset fields, and with local paths reduced to their names."""
     if isinstance(value, Mapping):
         short = {key: _shortened(each) for key, each in value.items() if key != "cache"}
         return {key: each for key, each in short.items() if each is not None and each != {}}

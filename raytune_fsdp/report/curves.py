@@ -53,7 +53,7 @@ def evaluations(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]
 
 
 def smoothed(values: list[float], reach: int) -> list[float]:
-    """The mean of each value and up to `reach` on either side, so it does not lag. Ignores what is not finite."""
+    """The mean of each value and up to `reach` on either side, so it does not lag. Skips values that are not finite."""
     # By running sums: the work does not grow with `reach`.
     totals, counts = [0.0], [0]
     for value in values:

@@ -90,7 +90,7 @@ def stats(census: Census, *, title: str) -> Iterator[str]:
 
 
 def _histogram(count: DatasetCount) -> Iterator[str]:
-    """Documents by length: a line for every octave, of which the census counts quarters."""
+    """Documents by length, a line for every octave. The census counts them in quarters of octaves."""
     octaves: dict[int, int] = {}
     for bucket, many in count.lengths.items():
         octaves[bucket // 4] = octaves.get(bucket // 4, 0) + many

@@ -64,7 +64,7 @@ class JsonlTracker:
         self._append(_step_line(step, world_size, attempt) for step in metrics)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Leaves out what is already on record: an attempt may repeat the evaluation at its checkpoint."""
+        """Leaves out values that are on record already: an attempt may repeat the evaluation at its checkpoint."""
         fresh = {key: value for key, value in values.items() if (step, key) not in self._evaluated}
         if fresh:
             self._evaluated |= {(step, key) for key in fresh}

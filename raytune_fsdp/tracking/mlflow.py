@@ -134,7 +134,7 @@ class MlflowTracker:
         """Does nothing: a commit does not wait for MLflow. What it misses is in `metrics.jsonl`."""
 
     def finish(self, status: Status) -> None:
-        """Sends what is left, and the status, within the deadline; warns of what was not sent."""
+        """Sends the rest, and the status, within the deadline. Warns if some could not be sent."""
         if self._thread is None or self._outbox.closed:
             return
         self._status = status

@@ -13,7 +13,7 @@ Point = tuple[str, float, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
-    """What is sent together."""
+    """Points and tags that are sent together."""
 
     points: tuple[Point, ...] = ()
     tags: Mapping[str, str] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Outbox:
             self._changed.notify_all()
 
     def take(self, max_points: int, max_tags: int) -> list[Parcel]:
-        """The oldest parcels within the limits, at least one; waits for it. None only when closed and empty."""
+        """The oldest parcels within the limits, at least one; waits for it. An empty list: it is closed and empty."""
         with self._changed:
             while not self._parcels and not self._closed:
                 self._changed.wait()
@@ -78,14 +78,14 @@ class Outbox:
             self._taken.clear()
 
     def give_back(self) -> None:
-        """Puts back what was taken, at the front: it was not sent."""
+        """Puts the taken parcels back at the front: they were not sent."""
         with self._changed:
             self._parcels.extendleft(reversed(self._taken))
             self._taken.clear()
             self._trim()
 
     def throw_away(self) -> None:
-        """Drops what was taken: it can never be sent."""
+        """Drops the taken parcels: they can never be sent."""
         with self._changed:
             self._dropped += len(self._taken)
             self._taken.clear()

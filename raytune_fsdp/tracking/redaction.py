@@ -1,4 +1,4 @@
-"""Removes secrets from what is about to be written where others read it: params, config artifacts, events.
+"""Removes secrets from everything that is written where others read it: params, config artifacts, events.
 
 By key (`password`, `api_key`, `HF_TOKEN`; not `tokenizer`, `eos_token`, `max_new_tokens`) and by the shape of the value
 (`hf_...`, `AKIA...`, a password in a URL). A doubtful key counts as a secret. This is a net, not a proof: secrets
@@ -88,7 +88,7 @@ def redact(value: object, key: str = "") -> Any:
 
 
 def redact_text(text: str) -> str:
-    """The text without values that look like secrets and without what is assigned to a secret's name."""
+    """The text without values that look like secrets, or that are assigned to a secret's name."""
     for shape in _SHAPES:
         text = shape.sub(REDACTED, text)
     text = _USERINFO.sub(REDACTED, text)

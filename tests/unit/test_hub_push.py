@@ -155,7 +155,7 @@ def test_a_hub_that_refuses(hub: FakeHub, model: Path) -> None:
             assert "403" in line and line.endswith("write to, and a token with write access")
     (model / "README.md").write_text("---\nlicense: mine\n---\n")
     line = push(hub, model, "my-model")
-    assert line.startswith(f"ModelError: export.push=my-model: the hub does not accept what is in {model} (")
+    assert line.startswith(f"ModelError: export.push=my-model: the hub does not accept the files in {model} (")
     assert "README.md. - license is not one" in line
     (line,) = say(hub.url, model.parent, ("push", "my-model", model / "none", False))
     assert line.startswith("ModelError: export.push=my-model: ") and "is not a directory" in line
