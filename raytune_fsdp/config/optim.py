@@ -19,7 +19,7 @@ class LinearSchedule(Section):
     """The learning rate falls linearly."""
 
     floor: float = Field(default=0.0, ge=0, le=1)
-    """Where it ends up, as a fraction of `optim.lr`."""
+    """Final learning rate, as a fraction of `optim.lr`."""
 
 
 class CosineSchedule(Section):
@@ -27,7 +27,7 @@ class CosineSchedule(Section):
     """The learning rate falls along half a cosine."""
 
     floor: float = Field(default=0.0, ge=0, le=1)
-    """Where it ends up, as a fraction of `optim.lr`."""
+    """Final learning rate, as a fraction of `optim.lr`."""
 
 
 class WsdSchedule(Section):
@@ -38,7 +38,7 @@ class WsdSchedule(Section):
     """Fraction of the steps that the final decay takes."""
 
     floor: float = Field(default=0.0, ge=0, le=1)
-    """Where it ends up, as a fraction of `optim.lr`."""
+    """Final learning rate, as a fraction of `optim.lr`."""
 
 
 Schedule = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule | WsdSchedule, Field(discriminator="type")]
@@ -67,7 +67,7 @@ class OptimConfig(Section):
     """Fraction of the scheduled steps in which the learning rate rises from zero."""
 
     warmup_steps: int | None = Field(default=None, ge=0)
-    """Warmup as a number of steps, instead of `warmup_ratio`."""
+    """Length of the warmup in steps, instead of `warmup_ratio`."""
 
     schedule: Schedule = Field(default_factory=CosineSchedule)
     """The learning rate after warmup."""

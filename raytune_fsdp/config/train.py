@@ -11,8 +11,8 @@ from raytune_fsdp.config.base import Section
 
 class TrainConfig(Section):
     global_batch: int = Field(ge=1, le=2**24)
-    """Packed samples per optimizer step, over all ranks and accumulation. It decides what is learned; how many ranks
-    share it does not."""
+    """Packed samples per optimizer step, over all ranks and accumulation. It affects what is learned; the number of
+    ranks that share it does not."""
 
     micro_batch: int = Field(default=1, ge=1)
     """Packed samples per forward pass. Must divide `global_batch`."""

@@ -109,7 +109,7 @@ def _beside(destination: Path, what: str) -> Path:
 def _remove_left(destination: Path) -> None:
     """Remove what killed exports of this machine left beside the destination."""
     for left in destination.parent.glob(f".{glob.escape(destination.name)}.*-{glob.escape(_HOST)}-*-*"):
-        pid = left.name.split("-")[-2]
+        pid = left.name.split("-")[-2]  # from the end: a host's name may have hyphens
         # A `.replaced-` may be the only copy there is: its export died between the two renames.
         alive = pid.isdecimal() and Path(f"/proc/{pid}").exists()
         if not alive and (".export-" in left.name or destination.exists()):

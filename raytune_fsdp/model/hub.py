@@ -128,6 +128,7 @@ def _as_line(error: Exception, name: str, directory: Path, token: str) -> Raytun
         )
     if 400 <= status < 500 and status not in _LATER:
         return ModelError(f"{what}: the hub refuses ({reason}): check the name, and what your account may store")
+    # The library's own check of the files. A JSONDecodeError is one too, but of an answer that is not the hub's.
     if isinstance(error, ValueError) and not isinstance(error, JSONDecodeError):
         return ModelError(f"{what}: the hub does not accept the files in {directory} ({reason}): change them")
     if isinstance(error, OSError) and error.filename is not None:

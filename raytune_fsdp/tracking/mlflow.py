@@ -191,6 +191,7 @@ class MlflowTracker:
         run_id, params = self._resumed(client)
         if run_id is None:
             run_id = str(client.create_run(self._experiment_id(client), run_name=self._run.name).info.run_id)
+            # Known from here on: if anything below fails, the next try must not create a second run.
             self._run_id = run_id
             if self._id_file is not None:
                 self._id_file.parent.mkdir(parents=True, exist_ok=True)
@@ -266,6 +267,7 @@ class MlflowTracker:
         metrics = [Metric(*point) for parcel in parcels for point in parcel.points]
         tags = [RunTag(*tag) for parcel in parcels for tag in parcel.tags.items()]
         try:
+            # Synchronous, or the client would keep a queue of its own, and its failures to itself.
             client.log_batch(run_id, metrics=metrics, tags=tags, synchronous=True)
         except MlflowException as error:
             if error.error_code in _REFUSED:  # it would be refused every time, and hold up what comes after it
