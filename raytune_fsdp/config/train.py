@@ -10,6 +10,7 @@ from raytune_fsdp.config.base import Section
 
 
 class TrainConfig(Section):
+    # Every step sums the ids of its samples over the ranks, 8 bytes each: 128 MiB at this limit.
     global_batch: int = Field(ge=1, le=2**24)
     """Packed samples per optimizer step, over all ranks and accumulation. It affects what is learned; the number of
     ranks that share it does not."""
