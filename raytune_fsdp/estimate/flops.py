@@ -14,8 +14,8 @@ from dataclasses import dataclass
 _TERA = 1e12
 
 PEAK_FLOPS = {
-    # Dense bf16 matrix throughput by a part of the device's name, from the vendors' data sheets (which
-    # show twice that for sparse matrices). The first match wins, so "H100 PCIe" comes before "H100".
+    # Dense bf16 matrix throughput by a part of the device's name, from the vendors' data sheets, which also show twice
+    # that for sparse matrices. The first match wins, so "H100 PCIe" comes before "H100".
     "B200": 2250 * _TERA,
     "H200": 989 * _TERA,
     "H100 PCIe": 756 * _TERA,
