@@ -22,15 +22,17 @@ def main(
 def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
     _, config = parser.parse_with_config(arguments)
     # Not before the config is valid: importing torch and transformers takes about three seconds (docs/results.md).
-    from raytune_fsdp.api import finetune, is_rank0
+    from raytune_fsdp.api import finetune
+    from raytune_fsdp.launch.torchrun import is_rank0
 
     with shown(quiet=not is_rank0()) as progress:
         result = finetune(config, progress)
     if is_rank0():
         from raytune_fsdp.report.summary import next_commands, summary
+        from raytune_fsdp.rundir import mlflow_database
 
         mlflow = config.tracking.mlflow
-        uri = (mlflow.uri or f"sqlite:///{result.run_dir.parent}/mlflow.db") if mlflow.enabled else None
+        uri = (mlflow.uri or mlflow_database(result.run_dir.parent)[0]) if mlflow.enabled else None
         if not result.trained:
             print(f"{config.run.name} is already complete: choose another run.name, or ask for more steps")
         print()
