@@ -8,6 +8,7 @@ In the order of the data:
     conversion.py   tensors that transformers builds from others (all experts in one), rows at a time, and the way back
     weights.py      tensors to be read by rows: from files, drawn at random, with grown embeddings
     fill.py         memory and values for the rows that this rank keeps
+    attention.py    the forward pass over packed documents, and whether they see each other
     loss.py         the loss of a block
     export.py       tensors -> a model directory, by way of
     tensorfile.py   one safetensors file, written tensor by tensor and read again
