@@ -45,7 +45,7 @@ def dump_config(config: FinetuneConfig) -> str:
 
 
 def read_file(path: str | Path) -> tuple[dict[str, Any], dict[Loc, str]]:
-    """The tree of a YAML file and where each of its values stands."""
+    """The tree of a YAML file, and where in the file each of its values is."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -67,8 +67,7 @@ def read_file(path: str | Path) -> tuple[dict[str, Any], dict[Loc, str]]:
 
 
 def settle(value: Any, place: Place) -> Any:
-    """The tree as pydantic should see it: every scalar read as its field means it, and what goes without saying
-    said."""
+    """The tree as pydantic should see it: every scalar read as its field means it, and what may be left out filled in."""
     if isinstance(value, Plain):
         value = _scalar(value, place)
     if value is None and place.sections and not place.optional:
@@ -82,6 +81,7 @@ def settle(value: Any, place: Place) -> Any:
 
 def _section(values: dict[str, Any], place: Place) -> dict[str, Any]:
     settled = dict(values)
+    # pydantic wants the `type` of every union; here the default's type may go without saying.
     if len(place.sections) > 1 and TAG not in settled and place.default_tag is not None:
         settled = {TAG: place.default_tag, **settled}
     tag = settled.get(TAG)
@@ -89,6 +89,7 @@ def _section(values: dict[str, Any], place: Place) -> dict[str, Any]:
     for name in here.fields():
         child = here.child(name)
         # A required section that is not there would be one problem; empty, it names its own required fields.
+        # A required section that is left out would be one problem; empty, it names the fields that it requires.
         if (
             name not in settled
             and child is not None
@@ -101,8 +102,8 @@ def _section(values: dict[str, Any], place: Place) -> dict[str, Any]:
 
 
 def _scalar(scalar: Plain, place: Place) -> Any:
-    """`2024` in a text field is text, `none` where `none` is a choice is that choice, `yes` for a number is no
-    number."""
+    """`2024` in a text field is text, `none` where `none` is a choice is that choice, `yes` for a number is not
+    one."""
     if scalar.value is None or place.free:
         return scalar.value
     if scalar.text in place.choices:
@@ -112,5 +113,5 @@ def _scalar(scalar: Plain, place: Place) -> Any:
     if place.allows(kind) or (kind is not bool and numbers):
         return scalar.value
     words = place.allows(str) or any(get_origin(option.type) is Literal for option in place.options)
-    # Without this pydantic would read `true` as the number 1.
+    # As text it is refused where a number belongs; pydantic would read `true` as the number 1.
     return scalar.text if words or kind is bool else scalar.value

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _SMOOTH_FROM_STEPS = 100
-"""Shorter runs are drawn as they are."""
+"""Shorter runs are drawn without smoothing."""
 
 
 def plot(metrics_path: Path, png_path: Path, *, title: str = "") -> None:
-    """Draws the curves of a run, finished or not; needs no display. The title is the run's name unless given."""
+    """Draws the curves of a run, finished or not. Needs no display. The default title is the run's name."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -53,7 +53,8 @@ def evaluations(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]
 
 
 def smoothed(values: list[float], reach: int) -> list[float]:
-    """Mean of each value and up to `reach` on either side, so without lag; passes over what is not finite."""
+    """The mean of each value and up to `reach` on either side, so it does not lag. Skips values that are not finite."""
+    # By running sums: the work does not grow with `reach`.
     totals, counts = [0.0], [0]
     for value in values:
         known = math.isfinite(value)

@@ -130,7 +130,7 @@ def test_a_weight_file_that_is_missing_or_cut(refused: Refused, model: Path) -> 
     content = file.read_bytes()
     for size in (0, 20, len(content) - 1):
         file.write_bytes(content[:size])
-        says(refused(model__path=model), file, "not a whole safetensors file", "download it again")
+        says(refused(model__path=model), file, "not a complete safetensors file", "download it again")
     file.unlink()
     says(refused(model__path=model), model, "lacks 1 of its weight files", file.name, "download the model again")
 
@@ -139,7 +139,7 @@ def test_a_single_weight_file_that_is_cut(refused: Refused, tmp_path: Path) -> N
     model = save_checkpoint(tmp_path / "single", "llama", tokenizer=True, vocab_size=1024)
     file = model / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    says(refused(model__path=model), file, "not a whole safetensors file", "download it again")
+    says(refused(model__path=model), file, "not a complete safetensors file", "download it again")
 
 
 def test_an_index_that_is_wrong(refused: Refused, model: Path) -> None:
@@ -180,7 +180,7 @@ def test_experts_that_are_missing(refused: Refused, tmp_path: Path) -> None:
     says(
         without("layers.1.mlp.experts.2.", "layers.1.block_sparse_moe.experts.2."),
         "experts.3.w",
-        "comes behind",
+        "comes after",
         "experts.1.w",
     )
     says(without("experts.4."), "mlp.experts.", "is [4, ", "in the files and [5, ", "in the network")

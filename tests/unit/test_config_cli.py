@@ -37,7 +37,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     configs: list[Any] = []
     api = types.ModuleType("raytune_fsdp.api")
     api.finetune = lambda config, progress: configs.append(config)  # type: ignore[attr-defined]
-    api.is_rank0 = lambda: False  # type: ignore[attr-defined]
+    monkeypatch.setattr("raytune_fsdp.launch.torchrun.is_rank0", lambda: False)
     monkeypatch.setitem(sys.modules, "raytune_fsdp.api", api)
     return configs
 

@@ -60,7 +60,7 @@ def test_preview_marks_what_is_trained_on(config: Path, capsys: pytest.CaptureFi
     assert run("preview", "--config", config, "--eval", "held", "--samples", 1) == 0
     assert ", held: " in capsys.readouterr().out
     assert run("preview", "--config", config, "--eval", "hold") == 2
-    assert "--eval hold: no evaluation dataset is called so; nearest: held; all: held" in capsys.readouterr().err
+    assert "--eval hold: no evaluation dataset has this name; nearest: held; all: held" in capsys.readouterr().err
 
 
 def test_stats_count_and_draw(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,9 +89,9 @@ def test_clean_spares_what_was_used_lately(config: Path, tmp_path: Path, capsys:
     assert list(cache.iterdir()) == [cache / "files"] and not [p for p in (cache / "files").iterdir() if p.is_dir()]
     capsys.readouterr()
     assert run("clean", tmp_path / "nowhere") == 2
-    assert "nowhere is no directory" in capsys.readouterr().err
+    assert "nowhere is not a directory" in capsys.readouterr().err
     assert run("clean", cache, "--keep-gb", -1) == 2
-    assert "--keep-gb -1 must be a number, and not negative" in capsys.readouterr().err
+    assert "--keep-gb -1 must be a number >= 0" in capsys.readouterr().err
 
 
 def test_the_three_are_named(capsys: pytest.CaptureFixture[str]) -> None:
