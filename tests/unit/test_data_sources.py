@@ -147,7 +147,7 @@ BROKEN = [
         "r.jsonl:2: not valid JSON (",
         "in '{\"a\":'; a JSON Lines file",
     ),
-    ("r.jsonl", b'{"a": 1}\n\n[1, 2]\n', 1, "broken_row", "r.jsonl:3: '[1, 2]' is a list, not a JSON object", "one"),
+    ("r.jsonl", b'{"a": 1}\n\n[1, 2]\n', 1, "broken_row", "r.jsonl:3: '[1, 2]' is not a JSON object but list", "one"),
     (
         "r.jsonl",
         b'{"a": "\xff"}\n',
@@ -162,7 +162,7 @@ BROKEN = [
         b'[{"a": 1}, 7, {}]',
         1,
         "broken_row",
-        "r.json, row 2: '7' is a int, not a JSON object",
+        "r.json, row 2: '7' is not a JSON object but int",
         "array of objects",
     ),
     ("r.json", b'[{"a": "\xc3"}]', 0, "invalid_utf8", "r.json, row 1: not UTF-8 at byte 7 of the row", "iconv"),

@@ -91,7 +91,7 @@ class TextRows:
         except (ValueError, RecursionError) as error:
             return self._broken(index, f"not valid JSON ({error}) in {shorten(text.strip())!r}")
         if not isinstance(row, dict):
-            return self._broken(index, f"{shorten(row)!r} is a {type(row).__name__}, not a JSON object")
+            return self._broken(index, f"{shorten(row)!r} is not a JSON object but {type(row).__name__}")
         return row
 
     def _csv(self, text: str, index: int) -> Row | RowError:
