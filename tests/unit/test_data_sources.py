@@ -212,7 +212,7 @@ def test_broken_rows_are_values(
         ("r.json", b'[{"a": 1} {"b": 2}]', r"row 2: not valid JSON \('\{' follows where ',' or '\]' must\)"),
         ("r.json", b'[{"a": 1}] x', r"not valid JSON \('x' follows after the array\)"),
         ("r.json", b'{\n"a": [{"b": 1}]}', r"r\.json: is one JSON object over several lines; .*array of objects"),
-        ("r.jsonl.gz", b"no gzip", r"r\.jsonl\.gz: cannot be read \(.*\); check that it is there, whole"),
+        ("r.jsonl.gz", b"no gzip", r"r\.jsonl\.gz: cannot be read \(.*\); check that it exists, is complete"),
         ("r.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99)[:-12], r"r\.jsonl\.gz: cannot be read \(.*\); check that it"),
         ("r.unknown", b"{}", r"r\.unknown: its ending does not say what it is; set file_type"),
     ],

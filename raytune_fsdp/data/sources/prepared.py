@@ -1,7 +1,7 @@
-"""Directories of the cache: made once, renamed into place when they are whole, used by all nodes.
+"""Directories of the cache: made once, renamed into place when they are complete, used by all nodes.
 
 <cache>/files/<key>/            key: hash of what was prepared, from which file (path, size, time or ETag), and how
-    meta.json                   what was prepared, size and hash of every file; its time is that of the last use
+    meta.json                   what was prepared; size and hash of every file. Its mtime is the time of the last use
     ...
 <cache>/files/<key>.<x>.tmp/    being made, or left by a process that was killed
 """
@@ -23,12 +23,12 @@ from typing import Any
 
 import xxhash
 
-from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, found_hash
+from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, hash_once
 from raytune_fsdp.durable import sync_directory, write_durably
 from raytune_fsdp.errors import DataError
 from raytune_fsdp.types import Progress
 
-# Goes into every key: raise it when what is prepared changes its form.
+# Part of every key. Raise it when the format of any prepared file changes.
 _VERSION = 2
 _META = "meta.json"
 _TOUCH_SECONDS = 3600.0
@@ -38,13 +38,13 @@ _Tell = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class PreparedRows:
-    """A whole directory of the cache."""
+    """A complete directory of the cache."""
 
     path: Path
     meta: Mapping[str, Any]
 
     def stored(self, name: str, *, shown: str) -> Stored:
-        """A file in it."""
+        """One of its files."""
         return Stored(shown, str(self.path / name), self.meta["files"][name], None, self.meta["content"])
 
 
@@ -56,9 +56,9 @@ def prepare(
     shown: str,
     progress: Progress | None = None,
 ) -> PreparedRows:
-    """What was prepared before, or else what `make` leaves in the empty directory it is given and returns as meta.
+    """The directory prepared earlier; otherwise a new one, which `make` fills and whose meta it returns.
 
-    Every file is hashed, by each process once: what storage has damaged is made again.
+    Each process hashes every file once: a directory that storage has damaged is made again.
     """
     final = cache / "files" / key_of(identity)
     tell = None if progress is None else partial(progress, f"{shown} (checked)")
@@ -72,7 +72,7 @@ def prepare(
         except OSError as error:
             raise _unwritable(cache, shown, error) from error
         finally:
-            # Gone by now if all went well; another process may have been first, or something failed.
+            # Still there if another process was first, or something failed.
             shutil.rmtree(temporary, ignore_errors=True)
     return found
 
@@ -83,8 +83,10 @@ def key_of(identity: Mapping[str, object]) -> str:
 
 
 def touch(path: str) -> None:
-    """Note that the directory with this file is in use: what was not used for long may be removed. Can be called often;
-    a process does it once an hour."""
+    """Note that this file's directory is in use: a clean-up removes what was not used for long.
+
+    Can be called often; a process writes it down once an hour.
+    """
     now = time.monotonic()
     if now - _TOUCHED.get(path, -_TOUCH_SECONDS) < _TOUCH_SECONDS:
         return
@@ -114,13 +116,13 @@ def _find(final: Path, tell: _Tell | None) -> PreparedRows | None:
     if not whole:
         _discard(final)
         return None
-    with suppress(OSError):  # a cache that may only be read is fine
+    with suppress(OSError):  # a read-only cache will do
         os.utime(final / _META)
     return PreparedRows(final, meta)
 
 
 def _hashes(directory: Path, files: Mapping[str, int], final: Path, tell: _Tell | None) -> dict[str, str]:
-    """Hash of each file of a directory that is `final`, or will be: it need not be read again then."""
+    """The hash of each file, kept under its path in `final`, so that it is not read again after the rename."""
     found: dict[str, str] = {}
     before, total = 0, sum(files.values())
     for name, size in files.items():
@@ -130,7 +132,7 @@ def _hashes(directory: Path, files: Mapping[str, int], final: Path, tell: _Tell 
                 tell(before + done, total)
 
         with open(directory / name, "rb") as opened:
-            found[name] = found_hash(opened.fileno(), str(final / name), tell_all)
+            found[name] = hash_once(opened.fileno(), str(final / name), tell_all)
         before += size
     return found
 
@@ -152,22 +154,22 @@ def _rename(temporary: Path, final: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        # Another process was faster; what it made is the same.
+        # Another process was faster, and made the same.
     else:
         sync_directory(final.parent)
 
 
 def _discard(final: Path) -> None:
-    # Renamed first, so that no other process finds a part of it.
+    # Renamed first, so that no other process finds half of it.
     away = final.with_name(f"{final.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         final.rename(away)
     except FileNotFoundError:
         return
     except OSError as error:
-        raise DataError(f"{final}: is damaged and cannot be removed ({error.strerror}); remove it") from error
+        raise DataError(f"{final} is damaged and cannot be removed ({error.strerror}); remove it yourself") from error
     shutil.rmtree(away, ignore_errors=True)
-    # What this process has open of it would go on being read.
+    # Otherwise this process would go on reading the files it has open.
     OPEN.clear()
     DECODED.clear()
 
@@ -175,5 +177,5 @@ def _discard(final: Path) -> None:
 def _unwritable(cache: Path, shown: str, error: OSError) -> DataError:
     reason = error.strerror or str(error)
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    way_out = "free space there, or set" if full else "make it writable, or set"
+    way_out = "free space there, or change" if full else "make it writable, or change"
     return DataError(f"{shown}: cannot be prepared in the cache {cache} ({reason}); {way_out} data.cache.path")
