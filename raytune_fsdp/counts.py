@@ -106,6 +106,7 @@ class Census:
             }
         )
 
+    # A Fraction, because in floating point ceil(0.07 * 100) is 8.
     def samples_in(self, epochs: Fraction) -> int:
         """Packed samples in a run of `epochs` epochs, rounded up."""
         if len(self.epochs) == 1:

@@ -41,6 +41,7 @@ _LOCKS = 1024
 _LOCK_SECONDS = 300.0
 """A process that has waited this long for another to build a window builds it itself."""
 _OURS = re.compile(r"[0-9a-f]{32}")
+# A temporary file older than this was left by a process that was killed: writing one takes seconds.
 _ABANDONED_SECONDS = 3600
 _BYTES_BETWEEN_LOOKS = 1 << 30
 """A process measures the size of the whole cache again after adding this much to it."""

@@ -133,7 +133,8 @@ def _lay_out(lengths: Int32Array, sources: Int32Array, borders: Int64Array, *, o
     samples, _, seq_len = out.shape
     before = np.concatenate([[0], np.cumsum(lengths)])
     padding = seq_len - np.diff(before[borders])
-    # The documents and the padding of each sample, as one sequence of segments.
+    # The documents and the padding of each sample, as one sequence of segments. The places given to np.insert count in
+    # the array before insertion, so they are the borders themselves.
     segments = np.insert(lengths, borders[1:], padding)
     starts = np.cumsum(segments, dtype=np.int32) - segments
     positions = np.arange(samples * seq_len, dtype=np.int32) - np.repeat(starts, segments)

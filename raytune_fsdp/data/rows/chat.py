@@ -65,6 +65,7 @@ def read_conversation(row: dict[str, Any], format: ChatFormat, where: str, *, co
             raise RowError(
                 f"{place}={shorten(message)} is not an object; a message needs a role and a content", "wrong_type"
             )
+        # In Arrow and Parquet every message has the keys of all messages, most of them null: "tool_calls": null.
         message = _without_nulls(message, deep=columnar)
         trained = message.pop("train", True)
         if not isinstance(trained, bool):
@@ -126,6 +127,7 @@ def _read_message(message: dict[str, Any], format: ChatFormat, place: str) -> di
     if isinstance(content, list):
         content = _join_parts(content, place_of_content)
     if given in _CALLS and given not in format.roles:
+        # Unless the user mapped this role: then the message is words, whatever it is called.
         calls = _parse(check_text(content, place_of_content), place_of_content, "a call as JSON")
         message["tool_calls"], content = calls if isinstance(calls, list) else [calls], None
     elif "function_call" in message:
@@ -134,7 +136,7 @@ def _read_message(message: dict[str, Any], format: ChatFormat, place: str) -> di
     if calls:
         message["tool_calls"] = _read_calls(calls, role, f"{place}.tool_calls")
     if calls and (content is None or (isinstance(content, str) and not content.strip())):
-        content = content or ""
+        content = content or ""  # templates concatenate it: None would be an error, or the word None
     else:
         # Many files have a system message in every row, empty or not, and a tool may return nothing.
         check_text(content, place_of_content, may_be_empty=role in ("system", "developer", "tool"))

@@ -85,6 +85,7 @@ class Formatter:
             return
         self._encoder = SpanEncoder(tokenizer)
         if isinstance(format, ChatFormat) or (isinstance(format, InstructionFormat) and format.style == "chat"):
+            # Two, because a tokenizer may have another template for conversations with tools (Hermes, Command R).
             self._templates = [chat_template(tokenizer, template, tools=tools) for tools in (False, True)]
             if format.loss != "all" and not self._templates[0].trains_an_end():
                 logger.warning(_NO_END)
@@ -103,6 +104,7 @@ class Formatter:
     def documents(self, rows: Sequence[dict[str, Any] | RowError], wheres: Sequence[str]) -> list[Document | RowError]:
         """The document of each row, or what is wrong with the row. `wheres`: how errors name the rows."""
         read = [self._read_or_error(row, where) for row, where in zip(rows, wheres, strict=True)]
+        # All texts in one call: the tokenizer spreads a batch over its threads.
         texts = [item for item in read if isinstance(item, _Text)]
         encoded: Iterator[Tokens] = iter(())
         if texts:

@@ -8,6 +8,7 @@ from typing import Any
 from raytune_fsdp.config.formats import InstructionFormat
 from raytune_fsdp.data.rows.chat import Conversation, check_text, read_column
 
+# Word for word as in Stanford Alpaca, because other programs prompt models tuned on this format with the same words.
 _ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
 _ALPACA_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "

@@ -61,4 +61,5 @@ def messages_between(marked: str, start: int, end: int) -> set[int]:
 def _between(text: str, mark: str) -> str:
     """Mark the text inside its surrounding white space, which templates may strip."""
     inner = text.strip()
+    # Not at the ends of the text: a template that strips it would find no white space there, and render another text.
     return text.replace(inner, f"{mark}{inner}{mark}", 1) if inner else text

@@ -130,7 +130,7 @@ def _analyze(source: str) -> tuple[bool, frozenset[str]]:
     )
     try:
         tree = environment.parse(source)
-        environment.compile(source)
+        environment.compile(source)  # parse alone accepts filters and tests that do not exist
     except TemplateSyntaxError as error:
         raise DataError(
             f"the chat template is not valid Jinja: {error.message} (line {error.lineno}); "

@@ -162,7 +162,7 @@ def index_batches(path: Path, directory: Path, *, shown: str) -> int:
             if message.type != "record batch":
                 raise ValueError(f"unexpected message: {message.type}")
             batch = pa.ipc.read_record_batch(message, schema)
-            batch.validate()
+            batch.validate()  # reading does not check lengths and offsets, and using wrong ones would crash the process
             found.append((start, reader.tell() - start, batch.num_rows))
     (directory / "batches").write_bytes(np.array(found, dtype=_BATCH).tobytes())
     return sum(rows for _, _, rows in found)
@@ -188,8 +188,9 @@ def _take(table: Any, local: Any, first: int, where: Any) -> Iterator[Row | RowE
         try:
             yield from table.take(pa.array(local)).to_pylist()
             return
+        # One row with broken text or a date that Python does not have fails them all.
         except (ValueError, OverflowError, pa.ArrowNotImplementedError):
-            pass  # one row is at fault: found below
+            pass
     for index in local.tolist():
         try:
             yield table.slice(index, 1).to_pylist()[0]
@@ -216,8 +217,8 @@ def hash_file(path: Path, *, file: File, progress: Progress | None) -> str:
     """Hash of the file's content."""
     with reading(file.shown), open(path, "rb") as opened:
         size = os.fstat(opened.fileno()).st_size
-        tell = None if progress is None else lambda done: progress(file.shown, done, size)
-        return content_hash(opened.fileno(), tell)
+        report = None if progress is None else lambda done: progress(file.shown, done, size)
+        return content_hash(opened.fileno(), report)
 
 
 def check_columns(schema: Any, *, shown: str) -> None:

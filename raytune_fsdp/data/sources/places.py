@@ -14,12 +14,12 @@ import pyarrow as pa
 
 from raytune_fsdp.config.data import DatasetConfig
 from raytune_fsdp.data.sources.file_names import (
+    compression_of,
     data_files,
     has_wildcard,
     is_hidden,
     is_wanted,
     kind_of,
-    compression_of,
 )
 from raytune_fsdp.data.sources.remote import remote_files
 from raytune_fsdp.data.sources.source import File, reading
@@ -81,9 +81,9 @@ def copy(file: File, path: Path, *, progress: Progress | None) -> None:
 
 def _chunks(file: File, progress: Progress | None) -> Iterator[bytes]:
     # A generator, so that `reading` covers errors of the file, but not those of writing the copy between two pieces.
-    packing = compression_of(file.url)
+    codec = compression_of(file.url)
     with reading(file.shown), _stream(file) as raw:
-        stream = pa.CompressedInputStream(raw, packing) if packing else raw
+        stream = pa.CompressedInputStream(raw, codec) if codec else raw
         while chunk := stream.read(_CHUNK_BYTES):
             yield chunk
             if progress is not None:

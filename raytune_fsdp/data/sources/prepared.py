@@ -33,7 +33,7 @@ _VERSION = 2
 _META = "meta.json"
 _TOUCH_SECONDS = 3600.0
 _TOUCHED: dict[str, float] = {}
-_Tell = Callable[[int, int], None]
+_Report = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ def prepare(
     Each process hashes every file once: a directory that storage has damaged is made again.
     """
     final = cache / "files" / key_of(identity)
-    tell = None if progress is None else partial(progress, f"{shown} (checked)")
-    while (found := _find(final, tell)) is None:
+    report = None if progress is None else partial(progress, f"{shown} (checked)")
+    while (found := _find(final, report)) is None:
         temporary = final.with_name(f"{final.name}.{uuid.uuid4().hex[:12]}.tmp")
         try:
             temporary.mkdir(parents=True)
             meta = {**make(temporary), "identity": dict(identity)}
-            _finish(temporary, meta, final, tell)
+            _finish(temporary, meta, final, report)
             _rename(temporary, final)
         except OSError as error:
             raise _unwritable(cache, shown, error) from error
@@ -99,13 +99,13 @@ def _digest(value: object) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
-def _find(final: Path, tell: _Tell | None) -> PreparedRows | None:
+def _find(final: Path, report: _Report | None) -> PreparedRows | None:
     try:
         meta = json.loads((final / _META).read_text(encoding="utf-8"))
         whole = (
             meta.pop("digest") == _digest(meta)
             and all((final / name).stat().st_size == size for name, size in meta["files"].items())
-            and _hashes(final, meta["files"], final, tell) == meta["hashes"]
+            and _hashes(final, meta["files"], final, report) == meta["hashes"]
         )
     except (FileNotFoundError, NotADirectoryError):
         whole = not final.exists()
@@ -121,29 +121,29 @@ def _find(final: Path, tell: _Tell | None) -> PreparedRows | None:
     return PreparedRows(final, meta)
 
 
-def _hashes(directory: Path, files: Mapping[str, int], final: Path, tell: _Tell | None) -> dict[str, str]:
+def _hashes(directory: Path, files: Mapping[str, int], final: Path, report: _Report | None) -> dict[str, str]:
     """The hash of each file, kept under its path in `final`, so that it is not read again after the rename."""
     found: dict[str, str] = {}
     before, total = 0, sum(files.values())
     for name, size in files.items():
 
-        def tell_all(done: int, before: int = before) -> None:
-            if tell is not None:
-                tell(before + done, total)
+        def report_all(done: int, before: int = before) -> None:
+            if report is not None:
+                report(before + done, total)
 
         with open(directory / name, "rb") as opened:
-            found[name] = hash_once(opened.fileno(), str(final / name), tell_all)
+            found[name] = hash_once(opened.fileno(), str(final / name), report_all)
         before += size
     return found
 
 
-def _finish(directory: Path, meta: Mapping[str, Any], final: Path, tell: _Tell | None) -> None:
+def _finish(directory: Path, meta: Mapping[str, Any], final: Path, report: _Report | None) -> None:
     files = {}
     for file in sorted(directory.iterdir()):
         with open(file, "rb") as opened:
             os.fsync(opened.fileno())
         files[file.name] = file.stat().st_size
-    whole = {**meta, "files": files, "hashes": _hashes(directory, files, final, tell)}
+    whole = {**meta, "files": files, "hashes": _hashes(directory, files, final, report)}
     write_durably(directory / _META, json.dumps({**whole, "digest": _digest(whole)}, indent=1))
     sync_directory(directory)
 

@@ -139,6 +139,7 @@ class Files:
 
     @cached_property
     def blocks(self) -> Sequence[int]:
+        # An array: 8 bytes a block, where a list of ints takes 36.
         return array("Q", (rows for part in self.parts for rows in part.blocks() if rows))
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from raytune_fsdp.data.sources.file_names import ending_of, compression_of, shorten
+from raytune_fsdp.data.sources.file_names import compression_of, ending_of, shorten
 from raytune_fsdp.data.sources.handles import OPEN, Stored, check_unchanged, local_file
 from raytune_fsdp.data.sources.places import copy
 from raytune_fsdp.data.sources.prepared import prepare, touch
@@ -74,6 +74,7 @@ class TextRows:
     def _parse(self, raw: bytes, index: int) -> Row | RowError:
         raw = raw.removesuffix(b"\n").removesuffix(b"\r")
         try:
+            # -sig: files that were joined into one may have a byte order mark in front of any line, which JSON refuses.
             text = raw.decode("utf-8-sig" if self.syntax == "jsonl" else "utf-8")
         except UnicodeDecodeError as error:
             piece = "line" if self.syntax in ("jsonl", "text") else "row"
@@ -90,7 +91,7 @@ class TextRows:
     def _json(self, text: str, index: int) -> Row | RowError:
         try:
             row = json.loads(text)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
             return self._broken(index, f"not valid JSON ({error}) in {shorten(text.strip())!r}")
         if not isinstance(row, dict):
             return self._broken(index, f"{shorten(row)!r} is not a JSON object but {type(row).__name__}")
