@@ -56,7 +56,7 @@ def test_it_is_made_once_and_used_again(path: Path) -> None:
 
     told: list[tuple[str, int, int]] = []
     first = opened(path, progress=lambda *facts: told.append(facts))
-    assert {what for what, _, _ in told} == {str(path), f"{path} (checked)"}
+    assert {what for what, _, _ in told} == {str(path), f"checking {path}"}
     assert told[-1][1] == told[-1][2] > 0
     (entry,) = entries(path)
     # `data clean` knows it by this.
@@ -121,7 +121,7 @@ def test_another_process_checks_what_it_did_not_make(path: Path) -> None:
     handles._HASHES.clear()
     told: list[tuple[str, int, int]] = []
     opened(path, progress=lambda *facts: told.append(facts))
-    assert {what for what, _, _ in told} == {f"{path} (checked)"}
+    assert {what for what, _, _ in told} == {f"checking {path}"}
     (entry,) = entries(path)
     size = sum(file.stat().st_size for file in entry.iterdir() if file.name != "meta.json")
     assert told[-1][1:] == (size, size)

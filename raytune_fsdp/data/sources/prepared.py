@@ -61,7 +61,7 @@ def prepare(
     Each process hashes every file once: a directory that storage has damaged is made again.
     """
     final = cache / "files" / key_of(identity)
-    report = None if progress is None else partial(progress, f"{shown} (checked)")
+    report = None if progress is None else partial(progress, f"checking {shown}")
     while (found := _find(final, report)) is None:
         temporary = final.with_name(f"{final.name}.{uuid.uuid4().hex[:12]}.tmp")
         try:
