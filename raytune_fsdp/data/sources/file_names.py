@@ -122,5 +122,5 @@ def dataset_names(datasets: Sequence[DatasetConfig]) -> tuple[str, ...]:
             paths = ", ".join(
                 without_secrets(d.path or d.hub or "") for d, n in zip(datasets, names, strict=True) if n == name
             )
-            raise DataError(f"{count} datasets are called {name!r} ({paths}); give each its own data.*.name")
+            raise DataError(f"{count} datasets are called {name!r} ({paths}); give each its own name in data.*.name")
     return names
