@@ -80,11 +80,8 @@ class Windows:
             for dataset, source in zip(datasets, self.sources, strict=True)
         ]
         self.pad_id = _pad_id(tokenizer, vocab_size)
-        weights = weights_of(
-            [dataset.weight for dataset in datasets],
-            [dataset.share for dataset in datasets],
-            [len(source) for source in self.sources],
-        )
+        rows = [len(source) for source in self.sources]
+        weights = weights_of([each.weight for each in datasets], [each.share for each in datasets], rows)
         blocks = [source.blocks for source in self.sources]
         self._mixture = Mixture(blocks, weights, shuffle=data.shuffle, seed=seed)
         self.repeats = self._mixture.repeats if data.reshuffle == "auto" else data.reshuffle == "windows"
