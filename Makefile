@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: demo test test-all check format docs lock clean
+.PHONY: demo test test-all same check format docs lock clean
 
 demo: $(VENV)/.installed  ## train a tiny model on this machine, in a minute or two
 	$(BIN)/python jobs/finetune.py --run.resume never --run.name demo-$$(date +%Y%m%d-%H%M%S)
@@ -14,6 +14,9 @@ test: $(VENV)/.installed-dev  ## what guards an invariant
 
 test-all: $(VENV)/.installed-dev  ## everything
 	$(BIN)/python -m pytest
+
+same: $(VENV)/.installed-dev  ## two trees, the same trajectories: make same BASE=<commit>
+	$(BIN)/python -m tests.same $(BASE)
 
 check: $(VENV)/.installed-dev  ## style, types, import contracts
 	$(BIN)/ruff check .

@@ -31,8 +31,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from raytune_fsdp import config as ours
-from raytune_fsdp.data.stream import Division, Stream
+from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.division import Division
 from raytune_fsdp.launch.ray.batches import ray_batches
 from raytune_fsdp.launch.ray.stream import split, stream_dataset
 from raytune_fsdp.types import Cursor
@@ -108,8 +109,10 @@ def train(given: dict[str, Any]) -> None:
     training = Training(model, optimizer)
     done = resume(training)
     tell("model")
-    batches = ray_batches(ray.train.get_dataset_shard("train"), given["windows"], division, rank=rank)
-    for step in range(done + 1, division.last_step + 1):
+    last = config["train"]["max_steps"]
+    shard, steps = ray.train.get_dataset_shard("train"), range(1, last + 1)
+    batches = ray_batches(shard, given["windows"], division, steps, data_rank=rank)
+    for step in range(done + 1, last + 1):
         blocks = next(batches).blocks
         if step == done + 1:
             tell("data")
@@ -138,8 +141,8 @@ def main() -> None:
     )  # fmt: skip
     sizes = config["train"]
     division = Division(
-        first_step=1, last_step=sizes["max_steps"], total_samples=None, global_batch=sizes["global_batch"],
-        micro_batch=sizes["micro_batch"], world=config["cluster"]["workers"],
+        total_samples=None, global_batch=sizes["global_batch"], micro_batch=sizes["micro_batch"],
+        data_ranks=config["cluster"]["workers"],
     )  # fmt: skip
     trainer = TorchTrainer(
         train,
@@ -149,11 +152,11 @@ def main() -> None:
                 Stream(windows, seed=run["seed"]),
                 Cursor(),
                 micro_batch=division.micro_batch,
-                samples=division.samples(),
+                samples=sizes["max_steps"] * sizes["global_batch"],
             )
         },
         dataset_config=StreamSplit(),
-        scaling_config=ScalingConfig(num_workers=division.world),
+        scaling_config=ScalingConfig(num_workers=division.data_ranks),
         run_config=RunConfig(
             name=run["name"],
             storage_path=run["storage"],

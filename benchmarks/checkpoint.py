@@ -40,9 +40,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.ranks import run_ranks, slowest
 from benchmarks.record import write_result
 from raytune_fsdp.checkpoint.catalogue import Keep, committed
+from raytune_fsdp.checkpoint.loading import load, verify_together
+from raytune_fsdp.checkpoint.save_in_flight import ENDINGS
+from raytune_fsdp.checkpoint.saver import Saver, open_saver
 from raytune_fsdp.checkpoint.staging import local_piece
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.checkpoint.store import Store, load, open_store, verify_together
 from raytune_fsdp.checkpoint.tensors import tensors_of
 from raytune_fsdp.config import OptimConfig, ParallelConfig
 from raytune_fsdp.optim import build_optimizer
@@ -89,7 +91,7 @@ class Bench:
         self.ids = torch.randint(0, 16384, (1, TOKENS))
         self.step()
         self.background = dist.new_group(backend="gloo")
-        self.store = self.open()
+        self.saver = self.open()
         mine = sum(local_piece(t).nbytes for t in self.tensors().values())
         self.room = {name: torch.zeros_like(local_piece(t)) for name, t in self.tensors().items()}
         self.about = {"parameters": parameters, "bytes_per_rank": mine, "ranks": WORLD, "tokens_per_step": TOKENS}
@@ -98,16 +100,15 @@ class Bench:
     def tensors(self) -> dict[str, torch.Tensor]:
         return tensors_of(self.model, self.optimizer)
 
-    def open(self) -> Store:
-        return open_store(
+    def open(self) -> Saver:
+        return open_saver(
             str(self.directory / "ours"), self.model, self.optimizer, attempt=1, keep=Keep(last=None), seconds=600,
             asynchronous=True, scores={},
         )  # fmt: skip
 
     def step(self) -> None:
         self.model(input_ids=self.ids, labels=self.ids).loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(1.0, torch.zeros(()))
 
     def timed(self, work: Callable[[], object]) -> float:
         """Of the slower rank, from a barrier on."""
@@ -172,16 +173,17 @@ class Bench:
         return row
 
     def ours(self) -> Row:
-        """With training steps until it is committed. The first round is the first save of the store."""
+        """With training steps until it is committed. The first round is the first save of the saver."""
         self.saves += 1
-        stall = self.timed(lambda: self.store.begin(RunState(step=self.saves), before=lambda: None))
+        stall = self.timed(lambda: self.saver.begin(RunState(step=self.saves), before=lambda: None))
         started, steps, ended = time.perf_counter(), [], 0
         while not ended:
             steps.append(self.timed(self.step))
-            flag = torch.tensor(self.store.standing()[0])
+            ending, _ = self.saver.status()
+            flag = torch.tensor(0 if ending is None else 1 + ENDINGS.index(ending))
             dist.all_reduce(flag)
             ended = int(flag)
-        outcome = self.store.close(ended)
+        outcome = self.saver.report(ENDINGS[ended - 1])
         assert outcome.saved is not None, outcome
         seconds = slowest(time.perf_counter() - started)
         self.remove(Path(outcome.saved.path))
@@ -194,12 +196,12 @@ class Bench:
         self.saves += 1
 
         def save() -> None:
-            self.store.begin(RunState(step=self.saves), before=lambda: None)
-            outcome = self.store.finish()
+            self.saver.begin(RunState(step=self.saves), before=lambda: None)
+            outcome = self.saver.finish()
             assert outcome is not None and outcome.saved is not None, outcome
 
         row = {"ours_alone": self.timed(save)}
-        for found in committed(self.store.storage.location):
+        for found in committed(self.saver.storage.location):
             self.remove(Path(found.path))
         return row
 
@@ -269,9 +271,9 @@ class Bench:
         theirs = self.timed(lambda: dcp.load(self.tensors(), checkpoint_id=path))
         self.remove(path)
         self.saves += 1
-        self.store.begin(RunState(step=self.saves), before=lambda: None)
-        self.store.finish()
-        (found,) = committed(self.store.storage.location)
+        self.saver.begin(RunState(step=self.saves), before=lambda: None)
+        self.saver.finish()
+        (found,) = committed(self.saver.storage.location)
 
         def verified_load() -> None:
             problem = verify_together(found, hashes=True)

@@ -113,20 +113,20 @@ def _stream_ray(windows: Any, samples: int) -> int:
     """Two ranks, eight samples a block."""
     import ray
 
-    from raytune_fsdp.data.stream import Division, Stream
+    from raytune_fsdp.data.stream import Stream
+    from raytune_fsdp.division import Division
     from raytune_fsdp.launch.ray.batches import ray_batches
     from raytune_fsdp.launch.ray.stream import split, stream_dataset
     from raytune_fsdp.types import Cursor
 
-    division = Division(
-        first_step=1, last_step=-(-samples // 16), total_samples=samples, global_batch=16, micro_batch=8, world=2
-    )
+    division = Division(total_samples=samples, global_batch=16, micro_batch=8, data_ranks=2)
+    steps = range(1, -(-samples // 16) + 1)
     dataset = stream_dataset(Stream(windows, seed=0), Cursor(), micro_batch=8, samples=samples)
     shards = split(dataset, 2)
 
     @ray.remote(num_cpus=0)
     def consume(shard: Any, rank: int) -> int:
-        batches = ray_batches(shard, windows, division, rank=rank)
+        batches = ray_batches(shard, windows, division, steps, data_rank=rank)
         return sum(len(block.sample_ids) for step in batches for block in step.blocks)
 
     return sum(ray.get([consume.remote(shard, rank) for rank, shard in enumerate(shards)]))

@@ -40,8 +40,8 @@ from benchmarks.ranks import run_ranks, slowest
 from benchmarks.record import write_result
 from raytune_fsdp.checkpoint.catalogue import Keep, committed
 from raytune_fsdp.checkpoint.model_files import MODEL_FILES, find_checkpoint
+from raytune_fsdp.checkpoint.saver import open_saver
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.checkpoint.store import open_store
 from raytune_fsdp.config import ExportConfig, OptimConfig, ParallelConfig
 from raytune_fsdp.model.tensorfile import TensorFile
 from raytune_fsdp.optim import build_optimizer
@@ -87,14 +87,14 @@ class Bench:
         if dist.get_rank() == 0:
             self.config.architectures = ["LlamaForCausalLM"]
             self.config.save_pretrained(run / MODEL_FILES)
-        store = open_store(
+        saver = open_saver(
             str(run / "checkpoints"), self.model, build_optimizer(self.model, OptimConfig(lr=1e-4)), attempt=1,
             keep=Keep(last=None), seconds=600, asynchronous=False, scores={},
         )  # fmt: skip
-        store.begin(RunState(step=1), before=lambda: None)
-        outcome = store.finish()
+        saver.begin(RunState(step=1), before=lambda: None)
+        outcome = saver.finish()
         assert outcome is not None and outcome.saved is not None, outcome
-        store.leave()
+        saver.leave()
         (self.checkpoint,) = committed(str(run / "checkpoints"))
 
     def round(self, number: int) -> dict[str, float]:

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.record import write_result
 from raytune_fsdp import FinetuneConfig, finetune
 from raytune_fsdp.data.batches import rank_batches
-from raytune_fsdp.data.stream import Division, Stream
+from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.demo import CONVERSATIONS, TOKENIZER
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.tracking.jsonl import read_trajectory
@@ -79,11 +79,11 @@ def ours(directory: Path, steps: int, workers: int) -> Curve:
 
 def packed_rows(directory: Path, steps: int) -> list[dict[str, list[int]]]:
     """The rows of every micro-batch, one after the other, as one rank of ours gets them."""
-    prepared = prepare(our_config(directory, steps, workers=1), world=1)
-    division = Division(
-        first_step=1, last_step=steps, total_samples=None, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH, world=1
-    )
-    batches = rank_batches(Stream(prepared.train, seed=0), division, cursor=prepared.state.cursor, rank=0)
+    prepared, standing = prepare(our_config(directory, steps, workers=1), world=1)
+    batches = rank_batches(
+        Stream(prepared.train, seed=0), standing.plan.division, range(1, steps + 1),
+        cursor=standing.state.cursor, data_rank=0,
+    )  # fmt: skip
     return [
         {"input_ids": ids, "labels": labels, "position_ids": positions}
         for step in batches

@@ -44,6 +44,7 @@ from raytune_fsdp.demo import TOKENIZER
 from raytune_fsdp.launch.worker import join
 from raytune_fsdp.loop import train
 from raytune_fsdp.run.prepare import prepare
+from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking.jsonl import read_trajectory
 
 SEQ_LEN, BATCH, VOCABULARY, LR = 512, 4, 8192, 1e-4
@@ -154,11 +155,11 @@ def ours(directory: Path, ids: np.ndarray, on_step: Callable[[], bool], *, mlflo
             "tracking": {"mlflow": {"enabled": mlflow}},
         }
     )
-    parts = assemble(config, prepare(config, 1), torch.device("cpu"))
+    parts = assemble(config, *prepare(config, 1), torch.device("cpu"))
     parts.tracker.state()  # waits until MLflow is imported and its run open: that is start-up, not training
     train(parts, stop=on_step)
     parts.tracker.finish("finished")
-    losses = [line["loss"] for line in read_trajectory(parts.plan.run_dir / "metrics.jsonl")]
+    losses = [line["loss"] for line in read_trajectory(RunDir.of(config).metrics)]
     shutil.rmtree(storage)
     return losses
 

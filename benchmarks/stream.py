@@ -31,9 +31,10 @@ from transformers import AutoTokenizer
 from benchmarks.record import write_result
 from raytune_fsdp.config import CompletionFormat, DataConfig, DatasetConfig
 from raytune_fsdp.data.census import census
-from raytune_fsdp.data.stream import Division, Stream
+from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.demo import TOKENIZER
+from raytune_fsdp.division import Division
 from raytune_fsdp.launch.ray.batches import ray_batches
 from raytune_fsdp.launch.ray.stream import build_on_ray, split, stream_dataset
 from raytune_fsdp.types import Cursor
@@ -63,9 +64,11 @@ def open_windows(rows: Path, cache: Path) -> Windows:
 class Rank:
     """Takes its batches, and takes its time for each."""
 
-    def run(self, shard: Any, windows: Windows, division: Division, rank: int, step_seconds: float) -> dict[str, Any]:
+    def run(
+        self, shard: Any, windows: Windows, division: Division, steps: int, rank: int, step_seconds: float
+    ) -> dict[str, Any]:
         asked, waited, built = [time.time()], [], 0
-        for step in ray_batches(shard, windows, division, rank=rank):
+        for step in ray_batches(shard, windows, division, range(1, steps + 1), data_rank=rank):
             waited.append(time.time() - asked[-1])
             built += step.windows_built
             if len(waited) == 1:
@@ -78,17 +81,15 @@ class Rank:
 
 def measure(windows: Windows, *, ranks: int, micro_batch: int, steps: int, step_seconds: float = 0.0) -> dict[str, Any]:
     batch = ranks * micro_batch
-    division = Division(
-        first_step=1, last_step=steps, total_samples=None, global_batch=batch, micro_batch=micro_batch, world=ranks
-    )
+    division = Division(total_samples=None, global_batch=batch, micro_batch=micro_batch, data_ranks=ranks)
     actors = [Rank.remote() for _ in range(ranks)]
     ray.get([actor.__ray_ready__.remote() for actor in actors])
     start = time.time()
-    dataset = stream_dataset(Stream(windows, seed=SEED), Cursor(), micro_batch=micro_batch, samples=division.samples())
+    dataset = stream_dataset(Stream(windows, seed=SEED), Cursor(), micro_batch=micro_batch, samples=steps * batch)
     shards = split(dataset, ranks)
     found = ray.get(
         [
-            actor.run.remote(shard, windows, division, rank, step_seconds)
+            actor.run.remote(shard, windows, division, steps, rank, step_seconds)
             for rank, (actor, shard) in enumerate(zip(actors, shards, strict=True))
         ]
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,34 +37,29 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
     quiet()
     from raytune_fsdp.checkpoint.catalogue import committed
     from raytune_fsdp.launch.start import run
+    from raytune_fsdp.launch.torchrun import is_rank0
     from raytune_fsdp.report.curves import plot
     from raytune_fsdp.run.publish import publish
-    from raytune_fsdp.tracking.jsonl import METRICS_FILE
+    from raytune_fsdp.rundir import RunDir
 
-    prepared = run(config, progress)
-    plan = prepared.plan
-    trained = max(0, plan.steps - prepared.state.step)
-    newest = committed(plan.checkpoints)[-1] if trained else prepared.resume
+    place = RunDir.of(config)
+    before = run(config, progress)
+    newest = before.checkpoint if before.complete else committed(place.checkpoints)[-1]
     assert newest is not None, "a run that is complete has a checkpoint"
-    export = plan.run_dir / "export" if config.export.at_end else None
+    export = place.export if config.export.at_end else None
     curve, pushed = None, None
     if is_rank0():
         if export is not None:
             pushed = publish(newest, export, config.export)
-        curve = plan.run_dir / "report" / "loss.png"
+        curve = place.loss_curve
         curve.parent.mkdir(exist_ok=True)
-        plot(plan.run_dir / METRICS_FILE, curve, title=config.run.name)
+        plot(place.metrics, curve, title=config.run.name)
     return FinetuneResult(
-        run_dir=plan.run_dir,
-        steps=plan.steps,
-        trained=trained,
+        run_dir=place.path,
+        steps=before.plan.steps,
+        trained=max(0, before.plan.steps - before.state.step),
         checkpoint=newest.path,
         export=export,
         pushed=pushed,
         curve=curve,
     )
-
-
-def is_rank0() -> bool:
-    """Whether this process speaks for the run: it was not started by torchrun, or as its rank 0."""
-    return int(os.environ.get("RANK", "0")) == 0

@@ -11,27 +11,28 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from raytune_fsdp.checkpoint.catalogue import Keep
+from raytune_fsdp.checkpoint.loading import load
 from raytune_fsdp.checkpoint.on_demand import Requests
+from raytune_fsdp.checkpoint.saver import Saver, open_saver
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.checkpoint.store import Store, load, open_store
 from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.skipped import SkippedRows
-from raytune_fsdp.data.stream import Division, Stream
+from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.evaluate import check_packing, score
 from raytune_fsdp.loop import Parts
 from raytune_fsdp.metrics import Meter
 from raytune_fsdp.model.fill import fill
-from raytune_fsdp.model.skeleton import build_skeleton, count_architecture
-from raytune_fsdp.optim import build_optimizer
+from raytune_fsdp.model.skeleton import build_network, count_architecture
+from raytune_fsdp.optim import Optimizer, build_optimizer
 from raytune_fsdp.parallel import make_mesh, shard
 from raytune_fsdp.run.initial_weights import first_weights
-from raytune_fsdp.run.prepare import Prepared
 from raytune_fsdp.run.record import open_run, start_tracker
+from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.saving import Saves
 from raytune_fsdp.step import FIRST_SCALE, LossScale
-from raytune_fsdp.tracking.jsonl import METRICS_FILE, read_evaluations
+from raytune_fsdp.tracking.jsonl import read_evaluations
 from raytune_fsdp.types import Saved, StepBatches
 
 
@@ -43,42 +44,43 @@ def _nobody(_: object) -> None:
 class Host:
     """What a launcher lends to a rank; everything has a default, which is to do without."""
 
-    attempt: int | None = None
-    """The number of this attempt. None: the next one."""
     batches: Iterator[StepBatches] | None = None
     """This rank's batches, from the step on where the run stands. None: it makes them itself."""
     console: TextIO | None = None
     """Where a person follows the run. None: stdout."""
     saved: Callable[[Saved], None] = _nobody
-    """Told on every rank of every committed checkpoint."""
+    """Called on every rank for every committed checkpoint."""
     reached: Callable[[str], None] = _nobody
-    """Told how far this rank has come before its first step."""
+    """Called with each phase that this rank has finished before its first step."""
 
 
-def assemble(config: FinetuneConfig, prepared: Prepared, device: torch.device, host: Host | None = None) -> Parts:
+def assemble(
+    config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device, host: Host | None = None
+) -> Parts:
     """Build everything. Collective: needs the process group, all ranks must call this."""
     host = host or Host()
-    plan, state = prepared.plan, prepared.state
-    model = build_skeleton(prepared.hf_config, config.model, config.parallel.precision)
+    plan, state = standing.plan, standing.state
+    model = build_network(prepared.hf_config, config)
     architecture = count_architecture(model)
     shard(model, make_mesh(plan.layout, device), config.parallel)
-    if prepared.resume is None:
+    if standing.checkpoint is None:
         weights, mode = first_weights(config, prepared.origin, model)
         fill(model, weights, mode, device)
     else:
         fill(model, None, "empty", device)  # the checkpoint has every tensor
     optimizer = build_optimizer(model, config.optim)
-    if prepared.resume is not None:
-        load(model, optimizer, prepared.resume)
+    if standing.checkpoint is not None:
+        load(model, optimizer, standing.checkpoint)
     if config.data.packing != "none":
         check_packing(model, config.data.packing)
     host.reached("model")
-    attempt, changed, aside = on_rank0(lambda: open_run(config, prepared, host.attempt))  # nothing is written before
-    tracker = start_tracker(config, prepared, attempt, changed, aside, host.console)
+    opened = on_rank0(lambda: open_run(config, prepared, standing))  # nothing is written before
+    tracker = start_tracker(config, prepared, standing, opened, host.console)
     stream = Stream(prepared.train, seed=config.run.seed)
     batches = host.batches or rank_batches(
-        stream, division_of(prepared), cursor=state.cursor, rank=dist.get_rank(), device=device
-    )
+        stream, plan.division, range(state.step + 1, plan.steps + 1),
+        cursor=state.cursor, data_rank=dist.get_rank(), device=device,
+    )  # fmt: skip
     return Parts(
         config=config,
         plan=plan,
@@ -105,43 +107,30 @@ def assemble(config: FinetuneConfig, prepared: Prepared, device: torch.device, h
         ),
         skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
         saves=Saves(
-            store=_store(config, prepared, attempt, model, optimizer),
+            saver=_saver(config, prepared, standing, model, optimizer),
             tracker=tracker,
-            requests=Requests(plan.run_dir),
+            requests=Requests(prepared.place.path),
             saved=host.saved,
         ),
         tracker=tracker,
-        state=_next_state(prepared, attempt),
+        state=_next_state(prepared, standing),
     )
 
 
-def division_of(prepared: Prepared) -> Division:
-    """How the rest of the run is divided among its ranks."""
-    plan = prepared.plan
-    return Division(
-        first_step=prepared.state.step + 1,
-        last_step=plan.steps,
-        total_samples=plan.total_samples,
-        global_batch=plan.global_batch,
-        micro_batch=plan.micro_batch,
-        world=plan.layout.world,
-    )
-
-
-def _next_state(prepared: Prepared, attempt: int) -> RunState:
+def _next_state(prepared: Prepared, standing: Standing) -> RunState:
     return replace(
-        prepared.state,
-        schedule_steps=prepared.plan.schedule_steps,
+        standing.state,
+        schedule_steps=standing.plan.schedule_steps,
         identity=prepared.identity,
         files=prepared.files_of_data,
-        attempt=attempt,
-        world_size=prepared.plan.layout.world,
+        attempt=standing.attempt,
+        world_size=standing.plan.layout.world,
     )
 
 
-def _store(
-    config: FinetuneConfig, prepared: Prepared, attempt: int, model: PreTrainedModel, optimizer: torch.optim.Optimizer
-) -> Store:
+def _saver(
+    config: FinetuneConfig, prepared: Prepared, standing: Standing, model: PreTrainedModel, optimizer: Optimizer
+) -> Saver:
     chosen = config.checkpoint
     keep = Keep(
         last=chosen.keep_last,
@@ -151,13 +140,13 @@ def _store(
     )
     scores = {}
     if dist.get_rank() == 0 and chosen.keep_best:
-        found = read_evaluations(prepared.plan.run_dir / METRICS_FILE, prepared.state.step)
+        found = read_evaluations(prepared.place.metrics, standing.state.step)
         scores = {step: score(values, chosen.best) for step, values in found.items()}
-    return open_store(
-        prepared.plan.checkpoints,
+    return open_saver(
+        prepared.place.checkpoints,
         model,
         optimizer,
-        attempt=attempt,
+        attempt=standing.attempt,
         keep=keep,
         seconds=chosen.timeout_minutes * 60,
         asynchronous=chosen.asynchronous,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,13 +16,13 @@ from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import Interrupted
 from raytune_fsdp.metrics import Meter
-from raytune_fsdp.optim import lr_at
+from raytune_fsdp.optim import Optimizer, lr_factor
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.saving import Saves
 from raytune_fsdp.step import LossScale, train_step
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.tracker import Tracker
-from raytune_fsdp.types import StepBatches
+from raytune_fsdp.types import StepBatches, Stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Parts:
     device: torch.device
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     scale: LossScale
     batches: Iterator[StepBatches]
     evals: Mapping[str, Windows]
@@ -46,8 +46,11 @@ class Parts:
     """Where the run stands before the first batch."""
 
 
-def train(parts: Parts, stop: Callable[[], bool]) -> RunState:
-    """Train to the end of the plan, or until `stop` on any rank: then commit and raise Interrupted. Collective."""
+def train(parts: Parts, stop: Stop) -> RunState:
+    """Train to the end of the plan, or until a rank has a reason to `stop`: then commit and raise Interrupted.
+
+    Collective.
+    """
     plan, meter, state = parts.plan, parts.meter, parts.state
     if parts.config.eval.at_start and state.step == 0:
         _evaluate(parts, step=0)
@@ -55,28 +58,32 @@ def train(parts: Parts, stop: Callable[[], bool]) -> RunState:
     waiting_since = time.perf_counter()
     for batches in parts.batches:
         data_seconds = time.perf_counter() - waiting_since
-        boundary = parts.saves.look(stop())
+        boundary = parts.saves.agree(stop())
         step = batches.step
-        last = boundary.stop or step == plan.steps
-        lr = lr_at(step, parts.config.optim, plan)
+        last = boundary.stop is not None or step == plan.steps
+        factor = lr_factor(step, parts.config.optim, plan)
         tensors = train_step(
             parts.model, parts.optimizer, parts.scale, batches,
             plan=plan, parallel=parts.config.parallel, optim=parts.config.optim,
-            lr=lr, seed=parts.config.run.seed,
+            lr_factor=factor, seed=parts.config.run.seed,
         )  # fmt: skip
-        meter.add(batches, tensors, lr=lr, data_seconds=data_seconds)
+        meter.add(batches, tensors, lr=parts.config.optim.lr * factor, data_seconds=data_seconds)
         evaluating = plan.due(step, plan.eval_every)
         saving = last or parts.saves.due(boundary, plan.due(step, plan.save_every), step)
         if plan.due(step, plan.log_every) or evaluating or saving:
             _log(parts)
-        if saving:  # before anything that could fail without harm to the weights
-            state = _state_behind(parts, state, step)
+        if saving:
+            # Before the evaluation: that can fail without harm to the weights, and the step is then saved already.
+            state = _state_after(parts, state, step)
             (parts.saves.last if last else parts.saves.begin)(state)
             meter.restart_clock()
         if evaluating:
             _evaluate(parts, step)
-        if boundary.stop and step < plan.steps:
-            raise Interrupted(f"stopped behind step {step}, which is saved; the same command continues from there")
+        if boundary.stop is not None and step < plan.steps:
+            raise Interrupted(
+                f"stopped {boundary.stop.words} after step {step}, which is saved; "
+                "the same command continues from there"
+            )
         waiting_since = time.perf_counter()
     return state
 
@@ -84,7 +91,7 @@ def train(parts: Parts, stop: Callable[[], bool]) -> RunState:
 def _log(parts: Parts) -> None:
     """Fetch and write the metrics of all steps since the last time."""
     rows = parts.meter.fetch()
-    parts.tracker.steps(rows, parts.plan.layout.world, parts.saves.store.attempt)
+    parts.tracker.steps(rows, parts.plan.layout.world, parts.saves.saver.attempt)
     for row in rows:
         if row.skipped:
             parts.tracker.event(names.SKIPPED_UPDATE, step=row.step, loss=row.loss, grad_norm=row.grad_norm)
@@ -97,8 +104,11 @@ def _log(parts: Parts) -> None:
 
 
 def _evaluate(parts: Parts, step: int) -> None:
-    config = parts.config
-    losses = evaluate.losses(parts.model, parts.evals, micro_batch=parts.plan.micro_batch, device=parts.device)
+    config, division = parts.config, parts.plan.division
+    losses = evaluate.losses(
+        parts.model, parts.evals,
+        micro_batch=division.micro_batch, data_ranks=division.data_ranks, device=parts.device,
+    )  # fmt: skip
     if losses:
         values = {names.evaluation_loss(name): loss for name, loss in losses.items()}
         parts.tracker.evaluation(step, values)
@@ -111,14 +121,14 @@ def _evaluate(parts: Parts, step: int) -> None:
     parts.meter.restart_clock()
 
 
-def _state_behind(parts: Parts, before: RunState, step: int) -> RunState:
-    """All that is not a tensor, behind a step whose metrics have been fetched."""
+def _state_after(parts: Parts, before: RunState, step: int) -> RunState:
+    """All that is not a tensor, after a step whose metrics have been fetched."""
     scale = parts.scale
     return replace(
         before,
         step=step,
         cursor=parts.meter.cursor,
-        samples=parts.plan.samples_before(step + 1),
+        samples=parts.plan.division.samples_before(step + 1),
         skipped_in_row=parts.meter.skipped_in_row,
         loss_scale=scale.value.item() if scale.enabled else None,
         good_steps=int(scale.good_steps.item()),

@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import xxhash
 
 from raytune_fsdp.errors import TrainingError
 from raytune_fsdp.estimate.flops import Architecture, mfu, peak_flops, training_flops
 from raytune_fsdp.plan import Plan
-from raytune_fsdp.step import FIRST_ID, StepTensors
+from raytune_fsdp.step import StepTensors
+from raytune_fsdp.step_counts import StepCounts
 from raytune_fsdp.types import Cursor, StepBatches, StepMetrics
 
 
@@ -44,7 +46,7 @@ class Meter:
         self._device = device
         self._windows = windows
         self.cursor = cursor
-        """The sample behind the last step that was fetched: where a run continues that stops there."""
+        """The sample after the last step that was fetched: a run that stops there continues from it."""
         self._max_skipped = max_skipped
         self.skipped_in_row = skipped_in_row
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -86,38 +88,34 @@ class Meter:
                     "raise optim.warmup_ratio, or look for broken rows in the data"
                 )
 
-    def _metrics(self, pending: _Pending, counts: list[int], values: list[float], seconds: float) -> StepMetrics:
-        targets, tokens, pairs, built = counts[:4]
-        self.cursor = Cursor(epoch=counts[4], window=counts[5], index=counts[6])
+    def _metrics(self, pending: _Pending, packed: list[int], values: list[float], seconds: float) -> StepMetrics:
+        counts = StepCounts.unpack(packed, pending.step, self._plan.division)
+        self.cursor = counts.cursor
         loss, norm, skipped = values
-        flops = training_flops(self._architecture, tokens=tokens, attended_pairs=pairs)
+        flops = training_flops(self._architecture, tokens=counts.tokens, attended_pairs=counts.attended_pairs)
         world = self._plan.layout.world
         return StepMetrics(
             step=pending.step,
             epoch=self._epoch(pending.step),
-            samples=self._samples(pending.step, counts),
-            tokens=tokens,
-            target_tokens=targets,
+            samples=xxhash.xxh3_64_hexdigest(np.array(counts.sample_ids, dtype="<i8").tobytes()),
+            tokens=counts.tokens,
+            target_tokens=counts.target_tokens,
             loss=loss,
             grad_norm=norm,
             lr=pending.lr,
             skipped=bool(skipped),
             step_seconds=seconds,
             data_seconds=pending.data_seconds,
-            tokens_per_second=tokens / seconds,
+            tokens_per_second=counts.tokens / seconds,
             mfu=mfu(flops, seconds=seconds, devices=world, peak_flops=self._peak) if self._peak else None,
             memory_bytes=self._memory(),
-            windows_built=built,
+            windows_built=counts.windows_built,
         )
-
-    def _samples(self, step: int, counts: list[int]) -> str:
-        ids = counts[FIRST_ID : FIRST_ID + self._plan.samples_of(step)]
-        return xxhash.xxh3_64_hexdigest(torch.tensor(ids, dtype=torch.int64).numpy().tobytes())
 
     def _epoch(self, step: int) -> float:
         per_epoch = self._plan.samples_per_epoch
         if per_epoch:
-            return self._plan.samples_before(step + 1) / per_epoch
+            return self._plan.division.samples_before(step + 1) / per_epoch
         return self.cursor.epoch + self.cursor.window / max(1, self._windows(self.cursor.epoch))
 
     def _memory(self) -> int:

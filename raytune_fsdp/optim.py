@@ -1,35 +1,93 @@
-"""AdamW over a sharded model, and the learning rate as a pure function of the step."""
+"""Optimizers over a sharded model, and the learning rate as a pure function of the step.
+
+A new optimizer is a class with the three methods of `Optimizer`, and a branch in `build_optimizer`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from raytune_fsdp.config import OptimConfig
 from raytune_fsdp.plan import Plan
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW with no decay on norms, biases and embeddings.
+class Optimizer(Protocol):
+    """What training and checkpoints ask of an optimizer. No method waits for the device."""
 
-    Fused, because that kernel takes a `found_inf` flag on the device: a step can be skipped without asking the host.
-    """
-    plain = undecayed_names(model)
-    named = list(model.named_parameters())
-    groups = [
-        {"params": [p for name, p in named if name not in plain], "weight_decay": config.weight_decay},
-        {"params": [p for name, p in named if name in plain], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
+    def init_state(self) -> None:
+        """Make the state that the first step would: to load into it, or to save it before any step."""
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the state, under `<parameter>.<moment>`, as this rank has it. Needs `init_state` first."""
+
+    def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
+        """Update the weights from their gradients at this fraction of the peak learning rate, and drop the gradients.
+
+        Where `found_inf` (a number on the device) is 1, weights and state stay as they are, bit for bit.
+        """
+
+
+class AdamW:
+    """Fused AdamW with no decay on norms, biases and embeddings."""
+
+    def __init__(self, model: nn.Module, config: OptimConfig) -> None:
+        plain = undecayed_names(model)
+        self._named = dict(model.named_parameters())
+        decayed = [p for name, p in self._named.items() if name not in plain]
+        undecayed = [p for name, p in self._named.items() if name in plain]
+        groups = [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": undecayed, "weight_decay": 0.0},
+        ]
+        self._peak = config.lr
+        # Fused, because only that kernel takes a `found_inf` flag on the device: an update is skipped without asking
+        # the host, and with it the step count that bias correction divides by.
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=True,
+        )
+
+    @property
+    def groups(self) -> list[dict[str, object]]:
+        """Weights by the decay that they get."""
+        return self._adamw.param_groups
+
+    def init_state(self) -> None:
+        for parameter in self._named.values():
+            if parameter not in self._adamw.state:
+                self._adamw.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{name}.{moment}": tensor
+            for name, parameter in self._named.items()
+            for moment, tensor in self._adamw.state.get(parameter, {}).items()
+        }
+
+    def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
+        for group in self._adamw.param_groups:
+            group["lr"] = self._peak * lr_factor
+        self._adamw.found_inf = found_inf  # type: ignore[attr-defined]
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
+    """The optimizer that the config names, over a model that is sharded already."""
+    return AdamW(model, config)
 
 
 def undecayed_names(model: nn.Module) -> set[str]:
@@ -47,13 +105,13 @@ def undecayed_names(model: nn.Module) -> set[str]:
     return embeddings | {name for name, p in model.named_parameters() if p.ndim < 2}
 
 
-def lr_at(step: int, config: OptimConfig, plan: Plan) -> float:
-    """Learning rate of a step (1 for the first)."""
-    return config.lr * multiplier(step, config, schedule_steps=plan.schedule_steps, warmup_steps=plan.warmup_steps)
+def lr_factor(step: int, config: OptimConfig, plan: Plan) -> float:
+    """Fraction of the peak learning rate at a step (1 for the first). Pure."""
+    return multiplier(step, config, schedule_steps=plan.schedule_steps, warmup_steps=plan.warmup_steps)
 
 
 def multiplier(step: int, config: OptimConfig, *, schedule_steps: int, warmup_steps: int) -> float:
-    """Fraction of the peak learning rate at a step (1 for the first). Pure.
+    """The same for a schedule of this length.
 
     Warmup reaches the peak at its last step. The decay starts from the peak one step later and would reach the floor
     one step after the schedule's end, where a run that goes on longer then stays.
@@ -74,14 +132,7 @@ def multiplier(step: int, config: OptimConfig, *, schedule_steps: int, warmup_st
     return schedule.floor + (1.0 - schedule.floor) * shape
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """This rank's shard of every gradient, as plain tensors that share memory with it."""
-    from torch.distributed.tensor import DTensor
-
     grads = (p.grad for p in parameters if p.grad is not None)
     return [g.to_local() if isinstance(g, DTensor) else g for g in grads]

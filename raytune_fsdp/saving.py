@@ -1,4 +1,4 @@
-"""When a checkpoint is begun, and what becomes of it: the part of the loop that goes on beside training."""
+"""When a checkpoint is begun, and what is recorded of it: what the loop agrees about with all ranks after a step."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 import torch.distributed as dist
 
 from raytune_fsdp.checkpoint.on_demand import Requests
-from raytune_fsdp.checkpoint.save_in_flight import Outcome
+from raytune_fsdp.checkpoint.save_in_flight import ENDINGS, Outcome
+from raytune_fsdp.checkpoint.saver import Saver
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.checkpoint.store import Store
 from raytune_fsdp.errors import TrainingError, TransientError
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.tracker import Tracker
-from raytune_fsdp.types import Saved
+from raytune_fsdp.types import Saved, StopReason
 
 _LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What all ranks know between two steps."""
+    """What all ranks agree on between two steps."""
 
-    stop: bool
-    """Some rank is to stop."""
+    stop: StopReason | None
+    """Why the run is to stop after this step, if it is."""
     asked: bool
     """Someone has asked for a checkpoint now."""
     free: bool
@@ -35,32 +35,35 @@ class Boundary:
 
 @dataclass(slots=True, kw_only=True)
 class Saves:
-    """The saves of one attempt. All ranks call the same methods at the same steps."""
+    """The saves of one attempt, as training sees them. All ranks call the same methods at the same steps."""
 
-    store: Store
+    saver: Saver
     tracker: Tracker
     requests: Requests
     """Where people ask for a checkpoint now. Rank 0 looks."""
     saved: Callable[[Saved], None]
-    """Told on every rank of every committed checkpoint."""
+    """Called on every rank for every committed checkpoint."""
     _due: bool = False
-    """A checkpoint was due when the one before was still being written."""
+    """A checkpoint was due while the one before was still being written."""
 
-    def look(self, stop: bool) -> Boundary:
-        """Tell each other how things stand, and training's record what became of a save. Collective.
+    def agree(self, stop: StopReason | None) -> Boundary:
+        """Agree across ranks on stop and save status; record a save that has ended. Collective.
 
         Between hosts only: the device is not waited for.
         """
-        ended, busy = self.store.standing()
+        ending, busy = self.saver.status()
+        ended = 0 if ending is None else 1 + ENDINGS.index(ending)
         asked = dist.get_rank() == 0 and self.requests.waiting()
-        flags = torch.tensor([int(stop), int(asked), int(busy), ended])
-        dist.all_reduce(flags)
-        if flags[3]:
-            self._tell(self.store.close(int(flags[3])))
-        return Boundary(stop=bool(flags[0]), asked=bool(flags[1]), free=not flags[2])
+        flags = torch.tensor([int(stop or 0), int(asked), int(busy), ended])
+        # The largest: of several reasons to stop, all ranks take the same one.
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        reason, someone_asked, someone_busy, ended = flags.tolist()
+        if ended:
+            self._record(self.saver.report(ENDINGS[ended - 1]))
+        return Boundary(stop=StopReason(reason) if reason else None, asked=bool(someone_asked), free=not someone_busy)
 
     def due(self, boundary: Boundary, planned: bool, step: int) -> bool:
-        """Whether to save behind this step: not while the last save is being written, but as soon as it is."""
+        """Whether to save after this step: not while the last save is being written, but as soon as it is."""
         wanted = planned or boundary.asked or self._due
         if wanted and not boundary.free:
             if planned:
@@ -73,17 +76,17 @@ class Saves:
     def begin(self, state: RunState) -> None:
         """Save the state after a step; training goes on while it is written."""
         self._start(state)
-        if not self.store.asynchronous:
+        if not self.saver.asynchronous:
             self._finish()
-            self.store.leave()  # older ones are removed behind the commit
+            self.saver.leave()  # the writer removes older checkpoints after the commit
 
     def scored(self, step: int, value: float | None) -> None:
-        """How good the state behind a step is, for the best to be kept."""
+        """Remember how good the state after a step is, so that the best are kept."""
         if value is not None:
-            self.store.scores[step] = value
+            self.saver.scores[step] = value
 
     def last(self, state: RunState) -> None:
-        """Save the state that nothing will follow, and wait for it. Raises where it could not be saved."""
+        """Save the state that no step follows, and wait for it. Raises if it could not be saved."""
         self._finish()
         self._wait_until_free()
         self._start(state)
@@ -94,43 +97,48 @@ class Saves:
                 "or mend the storage, then the same command continues from the checkpoint before"
             )
 
+    def leave(self) -> None:
+        """Let the writer of this rank end, before its process does."""
+        self.saver.leave()
+
     def _start(self, state: RunState) -> None:
         if dist.get_rank() == 0:
             self.requests.take()
-        self.store.begin(state, before=self.tracker.sync)
+        self.saver.begin(state, before=self.tracker.sync)
 
     def _finish(self) -> Outcome | None:
-        outcome = self.store.finish()
+        outcome = self.saver.finish()
         if outcome is not None:
-            self._tell(outcome)
+            self._record(outcome)
         return outcome
 
     def _wait_until_free(self) -> None:
         """A writer that was given up may still hold the memory that the next one needs."""
-        deadline = time.monotonic() + self.store.seconds
+        deadline = time.monotonic() + self.saver.seconds
         while True:
-            busy = torch.tensor([int(self.store.standing()[1]), int(time.monotonic() > deadline)])
+            busy = torch.tensor([int(self.saver.status()[1]), int(time.monotonic() > deadline)])
             dist.all_reduce(busy)
             if not busy[0]:
                 return
             if busy[1]:
                 raise TransientError(
-                    f"a rank still waits for {self.store.storage.location}, so nothing more can be saved there; the "
+                    f"a rank still waits for {self.saver.storage.location}, so nothing more can be saved there; the "
                     "same command continues from the last checkpoint when the storage answers"
                 )
             time.sleep(_LOOK_SECONDS)
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _record(self, outcome: Outcome) -> None:
+        """Answer who asked for the checkpoint, write the event, tell the launcher; raise where saving is pointless."""
         if dist.get_rank() == 0:
             self.requests.answer(outcome.step, outcome.saved.path if outcome.saved else None, outcome.problem)
         if outcome.saved is not None:
             saved = outcome.saved
             self.tracker.event(names.SAVED, step=saved.step, path=saved.path, seconds=saved.seconds, bytes=saved.bytes)
             self.saved(saved)
-        elif outcome.fatal:
+        elif outcome.ending == "not_finite":
             raise TrainingError(
                 f"step {outcome.step}: a weight or moment is not finite ({outcome.problem}), so it was not saved; "
-                f"continue from the last checkpoint in {self.store.storage.location} with a lower optim.lr or "
+                f"continue from the last checkpoint in {self.saver.storage.location} with a lower optim.lr or "
                 "optim.max_grad_norm"
             )
         else:

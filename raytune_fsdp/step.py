@@ -14,15 +14,12 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.config import OptimConfig, ParallelConfig
 from raytune_fsdp.keyed import derive_key
-from raytune_fsdp.model.loss import token_loss_sum
-from raytune_fsdp.optim import local_gradients, set_lr
+from raytune_fsdp.model.loss import block_loss
+from raytune_fsdp.optim import Optimizer, local_gradients
 from raytune_fsdp.parallel import set_gradient_sync
 from raytune_fsdp.plan import Plan
+from raytune_fsdp.step_counts import StepCounts
 from raytune_fsdp.types import Batch, StepBatches
-
-FIRST_ID = 7
-"""Numbers in front of the sample ids in `StepTensors.counts`: target tokens, tokens, attended pairs, windows built, and
-the cursor behind the step (epoch, window, index)."""
 
 FIRST_SCALE = 2.0**15
 """fp16: the loss scale of the first step."""
@@ -63,43 +60,44 @@ class StepTensors:
     """What a step leaves on the device, summed over all ranks."""
 
     counts: torch.Tensor
-    """int64: the numbers that FIRST_ID counts, then the ids of the global batch."""
+    """int64: `StepCounts`, packed."""
     values: torch.Tensor
     """float64: loss, gradient norm, 1 if the update was skipped."""
 
 
 def train_step(
     model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     scale: LossScale,
     batches: StepBatches,
     *,
     plan: Plan,
     parallel: ParallelConfig,
     optim: OptimConfig,
-    lr: float,
+    lr_factor: float,
     seed: int,
 ) -> StepTensors:
     """Forward, backward and update over one global batch. All ranks must call this with equally many blocks."""
     device = scale.value.device
-    counts = _count(batches, plan, device)
+    counts = torch.tensor(StepCounts.pack(batches, plan.division), dtype=torch.int64)
+    counts = counts.to(device, non_blocking=True)
+    dist.all_reduce(counts)
+    # A step without a single target has a loss of 0, not of 0/0.
     targets = counts[0].clamp(min=1)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     for k, block in enumerate(batches.blocks):
         set_gradient_sync(model, last=k == len(batches.blocks) - 1, config=parallel)
         _seed_block(seed, batches.step, block)
-        loss = _forward(model, block)
+        loss = block_loss(model, block)
         loss_sum += loss.detach()
+        # By the targets of the global batch, before backward: gradients are then added up, over blocks and ranks, and
+        # never averaged. An average over ranks would weigh a token by how many others its rank happens to have.
         (loss * (scale.value / targets).to(loss.dtype)).backward()  # type: ignore[no-untyped-call]
     grads = local_gradients(model.parameters())
     loss_value, norm = _global_loss_and_norm(loss_sum, grads, targets, scale, replicas=plan.layout.replicas)
     finite = torch.isfinite(loss_value) & torch.isfinite(norm)
     _clip(grads, norm, optim.max_grad_norm, scale)
-    # The fused kernel leaves weights, moments and its own step count alone where found_inf is 1.
-    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
-    set_lr(optimizer, lr)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.step(lr_factor, (~finite).float())
     scale.update(finite)
     return StepTensors(counts=counts, values=torch.stack([loss_value, norm, (~finite).double()]))
 
@@ -107,35 +105,8 @@ def train_step(
 @torch.no_grad()
 def eval_step(model: PreTrainedModel, block: Batch) -> torch.Tensor:
     """Loss sum and target tokens of one block on this rank, float64. All ranks must call this (sharded forward)."""
-    loss = _forward(model, block)
+    loss = block_loss(model, block)
     return torch.stack([loss.double(), torch.tensor(float(block.target_tokens), dtype=torch.float64).to(loss.device)])
-
-
-def _forward(model: PreTrainedModel, block: Batch) -> torch.Tensor:
-    # No attention mask: transformers takes the borders of packed documents from where the positions restart.
-    logits = model(input_ids=block.input_ids, position_ids=block.position_ids, use_cache=False).logits
-    return token_loss_sum(logits, block.labels)
-
-
-def _count(batches: StepBatches, plan: Plan, device: torch.device) -> torch.Tensor:
-    """Counts of the global batch and the ids of its samples in their order: one sum over ranks gives all of them.
-
-    Every rank writes the ids of its own blocks to their places and leaves zeros elsewhere; the cursor comes from the
-    rank that has the step's last block.
-    """
-    counts = torch.zeros(FIRST_ID + plan.global_batch, dtype=torch.int64)
-    counts[3] = batches.windows_built
-    last = (plan.samples_of(batches.step) - 1) // plan.micro_batch
-    for block in batches.blocks:
-        counts[:3] += torch.tensor([block.target_tokens, block.tokens, block.attended_pairs])
-        if block.index == last:
-            counts[4:7] = torch.tensor([block.behind.epoch, block.behind.window, block.behind.index])
-        if not block.is_filler:
-            first = FIRST_ID + block.index * plan.micro_batch
-            counts[first : first + len(block.sample_ids)] = torch.tensor(block.sample_ids, dtype=torch.int64)
-    counts = counts.to(device, non_blocking=True)
-    dist.all_reduce(counts)
-    return counts
 
 
 def _seed_block(seed: int, step: int, block: Batch) -> None:

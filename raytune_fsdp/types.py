@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Batch:
     target_tokens: int
     attended_pairs: int
     """Pairs (query, key) in the same document, the key not after the query: the work of causal attention."""
-    behind: Cursor
+    after: Cursor
     """The sample after the last one of the block."""
 
     @property
@@ -111,6 +112,22 @@ class StepMetrics:
     memory_bytes: int
     windows_built: int = 0
     """Windows that had to be tokenized for this step, because they were not in the cache."""
+
+
+class StopReason(IntEnum):
+    """Why a run stops before its last step. Where ranks have different reasons, all take the one of highest number."""
+
+    SIGNAL = 1
+    """SIGTERM, SIGINT, `ray job stop`: somebody wants it to end."""
+
+    @property
+    def words(self) -> str:
+        """In a message: stopped …"""
+        return {StopReason.SIGNAL: "by a signal"}[self]
+
+
+Stop = Callable[[], StopReason | None]
+"""Asked once a step on every rank: why the run is to stop, None if it is not. Costs nothing to call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

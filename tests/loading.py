@@ -36,7 +36,7 @@ def mesh(parallel: ParallelConfig) -> DeviceMesh:
 @cache
 def _mesh(world: int, size: int) -> DeviceMesh:
     """Made once in a process: its groups take longer to set up than a tiny network takes to load."""
-    layout = Layout(world=world, replicas=world // size, shard_size=size, rounds=1, fillers=0)
+    layout = Layout(world=world, data_ranks=world, replicas=world // size, shard_size=size)
     return make_mesh(layout, CPU)
 
 

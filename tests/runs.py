@@ -11,6 +11,7 @@ import numpy as np
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import Interrupted
+from raytune_fsdp.types import StopReason
 from tests.ranks import run_ranks
 
 GPT2 = {
@@ -85,22 +86,21 @@ def trajectory(config: FinetuneConfig, world: int, stop_after: int | None = None
 
 
 def train_rank(values: Mapping[str, Any], stop_after: int | None = None) -> bool:
-    """One rank of a run; True if it was interrupted behind step `stop_after`."""
+    """One rank of a run; True if it was interrupted after step `stop_after`."""
     import torch
 
     from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.launch.worker import work
 
     config = FinetuneConfig.model_validate(values)
-    prepared = prepare_on_rank0(config)
-    done = prepared.state.step
-    calls = iter(range(done + 1, 10**9))
+    prepared, standing = prepare_on_rank0(config)
+    calls = iter(range(standing.state.step + 1, 10**9))
 
-    def stop() -> bool:
-        return next(calls) == stop_after
+    def stop() -> StopReason | None:
+        return StopReason.SIGNAL if next(calls) == stop_after else None
 
     try:
-        work(config, prepared, torch.device("cpu"), stop)
+        work(config, prepared, standing, torch.device("cpu"), stop)
     except Interrupted:
         return True
     return False

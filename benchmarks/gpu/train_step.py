@@ -98,13 +98,13 @@ def measure(config: FinetuneConfig, device: torch.device) -> dict[str, Any]:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    prepared = prepare(config, 1)
-    parts = assemble(config, prepared, device)
+    prepared, standing = prepare(config, 1)
+    parts = assemble(config, prepared, standing, device)
     weights = sum(p.numel() for p in parts.model.parameters())
-    calls = iter(range(1, prepared.plan.steps + 1))
+    calls = iter(range(1, standing.plan.steps + 1))
 
     def stop() -> bool:
-        if next(calls) == prepared.plan.steps:
+        if next(calls) == standing.plan.steps:
             raise EnoughError
         return False
 
@@ -112,7 +112,7 @@ def measure(config: FinetuneConfig, device: torch.device) -> dict[str, Any]:
         train(parts, stop)
     except EnoughError:
         parts.tracker.finish("finished")
-    lines = [line for line in read_metrics(prepared.plan.run_dir / "metrics.jsonl") if line["kind"] == "step"]
+    lines = [line for line in read_metrics(prepared.place.metrics) if line["kind"] == "step"]
     lines = lines[WARMUP_STEPS:]
     speed = median(line["tokens_per_second"] for line in lines)
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

@@ -6,7 +6,6 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.manifest import check
@@ -15,8 +14,6 @@ from raytune_fsdp.errors import ResumeError, TransientError
 
 logger = logging.getLogger(__name__)
 
-PLACE_FILE = "checkpoints_at"
-"""In a run's directory: where its checkpoints are, if not there."""
 _NAME = re.compile(r"step-(\d{8,})\.a(\d+)")
 
 
@@ -40,14 +37,6 @@ class CommittedCheckpoint:
 
 def directory_name(step: int, attempt: int) -> str:
     return f"step-{step:08d}.a{attempt}"
-
-
-def checkpoints_of(run_dir: Path) -> str:
-    """Where the checkpoints of the run in a directory are: elsewhere, if it says so."""
-    try:
-        return (run_dir / PLACE_FILE).read_text()
-    except FileNotFoundError:
-        return str(run_dir / "checkpoints")
 
 
 def looks_like_checkpoint(path: str) -> bool:

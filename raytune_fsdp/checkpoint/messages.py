@@ -1,4 +1,4 @@
-"""How the ranks' writers tell each other how far they are, beside training and without waiting in a collective.
+"""How the ranks' writers report to each other, beside training and without waiting in a collective.
 
 A collective would hang with the rank whose storage hangs, and could not be given up; here whoever waits has a deadline.
 The messages go through the store over which the process group itself was made: it is there, and all ranks reach it.
@@ -18,21 +18,19 @@ from torch.distributed.distributed_c10d import _get_default_store
 _LOOK_SECONDS = 1.0
 
 
-class Meeting:
-    """A place for messages."""
+class Messages:
+    """Messages by key, each read once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def tell(self, key: str, value: object) -> None:
+    def send(self, key: str, value: object) -> None:
         self._store.set(key, json.dumps(value))
 
-    def hear(self, key: str) -> Any | None:
-        """What was told under a key, None if nothing was within a second.
-
-        Asked again and again, as waiting in the store would keep this rank's other thread from it.
-        """
+    def receive(self, key: str) -> Any | None:
+        """The message under a key, None if there was none within a second."""
         deadline, pause = time.monotonic() + _LOOK_SECONDS, 0.002
+        # Polled: a thread that waits in the store keeps this rank's other thread from it.
         while not self._store.check([key]):
             if time.monotonic() > deadline:
                 return None
@@ -43,8 +41,8 @@ class Meeting:
         return value
 
 
-def meet() -> Meeting:
-    """A place that all ranks know, and nobody has used before. Collective."""
+def open_messages() -> Messages:
+    """A place for messages that all ranks know, and nobody has used before. Collective."""
     name: list[Any] = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, src=0)
-    return Meeting(PrefixStore(name[0], _get_default_store()))
+    return Messages(PrefixStore(name[0], _get_default_store()))

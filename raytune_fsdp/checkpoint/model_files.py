@@ -10,17 +10,13 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint, checkpoints_of, newest, verify
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint, newest, verify
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.errors import ModelError, ResumeError, first_line
 from raytune_fsdp.model.keys import owned_tensors
+from raytune_fsdp.rundir import MODEL_FILES, checkpoints_below, checkpoints_of
 from raytune_fsdp.urls import is_url
-
-MODEL_FILES = "model"
-"""Directory in the run directory with the model's config and tokenizer: what an export needs besides the weights."""
-RECIPE_FILE = "recipe.json"
-"""In it: how the model was trained, for the card."""
 
 READERS = 4
 """Files of a checkpoint that are read at once, where one process reads them all."""
@@ -37,7 +33,7 @@ def find_checkpoint(place: Path | str) -> CommittedCheckpoint:
             raise ResumeError(f"checkpoint {path} is damaged: {problem}; use another one beside it")
         return found
     found, _ = newest(
-        f"{path}/checkpoints" if is_url(path) else checkpoints_of(Path(path)), hashes=True, threads=READERS
+        checkpoints_below(path) if is_url(path) else checkpoints_of(Path(path)), hashes=True, threads=READERS
     )
     if found is None:
         raise ResumeError(f"{path} is neither a committed checkpoint nor a run directory that holds one")

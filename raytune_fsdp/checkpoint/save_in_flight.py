@@ -1,4 +1,7 @@
-"""A save in flight: this rank's thread writes its file, rank 0's commits when all have, and training goes on."""
+"""The life of one save: begun, written, committed or failed, reported.
+
+This rank's thread writes its file, rank 0's commits when all ranks have, and training goes on meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +10,45 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 
 from raytune_fsdp.checkpoint.layout import METADATA_FILE, PieceLayout
 from raytune_fsdp.checkpoint.manifest import PIECES, make_manifest
-from raytune_fsdp.checkpoint.messages import Meeting
+from raytune_fsdp.checkpoint.messages import Messages
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, STATE_FILE, Draft
 from raytune_fsdp.checkpoint.writing import NotFiniteError, Sum, write_pieces, write_small
+from raytune_fsdp.errors import TransientError
 from raytune_fsdp.types import Saved
 
 logger = logging.getLogger(__name__)
 
+Ending = Literal["committed", "failed", "not_finite"]
+"""How a save ends. `not_finite`: the state has an infinity or a NaN, so another save would end in the same way."""
+ENDINGS: tuple[Ending, ...] = get_args(Ending)
+
+_GRACE_SECONDS = 120
+"""Rank 0 gives a save up after its time limit, and twice that if storage hangs while it commits; the other ranks wait
+this much longer before they conclude that rank 0 itself is stuck."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a save."""
+    """How a save has ended."""
 
     step: int
+    ending: Ending
     saved: Saved | None = None
+    """The checkpoint, if it was committed."""
     problem: str | None = None
-    """Why there is no checkpoint."""
-    fatal: bool = False
-    """Whether another save would fail as this one did."""
+    """Why there is none, otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveJob:
-    """What is to be written, and how the ranks know each other."""
+    """What is to be written, and how the ranks reach each other."""
 
     step: int
     serial: int
@@ -49,26 +62,38 @@ class SaveJob:
     state: str
     seconds: float
     """How long it may take."""
-    meeting: Meeting
+    messages: Messages
     leftovers: Sequence[Draft]
-    """What earlier saves that failed may have left. Rank 0 removes it first."""
+    """Drafts of earlier saves that failed. Rank 0 removes them first."""
     before: Callable[[], None]
-    """Rank 0 calls this before the checkpoint is there for others."""
+    """Rank 0 calls this before the checkpoint becomes visible."""
     after: Callable[[], None]
     """And this afterwards."""
 
-    def key(self, rank: int) -> str:
+    def written_key(self, rank: int) -> str:
         return f"{self.serial}/{rank}"
 
+    def ended_key(self, rank: int) -> str:
+        return f"{self.serial}/ended/{rank}"
 
-class Flight:
-    """One rank's part in a save. The thread is its own; everything else is called by training."""
+
+class SaveInFlight:
+    """One rank's part in a save, through its whole life:
+
+        begun       the constructor starts this rank's writer, a thread
+        written     the writer has sent rank 0 a message about this rank's file
+        ended       rank 0's writer knows the `outcome`: committed, failed or not_finite
+        reported    `report` (or `finish`, which waits) has brought the outcome to training on all ranks
+
+    Training calls every method, at the same step on all ranks; nothing but the writers runs beside it.
+    """
 
     def __init__(self, job: SaveJob) -> None:
         self.job = job
+        self.reported = False
         self._started = time.monotonic()
         self._lock = threading.Lock()
-        self._told = False
+        self._sent = False
         self._waiting_for = 0
         self._given_up = False
         self._committing = False
@@ -76,49 +101,94 @@ class Flight:
         self._thread = threading.Thread(target=self._run, name=f"save-{job.step}", daemon=True)
         self._thread.start()
 
+    def ending(self) -> Ending | None:
+        """How the save has ended, on rank 0 and until it was reported; None everywhere else."""
+        if self.reported or self.job.rank != 0:
+            return None
+        outcome = self.outcome()
+        return outcome.ending if outcome is not None else None
+
     @property
     def busy(self) -> bool:
-        """Whether what is written must not be touched yet."""
+        """Whether another save must wait: this rank's pieces are still being written, or rank 0 knows no outcome."""
         if self._thread.is_alive():
             return True
-        if not self._told:  # it was ended from outside: rank 0 must not wait for it in vain
-            self._tell({"problem": "its writer ended without a word"})
-        return False
+        if not self._sent:  # the writer was ended from outside: rank 0 must not wait for its message in vain
+            self._send({"problem": "its writer ended without a word"})
+        return self.job.rank == 0 and not self.reported and self.outcome() is None
 
     def outcome(self) -> Outcome | None:
-        """On rank 0, once it is known. Late is as good as never: what is late then is not committed any more."""
+        """On rank 0, once it is known. A save that takes too long is given up, and not committed any more."""
         with self._lock:
             if self._outcome is None:
                 if self._committing:
-                    # What happens at once cannot be taken back any more: a storage that hangs in it gets as long again.
+                    # A commit that has begun cannot be taken back: storage that hangs in it gets as long again.
                     if self._left() < -self.job.seconds:
                         self._outcome = self._failed("the storage does not say whether it is there")
                 elif not self._thread.is_alive():
                     self._outcome = self._failed("rank 0: its writer ended without a word")
-                elif self._late():
+                elif self._left() < 0:
                     self._outcome = self._failed(self._too_late())
                     self._given_up = True
             return self._outcome
 
-    def wait(self) -> Outcome:
-        """On rank 0: until it is known."""
+    def report(self, ending: Ending) -> Outcome:
+        """The outcome, on every rank; rank 0 has announced this `ending`. Collective.
+
+        How large a committed checkpoint is, and how long it took, only rank 0 knows.
+        """
+        assert not self.reported, "a save ends once"
+        known = self._wait() if self.job.rank == 0 else None
+        self.reported = True
+        if ending == "committed":
+            unmeasured = Saved(step=self.job.step, path=self.job.path, seconds=0.0, bytes=0)
+            return known or Outcome(step=self.job.step, ending=ending, saved=unmeasured)
+        problem: list[Any] = [known.problem if known else None]
+        dist.broadcast_object_list(problem, src=0)
+        return Outcome(step=self.job.step, ending=ending, problem=problem[0])
+
+    def finish(self) -> Outcome:
+        """Wait for the outcome and report it. Collective."""
+        job = self.job
+        if job.rank == 0:
+            ending = self._wait().ending
+            for rank in range(1, job.world):
+                job.messages.send(job.ended_key(rank), ending)
+        else:
+            ending = self._receive_ending()
+        dist.all_reduce(torch.zeros(()))  # rank 0 hosts the messages: it must not leave before all have read theirs
+        return self.report(ending)
+
+    def join(self, seconds: float) -> None:
+        """Wait for this rank's writer, at most `seconds`."""
+        self._thread.join(seconds)
+
+    def _wait(self) -> Outcome:
+        """On rank 0, until the outcome is known."""
         while (outcome := self.outcome()) is None:
             self._thread.join(0.2 if self._committing else max(0.01, min(0.2, self._left())))
         return outcome
 
-    def join(self, seconds: float) -> None:
-        """Wait for this rank's thread, for so long at most."""
-        self._thread.join(seconds)
+    def _receive_ending(self) -> Ending:
+        """On the other ranks. Not in a collective: it would give up long before a slow save has to."""
+        deadline = time.monotonic() + 2 * self.job.seconds + _GRACE_SECONDS
+        while (ending := self.job.messages.receive(self.job.ended_key(self.job.rank))) is None:
+            if time.monotonic() > deadline:
+                raise TransientError(f"rank 0 does not report how the checkpoint of step {self.job.step} ended")
+        assert ending in ENDINGS, ending
+        found: Ending = ending
+        return found
 
     def _run(self) -> None:
+        """The writer."""
         job = self.job
-        report: dict[str, Any] = {"problem": "its writer was ended"}
+        message: dict[str, Any] = {"problem": "its writer was ended"}
         try:
             for draft in job.leftovers if job.rank == 0 else ():
                 self._clean_up(draft.discard)
-            report = self._write()
+            message = self._write()
         finally:
-            self._tell(report)
+            self._send(message)
             if job.rank == 0:
                 outcome = self._failed("rank 0: its writer was ended")
                 try:
@@ -130,6 +200,7 @@ class Flight:
                     self._clean_up(job.after)
 
     def _write(self) -> dict[str, Any]:
+        """This rank's file, and what rank 0 needs to know of it."""
         job = self.job
         if not job.layout.mine:
             return {"file": None, "spans": []}
@@ -137,50 +208,47 @@ class Flight:
         try:
             written = write_pieces(job.draft, file, job.pieces, job.layout.mine)
         except NotFiniteError as error:
-            return {"problem": f"{error} is not finite", "fatal": True}
+            return {"problem": f"{error} is not finite", "not_finite": True}
         except Exception as error:  # whatever a storage raises, training goes on
-            return {"problem": _in_words(error)}
+            return {"problem": _in_one_line(error)}
         return {"file": file, "sum": asdict(written.sum), "spans": written.spans}
 
-    def _tell(self, report: dict[str, Any]) -> None:
-        self._told = True
-        self.job.meeting.tell(self.job.key(self.job.rank), report)
+    def _send(self, message: dict[str, Any]) -> None:
+        self._sent = True
+        self.job.messages.send(self.job.written_key(self.job.rank), message)
 
     def _gather(self) -> Outcome:
+        """On rank 0: wait for every rank's file, then commit."""
         job = self.job
         try:
-            reports = [self._hear(rank) for rank in range(job.world)]
-            problems = [f"rank {r}: {said['problem']}" for r, said in enumerate(reports) if "problem" in said]
+            messages = [self._receive(rank) for rank in range(job.world)]
+            problems = [f"rank {r}: {each['problem']}" for r, each in enumerate(messages) if "problem" in each]
             if problems:
                 job.draft.discard()
                 more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-                return self._failed(problems[0] + more, fatal=any(said.get("fatal") for said in reports))
-            size = self._commit(reports)
+                not_finite = any(each.get("not_finite") for each in messages)
+                return self._failed(problems[0] + more, "not_finite" if not_finite else "failed")
+            size = self._commit(messages)
         except Exception as error:
             job.draft.discard()
-            return self._failed(f"rank 0: {_in_words(error)}")
+            return self._failed(f"rank 0: {_in_one_line(error)}")
         seconds = time.monotonic() - self._started
-        return Outcome(step=job.step, saved=Saved(step=job.step, path=job.path, seconds=seconds, bytes=size))
+        saved = Saved(step=job.step, path=job.path, seconds=seconds, bytes=size)
+        return Outcome(step=job.step, ending="committed", saved=saved)
 
-    def _clean_up(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:  # the checkpoint is there, or will be, whatever becomes of older ones
-            logger.warning("older checkpoints could not be removed: %s", _in_words(error))
-
-    def _hear(self, rank: int) -> dict[str, Any]:
+    def _receive(self, rank: int) -> dict[str, Any]:
         self._waiting_for = rank
-        while (report := self.job.meeting.hear(self.job.key(rank))) is None:
-            if self._given_up or self._late():
+        while (message := self.job.messages.receive(self.job.written_key(rank))) is None:
+            if self._given_up or self._left() < 0:
                 raise TimeoutError(self._too_late())
-        found: dict[str, Any] = report
+        found: dict[str, Any] = message
         return found
 
-    def _commit(self, reports: list[dict[str, Any]]) -> int:
-        """Write what says where everything is, and publish. The size of the checkpoint."""
+    def _commit(self, messages: list[dict[str, Any]]) -> int:
+        """Write the index of all pieces and the rest of the state, then publish. Returns the checkpoint's size."""
         job = self.job
-        sums = {said["file"]: Sum(**said["sum"]) for said in reports if said["file"]}
-        files, spans = [said["file"] for said in reports], [said["spans"] for said in reports]
+        sums = {each["file"]: Sum(**each["sum"]) for each in messages if each["file"]}
+        files, spans = [each["file"] for each in messages], [each["spans"] for each in messages]
         small = {
             INDEX_FILE: job.layout.index(files, spans),
             METADATA_FILE: job.layout.metadata_file(files, spans, job.path),
@@ -190,14 +258,21 @@ class Flight:
             sums[name] = write_small(job.draft, name, content)
         job.before()
         with self._lock:
+            # Training has given this save up and may have begun the next one: it must not become visible now.
             if self._given_up:
                 raise TimeoutError("given up")
             self._committing = True
         job.draft.publish({name: each.bytes for name, each in sums.items()}, make_manifest(sums))
         return sum(each.bytes for each in sums.values())
 
-    def _failed(self, problem: str, *, fatal: bool = False) -> Outcome:
-        return Outcome(step=self.job.step, problem=problem, fatal=fatal)
+    def _clean_up(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # the new checkpoint counts, whatever becomes of older ones
+            logger.warning("older checkpoints could not be removed: %s", _in_one_line(error))
+
+    def _failed(self, problem: str, ending: Ending = "failed") -> Outcome:
+        return Outcome(step=self.job.step, ending=ending, problem=problem)
 
     def _too_late(self) -> str:
         limit = f"{self.job.seconds:g} s (checkpoint.timeout_minutes)"
@@ -206,9 +281,6 @@ class Flight:
     def _left(self) -> float:
         return self._started + self.job.seconds - time.monotonic()
 
-    def _late(self) -> bool:
-        return self._left() < 0
 
-
-def _in_words(error: BaseException) -> str:
+def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)

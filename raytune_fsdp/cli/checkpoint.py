@@ -52,8 +52,9 @@ def _now(found: Namespace) -> int:
 
 
 def _list(found: Namespace) -> int:
-    from raytune_fsdp.checkpoint.catalogue import checkpoints_of, committed
+    from raytune_fsdp.checkpoint.catalogue import committed
     from raytune_fsdp.checkpoint.location import storage_at
+    from raytune_fsdp.rundir import checkpoints_of
     from raytune_fsdp.tracking.console import gibibytes
 
     there = committed(checkpoints_of(found.run.absolute()))
@@ -66,7 +67,8 @@ def _list(found: Namespace) -> int:
 
 
 def _verify(found: Namespace) -> int:
-    from raytune_fsdp.checkpoint.catalogue import checkpoints_of, committed, verify
+    from raytune_fsdp.checkpoint.catalogue import committed, verify
+    from raytune_fsdp.rundir import checkpoints_of
 
     damaged = 0
     there = committed(checkpoints_of(found.run.absolute()))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, UserError
+from raytune_fsdp.launch.torchrun import is_rank0
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -26,7 +27,7 @@ def exit_code(work: Callable[[], int]) -> int:
         return work()
     except RaytuneError as error:
         # Under torchrun every rank comes here with the same error.
-        speaks = os.environ.get("RANK", "0") == "0" or not isinstance(error, UserError)
+        speaks = is_rank0() or not isinstance(error, UserError)
         for line in (str(error) or type(error).__name__).splitlines() if speaks else ():
             print(f"error: {line}", file=sys.stderr)
         return error.exit_code

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytune_fsdp.cli.common import ConfigParser, exit_code
@@ -36,6 +36,7 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
             parser.error(f"{flag} {value} must be at least 1")
     from raytune_fsdp.counts import Census
     from raytune_fsdp.plan import resolve
+    from raytune_fsdp.rundir import RunDir
 
     workers = config.cluster.workers
     world = found.world_size or (1 if workers == "auto" else workers)
@@ -45,26 +46,28 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
     elif config.train.epochs is not None:
         parser.error("a length in train.epochs depends on the data: say --samples N, or train.max_steps")
     plan = resolve(config, world, census)
+    place = RunDir.of(config)
     print(
-        json.dumps({**plan.to_dict(), "layout": asdict(plan.layout)}, indent=2)
+        json.dumps({**plan.to_dict(), "layout": plan.spread()}, indent=2)
         if found.json
-        else in_words(config, plan)
+        else in_words(config, plan, place.path)
     )
     return 0
 
 
-def in_words(config: FinetuneConfig, plan: Plan) -> str:
+def in_words(config: FinetuneConfig, plan: Plan, run_dir: Path) -> str:
     """The plan as lines a person reads."""
-    layout, data, parallel = plan.layout, config.data, config.parallel
-    tokens = plan.global_batch * data.seq_len
-    fillers = f", {layout.fillers} of them only keep the ranks aligned" if layout.fillers else ""
+    layout, division, data, parallel = plan.layout, plan.division, config.data, config.parallel
+    tokens = division.global_batch * data.seq_len
+    fillers = f", {division.fillers} of them only keep the ranks aligned" if division.fillers else ""
     copies = f"{layout.replicas} copies of the model" if layout.replicas > 1 else "one copy of the model"
     rows = {
-        "run": str(plan.run_dir),
+        "run": str(run_dir),
         "world": f"{layout.world} ranks: {copies}, each over {layout.shard_size} rank(s) ({parallel.strategy})",
         "precision": parallel.precision,
-        "batch": f"{plan.global_batch} packed samples, up to {tokens:,} tokens a step",
-        "blocks": f"{plan.blocks} of {plan.micro_batch} a step, {layout.rounds} round(s) a rank{fillers}",
+        "batch": f"{division.global_batch} packed samples, up to {tokens:,} tokens a step",
+        "blocks": f"{division.blocks} of {division.micro_batch} a step, {division.full_rounds} round(s) a rank"
+        f"{fillers}",
         "steps": f"{plan.steps:,}, up to {plan.steps * tokens:,} tokens",
         "lr": f"{config.optim.lr:g}, {config.optim.schedule.type} over {plan.schedule_steps:,} steps, "
         f"{plan.warmup_steps} of warmup",

@@ -22,15 +22,17 @@ def main(
 def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
     _, config = parser.parse_with_config(arguments)
     # Only now, with a config that is valid, is it worth the seconds that importing torch takes.
-    from raytune_fsdp.api import finetune, is_rank0
+    from raytune_fsdp.api import finetune
+    from raytune_fsdp.launch.torchrun import is_rank0
 
     with shown(quiet=not is_rank0()) as progress:
         result = finetune(config, progress)
     if is_rank0():
         from raytune_fsdp.report.summary import next_commands, summary
+        from raytune_fsdp.rundir import mlflow_database
 
         mlflow = config.tracking.mlflow
-        uri = (mlflow.uri or f"sqlite:///{result.run_dir.parent}/mlflow.db") if mlflow.enabled else None
+        uri = (mlflow.uri or mlflow_database(result.run_dir.parent)[0]) if mlflow.enabled else None
         if not result.trained:
             print(f"{config.run.name} was complete already: give run.name another value, or ask for more steps")
         print()

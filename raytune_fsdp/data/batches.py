@@ -12,8 +12,9 @@ from itertools import islice
 import numpy as np
 import torch
 
-from raytune_fsdp.data.stream import Division, Stream, StreamSample
+from raytune_fsdp.data.stream import Stream, StreamSample
 from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.division import Division
 from raytune_fsdp.types import IGNORE, PADDING, Batch, Cursor, PackedSample, StepBatches
 
 FILLER_INDEX = -1
@@ -21,18 +22,24 @@ FILLER_INDEX = -1
 
 
 def rank_batches(
-    stream: Stream, division: Division, *, cursor: Cursor, rank: int, device: torch.device | str = "cpu"
+    stream: Stream,
+    division: Division,
+    steps: range,
+    *,
+    cursor: Cursor,
+    data_rank: int,
+    device: torch.device | str = "cpu",
 ) -> Iterator[StepBatches]:
-    """The blocks of `rank` in all steps, `cursor` being the first sample of the first one. Runs through all samples."""
-    assert 0 <= rank < division.world, (rank, division.world)
+    """The blocks of a rank in these steps, `cursor` being the first sample of the first one. Reads all samples."""
+    assert 0 <= data_rank < division.data_ranks, (data_rank, division.data_ranks)
     with closing(stream.samples(cursor)) as samples:
-        for step in range(division.first_step, division.last_step + 1):
+        for step in steps:
             own: list[Batch] = []
             built = 0
             for index, size in enumerate(division.block_sizes(step)):
                 block = list(islice(samples, size))
                 built += sum(each.built for each in block)
-                if division.owner(step, index) == rank:
+                if division.owner(step, index) == data_rank:
                     own.append(stream_batch(block, index=index, device=device))
             yield fill_up(step, own, division, stream.windows, device, windows_built=built)
 
@@ -53,18 +60,18 @@ def fill_up(
 
 
 def eval_batches(
-    windows: Windows, *, micro_batch: int, world: int, rank: int, device: torch.device | str = "cpu"
+    windows: Windows, *, micro_batch: int, data_ranks: int, data_rank: int, device: torch.device | str = "cpu"
 ) -> Iterator[Batch]:
-    """All samples once, in the order of the windows; block i belongs to rank i mod world, fillers even it out."""
-    assert 0 <= rank < world, (rank, world)
+    """All samples once, in the order of the windows; block i belongs to rank i mod data_ranks, fillers even it out."""
+    assert 0 <= data_rank < data_ranks, (data_rank, data_ranks)
     samples = (sample for k in range(windows.count(0)) for sample in windows.get(0, k)[0].samples)
     index = 0
     while block := list(islice(samples, micro_batch)):
-        if index % world == rank:
-            yield to_batch(block, index=index, behind=Cursor(), device=device)
+        if index % data_ranks == data_rank:
+            yield to_batch(block, index=index, after=Cursor(), device=device)
         index += 1
-    # The ranks behind the owner of the last block have one block less than it.
-    if index % world and rank >= index % world:
+    # The ranks after the owner of the last block have one block less than it.
+    if index % data_ranks and data_rank >= index % data_ranks:
         yield filler(micro_batch, seq_len=windows.seq_len, pad_id=windows.pad_id, device=device)
 
 
@@ -72,7 +79,7 @@ def stream_batch(block: Sequence[StreamSample], *, index: int, device: torch.dev
     return to_batch(
         [each.sample for each in block],
         index=index,
-        behind=block[-1].behind,
+        after=block[-1].after,
         device=device,
     )
 
@@ -81,7 +88,7 @@ def to_batch(
     samples: Sequence[PackedSample],
     *,
     index: int,
-    behind: Cursor,
+    after: Cursor,
     device: torch.device | str = "cpu",
 ) -> Batch:
     """Samples side by side as int64 tensors, with the counts that are cheap to take before they leave the host."""
@@ -104,7 +111,7 @@ def to_batch(
         target_tokens=int((labels[:, 1:] != IGNORE).sum()),
         # The token at position p of its document attends to p + 1 tokens.
         attended_pairs=int((position_ids[real].astype(np.int64) + 1).sum()),
-        behind=behind,
+        after=after,
     )
 
 
@@ -121,5 +128,5 @@ def filler(micro_batch: int, *, seq_len: int, pad_id: int, device: torch.device 
         tokens=0,
         target_tokens=0,
         attended_pairs=0,
-        behind=Cursor(),
+        after=Cursor(),
     )

@@ -14,6 +14,7 @@ from raytune_fsdp.data.order import ORDER_VERSION
 from raytune_fsdp.data.packed_window import FORMAT
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION
 from raytune_fsdp.data.sources import Source
+from raytune_fsdp.identity import named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,7 +35,7 @@ def identity_of_windows(
 ) -> dict[str, Any]:
     """By place, not by name: the order of the datasets decides the windows, what they are called does not."""
     files = {f"datasets.{i}.files": list(source.fingerprints.values()) for i, source in enumerate(sources)}
-    formats = {f"datasets.{i}.format": dataset.format.model_dump() for i, dataset in enumerate(datasets)}
+    formats = {f"datasets.{i}.format": named("format", dataset.format) for i, dataset in enumerate(datasets)}
     columnar = {f"datasets.{i}.columnar": source.columnar for i, source in enumerate(sources)}
     mixture = {f"datasets.{i}.weight": str(weight) for i, weight in enumerate(weights)}
     return {

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytune_fsdp.config import DatasetConfig, FinetuneConfig
 from raytune_fsdp.data.sources import dataset_name
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import DataError
+from raytune_fsdp.rundir import cache_of
 from raytune_fsdp.types import Progress
 
 if TYPE_CHECKING:
@@ -19,16 +19,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def cache_directory(config: FinetuneConfig) -> Path:
-    """Where prepared rows and windows are kept."""
-    return Path(config.data.cache.path or Path(config.run.storage) / "cache").expanduser().absolute()
-
-
 def open_data(
     config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, progress: Progress | None = None
 ) -> tuple[Windows, dict[str, Windows]]:
     """The training data, and each evaluation dataset by its name."""
-    cache = cache_directory(config)
+    cache = cache_of(config)
 
     def windows(datasets: Sequence[DatasetConfig]) -> Windows:
         return Windows(

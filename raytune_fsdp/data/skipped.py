@@ -35,10 +35,10 @@ class SkippedRows:
                 self._next = (epoch, place + 1)
                 counts = windows.counts(epoch, self._stream.window_at(epoch, place))
                 if counts is not None:
-                    yield from told(counts.skipped)
+                    yield from events_of_rows(counts.skipped)
 
 
-def told(rows: Sequence[SkippedRow]) -> Iterator[Mapping[str, Any]]:
+def events_of_rows(rows: Sequence[SkippedRow]) -> Iterator[Mapping[str, Any]]:
     """Fields of the events that list these rows."""
     for first in range(0, len(rows), _ROWS_TOLD_AT_ONCE):
         some = rows[first : first + _ROWS_TOLD_AT_ONCE]

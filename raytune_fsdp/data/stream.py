@@ -1,7 +1,6 @@
-"""The endless stream of packed samples, and how it is divided into steps, blocks and ranks. Without torch.
+"""The endless stream of packed samples, the same at every world size. Without torch.
 
-The stream depends on no world size. Block i of step s (from 1), with n blocks in a full step, belongs to rank
-((s-1)*n + i) mod world.
+How it is divided into steps, blocks and ranks is `division.Division`'s matter.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class StreamSample:
     """A packed sample on its way."""
 
     sample: PackedSample
-    behind: Cursor
+    after: Cursor
     """The sample after it."""
     built: bool
     """The first sample of a window that had to be tokenized, because no cache had it."""
@@ -98,13 +97,13 @@ class Stream:
             raise self._foreign(cursor, f"a window of {len(samples)} samples")
         inside = self._order(len(samples), "samples", epoch, self.window_at(epoch, place))
         for index in range(first, len(samples)):
-            behind = self._behind(epoch, place, index, len(samples))
-            yield StreamSample(samples[inside(index)], behind, built and index == first)
+            after = self._after(epoch, place, index, len(samples))
+            yield StreamSample(samples[inside(index)], after, built and index == first)
 
     def _order(self, n: int, what: str, *key: int) -> Callable[[int], int]:
         return Permutation(n, key=derive_key(what, self.seed, *key)) if self.windows.shuffled else range(n).__getitem__
 
-    def _behind(self, epoch: int, place: int, index: int, samples: int) -> Cursor:
+    def _after(self, epoch: int, place: int, index: int, samples: int) -> Cursor:
         if index + 1 < samples:
             return Cursor(epoch=epoch, window=place, index=index + 1)
         if place + 1 < self.windows.count(epoch):
@@ -116,43 +115,3 @@ class Stream:
             f"{cursor} is outside of {what}, so it belongs to other data; "
             "use the data the run was started with, or a new run.name"
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Division:
-    """How the stream is divided: into steps, steps into blocks, blocks among the ranks."""
-
-    first_step: int
-    last_step: int
-    total_samples: int | None
-    """Where the run ends: its last step may be short, and its last block may have fewer rows."""
-    global_batch: int
-    micro_batch: int
-    world: int
-
-    def __post_init__(self) -> None:
-        assert self.global_batch % self.micro_batch == 0, (self.global_batch, self.micro_batch)
-
-    def block_sizes(self, step: int) -> list[int]:
-        """Samples of each block of a step."""
-        left = self.global_batch
-        if self.total_samples is not None:
-            left = min(left, self.total_samples - (step - 1) * self.global_batch)
-            assert left > 0, f"step {step} starts behind the last of {self.total_samples} samples"
-        whole, rest = divmod(left, self.micro_batch)
-        return [self.micro_batch] * whole + [rest] * (rest > 0)
-
-    def first_block(self, step: int) -> int:
-        """Number of the step's first block, counted from the start of the run."""
-        return (step - 1) * (self.global_batch // self.micro_batch)
-
-    def owner(self, step: int, index: int) -> int:
-        return (self.first_block(step) + index) % self.world
-
-    def rounds(self, step: int) -> int:
-        """Blocks of each rank, fillers included."""
-        return -(-len(self.block_sizes(step)) // self.world)
-
-    def samples(self) -> int:
-        """Samples of all steps."""
-        return (self.last_step - self.first_step) * self.global_batch + sum(self.block_sizes(self.last_step))

@@ -14,11 +14,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from raytune_fsdp import errors
+from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, TrainingError
-from raytune_fsdp.launch.torchrun import under_torchrun
+from raytune_fsdp.launch.torchrun import ranks_here, under_torchrun, world_of_torchrun
 from raytune_fsdp.launch.worker import StopFlag, choose_device, join, work
-from raytune_fsdp.run.prepare import Prepared, prepare, settled
+from raytune_fsdp.run.prepare import prepare
+from raytune_fsdp.run.standing import Prepared, Standing, agree
 from raytune_fsdp.types import Progress
 
 SHUTDOWN_SECONDS = 120
@@ -28,7 +30,7 @@ SHUTDOWN_SECONDS = 120
 def world_size(config: FinetuneConfig) -> int:
     """Ranks that this config means on this machine."""
     if under_torchrun():
-        return int(os.environ["WORLD_SIZE"])
+        return world_of_torchrun()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.cluster.workers != "auto":
         wanted = config.cluster.workers
@@ -43,8 +45,8 @@ def world_size(config: FinetuneConfig) -> int:
     return max(1, gpus) if config.cluster.device != "cpu" else 1
 
 
-def run(config: FinetuneConfig, progress: Progress | None = None) -> Prepared:
-    """Prepare and train. Returns when the run is complete; raises what stopped it."""
+def run(config: FinetuneConfig, progress: Progress | None = None) -> Standing:
+    """Prepare and train. Returns where the run stood before, when it is complete; raises what stopped it."""
     if config.export.every is not None:
         raise ConfigError(
             f"export.every={config.export.every}: exports beside training are tasks of Ray (cluster.launch=ray); "
@@ -53,28 +55,28 @@ def run(config: FinetuneConfig, progress: Progress | None = None) -> Prepared:
     if under_torchrun():
         return _run_rank(config)
     world = world_size(config)
-    prepared = prepare(config, world, progress)
-    if prepared.state.step >= prepared.plan.steps:
-        return prepared
+    prepared, standing = prepare(config, world, progress)
+    if standing.complete:
+        return standing
     if world == 1:
-        _alone(config, prepared)
+        _alone(config, prepared, standing)
     else:
-        _start_ranks(config, prepared, world)
-    return prepared
+        _start_ranks(config, prepared, standing, world)
+    return standing
 
 
-def _alone(config: FinetuneConfig, prepared: Prepared) -> None:
+def _alone(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> None:
     device = choose_device(config.cluster.device, 1)
     stop = StopFlag()
     with stop.installed():
         join(device, alone=True)
         try:
-            work(config, settled(config, prepared), device, stop)
+            work(config, prepared, agree(config, prepared, lambda: standing), device, stop)
         finally:
             dist.destroy_process_group()
 
 
-def _start_ranks(config: FinetuneConfig, prepared: Prepared, world: int) -> None:
+def _start_ranks(config: FinetuneConfig, prepared: Prepared, standing: Standing, world: int) -> None:
     """Start `world` processes on this machine and wait for them; one that fails takes the others with it."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
     # A field that older versions of torch lack; they wait for 30 seconds.
@@ -96,7 +98,7 @@ def _start_ranks(config: FinetuneConfig, prepared: Prepared, world: int) -> None
         if name.startswith("torch.distributed.elastic"):  # they say again, for developers, what we say
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        elastic_launch(launch, _rank_main)(config, prepared)
+        elastic_launch(launch, _rank_main)(config, prepared, standing)
     except SignalException as signal:
         raise Interrupted(
             f"stopped by {signal.sigval.name}; the same command continues from the last checkpoint"
@@ -106,45 +108,37 @@ def _start_ranks(config: FinetuneConfig, prepared: Prepared, world: int) -> None
 
 
 @record
-def _rank_main(config: FinetuneConfig, prepared: Prepared) -> int:
+def _rank_main(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> int:
     """A process that elastic_launch has started."""
     # Ctrl-C reaches it twice, from the terminal and from elastic_launch.
     stop = StopFlag(insist=False)
     stop.install()
-    device = choose_device(config.cluster.device, int(os.environ["LOCAL_WORLD_SIZE"]))
+    device = choose_device(config.cluster.device, ranks_here())
     join(device, alone=False)
-    step = work(config, settled(config, prepared), device, stop)
+    step = work(config, prepared, agree(config, prepared, lambda: standing), device, stop)
     dist.destroy_process_group()
     return step
 
 
-def _run_rank(config: FinetuneConfig) -> Prepared:
+def _run_rank(config: FinetuneConfig) -> Standing:
     """A process that torchrun has started: rank 0 prepares for all."""
-    device = choose_device(config.cluster.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    device = choose_device(config.cluster.device, ranks_here())
     stop = StopFlag(insist=False)
     with stop.installed():
         join(device, alone=False)
         try:
-            prepared = prepare_on_rank0(config)
-            if prepared.state.step < prepared.plan.steps:
-                work(config, prepared, device, stop)
+            prepared, standing = prepare_on_rank0(config)
+            if not standing.complete:
+                work(config, prepared, standing, device, stop)
         finally:
             dist.destroy_process_group()
-    return prepared
+    return standing
 
 
-def prepare_on_rank0(config: FinetuneConfig) -> Prepared:
+def prepare_on_rank0(config: FinetuneConfig) -> tuple[Prepared, Standing]:
     """What rank 0 has found, on every rank, with the checkpoint that all have read. Collective."""
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = prepare(config, dist.get_world_size())
-        except RaytuneError as error:
-            box[0] = error
-    dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], RaytuneError):
-        raise box[0]
-    return settled(config, box[0])
+    prepared, standing = on_rank0(lambda: prepare(config, dist.get_world_size()))
+    return prepared, agree(config, prepared, lambda: standing)
 
 
 def _cause(failed: ChildFailedError) -> RaytuneError:

@@ -15,12 +15,13 @@ from raytune_fsdp.launch.torchrun import under_torchrun
 from raytune_fsdp.run.checks import check_first
 
 if TYPE_CHECKING:
-    from raytune_fsdp.run.prepare import Prepared
+    from raytune_fsdp.run.standing import Standing
     from raytune_fsdp.types import Progress
 
 
-def run(config: FinetuneConfig, progress: Progress | None = None) -> Prepared:
-    """Prepare and train, by `cluster.launch`. Returns when the run is complete; raises what stopped it."""
+def run(config: FinetuneConfig, progress: Progress | None = None) -> Standing:
+    """Prepare and train, by `cluster.launch`. Returns where the run stood before, when it is complete; raises what
+    stopped it."""
     launch = config.cluster.launch
     if launch == "auto":
         launch = "local" if under_torchrun() or find_spec("ray") is None else "ray"
@@ -45,13 +46,13 @@ def _say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _run_on_ray(config: FinetuneConfig, progress: Progress | None) -> Prepared:
+def _run_on_ray(config: FinetuneConfig, progress: Progress | None) -> Standing:
     workers = 1 if config.cluster.workers == "auto" else config.cluster.workers
-    run_dir = check_first(config, workers).run_dir
+    place = check_first(config, workers)
     phases = Phases()
     from raytune_fsdp.launch.ray.session import check_not_in_a_copy, connecting
 
-    check_not_in_a_copy(config, run_dir)
+    check_not_in_a_copy(config, place.path)
     with Signals() as signals, connecting(config.cluster, workers) as session:
         # While Ray starts, which mostly means waiting for its processes.
         from raytune_fsdp.launch.ray import driver

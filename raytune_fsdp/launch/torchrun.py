@@ -1,4 +1,7 @@
-"""What torchrun tells a process by its environment. The only reader of RANK, WORLD_SIZE and their kin."""
+"""What torchrun tells a process by its environment: the only reader of RANK, WORLD_SIZE and their kin.
+
+Ray Train sets some of the same variables for its workers, so whoever starts ranks itself must not ask here.
+"""
 
 from __future__ import annotations
 
@@ -6,4 +9,23 @@ import os
 
 
 def under_torchrun() -> bool:
+    """Whether torchrun has started this process, as one rank of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def world_of_torchrun() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def is_rank0() -> bool:
+    """Whether this process speaks for the run: torchrun has not started it, or has started it as rank 0."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def ranks_here() -> int:
+    """Ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
@@ -17,9 +16,11 @@ from torch._C._distributed_c10d import HashStore
 from raytune_fsdp.assemble import Host, assemble
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import DataError, Interrupted, TrainingError
+from raytune_fsdp.launch.torchrun import local_rank
 from raytune_fsdp.loop import train
-from raytune_fsdp.run.prepare import Prepared
+from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.tracking.tracker import Status
+from raytune_fsdp.types import Stop, StopReason
 
 COLLECTIVE_MINUTES = 30
 """A rank that waits longer than this for the others gives up."""
@@ -30,11 +31,11 @@ class StopFlag:
 
     def __init__(self, *, insist: bool = True) -> None:
         """With `insist`, a second signal of the same kind ends the process as if nobody had listened."""
-        self._set = False
+        self._reason: StopReason | None = None
         self._insist = insist
 
-    def __call__(self) -> bool:
-        return self._set
+    def __call__(self) -> StopReason | None:
+        return self._reason
 
     def install(self) -> None:
         """Take over both signals."""
@@ -53,7 +54,7 @@ class StopFlag:
                 signal.signal(kind, handler)
 
     def _receive(self, kind: int, frame: FrameType | None) -> None:
-        self._set = True
+        self._reason = StopReason.SIGNAL
         if self._insist:
             signal.signal(kind, signal.SIG_DFL)
 
@@ -63,7 +64,7 @@ def choose_device(wanted: str, workers_here: int) -> torch.device:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and gpus < workers_here):
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cuda", local_rank())
 
 
 def join(device: torch.device, *, alone: bool) -> None:
@@ -81,13 +82,14 @@ def join(device: torch.device, *, alone: bool) -> None:
 def work(
     config: FinetuneConfig,
     prepared: Prepared,
+    standing: Standing,
     device: torch.device,
-    stop: Callable[[], bool],
+    stop: Stop,
     host: Host | None = None,
 ) -> int:
     """Train on this rank; the process group exists. Returns the last step."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    parts = assemble(config, prepared, device, host)
+    parts = assemble(config, prepared, standing, device, host)
     status: Status = "failed"
     try:
         state = train(parts, stop)
@@ -101,6 +103,6 @@ def work(
             "another run, so give that another run.name"
         ) from error
     finally:
-        parts.saves.store.leave()
+        parts.saves.leave()
         parts.tracker.finish(status)
     return state.step

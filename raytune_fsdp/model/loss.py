@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedModel
 
-from raytune_fsdp.types import IGNORE
+from raytune_fsdp.model.attention import logits_of
+from raytune_fsdp.types import IGNORE, Batch
+
+
+def block_loss(model: PreTrainedModel, block: Batch) -> torch.Tensor:
+    """The loss of a block, from its tokens on. All ranks must call this (sharded forward)."""
+    return token_loss_sum(logits_of(model, block.input_ids, block.position_ids), block.labels)
 
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

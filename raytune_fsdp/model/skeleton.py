@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from raytune_fsdp.config import ModelConfig
+from raytune_fsdp.config import FinetuneConfig, ModelConfig
 from raytune_fsdp.errors import ModelError, first_line
 from raytune_fsdp.estimate.flops import Architecture
 
@@ -97,8 +96,13 @@ def _checked(read: Callable[[], Any], what: str) -> Any:
         raise ModelError(f"{what} is not a config that transformers accepts: {first_line(cause)}") from error
 
 
+def build_network(hf_config: PretrainedConfig, config: FinetuneConfig) -> PreTrainedModel:
+    """The network that a run trains, on the meta device. Whoever needs one builds it here, so all have the same."""
+    return build_skeleton(hf_config, config.model, config.parallel.precision)
+
+
 def build_skeleton(hf_config: PretrainedConfig, config: ModelConfig, precision: str) -> PreTrainedModel:
-    """The network on the meta device, in the type of its master weights, tied weights tied."""
+    """The network of the architecture on the meta device, in the type of its master weights, tied weights tied."""
     kwargs: dict[str, Any] = {"dtype": MASTER_DTYPE[precision], "trust_remote_code": config.trust_remote_code}
     if config.attention != "auto":
         kwargs["attn_implementation"] = config.attention
@@ -148,11 +152,6 @@ def _sees_ahead(hf_config: PretrainedConfig) -> bool:
     """Whether this is BERT or one of its kin, which transformers builds as causal LMs without making them causal."""
     encoder = hf_config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     return encoder and not hf_config.is_encoder_decoder and getattr(hf_config, "is_decoder", True) is False
-
-
-def takes_position_ids(model: PreTrainedModel) -> bool:
-    """Whether documents packed together can be kept apart: transformers sees where they begin by their positions."""
-    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def blocks_of(model: PreTrainedModel) -> list[nn.Module]:

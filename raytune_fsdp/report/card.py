@@ -12,10 +12,10 @@ import xxhash
 import yaml
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
-from raytune_fsdp.checkpoint.model_files import RECIPE_FILE
 from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.errors import RaytuneError
-from raytune_fsdp.tracking.jsonl import METRICS_FILE, read_metrics
+from raytune_fsdp.rundir import METRICS_FILE, RECIPE_FILE
+from raytune_fsdp.tracking.jsonl import read_metrics
 from raytune_fsdp.urls import is_url
 
 logger = logging.getLogger(__name__)

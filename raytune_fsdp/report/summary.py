@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from raytune_fsdp.tracking.jsonl import EVENTS_FILE, METRICS_FILE, read_events, read_metrics
+from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE
+from raytune_fsdp.tracking.jsonl import read_events, read_metrics
 from raytune_fsdp.tracking.names import ANSWERED
+from raytune_fsdp.urls import is_url
 
 
 def summary(
@@ -26,7 +28,7 @@ def summary(
     parts += [
         "",
         f"run         {_short(run_dir)}",
-        f"checkpoint  {checkpoint if '://' in checkpoint else _short(Path(checkpoint))}",
+        f"checkpoint  {checkpoint if is_url(checkpoint) else _short(Path(checkpoint))}",
     ]
     if export is not None:
         parts.append(f"export      {_short(export)}")

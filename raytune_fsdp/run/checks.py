@@ -1,31 +1,37 @@
-"""What is found wrong in no time: before torch is imported, Ray started, or a file read."""
+"""Rules of a run that cost nothing to check.
+
+`check_first` comes before torch is imported, Ray started or a file read; the others when the data and the length of the
+run are known.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.plan import Plan, resolve
+from raytune_fsdp.plan import Plan, layout_of, resolve
+from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.urls import is_url
 
 
-def check_first(config: FinetuneConfig, world: int) -> Plan:
-    """The rules that need only the config, and whether its storage can be written.
-
-    The plan it returns has the run's places; its length is not known yet.
-    """
-    plan = resolve(config.model_copy(update={"train": _counted(config)}), world)
-    _check_storage("run.storage", plan.run_dir)
-    if not is_url(plan.checkpoints):
-        _check_storage("checkpoint.storage" if config.checkpoint.storage else "run.storage", Path(plan.checkpoints))
-    return plan
+def check_first(config: FinetuneConfig, world: int) -> RunDir:
+    """The rules that need only the config, and whether its storage can be written. Returns the run's places."""
+    if config.train.max_steps is None:
+        layout_of(config, world)
+    else:
+        resolve(config, world)
+    place = RunDir.of(config)
+    _check_storage("run.storage", place.path)
+    if not is_url(place.checkpoints):
+        _check_storage("checkpoint.storage" if config.checkpoint.storage else "run.storage", Path(place.checkpoints))
+    return place
 
 
 def _check_storage(field: str, wanted: Path) -> None:
-    """Find out now, not on the ranks, where the run cannot be written."""
+    """Find out now, not on the ranks, that the run cannot be written."""
     there = next(path for path in (wanted, *wanted.parents) if path.exists())
     if not there.is_dir():
         raise ConfigError(f"{field}: {there} is a file, so {wanted} cannot be a directory; choose another path")
@@ -33,6 +39,27 @@ def _check_storage(field: str, wanted: Path) -> None:
         raise ConfigError(f"{field}: {there} is not writable for this user; choose another path")
 
 
-def _counted(config: FinetuneConfig) -> Any:
-    """The train section as if its length were known, to check the rules that do not depend on it."""
-    return config.train.model_copy(update={"max_steps": config.train.max_steps or 1, "epochs": None})
+def check_best(config: FinetuneConfig, plan: Plan, evaluations: Iterable[str]) -> None:
+    """The best checkpoints can be kept only if every checkpoint is evaluated, and by something that exists."""
+    keep, best, known = config.checkpoint.keep_best, config.checkpoint.best, list(evaluations)
+    if keep and not known:
+        raise ConfigError(f"checkpoint.keep_best={keep}, but nothing is evaluated: set data.eval, or keep_best to 0")
+    if keep and best is not None and best not in known:
+        raise ConfigError(
+            f"checkpoint.best={best} is not the name of an evaluation's number: choose one of {', '.join(known)}"
+        )
+    if keep and plan.save_every % plan.eval_every:
+        raise ConfigError(
+            f"checkpoint.keep_best={keep}, but of the checkpoints (every {plan.save_every} steps) only some would be "
+            f"evaluated (every {plan.eval_every}): make checkpoint.every a multiple of eval.every"
+        )
+
+
+def check_export(config: FinetuneConfig, plan: Plan) -> None:
+    """Only a checkpoint can be exported beside training."""
+    every = config.export.every
+    if every is not None and every % plan.save_every:
+        raise ConfigError(
+            f"export.every={every}, but there is a checkpoint only every {plan.save_every} steps: make export.every a "
+            "multiple of checkpoint.every"
+        )

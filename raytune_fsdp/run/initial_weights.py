@@ -12,23 +12,22 @@ from transformers import PreTrainedModel
 from raytune_fsdp.checkpoint.catalogue import (
     CommittedCheckpoint,
     as_checkpoint,
-    checkpoints_of,
     committed,
     looks_like_checkpoint,
     verify,
 )
+from raytune_fsdp.checkpoint.loading import verify_together
 from raytune_fsdp.checkpoint.location import storage_at
-from raytune_fsdp.checkpoint.model_files import MODEL_FILES, model_files
-from raytune_fsdp.checkpoint.store import verify_together
+from raytune_fsdp.checkpoint.model_files import model_files
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ModelError, ResumeError
 from raytune_fsdp.model.conversion import ConvertedWeights
 from raytune_fsdp.model.files import WeightFiles, find_weights, locate
 from raytune_fsdp.model.keys import Match, check_shapes, grown_rows, match_keys, owned_tensors
-from raytune_fsdp.model.skeleton import build_skeleton
+from raytune_fsdp.model.skeleton import build_network
 from raytune_fsdp.model.weights import FileWeights, GrownWeights, RandomWeights, Weights
-from raytune_fsdp.plan import Plan
+from raytune_fsdp.rundir import RunDir, checkpoints_of, is_run
 from raytune_fsdp.urls import is_url
 
 
@@ -64,20 +63,16 @@ class Origin:
         return self.stored.path if isinstance(self.stored, CommittedCheckpoint) else str(self.stored.directory)
 
 
-def going_on(config: FinetuneConfig, place: Plan) -> FinetuneConfig:
-    """The config for a run that began with a checkpoint and has one of its own by now: it needs the other no more.
-
-    That may have been deleted meanwhile, as its run went on.
-    """
+def own_model_files(config: FinetuneConfig, place: RunDir) -> Path | None:
+    """Config and tokenizer in the run's own directory, if it began with a checkpoint of another run and has one of
+    its own by now: the other checkpoint may be gone, deleted as its own run went on."""
     path = config.model.path
     if path is None or config.model.init != "pretrained" or not looks_like_checkpoint(path):
-        return config
-    own = place.run_dir / MODEL_FILES
+        return None
+    own = place.model_files
     if config.run.resume == "never" or not (own / "config.json").is_file() or not committed(place.checkpoints):
-        return config
-    # Its checkpoint has every weight. Without init=random, files would be looked for.
-    model = config.model.model_copy(update={"path": str(own), "init": "random"})
-    return config.model_copy(update={"model": model})
+        return None
+    return own
 
 
 def model_directory(config: FinetuneConfig, *, weights: bool) -> Path | None:
@@ -99,7 +94,7 @@ def _checkpoint(path: str) -> CommittedCheckpoint | None:
         found = as_checkpoint(place)
     except (OSError, ValueError) as error:  # ValueError: a protocol that nobody knows
         raise ModelError(f"model.path={path} cannot be read: {error}") from error
-    if found is None and local and (Path(place) / "plan.json").is_file():
+    if found is None and local and is_run(Path(place)):
         there = committed(checkpoints_of(Path(place)))
         choice = f", for example {there[-1].path}" if there else "; it has none yet"
         raise ModelError(
@@ -144,7 +139,7 @@ def _check_names(skeleton: PreTrainedModel, weights: Weights, where: str) -> Non
 def first_weights(config: FinetuneConfig, origin: Origin | None, model: PreTrainedModel) -> tuple[Weights | None, str]:
     """What to fill `model` from, None if rank 0 reads for this one, and in which mode. Collective."""
     if origin is None:
-        twin = build_skeleton(model.config, config.model, config.parallel.precision)
+        twin = build_network(model.config, config)
         return RandomWeights(twin, config.run.seed), "sharded"
     mode = fill_mode(config, origin)
     if isinstance(origin.stored, CommittedCheckpoint):

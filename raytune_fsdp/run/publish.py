@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, verify
-from raytune_fsdp.checkpoint.model_files import READERS, RECIPE_FILE, model_files
+from raytune_fsdp.checkpoint.model_files import READERS, model_files
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import ExportConfig
 from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.model.export import export
 from raytune_fsdp.report.card import model_card
+from raytune_fsdp.rundir import RECIPE_FILE
 
 
 def publish(

@@ -1,11 +1,11 @@
-"""Whether and where a run goes on: what makes it the same run, and the checkpoint it continues from."""
+"""Whether and from where a run continues: what makes it the same run, and the checkpoint it continues from."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import yaml
 from transformers import PretrainedConfig
@@ -17,9 +17,10 @@ from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.data.identity import files_by_key
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ResumeError, TransientError
-from raytune_fsdp.plan import Plan
+from raytune_fsdp.identity import named
+from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking import names
-from raytune_fsdp.tracking.jsonl import EVENTS_FILE, read_events
+from raytune_fsdp.tracking.jsonl import read_events
 from raytune_fsdp.tracking.tracker import flatten
 
 
@@ -30,13 +31,13 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
         for key, value in hf_config.to_diff_dict().items()
         if key not in ("transformers_version", "_name_or_path", "dtype", "use_cache")
     }
-    optim = config.optim.model_dump(exclude={"schedule_steps", "max_skipped"})
+    optim = named("optim", config.optim, exclude=("schedule_steps", "max_skipped"))
     identity = {
         **architecture,
         **{f"optim.{key}": value for key, value in optim.items()},
         "model.init": config.model.init,
         "model.revision": config.model.revision,
-        "method": config.method.model_dump(),
+        "method": named("method", config.method),
         "run.seed": config.run.seed,
         "parallel.precision": config.parallel.precision,
         "train.global_batch": config.train.global_batch,
@@ -56,18 +57,28 @@ def files_of(train: Windows) -> dict[str, list[str]]:
     return {_data_key(key): files for key, files in files_by_key(train.sources).items()}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """The checkpoint to continue from, its state, and the damaged ones passed over. Without one: the beginning."""
+
+    checkpoint: CommittedCheckpoint | None = None
+    state: RunState
+    damaged: Damaged
+
+
 def find_resume(
-    config: FinetuneConfig,
-    plan: Plan,
+    place: RunDir,
     identity: Mapping[str, Any],
     files: Mapping[str, Sequence[str]],
+    *,
+    resume: Literal["auto", "always", "never"],
     damaged: Damaged | None = None,
-) -> tuple[CommittedCheckpoint | None, RunState, Damaged]:
-    """The checkpoint to continue from and the state in it, by the rules of `run.resume`, and what is no choice.
+) -> Resumed:
+    """The newest whole checkpoint of this run, following `run.resume`; a checkpoint of another run is an error.
 
-    Of the large files only the sizes are looked at: the ranks read them together.
+    Of files with tensors only the sizes are compared: the ranks read them together.
     """
-    checkpoints = plan.checkpoints
+    checkpoints = place.checkpoints
     try:
         found, damaged = newest(checkpoints, hashes=False, damaged=damaged)
     except OSError as error:
@@ -75,38 +86,38 @@ def find_resume(
             f"{checkpoints} cannot be read: {error}; check checkpoint.storage and run.storage, and their credentials"
         ) from error
     if found is None:
-        _check_never_saved(plan)
-        if config.run.resume == "always":
+        _check_never_saved(place)
+        if resume == "always":
             raise ResumeError(
                 f"run.resume=always, but {checkpoints} has no complete checkpoint: check run.storage and run.name, "
                 "or set run.resume=auto to start anew"
             )
-        return None, RunState(), {}
-    if config.run.resume == "never":
+        return Resumed(state=RunState(), damaged={})
+    if resume == "never":
         raise ResumeError(
             f"run.resume=never, but {checkpoints} has a checkpoint of step {found.step}: give run.name another value, "
             "or set run.resume=auto to continue it"
         )
     state = read_state(found)
     check_identity(state, identity, found.path, files)
-    return found, state, damaged
+    return Resumed(checkpoint=found, state=state, damaged=damaged)
 
 
-def _check_never_saved(plan: Plan) -> None:
+def _check_never_saved(place: RunDir) -> None:
     """A run whose checkpoints are not where they should be must not start anew: its record would be cut."""
-    saved = [each["fields"] for each in read_events(plan.run_dir / EVENTS_FILE) if each["event"] == names.SAVED]
+    saved = [each["fields"] for each in read_events(place.events) if each["event"] == names.SAVED]
     if saved:
         raise ResumeError(
-            f"{plan.checkpoints} has no checkpoint, but this run has saved step {saved[-1]['step']} as "
+            f"{place.checkpoints} has no checkpoint, but this run has saved step {saved[-1]['step']} as "
             f"{saved[-1]['path']}: mount that storage or set checkpoint.storage back; to start anew, choose another "
-            f"run.name or remove {plan.run_dir}"
+            f"run.name or remove {place.path}"
         )
 
 
-def changed_settings(run_dir: Path, config: FinetuneConfig) -> dict[str, list[Any]]:
-    """Old and new value of what the config of the run's last attempt had otherwise: found harmless by now."""
+def changed_settings(place: RunDir, config: FinetuneConfig) -> dict[str, list[Any]]:
+    """Old and new value of every setting that the run's last attempt had otherwise; none decides the trajectory."""
     try:
-        before = flatten(yaml.safe_load((run_dir / "config.yaml").read_text()))
+        before = flatten(yaml.safe_load(place.config.read_text()))
     except (OSError, yaml.YAMLError, AttributeError):
         return {}
     now = flatten(yaml.safe_load(dump_config(config)))

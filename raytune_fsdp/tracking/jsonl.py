@@ -20,14 +20,12 @@ from typing import Any
 
 from raytune_fsdp.durable import sync_directory
 from raytune_fsdp.errors import RaytuneError, TrainingError, TransientError
+from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE
 from raytune_fsdp.tracking.redaction import redact
 from raytune_fsdp.tracking.tracker import RunStart, Status
 from raytune_fsdp.types import StepMetrics
 
 logger = logging.getLogger(__name__)
-
-METRICS_FILE = "metrics.jsonl"
-EVENTS_FILE = "events.jsonl"
 
 # One NaN object for all: containers compare by identity first, so two runs with the same NaN have equal trajectories.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

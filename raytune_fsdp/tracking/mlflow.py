@@ -57,12 +57,6 @@ _GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 _REFUSED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 
 
-def sqlite_location(storage: Path) -> tuple[str, str]:
-    """The tracking URI and the artifact root of a storage directory that keeps its runs in an SQLite file."""
-    storage = storage.resolve()
-    return f"sqlite:///{storage / 'mlflow.db'}", str(storage / "mlartifacts")
-
-
 class MlflowTracker:
     """Keeps one MLflow run per run, however often that is resumed. Never raises; waits only as long as the limits say.
 

@@ -25,9 +25,9 @@ from tests.runs import LLAMA, make_config, train_rank, trajectory
 def begin(values: Mapping[str, Any]) -> tuple[str, dict[str, Any], int]:
     """What a run begins with, and where it is after its steps."""
     config = FinetuneConfig.model_validate(values)
-    parts = assemble(config, prepare_on_rank0(config), CPU)
+    parts = assemble(config, *prepare_on_rank0(config), CPU)
     before = {name: tensor.numpy() for name, tensor in gathered(parts.model).items()}
-    return config.model.fill, before, train(parts, stop=lambda: False).step
+    return config.model.fill, before, train(parts, stop=lambda: None).step
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def _longer(config: FinetuneConfig) -> Any:
 def _refused(values: Mapping[str, Any]) -> str:
     config = FinetuneConfig.model_validate(values)
     with pytest.raises(ResumeError) as failure:
-        assemble(config, prepare_on_rank0(config), CPU)
+        assemble(config, *prepare_on_rank0(config), CPU)
     return str(failure.value)
 
 

@@ -124,9 +124,10 @@ def states(values: Mapping[str, Any], root: str | None, step: int) -> dict[str, 
     import torch.distributed as dist
 
     from raytune_fsdp.checkpoint.catalogue import Keep, committed
+    from raytune_fsdp.checkpoint.loading import load
+    from raytune_fsdp.checkpoint.saver import open_saver
     from raytune_fsdp.checkpoint.state import RunState
-    from raytune_fsdp.checkpoint.store import load, open_store
-    from raytune_fsdp.checkpoint.tensors import init_optimizer_state, tensors_of
+    from raytune_fsdp.checkpoint.tensors import tensors_of
     from raytune_fsdp.config import OptimConfig, ParallelConfig
     from raytune_fsdp.optim import build_optimizer
     from tests.loading import draw, whole
@@ -134,7 +135,7 @@ def states(values: Mapping[str, Any], root: str | None, step: int) -> dict[str, 
     parallel = ParallelConfig.model_validate(values)
     model = draw(LLAMA_ODD, 5, parallel=parallel.model_dump())
     optimizer = build_optimizer(model, OptimConfig(lr=1e-3))
-    init_optimizer_state(optimizer)
+    optimizer.init_state()
     assert root is not None
     there = committed(root)
     if there:
@@ -145,12 +146,12 @@ def states(values: Mapping[str, Any], root: str | None, step: int) -> dict[str, 
             with torch.no_grad():
                 # By rank and order: a piece that lands elsewhere shows. Replicas must have the same.
                 local.add_(torch.rand_like(local) if parallel.strategy == "full_shard" and tensor.ndim else 0.5)
-    store = open_store(
+    saver = open_saver(
         root, model, optimizer, attempt=dist.get_world_size(), keep=Keep(last=None), seconds=60, asynchronous=True,
         scores={},
     )  # fmt: skip
-    store.begin(RunState(step=step), before=lambda: None)
-    outcome = store.finish()
+    saver.begin(RunState(step=step), before=lambda: None)
+    outcome = saver.finish()
     assert outcome is not None and outcome.saved is not None, outcome
     return {name: whole(tensor).numpy().copy() for name, tensor in tensors_of(model, optimizer).items()}
 

@@ -50,17 +50,17 @@ def state_of(step: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 def save(root: str, steps: list[int], ready: Callable[[], None]) -> None:
     """Save the states of these steps, the last one when it is told to."""
     from raytune_fsdp.checkpoint.catalogue import Keep
+    from raytune_fsdp.checkpoint.saver import open_saver
     from raytune_fsdp.checkpoint.state import RunState
-    from raytune_fsdp.checkpoint.store import open_store
 
     for step in steps:
-        store = open_store(
+        saver = open_saver(
             root, *state_of(step), attempt=1, keep=Keep(last=2), seconds=30, asynchronous=True, scores={}
         )
         if step == steps[-1]:
             ready()
-        store.begin(RunState(step=step, attempt=1), before=lambda: None)
-        outcome = store.finish()
+        saver.begin(RunState(step=step, attempt=1), before=lambda: None)
+        outcome = saver.finish()
         assert outcome is not None and outcome.saved is not None, outcome
 
 

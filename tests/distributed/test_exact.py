@@ -29,8 +29,8 @@ def plain_loop(values: dict[str, Any]) -> list[tuple[float, float]]:
     from raytune_fsdp.assemble import assemble
 
     config = FinetuneConfig.model_validate(values)
-    prepared = prepare(config, 1)
-    sharded = assemble(config, prepared, torch.device("cpu")).model
+    prepared, standing = prepare(config, 1)
+    sharded = assemble(config, prepared, standing, torch.device("cpu")).model
     from transformers import AutoModelForCausalLM
 
     dtype = next(sharded.parameters()).dtype

@@ -50,8 +50,8 @@ SMALL = 20_000
 def _train(values: Mapping[str, Any], reference: Path) -> None:
     """Train to the end on this rank; rank 0 writes the gathered weights and logits."""
     config = FinetuneConfig.model_validate(values)
-    parts = assemble(config, prepare_on_rank0(config), CPU)
-    train(parts, stop=lambda: False)
+    parts = assemble(config, *prepare_on_rank0(config), CPU)
+    train(parts, stop=lambda: None)
     weights = gathered(parts.model)
     with torch.no_grad():
         logits = parts.model.eval()(input_ids=_tokens(), use_cache=False).logits

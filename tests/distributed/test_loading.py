@@ -18,7 +18,8 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.model.files import WeightFiles
 from raytune_fsdp.run.initial_weights import fill_mode
-from raytune_fsdp.run.prepare import Prepared, prepare
+from raytune_fsdp.run.prepare import prepare
+from raytune_fsdp.run.standing import Prepared, Standing
 from tests.loading import CPU, assert_same, gathered, load
 from tests.models import ARCHITECTURES, EXPERTS, TIED, VOCABULARY, build, save_checkpoint
 from tests.ranks import run_ranks
@@ -169,18 +170,18 @@ def _config(directory: Path, storage: Path, fill: str) -> FinetuneConfig:
     )
 
 
-def _assemble(config: FinetuneConfig, prepared: Prepared, sighted: bool) -> tuple[str, Any]:
+def _assemble(config: FinetuneConfig, prepared: Prepared, standing: Standing, sighted: bool) -> tuple[str, Any]:
     """Which mode was chosen, and the network; the ranks that are not `sighted` have no such directory."""
     assert prepared.origin is not None and isinstance(prepared.origin.stored, WeightFiles)
     if dist.get_rank() and not sighted:
         unseen = replace(prepared.origin.stored, directory=Path("/nowhere/to/be/seen"))
         prepared = replace(prepared, origin=replace(prepared.origin, stored=unseen))
     assert prepared.origin is not None
-    return fill_mode(config, prepared.origin), assemble(config, prepared, CPU).model
+    return fill_mode(config, prepared.origin), assemble(config, prepared, standing, CPU).model
 
 
-def _check_assembled(config: FinetuneConfig, prepared: Prepared, sighted: bool) -> str:
-    mode, model = _assemble(config, prepared, sighted)
+def _check_assembled(config: FinetuneConfig, prepared: Prepared, standing: Standing, sighted: bool) -> str:
+    mode, model = _assemble(config, prepared, standing, sighted)
     expected = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     assert_same(gathered(model), expected.state_dict(), mode)
     return mode
@@ -192,18 +193,18 @@ def _check_assembled(config: FinetuneConfig, prepared: Prepared, sighted: bool) 
 def test_rank0_is_enough_to_see_the_files(tmp_path: Path, fill: str, sighted: bool, chosen: str) -> None:
     save_checkpoint(tmp_path / "model", "gpt2", tokenizer=True, vocab_size=1024, max_shard_size="50KB")
     config = _config(tmp_path / "model", tmp_path, fill)
-    assert run_ranks(_check_assembled, 3, config, prepare(config, 3), sighted) == [chosen] * 3
+    assert run_ranks(_check_assembled, 3, config, *prepare(config, 3), sighted) == [chosen] * 3
 
 
-def _refused(config: FinetuneConfig, prepared: Prepared) -> str:
+def _refused(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> str:
     with pytest.raises(ModelError) as failure:
-        _assemble(config, prepared, sighted=False)
+        _assemble(config, prepared, standing, sighted=False)
     return str(failure.value)
 
 
 def test_sharded_refuses_where_a_rank_cannot_see_the_files(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "model", "gpt2", tokenizer=True, vocab_size=1024)
     config = _config(tmp_path / "model", tmp_path, "sharded")
-    messages = run_ranks(_refused, 2, config, prepare(config, 2))
+    messages = run_ranks(_refused, 2, config, *prepare(config, 2))
     for message in messages:
         assert "model.fill=sharded" in message and "rank(s) [1]" in message and "model.fill=rank0" in message

@@ -131,7 +131,7 @@ def train_and_die_while_saving(values: dict[str, Any]) -> None:
 
     save_in_flight.write_pieces = write_and_die
     config = FinetuneConfig.model_validate(values)
-    work(config, prepare_on_rank0(config), torch.device("cpu"), lambda: False)
+    work(config, *prepare_on_rank0(config), torch.device("cpu"), lambda: None)
 
 
 def test_small_pieces_are_asked_for_together(busy: Throttling) -> None:

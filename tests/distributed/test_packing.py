@@ -24,7 +24,7 @@ def packed_and_alone(values: dict[str, Any]) -> float:
     from raytune_fsdp.launch.local import prepare_on_rank0
 
     config = FinetuneConfig.model_validate(values)
-    model = assemble(config, prepare_on_rank0(config), torch.device("cpu")).model.eval()
+    model = assemble(config, *prepare_on_rank0(config), torch.device("cpu")).model.eval()
     documents = [torch.arange(3, 3 + length) for length in (5, 1, 17, 9)]
     ids = torch.cat(documents)[None]
     positions = torch.cat([torch.arange(len(document)) for document in documents])[None]

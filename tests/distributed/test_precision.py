@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.state import read_state
-from raytune_fsdp.checkpoint.tensors import init_optimizer_state, tensors_of
+from raytune_fsdp.checkpoint.tensors import tensors_of
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import RaytuneError
 from raytune_fsdp.step import SCALE_GROWTH_STEPS, LossScale
@@ -37,8 +37,8 @@ def assembled(values: Mapping[str, Any]) -> Any:
     from raytune_fsdp.launch.local import prepare_on_rank0
 
     config = FinetuneConfig.model_validate(values)
-    parts = assemble(config, prepare_on_rank0(config), CPU)
-    init_optimizer_state(parts.optimizer)
+    parts = assemble(config, *prepare_on_rank0(config), CPU)
+    parts.optimizer.init_state()
     return parts
 
 
@@ -53,14 +53,13 @@ def train_watched(parts: Any, at_step: Callable[[int], None] = lambda step: None
     scales: list[float] = []
     before: list[torch.Tensor] = []
 
-    def look() -> bool:
+    def look() -> None:
         now = [local(t).clone() for t in tensors_of(parts.model, parts.optimizer).values()]
         if before and all(torch.equal(a, b) for a, b in zip(before, now, strict=True)):
             kept.append(len(scales))
         before[:] = now
         scales.append(parts.scale.value.item())
         at_step(len(scales))
-        return False
 
     error = None
     try:

@@ -43,11 +43,10 @@ def train(values: dict[str, Any], pause: float, fault: dict[str, Any] | None) ->
 
     steps = iter(range(1, 10**9))
 
-    def stop() -> bool:
+    def stop() -> None:
         time.sleep(pause if pause < 1 or 12 < next(steps) < 19 else 0.1)  # a long one only while a save stalls
-        return False
 
-    work(config, prepare_on_rank0(config), torch.device("cpu"), stop)
+    work(config, *prepare_on_rank0(config), torch.device("cpu"), stop)
 
 
 def break_storage(kind: str, rank: int, serial: int, seconds: float = 0.0) -> None:
@@ -121,16 +120,16 @@ def change_while_writing(root: str, given_up: bool) -> list[tuple[int, bool]]:
 
     from raytune_fsdp.checkpoint.catalogue import Keep, committed
     from raytune_fsdp.checkpoint.posix import PosixDraft
+    from raytune_fsdp.checkpoint.saver import open_saver
     from raytune_fsdp.checkpoint.staging import local_piece
     from raytune_fsdp.checkpoint.state import RunState
-    from raytune_fsdp.checkpoint.store import open_store
     from raytune_fsdp.config import OptimConfig
     from raytune_fsdp.optim import build_optimizer
     from tests.checkpoints import tensors_in
     from tests.loading import draw
 
     model = draw(LLAMA, 5)
-    store = open_store(
+    saver = open_saver(
         root, model, build_optimizer(model, OptimConfig(lr=1e-3)), attempt=1, keep=Keep(last=None),
         seconds=0.3 if given_up else 60, asynchronous=True, scores={},
     )  # fmt: skip
@@ -147,20 +146,20 @@ def change_while_writing(root: str, given_up: bool) -> list[tuple[int, bool]]:
 
     def fill(value: float) -> None:
         with torch.no_grad():
-            for tensor in store.tensors().values():
+            for tensor in saver.tensors().values():
                 local_piece(tensor).fill_(value)
 
     def ended() -> int:
         """What all know behind a step, and whether a rank may not save."""
-        now, busy = store.standing()
+        now, busy = saver.standing()
         flags = torch.tensor([now, int(busy)])
         dist.all_reduce(flags)
         if flags[0]:
-            store.close(int(flags[0]))
+            saver.close(int(flags[0]))
         return int(flags[1])
 
     fill(1.0)
-    store.begin(RunState(step=1, attempt=1), before=lambda: None)
+    saver.begin(RunState(step=1, attempt=1), before=lambda: None)
     for value in range(100, 110):  # training goes on
         fill(float(value))
         time.sleep(0.06)
@@ -168,11 +167,11 @@ def change_while_writing(root: str, given_up: bool) -> list[tuple[int, bool]]:
     go.set()
     while ended():
         time.sleep(0.01)
-    store.seconds = 60
+    saver.seconds = 60
     fill(2.0)
-    store.begin(RunState(step=2, attempt=1), before=lambda: None)
+    saver.begin(RunState(step=2, attempt=1), before=lambda: None)
     fill(300.0)
-    outcome = store.finish()
+    outcome = saver.finish()
     assert outcome is not None and outcome.saved is not None, outcome
     right = []
     for found in committed(root):
@@ -269,21 +268,21 @@ def save_again_and_again(root: str, times: int) -> list[dict[str, int]]:
     import psutil
 
     from raytune_fsdp.checkpoint.catalogue import Keep
+    from raytune_fsdp.checkpoint.saver import open_saver
     from raytune_fsdp.checkpoint.state import RunState
-    from raytune_fsdp.checkpoint.store import open_store
     from raytune_fsdp.config import OptimConfig
     from raytune_fsdp.optim import build_optimizer
     from tests.loading import draw
 
     model = draw(LLAMA, 5)
-    store = open_store(
+    saver = open_saver(
         root, model, build_optimizer(model, OptimConfig(lr=1e-3)), attempt=1, keep=Keep(last=3), seconds=60,
         asynchronous=True, scores={},
     )  # fmt: skip
     this, seen = psutil.Process(), []
     for step in range(1, times + 1):
-        store.begin(RunState(step=step, attempt=1), before=lambda: None)
-        outcome = store.finish()
+        saver.begin(RunState(step=step, attempt=1), before=lambda: None)
+        outcome = saver.finish()
         assert outcome is not None and outcome.saved is not None, outcome
         if step % (times // 10) == 0:
             on_disk = sum(path.stat().st_size for path in Path(root).rglob("*"))

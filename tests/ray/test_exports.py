@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.config import ExportConfig
-from raytune_fsdp.launch.ray.exports import EXPORTS, Exports
+from raytune_fsdp.launch.ray.exports import Exports
 from raytune_fsdp.launch.shared_storage import leave_token
-from raytune_fsdp.plan import Plan, resolve
+from raytune_fsdp.rundir import RunDir
 from tests.checkpoints import checkpoints, pieces_of, tensors_in
 from tests.ray.jobs import config_of
 from tests.runs import trajectory
@@ -31,28 +31,28 @@ class Told:
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> Plan:
+def place(tmp_path: Path) -> RunDir:
     """Of a run of 12 steps, with a checkpoint of every fourth."""
     config = config_of(tmp_path, train={"global_batch": 10, "micro_batch": 2, "max_steps": 12})
     trajectory(config, 1)
-    return resolve(config, 1)
+    return RunDir.of(config)
 
 
-def _exports(plan: Plan, told: Told, every: int) -> Exports:
-    token = leave_token(plan.run_dir, "the driver")
+def _exports(place: RunDir, told: Told, every: int) -> Exports:
+    token = leave_token(place.path, "the driver")
     chosen = ExportConfig(every=every, dtype="trained", push="never/pushed")
-    return Exports(chosen, plan, token, event=told.event, say=told.lines.append)
+    return Exports(chosen, place, token, event=told.event, say=told.lines.append)
 
 
-def test_what_was_left_out_is_made_up_for_and_failures_are_told(plan: Plan) -> None:
-    first, second, last = checkpoints(plan.run_dir)
+def test_what_was_left_out_is_made_up_for_and_failures_are_told(place: RunDir) -> None:
+    first, second, last = checkpoints(place.path)
     assert [first.step, second.step, last.step] == [4, 8, 12]
-    left = plan.run_dir / EXPORTS / ".step-00000004.export-17"
+    left = place.exports / ".step-00000004.export-17"
     left.mkdir(parents=True)
     damaged = pieces_of(second)[0]
     damaged.unlink()
     told = Told()
-    exports = _exports(plan, told, every=4)
+    exports = _exports(place, told, every=4)
     assert not left.exists(), "what a driver that was killed had begun"
     exports.make_up()
     exports.make_up()  # the next attempt of the same driver
@@ -62,32 +62,32 @@ def test_what_was_left_out_is_made_up_for_and_failures_are_told(plan: Plan) -> N
     assert len(told.events) == 3 and told.lines[0] == "waiting for the export of step 4, 8, 12"
     assert f"{damaged.name} is gone" in outcomes[8][1]["problem"] and str(second.path) in outcomes[8][1]["problem"]
     assert any("export of step 8 failed" in line and "training goes on" in line for line in told.lines)
-    there = sorted(path.name for path in (plan.run_dir / EXPORTS).iterdir())
+    there = sorted(path.name for path in (place.exports).iterdir())
     assert there == ["step-00000004", "step-00000012"]
     for found in (first, last):
-        place = plan.run_dir / EXPORTS / f"step-{found.step:08d}"
+        exported = place.exports / f"step-{found.step:08d}"
         expected = {n.removeprefix("model."): t for n, t in tensors_in(found).items() if n.startswith("model.")}
-        weights = AutoModelForCausalLM.from_pretrained(place).state_dict()
+        weights = AutoModelForCausalLM.from_pretrained(exported).state_dict()
         assert all((weights[name] == tensor).all() for name, tensor in expected.items())
-        assert f"step {found.step}," in (place / "README.md").read_text()
+        assert f"step {found.step}," in (exported / "README.md").read_text()
 
 
-def test_a_checkpoint_that_came_later_than_planned_is_exported_in_its_place(plan: Plan) -> None:
-    exports = _exports(plan, Told(), every=100)
+def test_a_checkpoint_that_came_later_than_planned_is_exported_in_its_place(place: RunDir) -> None:
+    exports = _exports(place, Told(), every=100)
     for step in (96, 100, 104, 203, 204, 300):
-        exports.committed(CommittedCheckpoint(step, 1, plan.checkpoints))
+        exports.committed(CommittedCheckpoint(step, 1, place.checkpoints))
     assert [found.step for found in exports._waiting] == [100, 203, 300]
-    again = _exports(plan, Told(), every=100)
-    (plan.run_dir / EXPORTS / "step-00000203").mkdir(parents=True)
+    again = _exports(place, Told(), every=100)
+    (place.exports / "step-00000203").mkdir(parents=True)
     for step in (203, 204, 300):
-        again.committed(CommittedCheckpoint(step, 1, plan.checkpoints))
+        again.committed(CommittedCheckpoint(step, 1, place.checkpoints))
     assert [found.step for found in again._waiting] == [300], "what is there is not made again"
 
 
-def test_a_checkpoint_that_is_gone_and_a_stop(plan: Plan) -> None:
+def test_a_checkpoint_that_is_gone_and_a_stop(place: RunDir) -> None:
     told = Told()
-    exports = _exports(plan, told, every=4)
-    exports.committed(CommittedCheckpoint(16, 1, plan.checkpoints))
+    exports = _exports(place, told, every=4)
+    exports.committed(CommittedCheckpoint(16, 1, place.checkpoints))
     stops = iter([False, True])
     assert not exports.finish(lambda: next(stops)), "3 more are wanted"
     assert told.lines == ["waiting for the export of step 16, 4, 8, 12"]

@@ -7,15 +7,16 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import ray
 
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.census import census
-from raytune_fsdp.data.stream import Division, Stream, StreamSample
+from raytune_fsdp.data.stream import Stream, StreamSample
 from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.division import Division
 from raytune_fsdp.errors import RowError, TrainingError
 from raytune_fsdp.launch.ray import tasks
 from raytune_fsdp.launch.ray.batches import ray_batches
@@ -50,31 +51,38 @@ def make(directory: Path, lengths: list[int] = LENGTHS, **options: Any) -> Windo
     return make_windows([token_rows(directory, lengths)], cache=directory, seed=SEED, **options)
 
 
-def divide(
-    world: int, *, first: int = 1, last: int, total: int | None = None, blocks: int = 3, micro: int = 2
-) -> Division:
-    return Division(
-        first_step=first, last_step=last, total_samples=total, global_batch=blocks * micro, micro_batch=micro,
-        world=world,
-    )  # fmt: skip
+class Part(NamedTuple):
+    """Some steps of a run."""
+
+    division: Division
+    steps: range
+
+    @property
+    def samples(self) -> int:
+        return self.division.samples_of_steps(self.steps[0], self.steps[-1])
 
 
-def shards_of(stream: Stream, cursor: Cursor, division: Division) -> list[Any]:
+def divide(world: int, *, first: int = 1, last: int, total: int | None = None, blocks: int = 3, micro: int = 2) -> Part:
+    division = Division(total_samples=total, global_batch=blocks * micro, micro_batch=micro, data_ranks=world)
+    return Part(division, range(first, last + 1))
+
+
+def shards_of(stream: Stream, cursor: Cursor, part: Part) -> list[Any]:
     dataset = stream_dataset(
         stream,
         cursor,
-        micro_batch=division.micro_batch,
-        samples=division.samples(),
-        first_block=division.first_block(division.first_step),
+        micro_batch=part.division.micro_batch,
+        samples=part.samples,
+        first_block=part.division.first_block(part.steps[0]),
     )
-    return split(dataset, division.world)
+    return split(dataset, part.division.data_ranks)
 
 
 @ray.remote(num_cpus=0)
 class Rank:
-    def steps(self, shard: Any, windows: Windows, division: Division, rank: int, count: int | None = None) -> list[Any]:
+    def steps(self, shard: Any, windows: Windows, part: Part, rank: int, count: int | None = None) -> list[Any]:
         found = []
-        batches = ray_batches(shard, windows, division, rank=rank)
+        batches = ray_batches(shard, windows, *part, data_rank=rank)
         for step in batches:
             found.append(seen(step))
             time.sleep(0.02 * (rank % 2))
@@ -100,7 +108,7 @@ def seen(step: StepBatches) -> tuple[object, ...]:
     """All that a rank is given in a step. Not which windows were in the cache."""
     blocks = [
         (
-            block.index, block.sample_ids, block.behind, block.tokens, block.target_tokens, block.attended_pairs,
+            block.index, block.sample_ids, block.after, block.tokens, block.target_tokens, block.attended_pairs,
             block.input_ids.tolist(), block.labels.tolist(), block.position_ids.tolist(), block.source_ids.tolist(),
         )
         for block in step.blocks
@@ -108,27 +116,27 @@ def seen(step: StepBatches) -> tuple[object, ...]:
     return step.step, blocks
 
 
-def through_ray(ranks: list[Any], stream: Stream, cursor: Cursor, division: Division) -> list[list[Any]]:
-    shards = shards_of(stream, cursor, division)
+def through_ray(ranks: list[Any], stream: Stream, cursor: Cursor, part: Part) -> list[list[Any]]:
+    shards = shards_of(stream, cursor, part)
     running = [
-        actor.steps.remote(shard, stream.windows, division, rank)
+        actor.steps.remote(shard, stream.windows, part, rank)
         for rank, (actor, shard) in enumerate(zip(ranks, shards, strict=False))
     ]
     result: list[list[Any]] = ray.get(running)
     return result
 
 
-def locally(stream: Stream, cursor: Cursor, division: Division) -> list[list[Any]]:
+def locally(stream: Stream, cursor: Cursor, part: Part) -> list[list[Any]]:
     return [
-        [seen(step) for step in rank_batches(stream, division, cursor=cursor, rank=rank)]
-        for rank in range(division.world)
+        [seen(step) for step in rank_batches(stream, *part, cursor=cursor, data_rank=rank)]
+        for rank in range(part.division.data_ranks)
     ]
 
 
 def cursors(stream: Stream, last: int, **sizes: int) -> list[Cursor]:
     """The cursor in front of each step."""
-    steps = rank_batches(stream, divide(1, last=last, **sizes), cursor=Cursor(), rank=0)
-    return [Cursor(), *(step.blocks[-1].behind for step in steps)]
+    steps = rank_batches(stream, *divide(1, last=last, **sizes), cursor=Cursor(), data_rank=0)
+    return [Cursor(), *(step.blocks[-1].after for step in steps)]
 
 
 def samples_of(windows: Windows) -> list[int]:
@@ -148,10 +156,10 @@ def test_every_rank_gets_what_it_gets_without_ray(
     total = last * blocks * micro - micro - (micro > 1)
     starts = cursors(Stream(here, seed=SEED), last, blocks=blocks, micro=micro)
     for first in (1, 1 + last // 3):
-        division = divide(world, first=first, last=last, total=total, blocks=blocks, micro=micro)
-        found = through_ray(ranks, UnevenStream(there, seed=SEED), starts[first - 1], division)
-        assert found == locally(Stream(here, seed=SEED), starts[first - 1], division)
-        assert sum(len(block[1]) for rank in found for _, own in rank for block in own) == division.samples()
+        part = divide(world, first=first, last=last, total=total, blocks=blocks, micro=micro)
+        found = through_ray(ranks, UnevenStream(there, seed=SEED), starts[first - 1], part)
+        assert found == locally(Stream(here, seed=SEED), starts[first - 1], part)
+        assert sum(len(block[1]) for rank in found for _, own in rank for block in own) == part.samples
     assert (tmp_path / "there" / "died").exists()
 
 
@@ -169,19 +177,19 @@ def test_empty_windows_and_a_single_cpu(tmp_path: Path, ranks: list[Any]) -> Non
     lengths = [20 if i % 3 else 5 for i in range(40)]
     here, there = make(tmp_path / "here", lengths, **options), make(tmp_path / "there", lengths, **options)
     assert not all(samples_of(here))
-    division = divide(2, last=3)
+    part = divide(2, last=3)
     busy = Busy.options(num_cpus=CPUS - 1).remote()
     assert ray.get(busy.ready.remote())
-    found = through_ray(ranks, UnevenStream(there, seed=SEED), Cursor(), division)
+    found = through_ray(ranks, UnevenStream(there, seed=SEED), Cursor(), part)
     ray.kill(busy)
-    assert found == locally(Stream(here, seed=SEED), Cursor(), division)
+    assert found == locally(Stream(here, seed=SEED), Cursor(), part)
 
 
 def test_stopping_early_leaves_nothing_running(tmp_path: Path, ranks: list[Any]) -> None:
     windows = make(tmp_path, [9] * 4000, reshuffle="full")
-    division = divide(2, last=10_000)
-    shards = shards_of(UnevenStream(windows, seed=SEED), Cursor(), division)
-    ray.get([ranks[rank].steps.remote(shards[rank], windows, division, rank, 3) for rank in range(2)])
+    part = divide(2, last=10_000)
+    shards = shards_of(UnevenStream(windows, seed=SEED), Cursor(), part)
+    ray.get([ranks[rank].steps.remote(shards[rank], windows, part, rank, 3) for rank in range(2)])
     deadline = time.monotonic() + 20
     while ray.available_resources().get("CPU") != CPUS:
         assert time.monotonic() < deadline, "tasks are still running"
@@ -194,9 +202,9 @@ def test_stopping_early_leaves_nothing_running(tmp_path: Path, ranks: list[Any])
 
 def test_bad_row_reaches_the_rank_as_what_it_is(tmp_path: Path, ranks: list[Any]) -> None:
     windows = make(tmp_path, [*LENGTHS, 17], shuffle="none")
-    division = divide(2, last=100)
-    shards = shards_of(Stream(windows, seed=SEED), Cursor(), division)
-    running = [ranks[rank].failure.remote(shards[rank], windows, division, rank) for rank in range(2)]
+    part = divide(2, last=100)
+    shards = shards_of(Stream(windows, seed=SEED), Cursor(), part)
+    running = [ranks[rank].failure.remote(shards[rank], windows, part, rank) for rank in range(2)]
     for kind, message, reason in ray.get(running):
         assert kind is RowError and reason == "too_long"
         assert "rows.jsonl:84: the row has 17 tokens, more than data.seq_len=16" in message and "\n" not in message
@@ -261,10 +269,10 @@ class Shard:
 )
 def test_blocks_out_of_order_are_not_trained_on(tmp_path: Path, order: list[int], message: str) -> None:
     windows = make(tmp_path)
-    division = divide(1, last=1)
+    part = divide(1, last=1)
     dataset = stream_dataset(Stream(windows, seed=SEED), Cursor(), micro_batch=2, samples=6)
     tables = list(dataset.iter_batches(batch_size=None, batch_format=None))
     tables.append(tables[1].slice(0, 1))
-    assert len(list(ray_batches(Shard(tables[:3]), windows, division, rank=0))) == 1
+    assert len(list(ray_batches(Shard(tables[:3]), windows, *part, data_rank=0))) == 1
     with pytest.raises(TrainingError, match=message):
-        list(ray_batches(Shard([tables[i] for i in order]), windows, division, rank=0))
+        list(ray_batches(Shard([tables[i] for i in order]), windows, *part, data_rank=0))

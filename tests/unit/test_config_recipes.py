@@ -26,7 +26,7 @@ def test_recipe_plans_at_its_world_size(recipe: Path) -> None:
     census = Census(seq_len=config.data.seq_len, epochs=(3_000,))
     plan = resolve(config, world, census)
     assert plan.layout.world == world
-    assert plan.layout.fillers == 0, "a shipped recipe wastes nothing"
+    assert plan.division.fillers == 0, "a shipped recipe wastes nothing"
 
 
 def test_the_founding_recipe_has_its_document_s_values() -> None:

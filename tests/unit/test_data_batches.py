@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raytune_fsdp.data.batches import FILLER_INDEX, eval_batches, rank_batches
-from raytune_fsdp.data.stream import Division, Stream
+from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.division import Division
 from raytune_fsdp.errors import DataError, ResumeError
 from raytune_fsdp.types import IGNORE, PADDING, Batch, Cursor, StepBatches
 from tests.rows import all_samples, make_windows, token_rows
@@ -41,16 +42,15 @@ def steps(
     windows: Windows, *, world: int, rank: int, last: int, batch: int = 6, micro: int = 2, total: int | None = None,
     first: int = 1, cursor: Cursor | None = None,
 ) -> list[StepBatches]:  # fmt: skip
-    division = Division(
-        first_step=first, last_step=last, total_samples=total, global_batch=batch, micro_batch=micro, world=world
-    )
-    return list(rank_batches(Stream(windows, seed=5), division, cursor=cursor or Cursor(), rank=rank))
+    division = Division(total_samples=total, global_batch=batch, micro_batch=micro, data_ranks=world)
+    stream, cursor = Stream(windows, seed=5), cursor or Cursor()
+    return list(rank_batches(stream, division, range(first, last + 1), cursor=cursor, data_rank=rank))
 
 
-def behind(ranks: list[list[StepBatches]], step: int) -> Cursor:
+def after(ranks: list[list[StepBatches]], step: int) -> Cursor:
     """The cursor behind the step at this place, from the rank that has its last block."""
     blocks = [block for rank in ranks for block in rank[step].blocks if not block.is_filler]
-    return max(blocks, key=lambda block: block.index).behind
+    return max(blocks, key=lambda block: block.index).after
 
 
 def interleaved(ranks: list[list[StepBatches]], *, blocks_per_step: int) -> list[list[int]]:
@@ -75,7 +75,7 @@ def test_every_document_once_in_every_epoch(lengths: list[int], extra: int, wind
     windows = make(lengths, seq_len=12 + extra, window=window)
     count = num_samples(windows)
     stream = list(islice(Stream(windows, seed=1).samples(Cursor()), 2 * count))
-    assert stream[count - 1].behind == Cursor(epoch=1)
+    assert stream[count - 1].after == Cursor(epoch=1)
     for epoch in (stream[:count], stream[count:]):
         found: Counter[int] = Counter()
         for each in epoch:
@@ -114,42 +114,40 @@ def test_same_tail_from_every_step_on_every_rank(world: int) -> None:
     last = 2 * num_samples(windows) // 6
     whole = [steps(windows, world=world, rank=rank, last=last) for rank in range(world)]
     for done in range(1, last):
-        cursor = behind(whole, done - 1)
+        cursor = after(whole, done - 1)
         for rank in range(world):
             tail = steps(windows, world=world, rank=rank, first=done + 1, last=last, cursor=cursor)
             assert [seen(s) for s in tail] == [seen(s) for s in whole[rank][done:]]
 
 
 def seen(step: StepBatches) -> tuple[object, ...]:
-    return step.step, [(b.index, b.sample_ids, b.tokens, b.behind, b.input_ids.tolist()) for b in step.blocks]
+    return step.step, [(b.index, b.sample_ids, b.tokens, b.after, b.input_ids.tolist()) for b in step.blocks]
 
 
 def test_resume_goes_back_to_no_window_that_was_used_up() -> None:
     stream = Stream(make(LENGTHS), seed=5)
     for each in islice(stream.samples(Cursor()), num_samples(stream.windows) - 1):
-        first = next(stream.section(each.behind, 0))
-        assert stream.place(each.behind, 0) == (0, each.behind.window)
-        assert first.behind.window - each.behind.window in (0, 1) or first.behind.epoch == 1
+        first = next(stream.section(each.after, 0))
+        assert stream.place(each.after, 0) == (0, each.after.window)
+        assert first.after.window - each.after.window in (0, 1) or first.after.epoch == 1
 
 
 def test_sections_are_the_stream() -> None:
     windows = make(LENGTHS)
     count = 3 * num_samples(windows)
-    whole = [(each.sample.id, each.behind) for each in islice(Stream(windows, seed=5).samples(Cursor()), count)]
+    whole = [(each.sample.id, each.after) for each in islice(Stream(windows, seed=5).samples(Cursor()), count)]
     for done in (0, 1, 7, num_samples(windows)):
         cursor = whole[done - 1][1] if done else Cursor()
         stream = Stream(windows, seed=5)
         sections = [each for number in range(2 * windows.count(0)) for each in stream.section(cursor, number)]
-        assert [(each.sample.id, each.behind) for each in sections][: count - done] == whole[
-            done : done + len(sections)
-        ]
+        assert [(each.sample.id, each.after) for each in sections][: count - done] == whole[done : done + len(sections)]
 
 
 def test_first_sample_of_a_window_says_whether_it_was_built(tmp_path: Path) -> None:
     rows = [token_rows(tmp_path, [9] * 24)]
     first = list(islice(Stream(make_windows(rows, cache=tmp_path), seed=5).samples(Cursor()), 48))
     assert [i for i, each in enumerate(first) if each.built] == [0, 8, 16]
-    again = list(islice(Stream(make_windows(rows, cache=tmp_path), seed=5).samples(first[11].behind), 24))
+    again = list(islice(Stream(make_windows(rows, cache=tmp_path), seed=5).samples(first[11].after), 24))
     assert not any(each.built for each in again)
 
 
@@ -169,7 +167,7 @@ def test_windows_without_samples_are_passed_over() -> None:
     found = [int(each.sample.input_ids[0]) for each in stream]
     assert sorted(found[:2]) == sorted(found[2:]) == [4, 6]
     for index in range(3):
-        assert next(Stream(windows, seed=5).samples(stream[index].behind)).sample.id == stream[index + 1].sample.id
+        assert next(Stream(windows, seed=5).samples(stream[index].after)).sample.id == stream[index + 1].sample.id
 
 
 def test_stream_of_nothing_ends_with_an_error() -> None:

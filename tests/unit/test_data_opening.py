@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from raytune_fsdp.data.open_data import cache_directory, open_data
+from raytune_fsdp.data.open_data import open_data
 from raytune_fsdp.errors import ConfigError, DataError
+from raytune_fsdp.rundir import cache_of
 from tests.rows import VOCABULARY, demo_tokenizer
 from tests.runs import make_config
 
@@ -44,8 +45,8 @@ def test_two_of_one_name(tmp_path: Path) -> None:
 
 def test_the_cache_is_beside_the_runs_unless_it_is_named(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    assert cache_directory(config) == tmp_path / "runs" / "cache"
-    assert cache_directory(make_config(tmp_path, data={"cache": {"path": str(tmp_path / "c")}})) == tmp_path / "c"
+    assert cache_of(config) == tmp_path / "runs" / "cache"
+    assert cache_of(make_config(tmp_path, data={"cache": {"path": str(tmp_path / "c")}})) == tmp_path / "c"
     with pytest.raises(ValueError, match="'cache' is the directory of prepared data"):
         make_config(tmp_path, run={"name": "cache"})
 

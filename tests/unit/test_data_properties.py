@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raytune_fsdp.data.batches import rank_batches
-from raytune_fsdp.data.stream import Division, Stream
+from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.division import Division
 from raytune_fsdp.types import PADDING, Cursor, StepBatches
 from tests.rows import all_samples, make_windows, token_rows
 
@@ -95,16 +96,21 @@ def test_one_stream_for_all_worlds_from_every_step(mixture: dict[str, Any], data
         windows = open_mixture(directory, {**mixture, "long_documents": "truncate"})
 
         def ranks(world: int, first: int, cursor: Cursor) -> list[list[StepBatches]]:
-            division = Division(
-                first_step=first, last_step=last, total_samples=None, global_batch=batch, micro_batch=micro, world=world
-            )
-            return [list(rank_batches(Stream(windows, seed=5), division, cursor=cursor, rank=r)) for r in range(world)]
+            division = Division(total_samples=None, global_batch=batch, micro_batch=micro, data_ranks=world)
+            return [
+                list(
+                    rank_batches(
+                        Stream(windows, seed=5), division, range(first, last + 1), cursor=cursor, data_rank=rank
+                    )
+                )
+                for rank in range(world)
+            ]
 
         stream = [each.sample.id for each in islice(Stream(windows, seed=5).samples(Cursor()), last * batch)]
         for world in (1, 2, 3, 4, 7):
             whole = ranks(world, 1, Cursor())
             assert interleaved(whole, blocks) == stream
-            cursor = max((b for rank in whole for b in rank[start - 1].blocks), key=lambda b: b.index).behind
+            cursor = max((b for rank in whole for b in rank[start - 1].blocks), key=lambda b: b.index).after
             tail = ranks(world, start + 1, cursor)
             assert [[held(step) for step in rank] for rank in tail] == [
                 [held(step) for step in rank[start:]] for rank in whole

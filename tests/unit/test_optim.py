@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import get_constant_schedule, get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from raytune_fsdp.config import OptimConfig
-from raytune_fsdp.optim import build_optimizer, lr_at, multiplier, set_lr, undecayed_names
+from raytune_fsdp.optim import build_optimizer, lr_factor, multiplier, undecayed_names
 from raytune_fsdp.plan import resolve
 from tests.models import build
 from tests.unit.test_plan import config
@@ -83,8 +83,9 @@ def test_it_is_transformers_schedule_behind_the_warmup(steps: int, warmup: int) 
 def test_lr_is_the_peak_times_the_multiplier() -> None:
     wanted = config(optim={"lr": 4e-3, "warmup_ratio": 0.05})
     plan = resolve(wanted, 1)
-    assert [lr_at(step, wanted.optim, plan) for step in (1, 5, 6)] == pytest.approx([8e-4, 4e-3, 4e-3])
-    assert lr_at(101, wanted.optim, plan) == 0 and lr_at(100, wanted.optim, plan) > 0
+    rates = {step: wanted.optim.lr * lr_factor(step, wanted.optim, plan) for step in (1, 5, 6, 100, 101)}
+    assert [rates[step] for step in (1, 5, 6)] == pytest.approx([8e-4, 4e-3, 4e-3])
+    assert rates[101] == 0 and rates[100] > 0
 
 
 LLAMA_DECAYS = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"} | {
@@ -104,11 +105,30 @@ def test_matrices_decay_and_norms_biases_and_embeddings_do_not(name: str, tied: 
 
 def test_the_optimizer_has_every_weight_once(name: str = "gpt2") -> None:
     model = build(name)
-    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.3, beta2=0.9))
-    decay, plain = optimizer.param_groups
+    optimizer = build_optimizer(model, OptimConfig(lr=0.5, weight_decay=0.3, beta2=0.9))
+    decay, plain = optimizer.groups
     assert (decay["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
     assert decay["betas"] == (0.9, 0.9) and decay["fused"]
-    found = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    found = [id(p) for group in optimizer.groups for p in group["params"]]
     assert sorted(found) == sorted(id(p) for p in model.parameters())
-    set_lr(optimizer, 0.25)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+def test_a_step_is_taken_at_a_fraction_of_the_peak_or_not_at_all() -> None:
+    model = build("gpt2")
+    optimizer = build_optimizer(model, OptimConfig(lr=0.5))
+    optimizer.init_state()
+    names = {f"{name}.{moment}" for name, _ in model.named_parameters() for moment in ("step", "exp_avg", "exp_avg_sq")}
+    assert optimizer.state_tensors().keys() == names
+    for found_inf in (1.0, 0.0):
+        before = [tensor.clone() for tensor in [*model.parameters(), *optimizer.state_tensors().values()]]
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step(0.25, torch.tensor(found_inf))
+        same = [torch.equal(*pair) for pair in zip(before, _tensors(model, optimizer), strict=True)]
+        assert all(same) if found_inf else not any(same)
+        assert [group["lr"] for group in optimizer.groups] == [0.125, 0.125]
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def _tensors(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    return [*model.parameters(), *optimizer.state_tensors().values()]

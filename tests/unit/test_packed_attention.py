@@ -29,7 +29,7 @@ def test_packed_equals_alone(tmp_path: Path, architecture: str, attention: str) 
     lengths = [5, 2, 17, 40, 9, 23, 3, 31, 12, 28]
     generator = torch.Generator().manual_seed(0)
     windows = make_windows([token_rows(tmp_path, lengths)], cache=tmp_path, seq_len=64, window=10)
-    batch = to_batch(all_samples(windows), index=0, behind=Cursor())
+    batch = to_batch(all_samples(windows), index=0, after=Cursor())
     # Other tokens in the same places: a document of one repeated token would hide a leak.
     ids = torch.randint(3, VOCABULARY, batch.input_ids.shape, generator=generator)
     with torch.no_grad():

@@ -16,6 +16,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.counts import Census
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.plan import Plan, resolve
+from raytune_fsdp.rundir import RunDir
 
 
 def config(**sections: Mapping[str, Any]) -> FinetuneConfig:
@@ -41,7 +42,7 @@ def train(**fields: Any) -> dict[str, Any]:
 )
 def test_blocks_are_dealt_to_all_ranks_and_filled_up(world: int, rounds: int, fillers: int) -> None:
     plan = resolve(config(), world)
-    assert (plan.blocks, plan.layout.rounds, plan.layout.fillers) == (8, rounds, fillers)
+    assert (plan.division.blocks, plan.division.full_rounds, plan.division.fillers) == (8, rounds, fillers)
 
 
 @given(micro=st.integers(1, 5), blocks=st.integers(1, 50), world=st.integers(1, 50))
@@ -51,9 +52,9 @@ def test_every_block_is_computed_once(micro: int, blocks: int, world: int) -> No
         with pytest.raises(ConfigError):
             resolve(wanted, world)
         return
-    layout = resolve(wanted, world).layout
-    assert layout.rounds * world == blocks + layout.fillers
-    assert 0 <= layout.fillers < world
+    division = resolve(wanted, world).division
+    assert division.full_rounds * world == blocks + division.fillers
+    assert 0 <= division.fillers < world
 
 
 def test_a_batch_that_leaves_ranks_idle_is_refused() -> None:
@@ -66,9 +67,9 @@ def test_a_batch_that_leaves_ranks_idle_is_refused() -> None:
 
 def test_steps_count_themselves() -> None:
     plan = resolve(config(), 2)
-    assert (plan.steps, plan.total_samples, plan.samples_per_epoch) == (100, None, None)
-    assert plan.samples_of(1) == plan.samples_of(100) == 16
-    assert plan.samples_before(1) == 0 and plan.samples_before(101) == 1600
+    assert (plan.steps, plan.division.total_samples, plan.samples_per_epoch) == (100, None, None)
+    assert plan.division.samples_of(1) == plan.division.samples_of(100) == 16
+    assert plan.division.samples_before(1) == 0 and plan.division.samples_before(101) == 1600
 
 
 @pytest.mark.parametrize(
@@ -77,9 +78,9 @@ def test_steps_count_themselves() -> None:
 )
 def test_epochs_become_steps_by_a_count_of_the_data(epochs: float, samples: int, total: int, steps: int) -> None:
     plan = resolve(config(train=train(epochs=epochs)), 2, census(samples))
-    assert (plan.steps, plan.total_samples, plan.samples_per_epoch) == (steps, total, samples)
-    assert sum(plan.samples_of(step) for step in range(1, steps + 1)) == total
-    assert all(plan.samples_of(step) == 16 for step in range(1, steps))
+    assert (plan.steps, plan.division.total_samples, plan.samples_per_epoch) == (steps, total, samples)
+    assert sum(plan.division.samples_of(step) for step in range(1, steps + 1)) == total
+    assert all(plan.division.samples_of(step) == 16 for step in range(1, steps))
 
 
 def test_epochs_without_a_count_are_an_error() -> None:
@@ -164,13 +165,14 @@ def test_cadences_end_with_the_run() -> None:
 
 
 def test_the_run_lives_below_its_storage(tmp_path: Path) -> None:
-    plan = resolve(config(run={"name": "a", "storage": str(tmp_path)}), 1)
-    assert plan.run_dir == tmp_path / "a" and plan.checkpoints == str(tmp_path / "a" / "checkpoints")
-    assert resolve(config(run={"name": "a", "storage": "~/runs"}), 1).run_dir == Path.home() / "runs" / "a"
-    assert resolve(config(run={"name": "a", "storage": "runs"}), 1).run_dir.is_absolute()
+    place = RunDir.of(config(run={"name": "a", "storage": str(tmp_path)}))
+    assert place == RunDir(tmp_path / "a", str(tmp_path / "a" / "checkpoints"))
+    assert RunDir.of(config(run={"name": "a", "storage": "~/runs"})).path == Path.home() / "runs" / "a"
+    assert RunDir.of(config(run={"name": "a", "storage": "runs"})).path.is_absolute()
 
 
 def test_the_founding_recipe() -> None:
     plan = resolve(config(train={"global_batch": 16, "micro_batch": 1, "max_steps": 500}), 16)
-    assert (plan.blocks, plan.layout.rounds, plan.layout.fillers, plan.warmup_steps) == (16, 1, 0, 15)
+    assert (plan.division.blocks, plan.division.full_rounds, plan.division.fillers) == (16, 1, 0)
+    assert plan.warmup_steps == 15
     assert math.prod((plan.layout.replicas, plan.layout.shard_size)) == 16

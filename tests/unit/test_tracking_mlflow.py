@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from raytune_fsdp.rundir import mlflow_database
 from raytune_fsdp.tracking import RunStart
 from raytune_fsdp.tracking.jsonl import JsonlTracker, read_trajectory
-from raytune_fsdp.tracking.mlflow import RUN_ID, MlflowTracker, sqlite_location
+from raytune_fsdp.tracking.mlflow import RUN_ID, MlflowTracker
 from raytune_fsdp.tracking.outbox import Outbox, Parcel
 from raytune_fsdp.tracking.tracker import Composite
 from raytune_fsdp.types import StepMetrics
@@ -53,7 +54,7 @@ def run(attempt: int, state: dict[str, str] | None = None, **changes: Any) -> Ru
 
 
 def test_one_run_through_resumes_on_sqlite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    uri, artifacts = sqlite_location(tmp_path / "the storage")
+    uri, artifacts = mlflow_database(tmp_path / "the storage")
     first = MlflowTracker(uri, experiment="e", artifact_root=artifacts, state_timeout_seconds=120)
     with caplog.at_level(logging.INFO):
         first.start(run(1))

@@ -12,8 +12,9 @@ import pyarrow as pa
 from ray.data.collate_fn import ArrowBatchCollateFn
 
 from raytune_fsdp.data.batches import fill_up, stream_batch
-from raytune_fsdp.data.stream import Division, StreamSample
+from raytune_fsdp.data.stream import StreamSample
 from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.division import Division
 from raytune_fsdp.errors import TransientError
 from raytune_fsdp.launch.ray.stream import TOKEN_COLUMNS
 from raytune_fsdp.launch.ray.tasks import own_errors
@@ -25,25 +26,31 @@ if TYPE_CHECKING:
 
 
 def ray_batches(
-    shard: DataIterator, windows: Windows, division: Division, *, rank: int, device: torch.device | str = "cpu"
+    shard: DataIterator,
+    windows: Windows,
+    division: Division,
+    steps: range,
+    *,
+    data_rank: int,
+    device: torch.device | str = "cpu",
 ) -> Iterator[StepBatches]:
     """What `rank_batches` gives, from this rank's shard of a `stream_dataset` that begins with the first step."""
-    ahead = 2 * max(division.rounds(division.first_step), 2)
+    ahead = 2 * max(division.rounds(steps[0]), 2)
     arriving = shard.iter_torch_batches(
         batch_size=None, prefetch_batches=ahead, collate_fn=ToBlock(division, device), device="cpu"
     )
     with closing(iter(arriving)) as arrived, own_errors():
         # Ray starts when all ranks have asked for a block, also those that have none in the first step.
         blocks = chain([next(arrived, None)], arrived)
-        for step in range(division.first_step, division.last_step + 1):
+        for step in steps:
             own: list[Batch] = []
             built = 0
             for index, size in enumerate(division.block_sizes(step)):
-                if division.owner(step, index) == rank:
+                if division.owner(step, index) == data_rank:
                     block = next(blocks, None)
                     number = division.first_block(step) + index
                     if block is None or block.number != number or len(block.batch.sample_ids) != size:
-                        raise _out_of_order(rank, number, size, block)
+                        raise _out_of_order(data_rank, number, size, block)
                     own.append(block.batch)
                     built += block.windows_built
             yield fill_up(step, own, division, windows, device, windows_built=built)
@@ -63,7 +70,7 @@ class ToBlock(ArrowBatchCollateFn):  # type: ignore[misc]
     """Makes tensors of what arrives. Ray Data calls it in threads, before the block is needed."""
 
     def __init__(self, division: Division, device: torch.device | str) -> None:
-        self._blocks_per_step = division.global_batch // division.micro_batch
+        self._blocks_per_step = division.blocks
         self._device = device
 
     def __call__(self, table: pa.Table) -> Block:

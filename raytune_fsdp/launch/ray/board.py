@@ -1,4 +1,4 @@
-"""What the driver and the ranks tell each other while Ray Train stands between them: an actor of the driver's node."""
+"""Messages between the driver and the ranks, around Ray Train: an actor on the driver's node."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+
+from raytune_fsdp.types import StopReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class _Board:
         self._news = asyncio.Event()
         self._notices: list[Notice] = []
         self._stop = asyncio.Event()
+        self._reason: StopReason | None = None
         self._shared: dict[str, Any] = {}
         self._sharing = asyncio.Condition()
         self._attempts = 0
@@ -88,11 +91,13 @@ class _Board:
         notices, self._notices = self._notices, []
         return notices
 
-    async def stop(self) -> None:
+    async def stop(self, reason: StopReason) -> None:
+        self._reason = reason
         self._stop.set()
 
-    async def wait_for_stop(self) -> None:
+    async def wait_for_stop(self) -> StopReason | None:
         await self._stop.wait()
+        return self._reason
 
     async def count_attempt(self) -> int:
         self._attempts += 1
@@ -123,13 +128,13 @@ class Board:
         self._actor.tell.remote(notice)
 
     def read(self, seconds: float) -> list[Notice]:
-        """What was told since the last time; waits for so long if that is nothing."""
+        """Returns new notices, waiting up to `seconds` if there are none."""
         notices: list[Notice] = ray.get(self._actor.read.remote(seconds))
         return notices
 
-    def stop(self) -> None:
+    def stop(self, reason: StopReason) -> None:
         """Ask the ranks to save and end."""
-        self._actor.stop.remote()
+        self._actor.stop.remote(reason)
 
     def count_attempt(self) -> int:
         """1 for the first attempt that asks, 2 for the next one."""
@@ -144,27 +149,27 @@ class Board:
         """What another rank shares under this key; waits for it."""
         return ray.get(ray.get(self._actor.shared.remote(key))[0])
 
-    def wait_for_stop(self) -> None:
-        ray.get(self._actor.wait_for_stop.remote())
+    def wait_for_stop(self) -> StopReason:
+        reason: StopReason = ray.get(self._actor.wait_for_stop.remote())
+        return reason
 
 
-class Stop:
-    """On rank 0: whether the driver has asked to stop. Looking costs nothing, a thread waits for the answer."""
+class StopFromBoard:
+    """On rank 0: why the driver has asked to stop, if it has. Calling costs nothing, a thread waits for the answer."""
 
     def __init__(self, board: Board) -> None:
-        self._set = False
+        self._reason: StopReason | None = None
         self._board = board
         threading.Thread(target=self._wait, name="stop", daemon=True).start()
 
-    def __call__(self) -> bool:
-        return self._set
+    def __call__(self) -> StopReason | None:
+        return self._reason
 
     def _wait(self) -> None:
         try:
-            self._board.wait_for_stop()
+            self._reason = self._board.wait_for_stop()
         except RayError:
-            return  # the driver is gone, and with it soon this process
-        self._set = True
+            return  # the driver is gone, and this process will be soon
 
 
 class BoardStream(io.TextIOBase):

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from threading import Thread
 from typing import TypeVar
 
@@ -39,10 +38,12 @@ from raytune_fsdp.launch.ray.train_registry import repair_registry
 from raytune_fsdp.launch.shared_storage import TOKEN_PREFIX, leave_token
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.launch.worker import COLLECTIVE_MINUTES
-from raytune_fsdp.run.prepare import Prepared, on_world, prepare
-from raytune_fsdp.run.record import MLFLOW_ID_FILE, mlflow_tracker, run_start
+from raytune_fsdp.run.prepare import prepare
+from raytune_fsdp.run.record import mlflow_tracker, run_start
+from raytune_fsdp.run.standing import Prepared, Standing, on_world
+from raytune_fsdp.rundir import RunDir, storage_of
 from raytune_fsdp.tracking import names
-from raytune_fsdp.tracking.jsonl import EVENTS_FILE, append_event
+from raytune_fsdp.tracking.jsonl import append_event
 from raytune_fsdp.types import Progress
 
 FEW_WINDOWS = 4
@@ -64,27 +65,27 @@ def run(
     phases: Phases,
     progress: Progress | None,
     say: Callable[[str], None],
-) -> Prepared:
-    """Prepare and train. Returns when the run is complete; raises what stopped it."""
+) -> Standing:
+    """Prepare and train. Returns where the run stood before, when it is complete; raises what stopped it."""
     wanted = config.cluster.workers
     phases.finished("start")
-    prepared = prepare(config, 1 if wanted == "auto" else wanted, progress, build=_builder(connecting))
+    prepared, standing = prepare(config, 1 if wanted == "auto" else wanted, progress, build=_builder(connecting))
     phases.finished("checks")
     session = connecting.result()
     signals.take()  # Ray's own handler of SIGTERM prints where the process is, and aborts it
     phases.finished("Ray")
     say(f"Ray: {session.about}")
-    if prepared.state.step >= prepared.plan.steps:
+    if standing.complete:
         if config.export.every is not None:
-            _make_up(config, prepared, signals, say)
-        return prepared
+            _make_up(config, prepared.place, standing, signals, say)
+        return standing
     found = nodes()
     growing = may_grow()
     asked = request(config.cluster, found, growing=growing)
     check(asked, found, growing=growing)
-    prepared = on_world(config, prepared, asked.workers)
-    _train(config, prepared, asked, signals=signals, phases=phases, say=say)
-    return prepared
+    standing = on_world(config, prepared, standing, asked.workers)
+    _train(config, prepared, standing, asked, signals=signals, phases=phases, say=say)
+    return standing
 
 
 def _builder(connecting: Future[Session]) -> Callable[[Windows, Places], Iterable[tuple[WindowCounts, bool]]]:
@@ -100,26 +101,28 @@ def _builder(connecting: Future[Session]) -> Callable[[Windows, Places], Iterabl
 def _train(
     config: FinetuneConfig,
     prepared: Prepared,
+    standing: Standing,
     asked: Request,
     *,
     signals: Signals,
     phases: Phases,
     say: Callable[[str], None],
 ) -> None:
-    run_dir = prepared.plan.run_dir
+    place, run_dir = prepared.place, prepared.place.path
     repaired = repair_registry(run_dir)
     for left in run_dir.glob(f"{TOKEN_PREFIX}*"):  # by a driver that was killed
         left.unlink(missing_ok=True)
     if repaired is not None:
-        append_event(run_dir / EVENTS_FILE, names.REGISTRY_REPAIRED, attempt=0, fields={"what": repaired})
+        append_event(place.events, names.REGISTRY_REPAIRED, attempt=0, fields={"what": repaired})
     token = leave_token(run_dir, "the driver")
     follow: Follow | None = None
     try:
         board = Board()
-        follow = Follow(config, prepared, asked, board=board, token=token, signals=signals, phases=phases, say=say)
+        follow = Follow(config, place, asked, board=board, token=token, signals=signals, phases=phases, say=say)
         job = RankJob(
             config=config,
             prepared=ray.put(prepared),
+            standing=standing,
             board=board,
             device=asked.device,
             token=token,
@@ -128,7 +131,7 @@ def _train(
         _fit(job, asked, follow)
     except RaytuneError as error:
         if follow is not None and follow.attempt:
-            _close_mlflow(config, prepared, follow.attempt, error)
+            _close_mlflow(config, place, standing, follow.attempt, error)
         else:
             (run_dir / _STORAGE_MARKER).unlink(missing_ok=True)
         raise
@@ -144,19 +147,19 @@ def _finish(exports: Exports, signals: Signals) -> None:
         raise Interrupted("stopped: the run is complete, its exports are not; the same command makes up for them")
 
 
-def _make_up(config: FinetuneConfig, prepared: Prepared, signals: Signals, say: Callable[[str], None]) -> None:
+def _make_up(
+    config: FinetuneConfig, place: RunDir, standing: Standing, signals: Signals, say: Callable[[str], None]
+) -> None:
     """Exports that an earlier start of a run that is complete did not come to."""
-    plan = prepared.plan
-    token = leave_token(plan.run_dir, "the driver")
-    tell = partial(_tell, plan.run_dir / EVENTS_FILE, prepared.state.attempt)
+    token = leave_token(place.path, "the driver")
+
+    def event(name: str, **fields: object) -> None:
+        append_event(place.events, name, attempt=standing.state.attempt, fields=fields)
+
     try:
-        _finish(Exports(config.export, plan, token, event=tell, say=say), signals)
+        _finish(Exports(config.export, place, token, event=event, say=say), signals)
     finally:
         token.remove(refused=False)
-
-
-def _tell(events: Path, attempt: int, name: str, **fields: object) -> None:
-    append_event(events, name, attempt=attempt, fields=fields)
 
 
 def _fit(job: RankJob, asked: Request, follow: Follow) -> None:
@@ -194,7 +197,7 @@ def _in_thread(work: Callable[[], T]) -> Future[T]:
 def trainer_for(
     rank: Callable[[], None], board: Board, asked: Request, config: FinetuneConfig, max_failures: int
 ) -> TorchTrainer:
-    """Ray Train's part: so many processes that run `rank`, in a process group, again after a crash."""
+    """The TorchTrainer that runs `rank` in every worker and restarts them after a crash."""
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", _POLL_SECONDS)
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nothing of ours listens to it yet
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # ranks stay where the job is, as relative paths expect
@@ -208,7 +211,7 @@ def trainer_for(
         scaling_config=scaling_config(asked),
         run_config=RunConfig(
             name=config.run.name,
-            storage_path=Path(config.run.storage).expanduser().absolute().as_posix(),
+            storage_path=storage_of(config).as_posix(),
             failure_config=FailureConfig(max_failures=max_failures),
             # Never: Ray would delete checkpoints that it knows less about than we do.
             checkpoint_config=CheckpointConfig(num_to_keep=None),
@@ -219,11 +222,11 @@ def trainer_for(
     )
 
 
-def _close_mlflow(config: FinetuneConfig, prepared: Prepared, attempt: int, error: RaytuneError) -> None:
+def _close_mlflow(config: FinetuneConfig, place: RunDir, standing: Standing, attempt: int, error: RaytuneError) -> None:
     """Say there how the run has ended: rank 0, which does that otherwise, may have had no time to."""
-    if config.tracking.mlflow.enabled and (prepared.plan.run_dir / MLFLOW_ID_FILE).exists():
-        tracker = mlflow_tracker(config, prepared.plan)
-        tracker.start(run_start(config, prepared, attempt))
+    if config.tracking.mlflow.enabled and place.mlflow_id.exists():
+        tracker = mlflow_tracker(config, place)
+        tracker.start(run_start(config, standing, attempt))
         tracker.finish("interrupted" if isinstance(error, Interrupted) else "failed")
 
 

@@ -23,14 +23,12 @@ from raytune_fsdp.errors import RaytuneError
 from raytune_fsdp.launch.ray.failures import in_words
 from raytune_fsdp.launch.ray.tasks import own_errors
 from raytune_fsdp.launch.shared_storage import Token, check_seen
-from raytune_fsdp.plan import Plan
+from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking import names
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-EXPORTS = "exports"
-"""Directory in the run directory."""
 _PLACE = re.compile(r"step-(\d{8,})")
 _WAIT_SECONDS = 0.5
 
@@ -43,10 +41,16 @@ class Exports:
     """
 
     def __init__(
-        self, chosen: ExportConfig, plan: Plan, token: Token, *, event: Callable[..., None], say: Callable[[str], None]
+        self,
+        chosen: ExportConfig,
+        place: RunDir,
+        token: Token,
+        *,
+        event: Callable[..., None],
+        say: Callable[[str], None],
     ) -> None:
         self._chosen = chosen.model_copy(update={"push": None})
-        self._plan = plan
+        self._run = place
         self._token = token
         self._event = event
         self._say = say
@@ -57,13 +61,13 @@ class Exports:
 
     @property
     def _directory(self) -> Path:
-        return self._plan.run_dir / EXPORTS
+        return self._run.exports
 
     def make_up(self) -> None:
         """Ask for what has not been exported yet, whoever should have."""
         if self._chosen.every is not None:
             with suppress(RaytuneError, OSError):  # storage that does not answer now: the next commit will be heard of
-                for found in committed(self._plan.checkpoints):
+                for found in committed(self._run.checkpoints):
                     self.committed(found)
 
     def committed(self, checkpoint: CommittedCheckpoint) -> None:
@@ -124,7 +128,7 @@ class Exports:
 
     def _why(self, checkpoint: CommittedCheckpoint, error: BaseException) -> str:
         with suppress(RaytuneError, OSError):
-            if checkpoint not in committed(self._plan.checkpoints):
+            if checkpoint not in committed(self._run.checkpoints):
                 return "its checkpoint was removed by then: raise checkpoint.keep_last or export.every"
         return in_words(error)
 

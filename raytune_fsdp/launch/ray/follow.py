@@ -21,9 +21,10 @@ from raytune_fsdp.launch.ray.placement_groups import Groups
 from raytune_fsdp.launch.ray.resources import Request, nodes, shortage
 from raytune_fsdp.launch.shared_storage import Token
 from raytune_fsdp.launch.signals import Signals
-from raytune_fsdp.run.prepare import Prepared
+from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking import names
-from raytune_fsdp.tracking.jsonl import EVENTS_FILE, append_event
+from raytune_fsdp.tracking.jsonl import append_event
+from raytune_fsdp.types import StopReason
 
 _READ_SECONDS = 0.5
 _FIRST_WORD_SECONDS, _NEXT_WORD_SECONDS = 15.0, 60.0
@@ -42,7 +43,7 @@ class Follow:
     def __init__(
         self,
         config: FinetuneConfig,
-        prepared: Prepared,
+        place: RunDir,
         asked: Request,
         *,
         board: Board,
@@ -52,7 +53,7 @@ class Follow:
         say: Callable[[str], None],
     ) -> None:
         self._config = config
-        self._plan = prepared.plan
+        self._place = place
         self._asked = asked
         self._board = board
         self._signals = signals
@@ -67,7 +68,7 @@ class Follow:
         self._over = False
         """The present attempt has failed."""
         self.groups = Groups(asked)
-        self.exports = Exports(config.export, prepared.plan, token, event=self._event, say=say)
+        self.exports = Exports(config.export, place, token, event=self._event, say=say)
         self._next_look = 0.0
         self._logs: str | None = None
         self._waiting_since = time.monotonic()
@@ -95,7 +96,7 @@ class Follow:
     def describe(self, rank: int | None, cause: str) -> str:
         """A failure with all that helps: who, where, of what, how far, where to read on."""
         who = "the run failed" if rank is None else f"rank {rank}{self._where(rank)} failed"
-        saved = committed(self._plan.checkpoints)
+        saved = committed(self._place.checkpoints)
         where = f"the last committed step is {saved[-1].step}" if saved else "no step was committed yet"
         logs = f"; the logs of all ranks are in {self._logs}" if self._logs else ""
         return f"{who}: {cause}. {where[0].upper()}{where[1:]}{logs}{_CONTINUES}"
@@ -115,7 +116,7 @@ class Follow:
             case Lost(rank, cause, again):
                 self._lost(rank, cause, again)
             case Committed(step):
-                self.exports.committed(CommittedCheckpoint(step, self.attempt, self._plan.checkpoints))
+                self.exports.committed(CommittedCheckpoint(step, self.attempt, self._place.checkpoints))
 
     def _reached(self, phase: str) -> None:
         if phase == "workers" and "workers" in self._phases.seconds:
@@ -152,7 +153,7 @@ class Follow:
         self._phases.restart()
 
     def _last_step(self) -> int:
-        saved = committed(self._plan.checkpoints)
+        saved = committed(self._place.checkpoints)
         return saved[-1].step if saved else 0
 
     def _check_stop(self) -> None:
@@ -162,8 +163,8 @@ class Follow:
         training = "step" in self._phases.seconds and bool(self._ranks)
         if self._stopping_since is None:
             self._stopping_since = now
-            self._board.stop()
-            what = "a checkpoint is committed behind the current step" if training else "no step is being trained"
+            self._board.stop(StopReason.SIGNAL)
+            what = "a checkpoint is committed after the current step" if training else "no step is being trained"
             self._say(f"stopping: {what} (again to stop at once)")
         if self._signals.count > 1 or (not training and now - self._stopping_since > _GONE_SECONDS):
             ray.shutdown()
@@ -211,4 +212,4 @@ class Follow:
         return f" on {self._ranks[rank].node}, process {self._ranks[rank].pid}," if rank in self._ranks else ""
 
     def _event(self, name: str, **fields: object) -> None:
-        append_event(self._plan.run_dir / EVENTS_FILE, name, attempt=self.attempt, fields=fields)
+        append_event(self._place.events, name, attempt=self.attempt, fields=fields)

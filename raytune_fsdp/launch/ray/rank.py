@@ -7,10 +7,9 @@ import logging
 import os
 import socket
 import sys
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
@@ -19,15 +18,16 @@ import ray
 import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
-from raytune_fsdp.launch.ray.board import Board, BoardStream, Committed, Joined, Reached, Started, Stop
+from raytune_fsdp.launch.ray.board import Board, BoardStream, Committed, Joined, Reached, Started, StopFromBoard
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
     from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.launch.shared_storage import Token
-    from raytune_fsdp.run.prepare import Prepared
-    from raytune_fsdp.types import Saved, StepBatches
+    from raytune_fsdp.run.standing import Prepared, Standing
+    from raytune_fsdp.rundir import RunDir
+    from raytune_fsdp.types import Saved, StepBatches, Stop
 
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ class RankJob:
 
     config: FinetuneConfig
     prepared: ObjectRef
+    standing: Standing
+    """Of the first attempt of this command; later ones look for themselves."""
     board: Board
     device: Literal["cpu", "cuda"]
     token: Token
@@ -71,17 +73,16 @@ def train_rank(job: RankJob) -> None:
     from raytune_fsdp.launch.worker import work
 
     prepared: Prepared = ray.get(job.prepared)
-    check_shared(prepared.plan.run_dir)
-    prepared, attempt, key = _agree(job, prepared, rank)
-    logs = prepared.plan.run_dir / "logs" / f"attempt-{attempt}"
-    _log_to(logs / f"rank-{rank}.log")
+    check_shared(prepared.place.path)
+    standing, key = _agree(job, prepared, world)
+    _log_to(prepared.place.log(standing.attempt, rank))
     if rank == 0:
-        job.board.tell(Started(attempt, str(logs)))
+        job.board.tell(Started(standing.attempt, str(prepared.place.logs(standing.attempt))))
     reached("imports")
-    if prepared.state.step >= prepared.plan.steps:
+    if standing.complete:
         return  # the last attempt had committed the last step
     device = _device(job, rank, node)
-    reports = _Reports(prepared.plan.run_dir)
+    reports = _Reports(prepared.place)
 
     def saved(checkpoint: Saved) -> None:
         reports.add(checkpoint)
@@ -89,77 +90,80 @@ def train_rank(job: RankJob) -> None:
             job.board.tell(Committed(checkpoint.step))
 
     host = Host(
-        attempt=attempt,
-        batches=_batches(job, prepared, rank=rank, world=world, key=key, device=device, reached=reached),
+        batches=_batches(job, prepared, standing, rank=rank, key=key, device=device, reached=reached),
         console=cast(TextIO, BoardStream(job.board, tty=job.tty)),
         saved=saved,
         reached=reached,
     )
+    stop: Stop = StopFromBoard(job.board) if rank == 0 else lambda: None
     try:
-        work(job.config, prepared, device, Stop(job.board) if rank == 0 else lambda: False, host)
+        work(job.config, prepared, standing, device, stop, host)
     except Interrupted:
         reports.finish()
         raise
     reports.finish()
 
 
-def _agree(job: RankJob, prepared: Prepared, rank: int) -> tuple[Prepared, int, str]:
-    """Where this attempt starts, its number, and a key of its own: rank 0 looks, all others do as it says."""
-    import torch.distributed as dist
-
+def _agree(job: RankJob, prepared: Prepared, world: int) -> tuple[Standing, str]:
+    """Where this attempt starts, and a key of its own on the board. Collective."""
     from raytune_fsdp.collectives import on_rank0
     from raytune_fsdp.launch.shared_storage import check_seen
-    from raytune_fsdp.run.prepare import renewed, settled
-    from raytune_fsdp.run.record import next_attempt
+    from raytune_fsdp.run.standing import agree, look
 
-    def look() -> tuple[Any, ...]:
-        check_seen(job.token)  # what the driver has found there must be what there is
-        found = prepared if job.board.count_attempt() == 1 else renewed(job.config, prepared)
-        standing = (found.resume, found.state, found.plan, found.windows_built, found.damaged)
-        return (*standing, next_attempt(found.plan), uuid.uuid4().hex)
+    def count_start() -> int:
+        check_seen(job.token)  # the storage that the driver has checked must be the one that is here
+        return job.board.count_attempt()
 
-    resume, state, plan, windows_built, damaged, attempt, key = on_rank0(look)
-    assert plan.layout.world == dist.get_world_size(), (plan.layout, dist.get_world_size())
-    prepared = replace(prepared, resume=resume, state=state, plan=plan, windows_built=windows_built, damaged=damaged)
-    return settled(job.config, prepared), attempt, key
+    start = on_rank0(count_start)
+    first = job.standing
+    standing = agree(job.config, prepared, lambda: first if start == 1 else look(job.config, prepared, world))
+    assert standing.plan.layout.world == world, (standing.plan.layout, world)
+    return standing, str(start)
 
 
 def _batches(
-    job: RankJob, prepared: Prepared, *, rank: int, world: int, key: str, device: Any, reached: Callable[[str], None]
+    job: RankJob,
+    prepared: Prepared,
+    standing: Standing,
+    *,
+    rank: int,
+    key: str,
+    device: Any,
+    reached: Callable[[str], None],
 ) -> Iterator[StepBatches]:
     """This rank's batches through Ray Data. Rank 0 opens the stream, so that only it decides where that begins.
 
     The first batch is made while the model is loaded.
     """
-    from raytune_fsdp.assemble import division_of
     from raytune_fsdp.data.stream import Stream
     from raytune_fsdp.launch.ray.batches import ray_batches
     from raytune_fsdp.launch.ray.stream import split, stream_dataset
 
-    division = division_of(prepared)
+    plan, division, state = standing.plan, standing.plan.division, standing.state
+    steps = range(state.step + 1, plan.steps + 1)
     if rank == 0:
         dataset = stream_dataset(
             Stream(prepared.train, seed=job.config.run.seed),
-            prepared.state.cursor,
+            state.cursor,
             micro_batch=division.micro_batch,
-            samples=division.samples(),
-            first_block=division.first_block(division.first_step),
+            samples=division.samples_of_steps(steps[0], steps[-1]),
+            first_block=division.first_block(steps[0]),
         )
-        job.board.share(key, split(dataset, world))
+        job.board.share(key, split(dataset, division.data_ranks))
     shard = job.board.shared(key)[rank]
-    batches = ray_batches(shard, prepared.train, division, rank=rank, device=device)
+    batches = ray_batches(shard, prepared.train, division, steps, data_rank=rank, device=device)
     threads = ThreadPoolExecutor(1, thread_name_prefix="first-batch")
     first = threads.submit(next, batches)
     first.add_done_callback(lambda _: reached("data"))
     threads.shutdown(wait=False)
 
-    def told() -> Iterator[StepBatches]:
-        if job.config.eval.at_start and not prepared.state.step:
+    def first_batch() -> Iterator[StepBatches]:
+        if job.config.eval.at_start and not state.step:
             reached("evaluation")  # it comes before the first batch is asked for
         yield first.result()
         reached("step")
 
-    return chain(told(), batches)
+    return chain(first_batch(), batches)
 
 
 def _device(job: RankJob, rank: int, node: str) -> Any:
@@ -183,8 +187,8 @@ def _device(job: RankJob, rank: int, node: str) -> Any:
 class _Reports:
     """Tells Ray Train of checkpoints, in their order. That waits for all ranks and the controller, training not."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
+    def __init__(self, place: RunDir) -> None:
+        self._place = place
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="report")
 
     def add(self, saved: Saved) -> None:
@@ -196,15 +200,15 @@ class _Reports:
 
     def _tell(self, saved: Saved) -> None:
         try:
-            _report(saved, self._run_dir)
+            _report(saved, self._place)
         except Exception:  # its list is a hint, and is repaired where it has to be
             logger.warning("Ray Train was not told of the checkpoint of step %d", saved.step, exc_info=True)
 
 
-def _report(saved: Saved, run_dir: Path) -> None:
+def _report(saved: Saved, place: RunDir) -> None:
     """Tell Ray Train of a checkpoint that lies where it belongs. All ranks: Ray Train waits for each."""
     context = ray.train.get_context()
-    if not saved.path.startswith(f"{run_dir}/"):  # Ray Train looks for it there
+    if not saved.path.startswith(f"{place.path}/"):  # Ray Train looks for it there
         return
     filesystem = context.get_storage().storage_filesystem
     checkpoint = Checkpoint(saved.path, filesystem=filesystem) if context.get_world_rank() == 0 else None

@@ -3,7 +3,7 @@
 A task that costs no CPU keeps builds in flight, takes their windows in the order of the stream, and yields blocks of
 `micro_batch` samples. It is a Ray Data source: when enough blocks lie ready, Ray Data pulls no more, the task stops,
 and no window is built further ahead. Its blocks go to the ranks in turn (`split`), and each rank makes its batches of
-them (`ray_batches.py`). No list of windows exists: how many a run needs shows as they are built.
+them (`batches.py`). No list of windows exists: how many a run needs shows as they are built.
 
 Nothing here imports torch: the processes that build windows start in half the time without it.
 """
@@ -167,7 +167,7 @@ def _to_table(samples: Sequence[StreamSample], seq_len: int) -> pa.Table:
         columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(np.concatenate(values)), seq_len)
     columns["id"] = pa.array([each.sample.id for each in samples], pa.int64())
     for name in ("epoch", "window", "index"):
-        columns[name] = pa.array([getattr(each.behind, name) for each in samples], pa.int64())
+        columns[name] = pa.array([getattr(each.after, name) for each in samples], pa.int64())
     columns["built"] = pa.array([each.built for each in samples], pa.bool_())
     return pa.table(columns)
 

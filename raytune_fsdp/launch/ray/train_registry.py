@@ -19,6 +19,7 @@ from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.checkpoint.storage import DAMAGED
 from raytune_fsdp.durable import replace_durably, sync_directory
 from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.rundir import CHECKPOINTS
 
 SNAPSHOT_FILE = "checkpoint_manager_snapshot.json"
 
@@ -34,8 +35,8 @@ def repair_registry(run_dir: Path) -> str | None:
             snapshot = _read(path)
         except (OSError, ValueError, RecursionError) as error:
             return _set_aside(path, error)
-        there = committed(str(run_dir / "checkpoints"))
-        kept = _only(snapshot, {f"checkpoints/{found.name}" for found in there})
+        there = committed(str(run_dir / CHECKPOINTS))
+        kept = _only(snapshot, {f"{CHECKPOINTS}/{found.name}" for found in there})
         if kept != snapshot:
             replace_durably(path, kept.model_dump_json())
     except OSError as error:

@@ -1,0 +1,143 @@
+"""The saves of one attempt, one at a time: what each of them holds, and where it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from raytune_fsdp.checkpoint.catalogue import Keep, directory_name, prune
+from raytune_fsdp.checkpoint.layout import PieceLayout, make_layout
+from raytune_fsdp.checkpoint.location import storage_at
+from raytune_fsdp.checkpoint.messages import Messages, open_messages
+from raytune_fsdp.checkpoint.save_in_flight import Ending, Outcome, SaveInFlight, SaveJob
+from raytune_fsdp.checkpoint.staging import Staging, local_piece
+from raytune_fsdp.checkpoint.state import RunState
+from raytune_fsdp.checkpoint.storage import Draft, Storage
+from raytune_fsdp.checkpoint.tensors import tensors_of
+from raytune_fsdp.optim import Optimizer
+
+_LEAVE_SECONDS = 30
+
+
+@dataclass(slots=True, kw_only=True)
+class Saver:
+    """Begins saves. All ranks call the same methods at the same steps."""
+
+    storage: Storage
+    attempt: int
+    keep: Keep
+    seconds: float
+    """How long a save may take."""
+    tensors: Callable[[], dict[str, torch.Tensor]]
+    layout: PieceLayout
+    staging: Staging | None
+    """None: pieces are written from where they are, and must not be touched meanwhile."""
+    messages: Messages
+    scores: dict[int, float] = field(default_factory=dict)
+    """By step, to keep the best. On rank 0."""
+    _serial: int = 0
+    _save: SaveInFlight | None = None
+    """The last one that was begun."""
+    _failed: list[Draft] = field(default_factory=list)
+
+    @property
+    def asynchronous(self) -> bool:
+        return self.staging is not None
+
+    def status(self) -> tuple[Ending | None, bool]:
+        """How the last save has ended if that was not reported yet (on rank 0), and whether this rank is still at it.
+
+        No save can begin while a rank is.
+        """
+        if self._save is None:
+            return None, False
+        ending = self._save.ending()
+        return ending, self._save.busy
+
+    def begin(self, state: RunState, *, before: Callable[[], None]) -> None:
+        """Save the state after a step. The caller waits for the copy only. No rank may be busy.
+
+        `before` is called on rank 0, in another thread, before the checkpoint becomes visible.
+        """
+        assert self._save is None or self._save.reported, "one save at a time"
+        tensors = self.tensors()
+        if self.staging is not None:
+            self.staging.copy(tensors)
+            pieces: Mapping[str, torch.Tensor] = self.staging.pieces
+        else:
+            pieces = {name: local_piece(tensors[name]) for name in self.layout.mine}
+        self._serial += 1
+        name = directory_name(state.step, self.attempt)
+        job = SaveJob(
+            step=state.step,
+            serial=self._serial,
+            rank=dist.get_rank(),
+            world=dist.get_world_size(),
+            path=self.storage.where(name),
+            draft=self.storage.draft(name, self._serial),
+            layout=self.layout,
+            pieces=pieces,
+            state=state.to_json(),
+            seconds=self.seconds,
+            messages=self.messages,
+            leftovers=tuple(self._failed),
+            before=before,
+            after=lambda: prune(self.storage, self.keep, dict(self.scores)),
+        )
+        self._failed.clear()
+        self._save = SaveInFlight(job)
+
+    def report(self, ending: Ending) -> Outcome:
+        """The outcome of the last save, which rank 0 has announced to have ended like this. Collective."""
+        assert self._save is not None, "nothing was begun"
+        return self._reported(self._save.report(ending))
+
+    def finish(self) -> Outcome | None:
+        """Wait for the outcome of the last save; None if there is none, or it was reported. Collective."""
+        if self._save is None or self._save.reported:
+            return None
+        return self._reported(self._save.finish())
+
+    def _reported(self, outcome: Outcome) -> Outcome:
+        if outcome.saved is None and self._save is not None:
+            self._failed.append(self._save.job.draft)
+        return outcome
+
+    def leave(self) -> None:
+        """Let the writer end. The process must not end before: the writer may be in the middle of C++."""
+        if self._save is not None:
+            self._save.join(_LEAVE_SECONDS)
+
+
+def open_saver(
+    root: str,
+    model: PreTrainedModel,
+    optimizer: Optimizer,
+    *,
+    attempt: int,
+    keep: Keep,
+    seconds: float,
+    asynchronous: bool,
+    scores: Mapping[int, float],
+) -> Saver:
+    """The saver of a run with this model and optimizer. Collective."""
+    optimizer.init_state()
+    now = partial(tensors_of, model, optimizer)
+    tensors = now()
+    layout = make_layout(tensors)
+    return Saver(
+        storage=storage_at(root),
+        attempt=attempt,
+        keep=keep,
+        seconds=seconds,
+        tensors=now,
+        layout=layout,
+        staging=Staging(tensors, layout.mine) if asynchronous else None,
+        messages=open_messages(),
+        scores=dict(scores),
+    )

@@ -1,0 +1,156 @@
+"""Where a run is now: asked anew at every start of a worker group, whatever its cause.
+
+`Prepared` is what never changes during a command; a `Standing` is what does. There is one way to a standing that all
+ranks share, `agree`: rank 0 says where it believes the run to be, and all ranks read that checkpoint together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, committed, verify
+from raytune_fsdp.checkpoint.loading import verify_together
+from raytune_fsdp.checkpoint.state import RunState
+from raytune_fsdp.collectives import on_rank0
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.counts import Census
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.plan import Plan, resolve
+from raytune_fsdp.run.initial_weights import Origin
+from raytune_fsdp.run.resume import Resumed, find_resume
+from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.tracking.jsonl import read_events
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What never changes during a command, found out before any rank is started. Can be pickled."""
+
+    place: RunDir
+    hf_config: PretrainedConfig
+    generation_config: GenerationConfig | None
+    tokenizer: PreTrainedTokenizerBase
+    train: Windows
+    evals: Mapping[str, Windows]
+    census: Census | None
+    """None where the run is given in steps: nothing is counted then."""
+    origin: Origin | None
+    """None with `model.init=random`, and where the run's own checkpoints have replaced what it began with."""
+    identity: Mapping[str, Any]
+    files_of_data: Mapping[str, Sequence[str]]
+    """Names of the files whose hashes are in the identity."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Where the run is now, and what follows from that for the next attempt. Can be pickled."""
+
+    checkpoint: CommittedCheckpoint | None
+    """To continue from; None at the beginning."""
+    state: RunState
+    """What is in it, or the state of a run that has not begun."""
+    damaged: Damaged
+    """Newer checkpoints, and why the run does not continue from them."""
+    plan: Plan
+    """For the number of ranks that the attempt has."""
+    attempt: int
+    """The number of the attempt that begins here: 1 in a new run."""
+    windows_built: int = 0
+    """Windows that were tokenized to find this out."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether no step is left."""
+        return self.state.step >= self.plan.steps
+
+
+def stand(
+    config: FinetuneConfig, prepared: Prepared, world: int, found: Resumed, *, windows_built: int = 0
+) -> Standing:
+    """The standing of a run that continues from what was found, on `world` ranks."""
+    plan = resolve(config, world, prepared.census, planned_schedule=found.state.schedule_steps)
+    _check_extension(config, plan, found.state)
+    return Standing(
+        checkpoint=found.checkpoint,
+        state=found.state,
+        damaged=found.damaged,
+        plan=plan,
+        attempt=_next_attempt(prepared.place),
+        windows_built=windows_built,
+    )
+
+
+def look(config: FinetuneConfig, prepared: Prepared, world: int, damaged: Damaged | None = None) -> Standing:
+    """Where the run is now. What was committed since the command began counts, whatever `run.resume` says.
+
+    Checkpoints that are known to be `damaged` are passed over.
+    """
+    found = find_resume(prepared.place, prepared.identity, prepared.files_of_data, resume="auto", damaged=damaged)
+    return stand(config, prepared, world, found)
+
+
+def on_world(config: FinetuneConfig, prepared: Prepared, standing: Standing, world: int) -> Standing:
+    """The same standing for another number of ranks."""
+    plan = resolve(config, world, prepared.census, planned_schedule=standing.state.schedule_steps)
+    return replace(standing, plan=plan)
+
+
+def agree(config: FinetuneConfig, prepared: Prepared, begin: Callable[[], Standing]) -> Standing:
+    """Where all ranks begin an attempt. Collective.
+
+    `begin` is called on rank 0 and says where the run is. All ranks then read the files of that checkpoint together;
+    if it is damaged, rank 0 looks for an older one, until one is whole.
+    """
+    standing = on_rank0(begin)
+    while (found := standing.checkpoint) is not None:
+        problem = verify_together(found, hashes=config.checkpoint.verify == "hashes")
+        if problem is None:
+            break
+        standing = on_rank0(partial(_look_without, config, prepared, standing, problem))
+    return standing
+
+
+def confirm_complete(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> Standing:
+    """The same, if the run is complete and its checkpoint whole. No rank is going to read it, so this process does."""
+    while (found := standing.checkpoint) is not None and standing.complete:
+        problem = verify(found, hashes=config.checkpoint.verify == "hashes")
+        if problem is None:
+            break
+        standing = _look_without(config, prepared, standing, problem)
+    return standing
+
+
+def _look_without(config: FinetuneConfig, prepared: Prepared, standing: Standing, problem: str) -> Standing:
+    """Where the run is without the checkpoint of this standing, which has turned out to be damaged."""
+    found = standing.checkpoint
+    assert found is not None
+    logger.warning("checkpoint %s is damaged (%s); looking for an older one", found.path, problem)
+    again = look(config, prepared, standing.plan.layout.world, {**standing.damaged, found: problem})
+    return replace(again, windows_built=standing.windows_built)
+
+
+def _next_attempt(place: RunDir) -> int:
+    earlier = [line["attempt"] for line in read_events(place.events)]
+    earlier += [found.attempt for found in committed(place.checkpoints)]
+    return 1 + max(earlier, default=0)
+
+
+def _check_extension(config: FinetuneConfig, plan: Plan, state: RunState) -> None:
+    """A run whose last step was short cannot go on: a short step would be in its middle, unlike in a longer run."""
+    whole = state.step * plan.division.global_batch
+    if state.samples < whole and plan.division.total_samples != state.samples:
+        raise ResumeError(
+            f"the run ended with a short step: {state.samples} packed samples are not a multiple of "
+            f"train.global_batch={plan.division.global_batch}, so it cannot be extended "
+            f"(train.epochs={config.train.epochs}, train.max_steps={config.train.max_steps}); start a run of the "
+            "length you want under another run.name"
+        )

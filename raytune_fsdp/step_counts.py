@@ -1,0 +1,60 @@
+"""What a step counts, as the numbers that one sum over all ranks brings together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raytune_fsdp.division import Division
+from raytune_fsdp.types import Cursor, StepBatches
+
+_FIRST_ID = 7
+"""Numbers before the sample ids: target tokens, tokens, attended pairs, windows built, and the cursor after the step
+(epoch, window, index)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCounts:
+    """Of one global batch. `pack` and `unpack` are the only readers and writers of the layout."""
+
+    target_tokens: int
+    tokens: int
+    attended_pairs: int
+    windows_built: int
+    cursor: Cursor
+    """The sample after the step's last one."""
+    sample_ids: tuple[int, ...]
+
+    @staticmethod
+    def pack(batches: StepBatches, division: Division) -> list[int]:
+        """This rank's share: what all ranks have, added up, is the global batch's.
+
+        Every rank writes the ids of its own blocks to their places and leaves zeros elsewhere; the cursor comes from
+        the rank that has the step's last block.
+        """
+        counts = [0] * (_FIRST_ID + division.global_batch)
+        counts[3] = batches.windows_built
+        last = len(division.block_sizes(batches.step)) - 1
+        for block in batches.blocks:
+            counts[0] += block.target_tokens
+            counts[1] += block.tokens
+            counts[2] += block.attended_pairs
+            if block.index == last:
+                counts[4:_FIRST_ID] = [block.after.epoch, block.after.window, block.after.index]
+            if not block.is_filler:
+                first = _FIRST_ID + block.index * division.micro_batch
+                counts[first : first + len(block.sample_ids)] = block.sample_ids
+        return counts
+
+    @classmethod
+    def unpack(cls, counts: Sequence[int], step: int, division: Division) -> StepCounts:
+        """The global batch's counts, from the sum over all ranks."""
+        targets, tokens, pairs, built, epoch, window, index = counts[:_FIRST_ID]
+        return cls(
+            target_tokens=targets,
+            tokens=tokens,
+            attended_pairs=pairs,
+            windows_built=built,
+            cursor=Cursor(epoch=epoch, window=window, index=index),
+            sample_ids=tuple(counts[_FIRST_ID : _FIRST_ID + division.samples_of(step)]),
+        )
