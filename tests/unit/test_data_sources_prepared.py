@@ -56,7 +56,7 @@ def test_it_is_made_once_and_used_again(path: Path) -> None:
 
     told: list[tuple[str, int, int]] = []
     first = opened(path, progress=lambda *facts: told.append(facts))
-    assert {what for what, _, _ in told} == {str(path), f"{path} (checked)"}
+    assert {what for what, _, _ in told} == {str(path), f"checking {path}"}
     assert told[-1][1] == told[-1][2] > 0
     (entry,) = entries(path)
     # `data clean` knows it by this.
@@ -104,7 +104,7 @@ def test_one_flipped_bit_is_found_and_made_again(path: Path) -> None:
         facts = (entry / name).stat()
         (entry / name).write_bytes(damaged)
         os.utime(entry / name, ns=(facts.st_atime_ns, facts.st_mtime_ns))
-        handles._FOUND.clear()  # as another process
+        handles._HASHES.clear()  # as another process
         again = opened(path)
         assert again.fingerprints == fingerprints
         assert len(again) == 20_000
@@ -118,10 +118,10 @@ _ARROW = {"rows.arrow", "batches", "groups"}
 
 def test_another_process_checks_what_it_did_not_make(path: Path) -> None:
     opened(path)
-    handles._FOUND.clear()
+    handles._HASHES.clear()
     told: list[tuple[str, int, int]] = []
     opened(path, progress=lambda *facts: told.append(facts))
-    assert {what for what, _, _ in told} == {f"{path} (checked)"}
+    assert {what for what, _, _ in told} == {f"checking {path}"}
     (entry,) = entries(path)
     size = sum(file.stat().st_size for file in entry.iterdir() if file.name != "meta.json")
     assert told[-1][1:] == (size, size)
@@ -155,7 +155,7 @@ def test_a_cache_that_is_gone_is_said_so(path: Path) -> None:
     (entry,) = entries(path)
     entry.rename(entry.with_name("elsewhere"))
     with pytest.raises(
-        DataError, match=r"cache/files/.* cannot be read \(No such file.*data\.cache\.path must be seen by all"
+        DataError, match=r"cache/files/.* cannot be read \(No such file.*data\.cache\.path must be visible to all"
     ):
         source.rows([0])
 
@@ -165,7 +165,7 @@ def test_a_full_disk_leaves_nothing(path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, old[1]))
     try:
         with pytest.raises(
-            DataError, match=r"cannot be prepared in the cache .*cache \(.*\); free space there, or set"
+            DataError, match=r"cannot be prepared in the cache .*cache \(.*\); free space there, or change"
         ):
             opened(path)
     finally:
