@@ -226,7 +226,7 @@ def test_counts_of_a_batch() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
 def test_eval_goes_over_all_samples_once(world: int) -> None:
     windows = make(LENGTHS)
-    ranks = [list(eval_batches(windows, micro_batch=3, world=world, rank=r)) for r in range(world)]
+    ranks = [list(eval_batches(windows, micro_batch=3, data_ranks=world, data_rank=r)) for r in range(world)]
     assert len({len(blocks) for blocks in ranks}) == 1
     blocks = sorted((b for of_rank in ranks for b in of_rank if not b.is_filler), key=lambda b: b.index)
     expected = [sample.id for sample in all_samples(windows)]
