@@ -40,11 +40,11 @@ $(VENV)/bin/python $(OLDEST)/bin/python:
 # torch first and alone: nothing else may choose its version.
 $(VENV)/.installed: pyproject.toml requirements.lock | $(VENV)/bin/python
 	$(PIP) torch
-	$(PIP) --editable .
+	$(PIP) --editable '.[all]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) --editable '.[dev,bench]'
+	$(PIP) --editable '.[all,dev,bench]'
 	@touch $@
 
 # The list is complete, so pip resolves nothing: what torch 2.11 asks for on top of it, a CPU does not need.
@@ -55,7 +55,7 @@ $(OLDEST)/.installed: requirements-oldest.lock | $(OLDEST)/bin/python
 lock:  ## new versions: installs everything into a fresh environment and writes down what came
 	rm -rf .lock-venv && $(PYTHON) -m venv .lock-venv
 	.lock-venv/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
-	.lock-venv/bin/pip install --quiet --disable-pip-version-check '.[dev,bench]'
+	.lock-venv/bin/pip install --quiet --disable-pip-version-check '.[all,dev,bench]'
 	.lock-venv/bin/pip freeze --exclude raytune-fsdp | sed 's/^\(torch==[0-9.]*\)+.*/\1/' > requirements.lock
 	rm -rf .lock-venv build *.egg-info
 

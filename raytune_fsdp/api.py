@@ -25,7 +25,7 @@ class FinetuneResult:
     pushed: str | None
     """Where it is on the hub; None where it was not pushed."""
     curve: Path | None
-    """Loss curve as PNG; None on ranks other than 0."""
+    """Loss curve as PNG; None where matplotlib is not installed, and on ranks other than 0."""
 
 
 def finetune(config: FinetuneConfig, progress: Progress | None = None) -> FinetuneResult:
@@ -40,6 +40,7 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
     from raytune_fsdp.launch.start import run
     from raytune_fsdp.publish import publish
     from raytune_fsdp.report.curves import plot
+    from raytune_fsdp.report.figure import can_draw
     from raytune_fsdp.tracking.jsonl import METRICS_FILE
 
     prepared = run(config, progress)
@@ -52,9 +53,9 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
     if is_rank0():
         if export is not None:
             pushed = publish(newest, export, config.export)
-        curve = plan.run_dir / "report" / "loss.png"
-        curve.parent.mkdir(exist_ok=True)
-        plot(plan.run_dir / METRICS_FILE, curve, title=config.run.name)
+        if can_draw():
+            curve = plan.run_dir / "report" / "loss.png"
+            plot(plan.run_dir / METRICS_FILE, curve, title=config.run.name)
     return FinetuneResult(
         run_dir=plan.run_dir,
         steps=plan.steps,

@@ -70,6 +70,11 @@ class Interrupted(RaytuneError):
     exit_code = 130
 
 
+def pip_install(extra: str) -> str:
+    """The command that brings what an extra of this package brings."""
+    return f"pip install 'raytune-fsdp[{extra}]'"
+
+
 def first_line(error: BaseException) -> str:
     """What a library says, in short; its name where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -17,6 +17,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.data.skipped import told
 from raytune_fsdp.durable import replace_durably
+from raytune_fsdp.errors import pip_install
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.prepare import Prepared
 from raytune_fsdp.report.card import recipe_of
@@ -24,7 +25,7 @@ from raytune_fsdp.resume import changed_settings
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.console import ConsoleTracker
 from raytune_fsdp.tracking.jsonl import EVENTS_FILE, JsonlTracker, read_events
-from raytune_fsdp.tracking.mlflow import MlflowTracker, sqlite_location
+from raytune_fsdp.tracking.mlflow import MlflowTracker, mlflow_installed, sqlite_location
 from raytune_fsdp.tracking.redaction import redact
 from raytune_fsdp.tracking.tracker import Composite, NullTracker, RunStart, Tracker, flatten
 from raytune_fsdp.types import Census
@@ -93,13 +94,15 @@ def start_tracker(
     trackers: list[Tracker] = [JsonlTracker(plan.run_dir)]
     if config.tracking.console:
         trackers.append(ConsoleTracker(console))
-    if config.tracking.mlflow.enabled:
+    if config.tracking.mlflow.enabled and mlflow_installed():
         trackers.append(mlflow_tracker(config, plan))
     tracker = Composite(trackers)
     tracker.start(run_start(config, prepared, attempt))
     tracker.event(
         names.ATTEMPT_STARTED, world_size=plan.layout.world, resumed_from=prepared.state.step, **asdict(plan.layout)
     )
+    if config.tracking.mlflow.enabled and not mlflow_installed():
+        tracker.event(names.NOT_SENT_TO_MLFLOW, because=f"it is not installed: {pip_install('mlflow')}")
     for fields in aside:
         tracker.event(names.CHECKPOINT_DAMAGED, **fields)
     if changed:

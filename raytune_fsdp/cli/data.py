@@ -77,6 +77,10 @@ def _stats(arguments: Sequence[str], prog: str) -> int:
     from raytune_fsdp.data.census import census
     from raytune_fsdp.prepare import prepare_data
     from raytune_fsdp.report.data import plot_lengths, stats
+    from raytune_fsdp.report.figure import NOT_INSTALLED, can_draw
+
+    if found.png is not None and not can_draw():
+        raise ConfigError(f"--png {found.png}: {NOT_INSTALLED}")
 
     with shown() as progress:
         _, train, evals = prepare_data(config, progress)

@@ -28,9 +28,11 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
         result = finetune(config, progress)
     if is_rank0():
         from raytune_fsdp.report.summary import next_commands, summary
+        from raytune_fsdp.tracking.mlflow import mlflow_installed
 
-        mlflow = config.tracking.mlflow
-        uri = (mlflow.uri or f"sqlite:///{result.run_dir.parent}/mlflow.db") if mlflow.enabled else None
+        mlflow, uri = config.tracking.mlflow, None
+        if mlflow.enabled and mlflow_installed():
+            uri = mlflow.uri or f"sqlite:///{result.run_dir.parent}/mlflow.db"
         if not result.trained:
             print(f"{config.run.name} was complete already: give run.name another value, or ask for more steps")
         print()

@@ -42,6 +42,7 @@ from raytune_fsdp.prepare import Prepared, on_world, prepare
 from raytune_fsdp.record import MLFLOW_ID_FILE, mlflow_tracker, run_start
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import EVENTS_FILE, append_event
+from raytune_fsdp.tracking.mlflow import mlflow_installed
 from raytune_fsdp.types import Progress, WindowCounts
 
 FEW_WINDOWS = 4
@@ -220,7 +221,8 @@ def trainer_for(
 
 def _close_mlflow(config: FinetuneConfig, prepared: Prepared, attempt: int, error: RaytuneError) -> None:
     """Say there how the run has ended: rank 0, which does that otherwise, may have had no time to."""
-    if config.tracking.mlflow.enabled and (prepared.plan.run_dir / MLFLOW_ID_FILE).exists():
+    recorded = (prepared.plan.run_dir / MLFLOW_ID_FILE).exists()
+    if config.tracking.mlflow.enabled and recorded and mlflow_installed():
         tracker = mlflow_tracker(config, prepared.plan)
         tracker.start(run_start(config, prepared, attempt))
         tracker.finish("interrupted" if isinstance(error, Interrupted) else "failed")

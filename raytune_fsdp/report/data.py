@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from raytune_fsdp.report.figure import new_figure, save_png
 from raytune_fsdp.types import IGNORE, PADDING, Census, DatasetCount, PackedSample
 
 if TYPE_CHECKING:
@@ -104,11 +105,7 @@ def _histogram(count: DatasetCount) -> Iterator[str]:
 
 def plot_lengths(censuses: Mapping[str, Census], png_path: Path) -> None:
     """Histogram of the documents' lengths, a step line for each dataset; needs no display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 4.5)
     axes = figure.subplots()
     for what, census in censuses.items():
         for name, count in zip(census.names, census.datasets, strict=True):
@@ -130,5 +127,4 @@ def plot_lengths(censuses: Mapping[str, Census], png_path: Path) -> None:
     axes.set_ylabel("documents")
     axes.grid(alpha=0.3)
     axes.legend()
-    png_path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png_path, format="png")
+    save_png(figure, png_path)

@@ -15,6 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,10 @@ def sqlite_location(storage: Path) -> tuple[str, str]:
     """The tracking URI and the artifact root of a storage directory that keeps its runs in an SQLite file."""
     storage = storage.resolve()
     return f"sqlite:///{storage / 'mlflow.db'}", str(storage / "mlartifacts")
+
+
+def mlflow_installed() -> bool:
+    return find_spec("mlflow") is not None
 
 
 class MlflowTracker:
