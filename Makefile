@@ -56,7 +56,7 @@ lock:  ## new versions: installs everything into a fresh environment and writes 
 	rm -rf .lock-venv && $(PYTHON) -m venv .lock-venv
 	.lock-venv/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 	.lock-venv/bin/pip install --quiet --disable-pip-version-check '.[all,dev,bench]'
-	.lock-venv/bin/pip freeze --exclude raytune-fsdp | sed 's/^\(torch==[0-9.]*\)+.*/\1/' > requirements.lock
+	.lock-venv/bin/pip freeze --all --exclude pip --exclude raytune-fsdp | sed 's/^\(torch==[0-9.]*\)+.*/\1/' > requirements.lock
 	rm -rf .lock-venv build *.egg-info
 
 clean:
