@@ -22,7 +22,10 @@ from raytune_fsdp.tracking.outbox import Outbox, Parcel
 from raytune_fsdp.tracking.tracker import Composite
 from raytune_fsdp.types import StepMetrics
 
-pytestmark = pytest.mark.skipif(not mlflow_installed(), reason="MLflow is not installed")
+pytestmark = [
+    pytest.mark.skipif(not mlflow_installed(), reason="MLflow is not installed"),
+    pytest.mark.thorough,
+]
 
 DEAD = "http://user:hunter2@127.0.0.1:9"
 
