@@ -30,6 +30,7 @@ check: $(VENV)/.installed-dev  ## style, types, import contracts, and the number
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.house
 
 format: $(VENV)/.installed-dev  ## let ruff mend the style
 	$(BIN)/ruff check --fix .
