@@ -74,7 +74,7 @@ class ConfigParser(Parser):
         super().__init__(prog, f"{description} Every field of the config is a flag: --section.field value.")
         self.default_config = default_config
         default = f" (default: {Path(default_config).name})" if default_config is not None else ""
-        self.add_argument("--config", metavar="FILE", help=f"YAML file with the config{default}")
+        self.add_argument("--config", metavar="FILE", help=f"YAML file with the config, or a recipe's name{default}")
 
     def parse_with_config(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, FinetuneConfig]:
         """The command's own arguments, and the config that its file and all others describe. Reads the file."""

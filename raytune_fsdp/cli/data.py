@@ -76,7 +76,11 @@ def _stats(arguments: Sequence[str], prog: str) -> int:
     found, config = parser.parse_with_config(arguments)
     from raytune_fsdp.data.census import census
     from raytune_fsdp.report.data import plot_lengths, stats
+    from raytune_fsdp.report.figure import NOT_INSTALLED, can_draw
     from raytune_fsdp.run.prepare import prepare_data
+
+    if found.png is not None and not can_draw():
+        raise ConfigError(f"--png {found.png}: {NOT_INSTALLED}")
 
     with shown() as progress:
         _, train, evals = prepare_data(config, progress)

@@ -30,9 +30,11 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
     if is_rank0():
         from raytune_fsdp.report.summary import next_commands, summary
         from raytune_fsdp.rundir import mlflow_database
+        from raytune_fsdp.tracking.mlflow import mlflow_installed
 
-        mlflow = config.tracking.mlflow
-        uri = (mlflow.uri or mlflow_database(result.run_dir.parent)[0]) if mlflow.enabled else None
+        mlflow, uri = config.tracking.mlflow, None
+        if mlflow.enabled and mlflow_installed():
+            uri = mlflow.uri or mlflow_database(result.run_dir.parent)[0]
         if not result.trained:
             print(f"{config.run.name} is already complete: choose another run.name, or ask for more steps")
         print()

@@ -44,12 +44,23 @@ def dump_config(config: FinetuneConfig) -> str:
     return dump(config.model_dump())  # not its JSON mode, which turns infinities in free-form maps into null
 
 
+def recipes() -> dict[str, Path]:
+    """The configs that come with the package, by name. An installed package has them inside, a checkout beside it."""
+    package = Path(__file__).parents[1]
+    inside, beside = package / "recipes", package.parent / "jobs" / "recipes"
+    return {path.stem: path for path in sorted((inside if inside.is_dir() else beside).glob("*.yaml"))}
+
+
 def read_file(path: str | Path) -> tuple[dict[str, Any], dict[Loc, str]]:
-    """The tree of a YAML file, and where in the file each of its values is."""
+    """The tree of a YAML file, or of the recipe of that name, and where each of its values is."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
+        if str(path) in recipes():
+            return read_file(recipes()[str(path)])
         hint = "" if Path(path).is_absolute() else f" (relative paths start at {Path.cwd()})"
+        if not Path(path).suffix:
+            hint += f", and no recipe; there are {', '.join(recipes())}"
         raise ConfigError(f"config file {path}: no such file{hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"config file {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raytune_fsdp.counts import Census, DatasetCount
+from raytune_fsdp.report.figure import new_figure, save_png
 from raytune_fsdp.types import IGNORE, PADDING, PackedSample
 
 if TYPE_CHECKING:
@@ -106,11 +107,7 @@ def _histogram(count: DatasetCount) -> Iterator[str]:
 
 def plot_lengths(censuses: Mapping[str, Census], png_path: Path) -> None:
     """A histogram of document lengths, with a step line for every dataset. Needs no display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 4.5)
     axes = figure.subplots()
     for what, census in censuses.items():
         for name, count in zip(census.names, census.datasets, strict=True):
@@ -132,5 +129,4 @@ def plot_lengths(censuses: Mapping[str, Census], png_path: Path) -> None:
     axes.set_ylabel("documents")
     axes.grid(alpha=0.3)
     axes.legend()
-    png_path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png_path, format="png")
+    save_png(figure, png_path)

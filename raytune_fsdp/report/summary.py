@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from raytune_fsdp.report.figure import NOT_INSTALLED
 from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE
 from raytune_fsdp.tracking.jsonl import read_events, read_metrics
 from raytune_fsdp.tracking.names import ANSWERED
@@ -36,8 +37,7 @@ def summary(
         parts.append(f"export      {_short(export)}")
     if pushed is not None:
         parts.append(f"pushed to   {pushed}")
-    if curve is not None:
-        parts.append(f"loss curve  {_short(curve)}")
+    parts.append(f"loss curve  {_short(curve) if curve is not None else f'none, {NOT_INSTALLED}'}")
     return "\n".join(parts)
 
 

@@ -15,6 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,10 @@ _STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 # other try will help.
 _GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 _REFUSED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
+
+
+def mlflow_installed() -> bool:
+    return find_spec("mlflow") is not None
 
 
 class MlflowTracker:

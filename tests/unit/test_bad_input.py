@@ -86,6 +86,7 @@ def says(line: str, *parts: Any) -> None:
         assert str(part) in line, f"{part!r} is not in: {line}"
 
 
+@pytest.mark.thorough
 def test_the_good_model_is_accepted(good: Path, tmp_path: Path) -> None:
     """Else every refusal below would prove nothing."""
     assert main(flags(tmp_path, model__path=good, tracking__console="false")) == 0
@@ -225,6 +226,7 @@ def test_configs_that_transformers_does_not_accept(refused: Refused, model: Path
         says(refused(model__path=model), f"model.path={model}", "not a config that transformers accepts")
 
 
+@pytest.mark.thorough
 def test_networks_that_are_no_causal_decoders(refused: Refused) -> None:
     bert = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     says(refused(**drawn("bert", **bert)), "'bert' is an encoder", "is_decoder: true")
@@ -267,6 +269,7 @@ def test_packing_needs_positions(refused: Refused, tmp_path: Path) -> None:
     says(line, "data.packing=best_fit", "BloomForCausalLM takes no position_ids", "set data.packing=none")
 
 
+@pytest.mark.thorough
 def test_a_wrong_request_ends_the_process_with_2(tmp_path: Path, model: Path) -> None:
     """The same through a process of its own, with nothing imported before."""
     (model / INDEX).unlink()

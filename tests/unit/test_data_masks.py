@@ -298,6 +298,7 @@ WORDS = st.text(
 ENDS = {"chatml": "<|im_end|>", "llama-2": " <|endoftext|>", "llama-3": "<|eot_id|>", "openassistant": "<|endoftext|>"}
 
 
+@pytest.mark.thorough
 @settings(max_examples=120, deadline=None)
 @given(
     name=st.sampled_from(sorted(ENDS)),
@@ -339,6 +340,7 @@ TEXT = st.lists(
 ).map("".join)
 
 
+@pytest.mark.thorough
 @settings(max_examples=200, deadline=None)
 @given(
     which=st.sampled_from(["demo", "always", "first", "prepend"]),

@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+pytest.importorskip("datasets")
+
+import datasets
 from datasets.packaged_modules.json.json import Json
 
 from raytune_fsdp.config.base import Section

@@ -9,11 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+pytest.importorskip("boto3")
+pytest.importorskip("moto")
+
+import boto3
 from moto.server import ThreadedMotoServer
 
 from raytune_fsdp.config.data import DatasetConfig

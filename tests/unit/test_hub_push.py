@@ -16,6 +16,8 @@ import pytest
 from raytune_fsdp.model.files import HUB_SECONDS
 from tests.unit.fake_hub import TOKEN, FakeHub, Repository, fake_hub
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = HUB_SECONDS + 3
 

@@ -22,7 +22,7 @@ Span = tuple[int, int]
 """A range of characters of a text: start and end, as in a slice."""
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys that may hold the reasoning of a message; transformers passes it to templates under the first two."""
+"""Keys that may hold the reasoning of a message. Templates read the first; gpt-oss's reads the second."""
 
 _SHIPPED = {path.stem: path for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
 
@@ -73,7 +73,7 @@ class ChatTemplate:
         try:
             with _RENDERING:
                 texts, spans = render_jinja_template(
-                    conversations=[messages],
+                    conversations=[[_with_reasoning(message) for message in messages]],
                     tools=tools,
                     chat_template=self.source,
                     return_assistant_tokens_mask=self.tags,
@@ -110,6 +110,12 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, text: str | None, *, tools
             "write a fixed date into a copy of the template and name that file in data.chat_template"
         )
     return ChatTemplate(source, tokenizer.special_tokens_map)
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its reasoning under the names that templates read. transformers 5.17 leaves this to us."""
+    given = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
+    return message if given is None else {"thinking": given, **message, "reasoning_content": given}
 
 
 class _Generation(Extension):
