@@ -1,4 +1,4 @@
-"""Writing to storage so that it is there after a crash, or whole where others look at it."""
+"""Writes that survive a crash, or that others see whole or not at all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def replace_durably(path: Path, text: str) -> None:
-    """Write a small file under its name at once: a crash leaves the old content or the new."""
+    """Replace a small file in one step: a crash leaves the old content or the new."""
     temporary = path.with_name(path.name + ".tmp")
     write_durably(temporary, text)
     temporary.replace(path)
@@ -28,7 +28,7 @@ def replace_durably(path: Path, text: str) -> None:
 
 
 def replace_at_once(path: Path, *parts: bytes | Buffer) -> None:
-    """Write a file under its name at once, by any number of writers, without waiting for storage."""
+    """Replace a file in one step, whatever other processes write the same name, without waiting for storage."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with open(temporary, "wb") as file:

@@ -1,14 +1,14 @@
 """What can go wrong, for people.
 
     RaytuneError            exit code 1
-    ├── UserError           exit code 2: what was asked for cannot be done; nothing was started
+    ├── UserError           exit code 2: the request cannot be met; nothing was started
     │   ├── ConfigError     a field, a flag or a combination of them
     │   ├── DataError       a dataset, a row, a tokenizer
     │   │   └── RowError    one row that cannot be used; data.bad_rows=skip leaves it out
     │   ├── ModelError      a model path, a checkpoint of weights, an architecture
     │   └── ResumeError     a run directory or checkpoint that cannot be continued as asked
     ├── TrainingError       exit code 1: training itself failed
-    │   └── TransientError  what happens around it failed; a new attempt may succeed
+    │   └── TransientError  something around it failed; a new attempt may succeed
     └── Interrupted         exit code 130: stopped from outside, can be continued
 
 Every message names the field (or file), the value, the rule, and the way out.
@@ -61,7 +61,7 @@ class TrainingError(RaytuneError):
 
 
 class TransientError(TrainingError):
-    """Storage, or the way of the data to a rank, failed: a new attempt from the last checkpoint may succeed."""
+    """Storage, or the delivery of data to a rank, failed: a new attempt from the last checkpoint may succeed."""
 
 
 class Interrupted(RaytuneError):
@@ -71,5 +71,17 @@ class Interrupted(RaytuneError):
 
 
 def first_line(error: BaseException) -> str:
-    """What a library says, in short; its name where it says nothing."""
+    """The first line of an error's message, or its kind if it has none: where the kind would add nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error as one line, to be part of another message.
+
+    The message alone where it says everything, as ours and the operating system's do; otherwise the kind and the first
+    line: `KeyError: 'weight_map'`, not `'weight_map'`.
+    """
+    if isinstance(error, RaytuneError):
+        return " ".join(str(error).split())
+    kind, line = type(error).__name__, first_line(error)[:500]  # some libraries quote a whole answer of a server
+    return line if line == kind or (isinstance(error, OSError) and error.strerror) else f"{kind}: {line}"

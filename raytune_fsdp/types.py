@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     Int32Array = np.ndarray[Any, np.dtype[np.int32]]
 
 Progress = Callable[[str, int, int], None]
-"""Told of long work: what is being done, how much of it is done, how much there is."""
+"""Called during long work with what is being done, how much of it is done, and how much there is."""
 
 IGNORE = -100
 """Label of a token that is not trained on."""
@@ -25,7 +25,7 @@ PADDING = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """The packed sample that comes next: epoch, place of the window in its order, place of the sample in the window."""
+    """The next packed sample: epoch, place of its window in the epoch's order, place of the sample in the window."""
 
     epoch: int = 0
     window: int = 0
@@ -36,9 +36,9 @@ class Cursor:
 class PackedSample:
     """One sequence of `seq_len` tokens. All four arrays are int32 of that length.
 
-    `labels[i]` is `input_ids[i]` where token i is trained on, else IGNORE; it is predicted from token i-1 (models
-    shift). The first token of a document has label IGNORE. `position_ids` restart at 0 with every document and with the
-    padding.
+    `labels[i]` is `input_ids[i]` if token i is trained on, else IGNORE; it is predicted from token i-1 (the models do
+    that shift). The first token of a document has label IGNORE. `position_ids` restart at 0 with every document and
+    with the padding.
     `source_ids[i]` is the index of the dataset in `data.train` (or `data.eval`), PADDING for padding.
     """
 
@@ -54,7 +54,7 @@ class PackedSample:
 class Batch:
     """A block: `micro_batch` packed samples (fewer only at the very end of a run), or a filler.
 
-    A filler has the shape of a block and no target tokens. The counts are of real tokens, taken on the host.
+    A filler has the shape of a block and no target tokens. The counts leave padding out, and are taken on the host.
     """
 
     index: int
@@ -68,9 +68,9 @@ class Batch:
     tokens: int
     target_tokens: int
     attended_pairs: int
-    """Pairs (query, key) with key at or before query in the same document: what causal attention has to compute."""
+    """Pairs (query, key) of one document with the key at or before the query: what causal attention has to compute."""
     after: Cursor
-    """The sample after its last one."""
+    """The sample after the block's last one."""
 
     @property
     def is_filler(self) -> bool:
@@ -79,18 +79,18 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatches:
-    """The blocks of one rank in one optimizer step; every rank gets equally many, fillers included."""
+    """The blocks of one rank in one optimizer step; every rank gets the same number, fillers included."""
 
     step: int
     """1 for the first optimizer step of a run."""
     blocks: tuple[Batch, ...]
     windows_built: int = 0
-    """Windows that begin in this step and that were tokenized for this rank, because no cache had them."""
+    """Windows beginning in this step that were tokenized for this rank because no cache had them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step as it is written: the trajectory, and beside it what depends on machines and luck."""
+    """One optimizer step as it is written: the trajectory, and what depends on the machines (times, memory, cache)."""
 
     step: int
     epoch: float
@@ -108,23 +108,23 @@ class StepMetrics:
     mfu: float | None
     memory_bytes: int
     windows_built: int = 0
-    """Windows that had to be tokenized for this step, because no cache had them."""
+    """Windows that were tokenized for this step because no cache had them."""
 
 
 class StopReason(IntEnum):
-    """Why a run stops before its last step. Where ranks have different reasons, all take the one of highest number."""
+    """Why a run stops before its last step. If ranks have different reasons, all take the highest number."""
 
     SIGNAL = 1
-    """SIGTERM, SIGINT, `ray job stop`: somebody wants it to end."""
+    """SIGTERM, SIGINT or `ray job stop`."""
 
     @property
     def words(self) -> str:
-        """In a message: stopped …"""
+        """For a message that begins with `stopped`."""
         return {StopReason.SIGNAL: "by a signal"}[self]
 
 
 Stop = Callable[[], StopReason | None]
-"""Asked once a step on every rank: why the run is to stop, None if it is not. Costs nothing to call."""
+"""Called once per step on every rank: why the run must stop, None if it goes on. Costs nothing to call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,5 +135,5 @@ class Saved:
     path: str
     """Directory or URL."""
     seconds: float
-    """From the copy of the state to the commit."""
+    """From the copied state to the commit."""
     bytes: int

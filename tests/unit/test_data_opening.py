@@ -33,7 +33,7 @@ def test_evaluation_on_trained_data_is_warned_of(tmp_path: Path, caplog: pytest.
     )
     assert list(evals) == ["copy", "other"]
     (record,) = caplog.records
-    assert "data.eval copy: 1 of its 1 file(s) are trained on too" in record.getMessage()
+    assert "data.eval copy: 1 of its 1 file(s) are also trained on" in record.getMessage()
     assert str(tmp_path / "copy.jsonl") in record.getMessage() and str(tmp_path / "tokens.jsonl") in record.getMessage()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*(ROOT / "raytune_fsdp").rglob("*.py"), *(ROOT / "jobs").glob("*.py")])
-MAX_FILE_LINES = 300
+MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common_utils", "misc", "manager", "core"}
 
