@@ -35,7 +35,7 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
     """
     from raytune_fsdp.launch.quiet import quiet
 
-    quiet()  # before the imports below: transformers and tokenizers read these variables when they are imported
+    quiet()  # before the imports below: transformers reads its variables when it is imported
     from raytune_fsdp.checkpoint.catalogue import committed
     from raytune_fsdp.launch.start import run
     from raytune_fsdp.launch.torchrun import is_rank0

@@ -46,8 +46,8 @@ class AdamW:
             {"params": undecayed, "weight_decay": 0.0},
         ]
         self._peak = config.lr
-        # Fused, because only that kernel takes a `found_inf` flag on the device: if it is 1, weights, moments and the step
-        # count of the bias correction stay as they are, and the host never waits for the flag.
+        # Fused, because only that kernel takes a `found_inf` flag on the device: if it is 1, weights, moments and the
+        # step count of the bias correction stay as they are, and the host never waits for the flag.
         self._adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=config.lr,

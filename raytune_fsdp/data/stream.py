@@ -40,7 +40,7 @@ class Stream:
         self.seed = seed
 
     def samples(self, cursor: Cursor) -> Generator[StreamSample, None, None]:
-        """Samples from `cursor` on, in the same order wherever one enters. A thread builds the next window meanwhile."""
+        """Samples from `cursor` on, the same order from wherever it is entered. A thread builds the next window."""
         empty = 0
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="windows") as ahead:
             coming = ahead.submit(self._load, cursor, 0)
