@@ -120,7 +120,7 @@ def agree(config: FinetuneConfig, prepared: Prepared, begin: Callable[[], Standi
 
 
 def confirm_complete(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> Standing:
-    """The standing whose checkpoint was verified, if the run is complete: no rank will do that, so this process does."""
+    """If the run is complete, verify its checkpoint in this process, as no rank will; step back if it is damaged."""
     while (found := standing.checkpoint) is not None and standing.complete:
         problem = verify(found, hashes=config.checkpoint.verify == "hashes")
         if problem is None:
