@@ -118,7 +118,7 @@ class SaveInFlight:
         return self.job.rank == 0 and not self.reported and self.outcome() is None
 
     def outcome(self) -> Outcome | None:
-        """The outcome on rank 0; None while it is unknown. Gives up a save that takes too long: it is never committed."""
+        """The outcome on rank 0; None while unknown. Gives up a save that takes too long: it is never committed."""
         with self._lock:
             if self._outcome is None:
                 if self._committing:

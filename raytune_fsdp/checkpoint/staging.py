@@ -27,7 +27,7 @@ class Staging:
         """The copies, by name. They do not change until the next `copy`."""
 
     def _view(self, start: int, like: torch.Tensor) -> torch.Tensor:
-        """A part of the block as a tensor with its own storage: of a plain view, torch.save would write the whole block."""
+        """A part of the block as a tensor with its own storage: torch.save would write all of a view's storage."""
         if not like.numel():
             return torch.empty(like.shape, dtype=like.dtype)
         memory = memoryview(self._block.numpy())[start : start + like.nbytes]  # type: ignore[arg-type]

@@ -79,12 +79,15 @@ def stand(
     """The standing of a run that continues from `found` on `world` ranks."""
     plan = resolve(config, world, prepared.census, planned_schedule=found.state.schedule_steps)
     _check_extension(config, plan, found.state)
+    # From both, as either may have been removed: a number used twice could give two checkpoints the same name.
+    earlier = [line["attempt"] for line in read_events(prepared.place.events)]
+    earlier += [checkpoint.attempt for checkpoint in committed(prepared.place.checkpoints)]
     return Standing(
         checkpoint=found.checkpoint,
         state=found.state,
         damaged=found.damaged,
         plan=plan,
-        attempt=_next_attempt(prepared.place),
+        attempt=1 + max(earlier, default=0),
         windows_built=windows_built,
     )
 
@@ -136,12 +139,6 @@ def _look_without(config: FinetuneConfig, prepared: Prepared, standing: Standing
     logger.warning("checkpoint %s is damaged (%s); looking for an older one", found.path, problem)
     again = look(config, prepared, standing.plan.layout.world, {**standing.damaged, found: problem})
     return replace(again, windows_built=standing.windows_built)
-
-
-def _next_attempt(place: RunDir) -> int:
-    earlier = [line["attempt"] for line in read_events(place.events)]
-    earlier += [found.attempt for found in committed(place.checkpoints)]
-    return 1 + max(earlier, default=0)
 
 
 def _check_extension(config: FinetuneConfig, plan: Plan, state: RunState) -> None:
