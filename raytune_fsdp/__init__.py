@@ -1,22 +1,44 @@
 """Fine-tune any Hugging Face causal language model on a Ray cluster, as one deterministic trajectory.
 
-The files in the order that explains them:
+The files, in the order in which a run's data flows. Each folder's `__init__.py` continues the tour.
 
-    config/          what a user may write, a file per section; config/load.py reads YAML and command-line overrides
-    api.py           finetune(config) -> FinetuneResult, the whole program in one call
-    plan.py          what follows from the config: steps, batches, who computes what
+    config/          what a user may write, one file per section; config/load.py reads YAML and command-line overrides
+    plan.py          what follows from the config: steps, schedule, mesh
+    rundir.py        the names and places inside a run directory
+    identity.py      what makes it the same run, and how that may gain fields
     types.py         the values that travel between the stages
+    counts.py        what became of the rows: counts of a window, and of all the data (the census)
+    division.py      samples into steps, steps into blocks, blocks among ranks
+    step_counts.py   what a step counts, packed for one sum over all ranks
     data/            rows -> tokens -> packed samples -> batches
-    model/           a checkpoint in, a sharded module out
+    model/           weights in, a network whose weights are sharded, weights out
     parallel.py      mesh, sharding, precision
     optim.py         optimizer and schedule
     step.py          one optimizer step: tensors in, tensors out
-    assemble.py      the plan becomes objects, the only place where they are made
-    loop.py          the story of a run
-    checkpoint/      what is saved, how it is committed, found, verified
-    tracking/        where metrics go
+    loop.py          training as a story: a batch, a step, and when to log, evaluate, save, stop
+    saving.py        when a save begins, and what is recorded of it
+    metrics.py       tensors on the device become numbers to write
+    evaluate.py      the loss on evaluation datasets, and answers to prompts
+    checkpoint/      what is saved, how it is committed, found, verified, pruned
+    run/             checks before the start, where the run stands, its first weights, its record, its export
+    tracking/        where metrics go: metrics.jsonl, console, MLflow
+    report/          what a person reads afterwards: summary, loss curve, model card
+    estimate/        floating-point operations, for MFU
+    assemble.py      a prepared run becomes objects on a rank, the only place where they are made
     launch/          processes, with or without Ray
-    cli/             the commands
+    api.py           finetune(config) -> FinetuneResult, the whole program in one call
+    cli/             the commands, one file each
+    demo/            a small dataset and tokenizer for a first run without downloads
+
+Used by many of them, and knowing none of them:
+
+    errors.py        what can go wrong, and its exit code
+    collectives.py   work on one rank or on all, with one outcome for every rank
+    durable.py       writes that survive a crash
+    keyed.py         random keys that are looked up, never drawn
+    file_systems.py  the file system of a URL
+    urls.py          paths and URLs as text
+    bounded.py       a bounded number of open things
 
 Importing this package imports nothing heavy: the public names are loaded when they are first used.
 """

@@ -1,4 +1,4 @@
-"""finetune(config) -> FinetuneResult: the whole of it."""
+"""finetune(config) -> FinetuneResult: the whole program in one call."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from raytune_fsdp.types import Progress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinetuneResult:
-    """What a finished run has left."""
+    """What a finished run leaves."""
 
     run_dir: Path
     steps: int
     trained: int
-    """Steps of this call; 0 where the run was complete already."""
+    """Steps trained by this call; 0 if the run was complete already."""
     checkpoint: str
     """The newest checkpoint: directory or URL."""
     export: Path | None
-    """Hugging Face model directory; None where the config asks for none."""
+    """Hugging Face model directory; None unless `export.at_end`."""
     pushed: str | None
-    """Where it is on the hub; None where it was not pushed."""
+    """Address of the export on the hub; None if it was not pushed."""
     curve: Path | None
     """Loss curve as PNG; None where matplotlib is not installed, and on ranks other than 0."""
 
 
 def finetune(config: FinetuneConfig, progress: Progress | None = None) -> FinetuneResult:
-    """Train to the end, continuing what is there, export, and draw the curve. Raises RaytuneError.
+    """Train to the end, from the newest checkpoint if there is one, export, and draw the curve. Raises RaytuneError.
 
-    `progress(what, done, total)` is told of the data's preparation and count. Under torchrun every rank calls this.
+    `progress(what, done, total)` is called while the data is prepared and counted. Under torchrun every rank calls
+    this.
     """
     from raytune_fsdp.launch.quiet import quiet
 
-    quiet()
+    quiet()  # before the imports below: transformers reads its variables when it is imported
     from raytune_fsdp.checkpoint.catalogue import committed
     from raytune_fsdp.launch.start import run
     from raytune_fsdp.launch.torchrun import is_rank0
@@ -46,7 +47,7 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
     place = RunDir.of(config)
     before = run(config, progress)
     newest = before.checkpoint if before.complete else committed(place.checkpoints)[-1]
-    assert newest is not None, "a run that is complete has a checkpoint"
+    assert newest is not None, "a complete run has a checkpoint"
     export = place.export if config.export.at_end else None
     curve, pushed = None, None
     if is_rank0():

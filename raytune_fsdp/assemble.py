@@ -1,4 +1,4 @@
-"""From a prepared run to its parts on this rank, in the order of the data's flow: they are made here and only here."""
+"""A prepared run becomes its parts on this rank, in the order in which data flows. They are made here and only here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from raytune_fsdp.checkpoint.catalogue import Keep
 from raytune_fsdp.checkpoint.loading import load
 from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.checkpoint.saver import Saver, open_saver
-from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.batches import rank_batches
@@ -42,22 +41,22 @@ def _nobody(_: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What a launcher lends to a rank; everything has a default, which is to do without."""
+    """What a launcher provides to a rank. Every field has a default, which is to do without it."""
 
     batches: Iterator[StepBatches] | None = None
-    """This rank's batches, from the step on where the run stands. None: it makes them itself."""
+    """This rank's batches, starting with the next step. None: the rank makes them itself."""
     console: TextIO | None = None
-    """Where a person follows the run. None: stdout."""
+    """Where the progress of the run is printed. None: stdout."""
     saved: Callable[[Saved], None] = _nobody
     """Called on every rank for every committed checkpoint."""
     reached: Callable[[str], None] = _nobody
-    """Called with each phase that this rank has finished before its first step."""
+    """Called with the name of each phase before the first step, when this rank has finished it."""
 
 
 def assemble(
     config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device, host: Host | None = None
 ) -> Parts:
-    """Build everything. Collective: needs the process group, all ranks must call this."""
+    """Build everything. Collective: needs the process group."""
     host = host or Host()
     plan, state = standing.plan, standing.state
     model = build_network(prepared.hf_config, config)
@@ -67,14 +66,14 @@ def assemble(
         weights, mode = first_weights(config, prepared.origin, model)
         fill(model, weights, mode, device)
     else:
-        fill(model, None, "empty", device)  # the checkpoint has every tensor
+        fill(model, None, "empty", device)  # the checkpoint holds every tensor
     optimizer = build_optimizer(model, config.optim)
     if standing.checkpoint is not None:
         load(model, optimizer, standing.checkpoint)
     if config.data.packing != "none":
         check_packing(model, config.data.packing)
     host.reached("model")
-    opened = on_rank0(lambda: open_run(config, prepared, standing))  # nothing is written before
+    opened = on_rank0(lambda: open_run(config, prepared, standing))  # nothing is written before this line
     tracker = start_tracker(config, prepared, standing, opened, host.console)
     stream = Stream(prepared.train, seed=config.run.seed)
     batches = host.batches or rank_batches(
@@ -113,18 +112,14 @@ def assemble(
             saved=host.saved,
         ),
         tracker=tracker,
-        state=_next_state(prepared, standing),
-    )
-
-
-def _next_state(prepared: Prepared, standing: Standing) -> RunState:
-    return replace(
-        standing.state,
-        schedule_steps=standing.plan.schedule_steps,
-        identity=prepared.identity,
-        files=prepared.files_of_data,
-        attempt=standing.attempt,
-        world_size=standing.plan.layout.world,
+        state=replace(
+            state,
+            schedule_steps=plan.schedule_steps,
+            identity=prepared.identity,
+            files=prepared.files_of_data,
+            attempt=standing.attempt,
+            world_size=plan.layout.world,
+        ),
     )
 
 
@@ -138,7 +133,7 @@ def _saver(
         best=chosen.keep_best,
         lower_is_better=chosen.best_is == "lowest",
     )
-    scores = {}
+    scores = {}  # of earlier attempts too, or their best checkpoints would be pruned
     if dist.get_rank() == 0 and chosen.keep_best:
         found = read_evaluations(prepared.place.metrics, standing.state.step)
         scores = {step: score(values, chosen.best) for step, values in found.items()}

@@ -1,4 +1,4 @@
-"""Work that one rank or all ranks do, with one outcome for all: no rank goes on, or waits, after a failure."""
+"""Work on one rank or on all ranks with one outcome for all: if it fails, it fails on every rank, and none waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def on_rank0(work: Callable[[], T]) -> T:
-    """Do something on rank 0, tell every rank the outcome: none goes on, or waits, after a failure."""
+    """Call `work` on rank 0; return its result, or raise its error, on every rank. Collective."""
     box: list[tuple[T | None, Exception | None]] = [(None, None)]
     if dist.get_rank() == 0:
         try:
@@ -30,7 +30,7 @@ def on_rank0(work: Callable[[], T]) -> T:
 
 
 def on_all_ranks(work: Callable[[], T]) -> list[T]:
-    """Do something on every rank; what each has found, or on every rank the first one's error."""
+    """Call `work` on every rank; return all results, or raise the lowest rank's error on every rank. Collective."""
     mine: tuple[T | None, Exception | None]
     try:
         mine = (work(), None)

@@ -1,7 +1,7 @@
 """How the samples of a run are divided: into steps, steps into blocks, blocks among the data ranks. Pure arithmetic.
 
 Steps count from 1. Block i of step s, with n blocks in a full step, belongs to data rank ((s-1)*n + i) mod data_ranks:
-ranks take turns through the whole run, so that an odd number of them idles no more than it has to.
+ranks take turns through the whole run, so that fillers fall on all of them in turn where data_ranks does not divide n.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """The one owner of this arithmetic; `Plan.division` is where everybody gets it."""
+    """The only owner of this arithmetic. `Plan.division` is the run's."""
 
     global_batch: int
     """Packed samples of a step."""
     micro_batch: int
     """Packed samples of a block."""
     total_samples: int | None
-    """Packed samples of the whole run, where it is given in epochs: its last step may be short. None: every step is
-    full."""
+    """Packed samples of the whole run if its length is given in epochs; its last step may be short. None: every step
+    is full."""
     data_ranks: int
     """Ranks that get blocks of their own."""
 
@@ -38,7 +38,7 @@ class Division:
 
     @property
     def fillers(self) -> int:
-        """Passes of a full step, over all ranks, that only keep the collectives aligned."""
+        """Passes of a full step, summed over all ranks, that only keep the collectives aligned."""
         return self.full_rounds * self.data_ranks - self.blocks
 
     def samples_before(self, step: int) -> int:
@@ -47,7 +47,7 @@ class Division:
         return samples if self.total_samples is None else min(samples, self.total_samples)
 
     def samples_of(self, step: int) -> int:
-        """Packed samples of a step: a full batch, except perhaps in the run's last."""
+        """Packed samples of a step: a full batch, except perhaps in the run's last step."""
         return self.samples_before(step + 1) - self.samples_before(step)
 
     def samples_of_steps(self, first: int, last: int) -> int:
@@ -70,5 +70,5 @@ class Division:
         return (self.first_block(step) + index) % self.data_ranks
 
     def rounds(self, step: int) -> int:
-        """Forward and backward passes of every rank in this step: fewer than in a full one where it is short."""
+        """Forward and backward passes of every rank in this step: fewer than in a full step if it is short."""
         return -(-len(self.block_sizes(step)) // self.data_ranks)

@@ -25,7 +25,7 @@ from raytune_fsdp.step import eval_step
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode, and afterwards the model as it was. Random state needs no care: every block sets its own."""
+    """Switch to evaluation mode, and back afterwards. Random state needs no restoring: every block sets its own."""
     model.eval()
     try:
         with torch.no_grad():
@@ -55,7 +55,7 @@ def losses(
 
 
 def score(values: Mapping[str, float], best: str | None) -> float | None:
-    """One number for an evaluation: the one called `best`, or the mean of the losses. None where that is no number."""
+    """An evaluation as one number: the value named `best`, or the mean loss. None if that is missing or not finite."""
     losses = [value for name, value in values.items() if name.endswith("/loss")]
     found = values.get(best, math.nan) if best else sum(losses) / len(losses) if losses else math.nan
     return found if math.isfinite(found) else None
@@ -64,7 +64,7 @@ def score(values: Mapping[str, float], best: str | None) -> float | None:
 def answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, max_new_tokens: int
 ) -> list[str]:
-    """What the model says to each prompt, by its most likely tokens. Collective."""
+    """The model's answer to each prompt, by greedy decoding. Collective."""
     device = next(model.parameters()).device
     with evaluating(model):
         return [answer(model, tokenizer, prompt, max_new_tokens=max_new_tokens, device=device) for prompt in prompts]
@@ -79,7 +79,7 @@ def answer(
     device: torch.device,
     temperature: float = 0.0,
 ) -> str:
-    """One answer. With a chat template the prompt is a user's message, without one it is continued."""
+    """The answer to one prompt. With a chat template the prompt is a user's message; without one it is continued."""
     ids = encode_prompt(tokenizer, prompt, positions=positions_of(model.config)).to(device)
     room = positions_of(model.config) - ids.shape[1]
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
@@ -98,7 +98,7 @@ def answer(
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, positions: int) -> torch.Tensor:
-    """Token ids of a prompt, as a batch of one; an error where it leaves nothing to answer, or nowhere."""
+    """Token ids of a prompt, as a batch of one. DataError if it is empty or leaves no position for an answer."""
     try:
         if tokenizer.chat_template:
             messages = [{"role": "user", "content": prompt}]
@@ -119,11 +119,11 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, positions:
 
 
 def check_packing(model: PreTrainedModel, packing: str) -> None:
-    """Refuse to pack documents for a model in which one sees another. Collective."""
+    """Refuse to pack documents for a model in which one document sees another. Collective."""
     with evaluating(model):
         change = leak_between_documents(model)
-    # 1e-5: rounding in the type of the weights is far below, another document's token far above. The sum over the ranks
-    # makes all of them refuse when one does.
+    # 1e-5 separates rounding in the type of the weights, far below, from another document's tokens, far above. The sum
+    # makes every rank refuse if one does.
     leaks = torch.tensor(float(change > 1e-5))
     dist.all_reduce(leaks)
     if leaks:

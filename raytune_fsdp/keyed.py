@@ -1,6 +1,6 @@
 """Randomness that is looked up, never drawn: a key for a tuple of numbers and names, the same in every process.
 
-Part of ORDER_VERSION (data/order.py): the values must never change under that number.
+The keys must never change unless ORDER_VERSION (data/order.py) is raised: the order of every run follows from them.
 """
 
 from __future__ import annotations

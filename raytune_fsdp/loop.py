@@ -1,4 +1,4 @@
-"""Training as a story: take a global batch, make a step of it, and at their times log, evaluate, save, stop."""
+"""Training as a story: take a global batch, train one step on it, and when it is time log, evaluate, save or stop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from raytune_fsdp.types import StepBatches, Stop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """All that a run is made of, on one rank."""
+    """Everything a run is made of, on one rank."""
 
     config: FinetuneConfig
     plan: Plan
@@ -43,14 +43,11 @@ class Parts:
     saves: Saves
     tracker: Tracker
     state: RunState
-    """Where the run stands before the first batch."""
+    """Where the run stands before its next batch."""
 
 
 def train(parts: Parts, stop: Stop) -> RunState:
-    """Train to the end of the plan, or until a rank has a reason to `stop`: then commit and raise Interrupted.
-
-    Collective.
-    """
+    """Train to the end of the plan. If a rank has a reason to `stop`, commit and raise Interrupted. Collective."""
     plan, meter, state = parts.plan, parts.meter, parts.state
     if parts.config.eval.at_start and state.step == 0:
         _evaluate(parts, step=0)
@@ -58,6 +55,7 @@ def train(parts: Parts, stop: Stop) -> RunState:
     waiting_since = time.perf_counter()
     for batches in parts.batches:
         data_seconds = time.perf_counter() - waiting_since
+        # On hosts only, before the step is queued: the ranks agree while the device still works on the step before.
         boundary = parts.saves.agree(stop())
         step = batches.step
         last = boundary.stop is not None or step == plan.steps
@@ -70,10 +68,11 @@ def train(parts: Parts, stop: Stop) -> RunState:
         meter.add(batches, tensors, lr=parts.config.optim.lr * factor, data_seconds=data_seconds)
         evaluating = plan.due(step, plan.eval_every)
         saving = last or parts.saves.due(boundary, plan.due(step, plan.save_every), step)
+        # The only place where training waits for the device: every train.log_every steps, for all of them at once.
         if plan.due(step, plan.log_every) or evaluating or saving:
             _log(parts)
         if saving:
-            # Before the evaluation: that can fail without harm to the weights, and the step is then saved already.
+            # Before the evaluation: if that fails, the weights are unharmed and the step is saved already.
             state = _state_after(parts, state, step)
             (parts.saves.last if last else parts.saves.begin)(state)
             meter.restart_clock()
@@ -89,7 +88,7 @@ def train(parts: Parts, stop: Stop) -> RunState:
 
 
 def _log(parts: Parts) -> None:
-    """Fetch and write the metrics of all steps since the last time."""
+    """Fetch and write the metrics of all steps since the last call."""
     rows = parts.meter.fetch()
     parts.tracker.steps(rows, parts.plan.layout.world, parts.saves.saver.attempt)
     for row in rows:
@@ -115,14 +114,14 @@ def _evaluate(parts: Parts, step: int) -> None:
         parts.saves.scored(step, evaluate.score(values, config.checkpoint.best))
     prompts = config.eval.prompts
     if prompts:
-        said = evaluate.answers(parts.model, parts.tokenizer, prompts, max_new_tokens=config.eval.max_new_tokens)
-        for prompt, answer in zip(prompts, said, strict=True):
+        answers = evaluate.answers(parts.model, parts.tokenizer, prompts, max_new_tokens=config.eval.max_new_tokens)
+        for prompt, answer in zip(prompts, answers, strict=True):
             parts.tracker.event(names.ANSWERED, step=step, prompt=prompt, answer=answer)
     parts.meter.restart_clock()
 
 
 def _state_after(parts: Parts, before: RunState, step: int) -> RunState:
-    """All that is not a tensor, after a step whose metrics have been fetched."""
+    """Everything that is not a tensor, after a step whose metrics have been fetched."""
     scale = parts.scale
     return replace(
         before,

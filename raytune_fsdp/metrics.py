@@ -1,4 +1,4 @@
-"""From what steps leave on the device to what is written: fetched together, so that the device is rarely waited for."""
+"""Tensors that steps leave on the device become metrics. They are fetched together, since every fetch waits for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Pending:
 
 
 class Meter:
-    """Collects steps and turns them into metrics when asked."""
+    """Collects steps, and turns them into metrics when they are fetched."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Meter:
         self._device = device
         self._windows = windows
         self.cursor = cursor
-        """The sample after the last step that was fetched: a run that stops there continues from it."""
+        """The sample after the last fetched step: a run that stops there continues from it."""
         self._max_skipped = max_skipped
         self.skipped_in_row = skipped_in_row
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -55,14 +55,14 @@ class Meter:
         self._since = time.perf_counter()
 
     def restart_clock(self) -> None:
-        """Leave out of the step time what was not a step (an evaluation, a checkpoint)."""
+        """Keep what was not a step (an evaluation, a checkpoint) out of the step time."""
         self._since = time.perf_counter()
 
     def add(self, batches: StepBatches, tensors: StepTensors, *, lr: float, data_seconds: float) -> None:
         self._pending.append(_Pending(step=batches.step, lr=lr, data_seconds=data_seconds, tensors=tensors))
 
     def fetch(self) -> list[StepMetrics]:
-        """Metrics of all steps since the last fetch; waits for the device. Time is spread evenly over them."""
+        """Metrics of all steps since the last fetch, each with the mean step time. Waits for the device."""
         if not self._pending:
             return []
         counts = torch.stack([p.tensors.counts for p in self._pending]).cpu()
@@ -78,12 +78,12 @@ class Meter:
         return rows
 
     def check(self, rows: list[StepMetrics]) -> None:
-        """Count skipped updates in a row; stop the run when there are too many."""
+        """Count skipped updates in a row, and stop the run at `optim.max_skipped`."""
         for row in rows:
             self.skipped_in_row = self.skipped_in_row + 1 if row.skipped else 0
             if self.skipped_in_row >= self._max_skipped:
                 raise TrainingError(
-                    f"step {row.step}: loss {row.loss} and gradient norm {row.grad_norm}, not finite for "
+                    f"step {row.step}: loss {row.loss} or gradient norm {row.grad_norm} has not been finite for "
                     f"{self.skipped_in_row} steps in a row (optim.max_skipped={self._max_skipped}): lower optim.lr, "
                     "raise optim.warmup_ratio, or look for broken rows in the data"
                 )
@@ -121,4 +121,4 @@ class Meter:
     def _memory(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

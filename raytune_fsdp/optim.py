@@ -18,13 +18,13 @@ from raytune_fsdp.plan import Plan
 
 
 class Optimizer(Protocol):
-    """What training and checkpoints ask of an optimizer. No method waits for the device."""
+    """What training and checkpoints require of an optimizer. No method waits for the device."""
 
     def init_state(self) -> None:
-        """Make the state that the first step would: to load into it, or to save it before any step."""
+        """Make the state that the first step would make, to load into it or to save it before any step."""
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the state, under `<parameter>.<moment>`, as this rank has it. Needs `init_state` first."""
+        """This rank's part of every tensor of the state, by `<parameter>.<moment>`. Call `init_state` first."""
 
     def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
         """Update the weights from their gradients at this fraction of the peak learning rate, and drop the gradients.
@@ -46,8 +46,8 @@ class AdamW:
             {"params": undecayed, "weight_decay": 0.0},
         ]
         self._peak = config.lr
-        # Fused, because only that kernel takes a `found_inf` flag on the device: an update is skipped without asking
-        # the host, and with it the step count that bias correction divides by.
+        # Fused, because only that kernel takes a `found_inf` flag on the device: if it is 1, weights, moments and the
+        # step count of the bias correction stay as they are, and the host never waits for the flag.
         self._adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=config.lr,
@@ -58,7 +58,7 @@ class AdamW:
 
     @property
     def groups(self) -> list[dict[str, object]]:
-        """Weights by the decay that they get."""
+        """The weights with decay and those without."""
         return self._adamw.param_groups
 
     def init_state(self) -> None:
@@ -86,12 +86,12 @@ class AdamW:
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
-    """The optimizer that the config names, over a model that is sharded already."""
+    """The optimizer that the config names, for a model that is already sharded."""
     return AdamW(model, config)
 
 
 def undecayed_names(model: nn.Module) -> set[str]:
-    """Parameters that weight decay leaves alone: everything of one dimension, and the embeddings.
+    """Parameters without weight decay: everything with fewer than two dimensions, and the embeddings.
 
     An output embedding that is tied to the input embedding is the same parameter; an untied one is a matrix like any
     other and decays.
@@ -111,7 +111,7 @@ def lr_factor(step: int, config: OptimConfig, plan: Plan) -> float:
 
 
 def multiplier(step: int, config: OptimConfig, *, schedule_steps: int, warmup_steps: int) -> float:
-    """The same for a schedule of this length.
+    """The same, for a schedule of this length.
 
     Warmup reaches the peak at its last step. The decay starts from the peak one step later and would reach the floor
     one step after the schedule's end, where a run that goes on longer then stays.

@@ -1,7 +1,7 @@
-"""What follows from a config: batches, lengths, mesh. Pure, frozen, without torch; knows no path and no environment.
+"""What follows from a config: batches, lengths, mesh. Pure, frozen, without torch; reads no path and no environment.
 
 `resolve(config, world, census)` is called on a laptop by `raytune-fsdp plan` and on every rank by the launcher, and
-gives the same answer in both places. What depends on the world size is in `Plan.layout`, the rest does not.
+gives the same answer in both places. Only `Plan.layout`, and with it `Plan.division.data_ranks`, depends on the world.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Layout:
 
     world: int
     data_ranks: int
-    """Ranks that get blocks of their own: all of them, as long as every axis of the mesh is an axis of the data."""
+    """Ranks that get blocks of their own. Today all ranks: every axis of the mesh is an axis of the data."""
     replicas: int
     """Ranks that hold the same shard (the first axis of the mesh)."""
     shard_size: int
@@ -47,11 +47,11 @@ class Plan:
     layout: Layout
 
     def due(self, step: int, every: int) -> bool:
-        """Whether something with this cadence happens after this step. The last step is always due."""
+        """Whether something with this cadence is due after this step. After the last step everything is."""
         return step % every == 0 or step == self.steps
 
     def to_dict(self) -> dict[str, Any]:
-        """All that does not depend on the world size, as plain data for plan.json."""
+        """Everything that does not depend on the world size, as plain data for plan.json."""
         return {
             "global_batch": self.division.global_batch,
             "micro_batch": self.division.micro_batch,
@@ -67,7 +67,7 @@ class Plan:
         }
 
     def spread(self) -> dict[str, int]:
-        """What depends on the world size, as plain data for events and for `raytune-fsdp plan`."""
+        """Everything that depends on the world size, as plain data for events and for `raytune-fsdp plan`."""
         return {
             "world": self.layout.world,
             "replicas": self.layout.replicas,
@@ -82,8 +82,8 @@ def resolve(
 ) -> Plan:
     """The plan of `config` on `world` ranks.
 
-    `census` is needed where the length is given in epochs. `planned_schedule` is the schedule's length that the run's
-    checkpoint remembers: a run that is extended keeps it unless `optim.schedule_steps` says otherwise.
+    `census` is needed if the length is given in epochs. `planned_schedule` is the schedule's length in the run's
+    checkpoint: a run that is extended keeps it unless `optim.schedule_steps` sets another.
     """
     train = config.train
     layout = layout_of(config, world)
@@ -91,7 +91,7 @@ def resolve(
     schedule_steps = config.optim.schedule_steps or planned_schedule or steps
     warmup = config.optim.warmup_steps
     if warmup is None:
-        # By the decimals that were written, rounded up: in floats, 0.07 of 100 is more than 7.
+        # Exact decimals, rounded up: in floats 0.07 * 100 is 7.000000000000001, which would round up to 8.
         warmup = math.ceil(Fraction(str(config.optim.warmup_ratio)) * schedule_steps)
     if warmup > schedule_steps:
         raise ConfigError(
@@ -117,13 +117,13 @@ def resolve(
 
 
 def layout_of(config: FinetuneConfig, world: int) -> Layout:
-    """The mesh for this world size, or the reason why there is none. Needs no length of the run."""
+    """The mesh for this world size; ConfigError if there is none. Needs no census."""
     train, parallel = config.train, config.parallel
     blocks = train.global_batch // train.micro_batch
     if blocks < world:
         raise ConfigError(
             f"train.global_batch={train.global_batch} and train.micro_batch={train.micro_batch} make {blocks} block(s) "
-            f"a step for {world} ranks, so some would always idle: use at most {blocks} rank(s), "
+            f"per step for {world} ranks, so some would always idle: use at most {blocks} rank(s), "
             f"a global_batch of at least {world * train.micro_batch}, or a smaller micro_batch"
         )
     if parallel.strategy == "hybrid_shard":
@@ -139,11 +139,11 @@ def layout_of(config: FinetuneConfig, world: int) -> Layout:
 
 
 def _length(config: FinetuneConfig, census: Census | None) -> tuple[int, int | None]:
-    """Optimizer steps of the run, and its packed samples where those are counted."""
+    """Optimizer steps of the run, and its packed samples if they are counted."""
     train = config.train
     if train.max_steps is not None:
         return train.max_steps, None
-    assert train.epochs is not None, "the config has exactly one of max_steps and epochs"
+    assert train.epochs is not None, "a config has exactly one of max_steps and epochs"
     if census is None:
         raise ConfigError(f"train.epochs={train.epochs} needs a count of the data; train.max_steps does not")
     total = census.samples_in(Fraction(str(train.epochs)))

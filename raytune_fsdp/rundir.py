@@ -1,17 +1,17 @@
-"""The run directory: the only owner of the names and places in it, and the only reader of `run.storage`.
+"""The run directory: the only owner of its names and places, and the only reader of `run.storage`.
 
 <run.storage>/<run.name>/
-  config.yaml, plan.json       as it was run; what follows from it
+  config.yaml, plan.json       the config of the last attempt; what follows from it
   metrics.jsonl, events.jsonl  the history of the run
-  checkpoints/                 or elsewhere, with the place in checkpoints_at
-  model/                       config and tokenizer: what an export needs besides the weights
-  export/, exports/step-N/     model directories: at the end, and beside training
-  logs/attempt-N/rank-R.log    what each rank has printed, under Ray
+  checkpoints/                 or elsewhere; then the file checkpoints_at names the place
+  model/                       config and tokenizer: everything an export needs besides the weights
+  export/, exports/step-N/     model directories: the one at the end, and those made during training
+  logs/attempt-N/rank-R.log    the output of each rank, under Ray
   report/loss.png              the loss curve
-  mlflow_run_id                the run's id with MLflow
-  checkpoint-now.*             somebody asks for a checkpoint (checkpoint/on_demand.py)
+  mlflow_run_id                the run's id in MLflow
+  checkpoint-now.*             requests for a checkpoint now (checkpoint/on_demand.py)
 <run.storage>/cache/           prepared rows and packed windows of all runs
-<run.storage>/mlflow.db        every run of this storage, if no other server is named
+<run.storage>/mlflow.db        all runs of this storage, unless tracking.mlflow.uri names a server
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 MODEL_FILES = "model"
 RECIPE_FILE = "recipe.json"
-"""In MODEL_FILES: how the model was trained, for the card."""
+"""In MODEL_FILES: how the model was trained, for the model card."""
 CHECKPOINTS = "checkpoints"
 _CHECKPOINTS_AT = "checkpoints_at"
 
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """The places of one run. Absolute, so that a process in another directory sees the same; touches no file."""
+    """The places of one run, as absolute paths, which mean the same in any working directory. Touches no file."""
 
     path: Path
     checkpoints: str
@@ -99,17 +99,17 @@ class RunDir:
 
 
 def storage_of(config: FinetuneConfig) -> Path:
-    """The directory of all runs, with `~` and what is relative resolved as this process sees them."""
+    """The directory of all runs, with `~` and relative paths resolved as this process sees them."""
     return _absolute(config.run.storage)
 
 
 def cache_of(config: FinetuneConfig) -> Path:
-    """Where prepared rows and windows are kept."""
+    """The directory of prepared rows and windows."""
     return _absolute(config.data.cache.path) if config.data.cache.path else storage_of(config) / "cache"
 
 
 def checkpoints_of(run_dir: Path) -> str:
-    """Where the checkpoints of an existing run are: elsewhere, if it says so."""
+    """The directory or URL of an existing run's checkpoints: `checkpoints_at`, if it has one."""
     try:
         return (run_dir / _CHECKPOINTS_AT).read_text()
     except FileNotFoundError:
@@ -117,17 +117,17 @@ def checkpoints_of(run_dir: Path) -> str:
 
 
 def checkpoints_below(url: str) -> str:
-    """The same for a run that is named by the URL its checkpoints are below."""
+    """The same for a run named by the URL above its checkpoints."""
     return f"{url}/{CHECKPOINTS}"
 
 
 def is_run(path: Path) -> bool:
-    """Whether this directory is a run's."""
+    """Whether this is a run directory."""
     return (path / PLAN_FILE).is_file()
 
 
 def mlflow_database(storage: Path) -> tuple[str, str]:
-    """Tracking URI and artifact root of a storage directory that keeps its runs in an SQLite file."""
+    """Tracking URI and artifact root of the SQLite file in a storage directory."""
     storage = storage.resolve()
     return f"sqlite:///{storage / 'mlflow.db'}", str(storage / "mlartifacts")
 

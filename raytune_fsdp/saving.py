@@ -1,4 +1,4 @@
-"""When a checkpoint is begun, and what is recorded of it: what the loop agrees about with all ranks after a step."""
+"""When a save begins, and what is recorded of it: what all ranks agree on between two steps."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.tracker import Tracker
 from raytune_fsdp.types import Saved, StopReason
 
-_LOOK_SECONDS = 0.2
+_LOOK_SECONDS = 0.2  # between two looks for a writer that was given up
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What all ranks agree on between two steps."""
+    """What all ranks have agreed on before a step."""
 
     stop: StopReason | None
-    """Why the run is to stop after this step, if it is."""
+    """Why the run must stop after this step; None if it goes on."""
     asked: bool
-    """Someone has asked for a checkpoint now."""
+    """Whether someone has asked for a checkpoint now."""
     free: bool
-    """A save may begin."""
+    """Whether a save may begin."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,22 +40,20 @@ class Saves:
     saver: Saver
     tracker: Tracker
     requests: Requests
-    """Where people ask for a checkpoint now. Rank 0 looks."""
+    """Where people ask for a checkpoint now. Only rank 0 looks there."""
     saved: Callable[[Saved], None]
     """Called on every rank for every committed checkpoint."""
     _due: bool = False
-    """A checkpoint was due while the one before was still being written."""
+    """A checkpoint was due while the previous one was still being written."""
 
     def agree(self, stop: StopReason | None) -> Boundary:
-        """Agree across ranks on stop and save status; record a save that has ended. Collective.
-
-        Between hosts only: the device is not waited for.
-        """
+        """Agree across ranks on stop and save status; record a save that has ended. Collective."""
         ending, busy = self.saver.status()
         ended = 0 if ending is None else 1 + ENDINGS.index(ending)
         asked = dist.get_rank() == 0 and self.requests.waiting()
         flags = torch.tensor([int(stop or 0), int(asked), int(busy), ended])
-        # The largest: of several reasons to stop, all ranks take the same one.
+        # One all-reduce per step, of host tensors: it does not wait for the device. The maximum, so that all ranks take
+        # the same one of several reasons to stop.
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         reason, someone_asked, someone_busy, ended = flags.tolist()
         if ended:
@@ -63,7 +61,7 @@ class Saves:
         return Boundary(stop=StopReason(reason) if reason else None, asked=bool(someone_asked), free=not someone_busy)
 
     def due(self, boundary: Boundary, planned: bool, step: int) -> bool:
-        """Whether to save after this step: not while the last save is being written, but as soon as it is."""
+        """Whether to save after this step. A save that is due while another is being written begins after that one."""
         wanted = planned or boundary.asked or self._due
         if wanted and not boundary.free:
             if planned:
@@ -74,31 +72,31 @@ class Saves:
         return wanted
 
     def begin(self, state: RunState) -> None:
-        """Save the state after a step; training goes on while it is written."""
+        """Save the state after a step. Training goes on while it is written, if saves are asynchronous."""
         self._start(state)
         if not self.saver.asynchronous:
             self._finish()
-            self.saver.leave()  # the writer removes older checkpoints after the commit
+            self.saver.leave()  # after the commit its thread still prunes older checkpoints
 
     def scored(self, step: int, value: float | None) -> None:
-        """Remember how good the state after a step is, so that the best are kept."""
+        """Remember the score of a step, so that the best checkpoints are kept."""
         if value is not None:
             self.saver.scores[step] = value
 
     def last(self, state: RunState) -> None:
-        """Save the state that no step follows, and wait for it. Raises if it could not be saved."""
+        """Save the state after the last step, and wait for the outcome. Raises if it could not be saved."""
         self._finish()
         self._wait_until_free()
         self._start(state)
         outcome = self._finish()
         if outcome is None or outcome.saved is None:
             raise TransientError(
-                f"the checkpoint of step {state.step} could not be written: {outcome and outcome.problem}; make room "
-                "or mend the storage, then the same command continues from the checkpoint before"
+                f"the checkpoint of step {state.step} could not be written: {outcome and outcome.problem}; free space "
+                "or repair the storage, then run the same command to continue from the previous checkpoint"
             )
 
     def leave(self) -> None:
-        """Let the writer of this rank end, before its process does."""
+        """Wait for the writer of this rank, before its process ends."""
         self.saver.leave()
 
     def _start(self, state: RunState) -> None:
@@ -113,7 +111,7 @@ class Saves:
         return outcome
 
     def _wait_until_free(self) -> None:
-        """A writer that was given up may still hold the memory that the next one needs."""
+        """Wait for a writer that was given up: it may still read the memory that the next save needs. Collective."""
         deadline = time.monotonic() + self.saver.seconds
         while True:
             busy = torch.tensor([int(self.saver.status()[1]), int(time.monotonic() > deadline)])
@@ -122,13 +120,13 @@ class Saves:
                 return
             if busy[1]:
                 raise TransientError(
-                    f"a rank still waits for {self.saver.storage.location}, so nothing more can be saved there; the "
-                    "same command continues from the last checkpoint when the storage answers"
+                    f"a rank is still waiting for {self.saver.storage.location}, so nothing more can be saved there; "
+                    "when the storage answers, the same command continues from the last checkpoint"
                 )
             time.sleep(_LOOK_SECONDS)
 
     def _record(self, outcome: Outcome) -> None:
-        """Answer who asked for the checkpoint, write the event, tell the launcher; raise where saving is pointless."""
+        """Answer requests for it, write the event, call `saved`; raise if the state is not worth saving."""
         if dist.get_rank() == 0:
             self.requests.answer(outcome.step, outcome.saved.path if outcome.saved else None, outcome.problem)
         if outcome.saved is not None:

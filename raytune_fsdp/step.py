@@ -1,7 +1,7 @@
 """One optimizer step: tensors in, tensors out. No clock, no files, no logging.
 
-Nothing here waits for the device. Whether an update is skipped is decided on the device too, by every rank alike,
-because the loss and the gradient norm it depends on are already summed over all ranks.
+Nothing here waits for the device. Whether an update is skipped is decided there too, and alike on every rank, because
+the loss and the gradient norm it depends on are already summed over all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCALE_GROWTH_STEPS = 2000
 
 @dataclass(slots=True)
 class LossScale:
-    """fp16 needs small gradients to be scaled up. Other precisions keep the scale at 1 for ever."""
+    """In fp16 small gradients must be scaled up. Other precisions keep the scale at 1."""
 
     value: torch.Tensor
     good_steps: torch.Tensor
@@ -57,7 +57,7 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """What a step leaves on the device, summed over all ranks."""
+    """The result of a step, summed over all ranks and left on the device."""
 
     counts: torch.Tensor
     """int64: `StepCounts`, packed."""
@@ -77,12 +77,12 @@ def train_step(
     lr_factor: float,
     seed: int,
 ) -> StepTensors:
-    """Forward, backward and update over one global batch. All ranks must call this with equally many blocks."""
+    """Forward, backward and update over one global batch. All ranks must call this with the same number of blocks."""
     device = scale.value.device
     counts = torch.tensor(StepCounts.pack(batches, plan.division), dtype=torch.int64)
     counts = counts.to(device, non_blocking=True)
     dist.all_reduce(counts)
-    # A step without a single target has a loss of 0, not of 0/0.
+    # A step without a single target has loss 0, not 0/0.
     targets = counts[0].clamp(min=1)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     for k, block in enumerate(batches.blocks):
@@ -90,8 +90,8 @@ def train_step(
         _seed_block(seed, batches.step, block)
         loss = block_loss(model, block)
         loss_sum += loss.detach()
-        # By the targets of the global batch, before backward: gradients are then added up, over blocks and ranks, and
-        # never averaged. An average over ranks would weigh a token by how many others its rank happens to have.
+        # Divided by the targets of the global batch before backward; gradients are then only summed, over blocks and
+        # ranks. An average over ranks would weight a token by how many others its rank happens to have.
         (loss * (scale.value / targets).to(loss.dtype)).backward()  # type: ignore[no-untyped-call]
     grads = local_gradients(model.parameters())
     loss_value, norm = _global_loss_and_norm(loss_sum, grads, targets, scale, replicas=plan.layout.replicas)
@@ -104,15 +104,15 @@ def train_step(
 
 @torch.no_grad()
 def eval_step(model: PreTrainedModel, block: Batch) -> torch.Tensor:
-    """Loss sum and target tokens of one block on this rank, float64. All ranks must call this (sharded forward)."""
+    """Loss sum and target tokens of one block on this rank, in float64. All ranks must call this (sharded forward)."""
     loss = block_loss(model, block)
     return torch.stack([loss.double(), torch.tensor(float(block.target_tokens), dtype=torch.float64).to(loss.device)])
 
 
 def _seed_block(seed: int, step: int, block: Batch) -> None:
-    """Dropout depends on the block and its place in the run, not on the rank that happens to compute it."""
+    """Seed dropout by the block and its place in the run, not by the rank that happens to compute it."""
     key = derive_key("block", seed, step, block.index) & (2**63 - 1)
-    # Not torch.manual_seed: for every kind of device that is not in use it takes down the call stack, 0.8 ms in all.
+    # Not torch.manual_seed: it formats the call stack for every kind of device that is not in use, 0.8 ms per call.
     torch.default_generator.manual_seed(key)
     if block.input_ids.is_cuda:
         torch.cuda.manual_seed(key)
@@ -122,18 +122,18 @@ def _global_loss_and_norm(
     loss_sum: torch.Tensor, grads: list[torch.Tensor], targets: torch.Tensor, scale: LossScale, *, replicas: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss per target token and norm of the whole gradient, the same bits on every rank."""
-    # 16-bit gradients (bf16_pure) need their norms in more digits than they have themselves.
+    # 16-bit gradients (bf16_pure) have too few digits to sum their own squares.
     wide = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
     squares = torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).double().square().sum()
     both = torch.stack([loss_sum, squares])
     dist.all_reduce(both)
-    norm = (both[1] / replicas).sqrt() / scale.value  # every replica holds the same gradient
+    norm = (both[1] / replicas).sqrt() / scale.value  # every replica counted the same gradient
     return both[0] / targets, norm
 
 
 def _clip(grads: list[torch.Tensor], norm: torch.Tensor, max_norm: float | None, scale: LossScale) -> None:
-    """Scale the gradient down to `max_norm` and undo the loss scale, in one pass, without looking at the norm."""
+    """Scale the gradient down to `max_norm` and undo the loss scale, in one pass that leaves the norm on the device."""
     if max_norm is None and not scale.enabled:
         return
-    factor = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's
     torch._foreach_mul_(grads, (factor / scale.value).to(grads[0].dtype))

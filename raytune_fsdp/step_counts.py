@@ -1,4 +1,4 @@
-"""What a step counts, as the numbers that one sum over all ranks brings together."""
+"""What a step counts, laid out so that one sum over all ranks brings it together."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from raytune_fsdp.division import Division
 from raytune_fsdp.types import Cursor, StepBatches
 
 _FIRST_ID = 7
-"""Numbers before the sample ids: target tokens, tokens, attended pairs, windows built, and the cursor after the step
-(epoch, window, index)."""
+"""Seven numbers come before the sample ids: target tokens, tokens, attended pairs, windows built, and the cursor after
+the step (epoch, window, index)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounts:
-    """Of one global batch. `pack` and `unpack` are the only readers and writers of the layout."""
+    """The counts of one global batch. Only `pack` and `unpack` know the layout."""
 
     target_tokens: int
     tokens: int
@@ -27,10 +27,10 @@ class StepCounts:
 
     @staticmethod
     def pack(batches: StepBatches, division: Division) -> list[int]:
-        """This rank's share: what all ranks have, added up, is the global batch's.
+        """This rank's share: the sum over all ranks is the global batch's.
 
-        Every rank writes the ids of its own blocks to their places and leaves zeros elsewhere; the cursor comes from
-        the rank that has the step's last block.
+        Each rank writes the ids of its own blocks in their places and leaves zeros elsewhere; the cursor comes from the
+        rank that has the step's last block.
         """
         counts = [0] * (_FIRST_ID + division.global_batch)
         counts[3] = batches.windows_built

@@ -115,19 +115,19 @@ class StepMetrics:
 
 
 class StopReason(IntEnum):
-    """Why a run stops before its last step. Where ranks have different reasons, all take the one of highest number."""
+    """Why a run stops before its last step. If ranks have different reasons, all take the highest number."""
 
     SIGNAL = 1
-    """SIGTERM, SIGINT, `ray job stop`: somebody wants it to end."""
+    """SIGTERM, SIGINT or `ray job stop`."""
 
     @property
     def words(self) -> str:
-        """In a message: stopped …"""
+        """For a message that begins with `stopped`."""
         return {StopReason.SIGNAL: "by a signal"}[self]
 
 
 Stop = Callable[[], StopReason | None]
-"""Asked once a step on every rank: why the run is to stop, None if it is not. Costs nothing to call."""
+"""Called once per step on every rank: why the run must stop, None if it goes on. Costs nothing to call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,26 @@
-"""What is saved, and how it becomes visible: a checkpoint is complete, verified and there, or it is not there.
+"""What is saved, and how it becomes visible: a checkpoint is either complete, verified and visible, or not there.
 
-docs/checkpoint-format.md has the files, docs/architecture.md the reasons. In the order of a save:
+docs/checkpoint-format.md describes the files, docs/architecture.md gives the reasons.
 
-    store.py     begin a save, ask what became of it, load          tensors.py   the tensors, by name
-    staging.py   a copy of this rank's part in host memory          state.py     everything that is not a tensor
-    flight.py    the writers of one save                            layout.py    who writes which piece; the index
-    meeting.py   what the writers tell each other                   writing.py   a rank's file, hashed as it is written
-    storage.py   where checkpoints lie; posix.py, objects.py        manifest.py  what the files must be
-    commit.py    which there are, can be trusted, are kept          reading.py   the tensors of a committed one
-    weights.py   a checkpoint as a source of weights                export.py    and as a model again
+In the order of a save:
+
+    saver.py           begins the saves of an attempt, one at a time
+    tensors.py         the tensors to save, by name
+    state.py           everything else, as JSON
+    layout.py          which rank writes which piece; the index of all pieces
+    staging.py         a copy of this rank's pieces in host memory
+    save_in_flight.py  the life of one save: begun, written, committed or failed, reported
+    messages.py        messages between the ranks' writers
+    writing.py         a rank's file, hashed as it is written
+    storage.py         the interface of a storage: posix.py and objects.py implement it, location.py chooses
+    manifest.py        size and hash of every file, written last
+
+Afterwards:
+
+    catalogue.py       which checkpoints a run has, can trust, and keeps
+    loading.py         a checkpoint verified and loaded by all ranks together
+    reading.py         the tensors of a committed checkpoint
+    weights.py         a checkpoint as a source of weights: to generate, export, or begin another run
+    model_files.py     the config and tokenizer that belong to a checkpoint; a model for inference
+    on_demand.py       how a person asks a training run for a checkpoint now
 """

@@ -1,4 +1,4 @@
-"""Which checkpoints a run has, which of them can be trusted, and which are kept. Nothing here reads a tensor."""
+"""Which checkpoints a run has, which of them can be trusted, and which are kept. Reads no tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAME = re.compile(r"step-(\d{8,})\.a(\d+)")
 
 @dataclass(frozen=True, slots=True, order=True)
 class CommittedCheckpoint:
-    """A committed checkpoint: ordered by step, then by attempt."""
+    """A committed checkpoint. Sorts by step, then by attempt."""
 
     step: int
     attempt: int
@@ -40,12 +40,12 @@ def directory_name(step: int, attempt: int) -> str:
 
 
 def looks_like_checkpoint(path: str) -> bool:
-    """Whether a path or URL has the name of one."""
+    """Whether a path or URL has the name of a checkpoint."""
     return _NAME.fullmatch(path.rstrip("/").rpartition("/")[2]) is not None
 
 
 def as_checkpoint(path: str) -> CommittedCheckpoint | None:
-    """The committed checkpoint that a path or URL is, None if it is none."""
+    """The committed checkpoint at a path or URL; None if it is not one."""
     root, _, name = path.rstrip("/").rpartition("/")
     match = _NAME.fullmatch(name)
     if not match or MANIFEST_FILE not in storage_at(root).sizes(name):
@@ -66,10 +66,10 @@ Damaged = Mapping[CommittedCheckpoint, str]
 def newest(
     root: str, *, hashes: bool, damaged: Damaged | None = None, threads: int = 1
 ) -> tuple[CommittedCheckpoint | None, Damaged]:
-    """The newest checkpoint whose files are what the manifest says, and the newer ones that are not.
+    """The newest checkpoint whose files match its manifest, and the newer ones that do not.
 
-    None where there never was one. Checkpoints that are there and all damaged are an error: starting anew would throw
-    away the run. Those that are known to be `damaged` are not looked at again.
+    None if there never was a checkpoint. If all are damaged that is an error: starting anew would throw the run away.
+    Those known to be `damaged` are not checked again.
     """
     known = dict(damaged or {})
     for found in reversed(committed(root)):
@@ -92,47 +92,49 @@ def newest(
 def verify(
     found: CommittedCheckpoint, *, hashes: bool, share: tuple[int, int] = (0, 1), threads: int = 1
 ) -> str | None:
-    """What is wrong with a committed checkpoint, None if nothing. See `manifest.check`."""
+    """The problem with a committed checkpoint, None if it is intact. See `manifest.check`."""
     try:
         return check(storage_at(found.root), found.name, hashes=hashes, share=share, threads=threads)
-    except OSError as error:  # storage that cannot be read now may be read later: no verdict on the checkpoint
+    except OSError as error:  # says nothing of the checkpoint: the storage may answer later
         raise TransientError(f"{found.path} cannot be read: {error}; try again when the storage answers") from error
 
 
 def set_aside(damaged: Damaged, chosen: CommittedCheckpoint) -> list[tuple[CommittedCheckpoint, str]]:
-    """Take damaged checkpoints behind the chosen one out of the way: pruning, by step, would keep them instead."""
+    """Rename the damaged checkpoints newer than `chosen`: pruning goes by step, and would keep them instead."""
     newer = [found for found in committed(chosen.root) if found > chosen]
     for found in newer:
         if found not in damaged:
-            raise TransientError(f"{found.path} was committed meanwhile, by another process of this run: start again")
+            raise TransientError(
+                f"{found.path} was committed meanwhile by another process of this run; run the command again"
+            )
     return [(found, storage_at(found.root).set_aside(found.name)) for found in newer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """Which checkpoints are kept when a new one is there."""
+    """Which checkpoints are kept after a commit."""
 
     last: int | None
-    """So many newest ones. None: all."""
+    """The number of newest ones; at least two are kept. None: all."""
     every: int | None = None
-    """Also those of steps that this divides."""
+    """Also those whose step is a multiple of this."""
     best: int = 0
-    """Also so many that scored best."""
+    """Also this number of those that scored best."""
     lower_is_better: bool = True
 
 
 def to_remove(
     found: Sequence[CommittedCheckpoint], keep: Keep, scores: Mapping[int, float]
 ) -> list[CommittedCheckpoint]:
-    """The checkpoints that are not kept, oldest first. `found` is in order; `scores` are by step."""
+    """The checkpoints that are not kept, oldest first. `found` is sorted; `scores` are by step."""
     if keep.last is None:
         return []
-    kept = set(found[-max(2, keep.last) :])
+    kept = set(found[-max(2, keep.last) :])  # two: if the newest is damaged, a run falls back to the one before
     if keep.every is not None:
         kept |= {each for each in found if each.step % keep.every == 0}
     sign = 1.0 if keep.lower_is_better else -1.0
     scored = [each for each in found if each.step in scores]
-    scored.sort(key=lambda each: (sign * scores[each.step], -each.step))  # of equals the later
+    scored.sort(key=lambda each: (sign * scores[each.step], -each.step))  # the later of equals
     kept |= set(scored[: keep.best])
     return [each for each in found if each not in kept]
 

@@ -1,8 +1,8 @@
-"""Which rank writes which piece of which tensor, and the index that says afterwards where each piece is.
+"""Which rank writes which piece of which tensor, and the index that says where each piece is.
 
-Both follow from how the tensors are sharded, which does not change while an attempt runs: they are worked out once,
-with the planner of torch.distributed.checkpoint. Two indexes are written. `tensors.json` is the one that is read here:
-plain, and safe to read. `.metadata` says the same as a pickle, for `torch.distributed.checkpoint.load`.
+Both follow from how the tensors are sharded, which does not change during an attempt, so they are worked out once, with
+the planner of torch.distributed.checkpoint. Two indexes are written. `tensors.json` is the one that is read here: JSON,
+which cannot execute anything. `.metadata` says the same as a pickle, for `torch.distributed.checkpoint.load`.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from torch.distributed.checkpoint.metadata import (
 METADATA_FILE = ".metadata"
 
 Span = tuple[int, int, int, int]
-"""Of a piece in its rank's file: offset and length of what torch.save wrote, offset and length of the numbers in it."""
+"""A piece in its rank's file: offset and length of what torch.save wrote, offset and length of the numbers in it."""
 
 Place = tuple[str, int, int]
-"""A file, and where in it the numbers of a piece begin and how many bytes they have."""
+"""Where the numbers of a piece are: a file, the offset in it, and the number of bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceLayout:
     mine: tuple[str, ...]
-    """The tensors of which this rank writes its piece, in the order of its file. Replicated ones are shared out."""
+    """The tensors whose piece this rank writes, in the order of its file. Replicated ones are shared out."""
     everyone: tuple[tuple[MetadataIndex, ...], ...] = ()
-    """On rank 0: what `mine` is on every rank."""
+    """On rank 0: the pieces of every rank, in the same order."""
     metadata: Metadata | None = None
     """On rank 0: shapes, types and pieces of all tensors."""
 
     def index(self, files: Sequence[str], spans: Sequence[Sequence[Span]]) -> bytes:
         """`tensors.json` of a checkpoint whose ranks have written these files, the pieces in order. Rank 0."""
-        assert self.metadata is not None, "only rank 0 knows the layout of all"
+        assert self.metadata is not None, "only rank 0 knows all ranks' pieces"
         where = {
             (index.fqn, index.offset): (file, start, size)
             for file, pieces, places in zip(files, self.everyone, spans, strict=True)
@@ -54,7 +54,7 @@ class PieceLayout:
         }
         tensors = {}
         for name, entry in self.metadata.state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata), f"{name} is no tensor"
+            assert isinstance(entry, TensorStorageMetadata), f"{name} is not a tensor"
             places = {chunk.offsets: (chunk.sizes, where[name, chunk.offsets]) for chunk in entry.chunks}
             tensors[name] = {
                 "dtype": str(entry.properties.dtype).removeprefix("torch."),
@@ -67,8 +67,8 @@ class PieceLayout:
         return json.dumps({"format": 1, "tensors": tensors}).encode()
 
     def metadata_file(self, files: Sequence[str], spans: Sequence[Sequence[Span]], checkpoint: str) -> bytes:
-        """`.metadata` of the same."""
-        assert self.metadata is not None, "only rank 0 knows the layout of all"
+        """`.metadata` of the same checkpoint."""
+        assert self.metadata is not None, "only rank 0 knows all ranks' pieces"
         entries = {
             index: _StorageInfo(file, offset, length)
             for file, pieces, places in zip(files, self.everyone, spans, strict=True)
@@ -93,35 +93,37 @@ class Index:
 
 
 def parse_index(content: bytes) -> Index:
-    """The meaning of a `tensors.json`. ValueError, KeyError or TypeError where it has none."""
+    """Parse a `tensors.json`. Raises ValueError, KeyError or TypeError if it is not one."""
     read = json.loads(content)
     if read["format"] != 1:
-        raise ValueError(f"it has format {read['format']}, this version reads 1")
+        raise ValueError(f"its format is {read['format']}, but this version reads only format 1")
     places: dict[MetadataIndex, Place] = {}
     tensors: dict[str, Any] = {}
     for name, entry in read["tensors"].items():
         dtype = getattr(torch, entry["dtype"])
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{name} is of type {entry['dtype']}, which is none")
+            raise ValueError(f"{name} has the unknown type {entry['dtype']}")
         chunks = []
         for piece in entry["pieces"]:
             offset, shape = torch.Size(piece["offset"]), torch.Size(piece["shape"])
             if piece["bytes"] != shape.numel() * dtype.itemsize:
-                raise ValueError(f"a piece of {name} has {piece['bytes']} bytes, not those of {list(shape)} {dtype}")
+                raise ValueError(
+                    f"a piece of {name} has {piece['bytes']} bytes, which is not the size of {list(shape)} {dtype}"
+                )
             if "/" in piece["file"] or piece["file"].startswith("."):
-                raise ValueError(f"{piece['file']} is not the name of a file in a checkpoint")
+                raise ValueError(f"{piece['file']} is not a valid name of a file in a checkpoint")
             chunks.append(ChunkStorageMetadata(offset, shape))
             if shape.numel() and MetadataIndex(name, offset) in places and places[MetadataIndex(name, offset)][2]:
                 raise ValueError(f"two pieces of {name} begin at {list(offset)}")
             places[MetadataIndex(name, offset)] = piece["file"], piece["start"], piece["bytes"]
         if sum(chunk.sizes.numel() for chunk in chunks) != torch.Size(entry["shape"]).numel():
-            raise ValueError(f"the pieces of {name} are not the whole of it")
+            raise ValueError(f"the pieces of {name} do not add up to the whole tensor")
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry["shape"]), chunks)
     return Index(Metadata(tensors), places)
 
 
 def make_layout(tensors: Mapping[str, torch.Tensor]) -> PieceLayout:
-    """The layout of tensors that are sharded as these are. Collective."""
+    """The layout of tensors sharded like these. Collective."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(tensors), is_coordinator=dist.get_rank() == 0)
     local = planner.create_local_plan()

@@ -1,4 +1,4 @@
-"""A committed checkpoint into model and optimizer, compared and read by all ranks together."""
+"""Load a committed checkpoint into model and optimizer, verified and read by all ranks together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load(model: PreTrainedModel, optimizer: Optimizer, checkpoint: CommittedChec
 
 
 def verify_together(checkpoint: CommittedCheckpoint, *, hashes: bool, only_rank0: bool = False) -> str | None:
-    """What is wrong with a committed checkpoint, the same on all ranks. Each reads a part of it. Collective."""
+    """The problem with a committed checkpoint, the same on all ranks; each hashes a part of the files. Collective."""
     share = (0, 1) if only_rank0 else (dist.get_rank(), dist.get_world_size())
 
     def look() -> str | None:

@@ -1,4 +1,4 @@
-"""Which storage a location means: a directory, or a URL of an object store."""
+"""The storage at a location: a directory, or a URL of an object store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from raytune_fsdp.urls import is_url
 
 
 def storage_at(location: str) -> Storage:
-    """The storage of a directory or URL. Touches nothing."""
+    """The storage of a directory or URL. Touches neither."""
     from raytune_fsdp.checkpoint.objects import ObjectStorage
     from raytune_fsdp.checkpoint.posix import PosixStorage
 

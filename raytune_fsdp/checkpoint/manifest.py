@@ -1,4 +1,4 @@
-"""What makes a directory a checkpoint: the size and the hash of every file in it, written last."""
+"""The manifest, which makes a directory a checkpoint: size and hash of every file in it, written last."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, MANIFEST_FILE, STATE_FILE, Storage
+from raytune_fsdp.errors import in_one_line
 
 if TYPE_CHECKING:
     from raytune_fsdp.checkpoint.writing import Sum
 
 PIECES = ".distcp"
-"""Ending of the files with tensors in them."""
+"""Suffix of the files that hold tensors."""
 _CHUNK_BYTES = 1 << 20
 
 
@@ -27,22 +28,22 @@ def make_manifest(sums: Mapping[str, Sum]) -> str:
 def check(
     storage: Storage, name: str, *, hashes: bool, share: tuple[int, int] = (0, 1), threads: int = 1
 ) -> str | None:
-    """What is wrong with a checkpoint, None if nothing: the sizes of all files, and their hashes.
+    """Compare sizes and hashes of a checkpoint's files with its manifest. Returns the problem, None if it is intact.
 
-    Without `hashes` only those of the small files. With `share=(rank, world)` only a part of them: what all ranks find
-    is what there is to find. So many `threads` read. OSError where the storage does not answer: that is no verdict on
-    the checkpoint.
+    Without `hashes` only small files are hashed. With `share=(rank, world)` only this rank's part is: together the
+    ranks check every file. `threads`: parallel readers. Raises OSError if the storage does not answer, which says
+    nothing about the checkpoint.
     """
     try:
         read = json.loads(storage.read(name, MANIFEST_FILE))
         files = read["files"]
         if read["format"] != 1 or not {STATE_FILE, INDEX_FILE} <= set(files):
-            raise ValueError("it is of another version")
+            raise ValueError("it has another version")
         wanted = {file: (int(each["bytes"]), str(each["xxh3"])) for file, each in files.items()}
     except FileNotFoundError:
         return f"{MANIFEST_FILE} is gone"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST_FILE} is not what was written: {type(error).__name__}: {error}"
+        return f"{MANIFEST_FILE} is not what was written: {in_one_line(error)}"
     present = storage.sizes(name)
     for file, (size, _) in wanted.items():
         if file not in present:
@@ -61,7 +62,7 @@ def check(
 
     if threads == 1:
         return next(filter(None, map(problem, mine)), None)
-    with ThreadPoolExecutor(threads) as readers:  # neither reading nor hashing needs Python's lock
+    with ThreadPoolExecutor(threads) as readers:  # neither reading nor hashing holds Python's lock
         return next(filter(None, list(readers.map(problem, mine))), None)
 
 
@@ -79,7 +80,7 @@ def hash_file(storage: Storage, name: str, file: str, size: int) -> str:
 
 
 def _share_of(sizes: Mapping[str, int], rank: int, world: int) -> list[str]:
-    """A rank's share of the files: the largest first, each to the rank that has the least yet."""
+    """A rank's share of the files: the largest file first, each to the rank with the fewest bytes so far."""
     load = [0] * world
     mine = []
     for file, size in sorted(sizes.items(), key=lambda each: (-each[1], each[0])):

@@ -1,7 +1,7 @@
-"""How the ranks' writers report to each other, beside training and without waiting in a collective.
+"""How the ranks' writers report to each other while training goes on, without a collective.
 
-A collective would hang with the rank whose storage hangs, and could not be given up; here whoever waits has a deadline.
-The messages go through the store over which the process group itself was made: it is there, and all ranks reach it.
+A collective would hang with the rank whose storage hangs, and could not be given up; here every wait has a deadline.
+The messages go through the store from which the process group was made: it exists, and all ranks reach it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LOOK_SECONDS = 1.0
 
 
 class Messages:
-    """Messages by key, each read once."""
+    """Messages by key. Each is read once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -28,9 +28,9 @@ class Messages:
         self._store.set(key, json.dumps(value))
 
     def receive(self, key: str) -> Any | None:
-        """The message under a key, None if there was none within a second."""
+        """The message under a key; None if there is none within a second."""
         deadline, pause = time.monotonic() + _LOOK_SECONDS, 0.002
-        # Polled: a thread that waits in the store keeps this rank's other thread from it.
+        # Polled, every 2 to 50 ms: a thread that waits inside the store blocks this rank's other threads from using it.
         while not self._store.check([key]):
             if time.monotonic() > deadline:
                 return None
@@ -42,7 +42,7 @@ class Messages:
 
 
 def open_messages() -> Messages:
-    """A place for messages that all ranks know, and nobody has used before. Collective."""
+    """Messages under a prefix that all ranks share and nothing else uses. Collective."""
     name: list[Any] = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, src=0)
     return Messages(PrefixStore(name[0], _get_default_store()))

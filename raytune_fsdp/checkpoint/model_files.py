@@ -1,4 +1,4 @@
-"""What belongs to a committed checkpoint, and the checkpoint as a model again. One process, no process group."""
+"""The config and tokenizer that belong to a committed checkpoint, and the checkpoint as a model. Needs no ranks."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ from raytune_fsdp.rundir import MODEL_FILES, checkpoints_below, checkpoints_of
 from raytune_fsdp.urls import is_url
 
 READERS = 4
-"""Files of a checkpoint that are read at once, where one process reads them all."""
+"""Files of a checkpoint that are read at the same time when one process reads them all: neither reading nor hashing
+holds Python's lock."""
 
 
 def find_checkpoint(place: Path | str) -> CommittedCheckpoint:
-    """The checkpoint that a path or URL means: itself, or the newest complete one of the run directory it is."""
-    # The run directory is found from a checkpoint by its parents.
+    """The verified checkpoint at a path or URL, or the newest intact one of a run directory."""
+    # Resolved, since the run directory is found from a checkpoint by its parents.
     path = str(place) if is_url(str(place)) else str(Path(place).resolve())
     found = as_checkpoint(path)
     if found is not None:
         problem = verify(found, hashes=True, threads=READERS)
         if problem:
-            raise ResumeError(f"checkpoint {path} is damaged: {problem}; use another one beside it")
+            raise ResumeError(f"checkpoint {path} is damaged: {problem}; use another one of the run")
         return found
     found, _ = newest(
         checkpoints_below(path) if is_url(path) else checkpoints_of(Path(path)), hashes=True, threads=READERS
     )
     if found is None:
-        raise ResumeError(f"{path} is neither a committed checkpoint nor a run directory that holds one")
+        raise ResumeError(f"{path} is neither a committed checkpoint nor the directory of a run that has one")
     return found
 
 
 def model_files(checkpoint: CommittedCheckpoint) -> Path:
-    """Config and tokenizer of the run that a checkpoint belongs to; of an object store as a copy."""
+    """The directory with config and tokenizer of a checkpoint's run; for an object store, a local copy."""
     return _copied(checkpoint.root) if is_url(checkpoint.root) else Path(checkpoint.root).parent / MODEL_FILES
 
 
@@ -55,7 +56,7 @@ def _copied(root: str) -> Path:
 
 
 def leave_model_files(model: Path, checkpoints: str) -> None:
-    """Put config and tokenizer where `model_files` looks, if the checkpoints are not in the run's directory."""
+    """Copy config and tokenizer to where `model_files` looks, if the checkpoints are not in the run's directory."""
     if is_url(checkpoints):
         beside = ObjectStorage(checkpoints.rpartition("/")[0])
         for file in model.iterdir():
@@ -65,17 +66,17 @@ def leave_model_files(model: Path, checkpoints: str) -> None:
 
 
 def load_for_inference(path: Path, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer of a run, a checkpoint or a Hugging Face directory, in the type they are stored in."""
+    """Model and tokenizer of a run, a checkpoint or a Hugging Face directory, in the stored type."""
     if not path.is_dir():
         raise ModelError(
-            f"{path}: there is no such directory; give a run, a checkpoint, or a Hugging Face model directory"
+            f"{path}: there is no such directory; name a run, a checkpoint, or a Hugging Face model directory"
         )
     if (path / "config.json").is_file():
         try:
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
             return model.to(device).eval(), AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError, RuntimeError) as error:
-            raise ModelError(f"{path} is not a whole Hugging Face model directory: {first_line(error)}") from error
+            raise ModelError(f"{path} is not a complete Hugging Face model directory: {first_line(error)}") from error
     checkpoint = find_checkpoint(path)
     files = model_files(checkpoint)
     if not (files / "config.json").is_file():
@@ -87,7 +88,7 @@ def load_for_inference(path: Path, device: torch.device) -> tuple[PreTrainedMode
     wanted = set(owned_tensors(model))
     if wanted != set(tensors):
         raise ModelError(
-            f"{checkpoint.path} does not hold what {files / 'config.json'} describes: {wanted ^ set(tensors)}"
+            f"{checkpoint.path} does not have the tensors of {files / 'config.json'}: {wanted ^ set(tensors)} differ"
         )
-    model.load_state_dict(tensors, strict=False)  # not strict: a tied weight is stored under one of its names
+    model.load_state_dict(tensors, strict=False)  # not strict: a tied weight is stored under one name only
     return model.to(device).eval(), AutoTokenizer.from_pretrained(files)

@@ -1,7 +1,7 @@
-"""Checkpoints in an object store: S3, GCS, and what else pyarrow or fsspec open.
+"""Checkpoints in an object store: S3, GCS, and whatever else pyarrow or fsspec open.
 
-An object is there when it is whole, and there is no rename: the files of a draft have names of their own, and the
-manifest, written last, is what makes a directory a checkpoint. Every rank reads and writes what is its own.
+An object becomes visible only when it is complete, and cannot be renamed. So the files of each save have names of their
+own, and the manifest, written last, makes a directory a checkpoint. Every rank reads and writes its own part.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 TRIES = 8
-"""The library below has tried several times before one of these is over."""
-_TOGETHER_BYTES = 4 << 20
+"""Tries of an operation. The pauses between them add up to 25 s on average; in each, the library below retries too."""
+_TOGETHER_BYTES = 4 << 20  # a request takes as long for a kilobyte as for a megabyte
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 20.0
 
 
 def patiently(what: str, work: Callable[[], T]) -> T:
-    """The result of work that a store may refuse for a while: throttling, a node that is gone, a lost connection."""
+    """Repeat work that a store may refuse for a while: throttling, a lost node, a lost connection."""
     for attempt in range(TRIES):
         try:
             return work()
@@ -85,7 +85,7 @@ class ObjectStorage:
         return f"{self.where(name)}, whose manifest is now {MANIFEST_FILE}{DAMAGED}"
 
     def remove(self, name: str) -> None:
-        self._delete(name, MANIFEST_FILE)  # first: from here on it is none
+        self._delete(name, MANIFEST_FILE)  # first: from here on it is not a checkpoint
         self._delete_all(name)
 
     def clean(self) -> None:
@@ -96,10 +96,10 @@ class ObjectStorage:
 
     @contextmanager
     def create(self, name: str, file: str) -> Iterator[Sink]:
-        """A new object. It is there when this is left without an exception."""
+        """A new object. It exists once the block ends without an exception."""
         stream = self._system().open_output_stream(self._path(name, file))
         yield cast(Sink, stream)
-        stream.close()  # not after an exception: without its end there is no object
+        stream.close()  # not after an exception: an upload that was not closed leaves no object
 
     def put(self, name: str, file: str, content: bytes) -> None:
         def put() -> None:
@@ -117,7 +117,7 @@ class ObjectStorage:
 
     def _delete(self, name: str, file: str) -> None:
         def delete() -> None:
-            with suppress(FileNotFoundError):  # an earlier try has done it and was not told
+            with suppress(FileNotFoundError):  # an earlier try did it, but its answer was lost
                 self._system().delete_file(self._path(name, file))
 
         patiently(f"removing {self.where(name)}/{file}", delete)
@@ -148,19 +148,19 @@ class ObjectDraft:
         present = self.storage.sizes(self.name)
         lacking = {file: size for file, size in sizes.items() if present.get(file) != size}
         if lacking or MANIFEST_FILE in present:
-            raise OSError(f"{self.storage.where(self.name)} holds {present}, but {lacking} is what should be there")
+            raise OSError(f"{self.storage.where(self.name)} holds {present}, but should hold {lacking}")
         self.storage.put(self.name, MANIFEST_FILE, manifest.encode())
 
     def discard(self) -> None:
         try:
-            if MANIFEST_FILE not in self.storage.sizes(self.name):  # it may be there, though the store did not say so
+            if MANIFEST_FILE not in self.storage.sizes(self.name):  # it may exist although the store did not confirm it
                 self.storage._delete_all(self.name)
-        except Exception as error:  # of any library behind fsspec
+        except Exception as error:  # each library below fsspec has errors of its own
             logger.warning("%s is left unfinished: %s", self.storage.where(self.name), error)
 
 
 class _ObjectSource:
-    """Small pieces are asked for together: a request takes as long for a kilobyte as for a megabyte."""
+    """A file read by position. Small pieces are fetched together, `_TOGETHER_BYTES` at a time."""
 
     def __init__(self, file: Any, what: str) -> None:
         self._file = file

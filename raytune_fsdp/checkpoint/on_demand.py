@@ -1,8 +1,8 @@
-"""How a person asks a run that is training for a checkpoint now: a small file in the run directory, and its answer.
+"""How a person asks a training run for a checkpoint now: a small file in the run directory, and its answer.
 
 checkpoint-now.<id>.asked      left by `raytune-fsdp checkpoint now`
-checkpoint-now.<id>.taken      the run saves behind this step
-checkpoint-now.<id>.answered   what became of it, as JSON
+checkpoint-now.<id>.taken      the run saves after this step
+checkpoint-now.<id>.answered   the outcome, as JSON
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 _PREFIX = "checkpoint-now."
 _ASKED, _TAKEN, _ANSWERED = ".asked", ".taken", ".answered"
 _LOOK_SECONDS = 1.0
-"""So often a run looks for files at most."""
+"""The shortest time between two looks: on a network file system, listing a directory in every step would be felt."""
 
 
 class Requests:
@@ -27,32 +27,32 @@ class Requests:
         self._looked = 0.0
         self._taken: list[Path] = []
         self._waiting = False
-        for taken in run_dir.glob(f"{_PREFIX}*{_TAKEN}"):  # by an attempt that has not lived to answer
+        for taken in run_dir.glob(f"{_PREFIX}*{_TAKEN}"):  # by an attempt that ended before it could answer
             with suppress(OSError):
                 taken.rename(taken.with_suffix(_ASKED))
 
     def waiting(self) -> bool:
-        """Whether someone asks."""
+        """Whether someone is asking."""
         if time.monotonic() - self._looked >= _LOOK_SECONDS:
             self._looked = time.monotonic()
             self._waiting = any(self._run_dir.glob(f"{_PREFIX}*{_ASKED}"))
         return self._waiting
 
     def take(self) -> None:
-        """A checkpoint is begun: it answers all who ask."""
+        """A save begins: it answers all requests so far."""
         self._waiting = False
         for asked in self._run_dir.glob(f"{_PREFIX}*{_ASKED}"):
             taken = asked.with_suffix(_TAKEN)
-            with suppress(OSError):  # whoever asked may have gone
+            with suppress(OSError):  # whoever asked may have given up
                 asked.rename(taken)
                 self._taken.append(taken)
 
     def answer(self, step: int, path: str | None, problem: str | None) -> None:
-        """What became of it."""
+        """Answer the requests that were taken."""
         text = json.dumps({"step": step, "path": path, "problem": problem})
         for taken in self._taken:
             with suppress(OSError):
-                with open(taken, "r+") as file:  # whoever asked may have gone
+                with open(taken, "r+") as file:  # not "w": whoever asked may have given up and removed it
                     file.write(text)
                 taken.rename(taken.with_suffix(_ANSWERED))
         self._taken.clear()
@@ -68,7 +68,7 @@ class Asking:
         self._file.touch()
 
     def taken(self) -> bool:
-        """Whether the run has heard."""
+        """Whether the run has taken the request."""
         return not self._file.exists()
 
     def answer(self) -> dict[str, object] | None:
@@ -81,6 +81,6 @@ class Asking:
         return found
 
     def leave(self) -> None:
-        """Ask no more."""
+        """Withdraw the request."""
         for suffix in (_ASKED, _TAKEN, _ANSWERED):
             self._file.with_suffix(suffix).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Checkpoints on a file system that all nodes mount: NFS, Lustre, a local disk.
 
-A draft is a directory of another name, and publishing is its rename: the one operation of a file system that happens
-at once. What has to be on the disk before it is on the disk before it.
+A draft is a directory with another name, and publishing is its rename, the only operation of a file system that is
+atomic. Everything in the directory is on the disk before the rename.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_FILE, Sink, Stored
 from raytune_fsdp.durable import sync_directory, write_durably
 
 STAGING = ".tmp"
-"""Behind the name of everything that is not finished, or no longer whole."""
+"""Suffix of directories that are unfinished or being deleted."""
 _BUFFER_BYTES = 1 << 20
 
 
@@ -27,11 +27,11 @@ class PosixDraft:
     staging: Path
     final: Path
     again: bool = False
-    """A disk that is full, or broken, is so a second later too."""
+    """A full or broken disk is still full or broken a second later."""
 
     @contextmanager
     def create(self, file: str) -> Iterator[Sink]:
-        self.staging.mkdir(parents=True, exist_ok=True)  # the rank that comes first makes it
+        self.staging.mkdir(parents=True, exist_ok=True)  # made by whichever rank comes first
         with open(self.staging / file, "xb", buffering=_BUFFER_BYTES) as sink:
             yield cast(Sink, sink)
             sink.flush()
@@ -87,7 +87,7 @@ class PosixStorage:
 
     def set_aside(self, name: str) -> str:
         target, number = self._root / f"{name}{DAMAGED}", 1
-        while target.exists():  # an earlier attempt of this number and step
+        while target.exists():  # an attempt of this number has set this step aside before
             number += 1
             target = self._root / f"{name}.{number}{DAMAGED}"
         (self._root / name).rename(target)
@@ -96,7 +96,7 @@ class PosixStorage:
     def remove(self, name: str) -> None:
         doomed = self._root / f"{name}{STAGING}"
         (self._root / name).rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)  # what is left will be cleaned
+        shutil.rmtree(doomed, ignore_errors=True)  # `clean` removes what is left
 
     def clean(self) -> None:
         if self._root.is_dir():

@@ -1,6 +1,6 @@
 """The tensors of a committed checkpoint, each rank reading what it needs.
 
-Nothing in a checkpoint is ever executed: the index is JSON, and of the pieces only the numbers are read.
+Nothing in a checkpoint is ever executed: the index is JSON, and only the numbers of the pieces are read.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from raytune_fsdp.errors import ResumeError, TransientError
 
 
 def read_index(storage: Storage, name: str) -> Index:
-    """Which tensors a checkpoint has, and where."""
+    """The index of a checkpoint."""
     try:
         return parse_index(storage.read(name, INDEX_FILE))
     except OSError as error:
         raise TransientError(f"{storage.where(name)}/{INDEX_FILE} could not be read: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ResumeError(
-            f"{storage.where(name)}/{INDEX_FILE} is no index of a checkpoint ({error}); use another checkpoint, or the "
-            "version that wrote this one"
+            f"{storage.where(name)}/{INDEX_FILE} is not an index of a checkpoint ({error}); use another checkpoint, or "
+            "the version that wrote this one"
         ) from error
 
 
 def compare(tensors: Mapping[str, torch.Tensor], index: Index, where: str, *, whole: bool) -> None:
-    """Refuse a checkpoint that lacks one of these tensors or has it otherwise, or, if `whole`, has others too."""
+    """Refuse a checkpoint if one of these tensors is missing or differs there; if `whole`, also if it has others."""
     problems = [f"{name} is missing" for name in tensors if name not in index.tensors]
     if whole:
         problems += [f"{name} is not part of this model" for name in index.tensors if name not in tensors]
@@ -57,14 +57,14 @@ def read_tensors(
     index: Index,
     whole: bool = True,
 ) -> None:
-    """Fill `tensors`, of DTensors what this rank has of them. Nothing is cast or missed, nor left over if `whole`."""
+    """Fill `tensors`; of DTensors, this rank's part. Nothing is cast or missing; if `whole`, nothing is left over."""
     compare(tensors, index, storage.where(name), whole=whole)
     _read_items(create_default_local_load_plan(dict(tensors), index.metadata).items, tensors, storage, name, index)
 
 
 @torch.no_grad()
 def read_rows(target: torch.Tensor, start: int, storage: Readable, name: str, tensor: str, index: Index) -> None:
-    """Fill `target` with the rows of a tensor from `start` on; of one without dimensions with all there is."""
+    """Fill `target` with the rows of a tensor from `start` on; a tensor without dimensions is read whole."""
     offset = torch.Size([start, *[0] * (target.ndim - 1)][: target.ndim])
     items = create_read_items_for_chunk_list(
         tensor, index.tensors[tensor], [ChunkStorageMetadata(offset, target.size())]
@@ -92,20 +92,20 @@ def _read_items(
 
 
 class _Room:
-    """Memory for one piece after the other."""
+    """Memory that is used again for one piece after another."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def of(self, size: int) -> torch.Tensor:
         if self._memory.numel() < size:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
+            self._memory = torch.empty(0, dtype=torch.uint8)  # frees the old memory before new is allocated
             self._memory = torch.empty(size, dtype=torch.uint8)
         return self._memory[:size]
 
 
 def _read(source: StoredFile, place: Place, index: Index, item: ReadItem, tensor: torch.Tensor, room: _Room) -> None:
-    """What a tensor needs of a stored piece, into it: straight into its memory, where it lies there in one block."""
+    """Read what a tensor needs of a stored piece; straight into its memory, if that is one contiguous block."""
     target = local_piece(tensor)
     for axis, length in enumerate(item.lengths):
         target = target.narrow(axis, item.dest_offsets[axis], length)
@@ -115,7 +115,7 @@ def _read(source: StoredFile, place: Place, index: Index, item: ReadItem, tensor
     shape = next(chunk.sizes for chunk in chunks if chunk.offsets == item.storage_index.offset)
     _, start, size = place
     first, lengths = item.storage_offsets, item.lengths
-    if shape and lengths[1:] == shape[1:]:  # whole rows
+    if shape and lengths[1:] == shape[1:]:  # whole rows: they are contiguous in the file, so nothing else is read
         row = size // shape[0]
         start, size, shape = start + first[0] * row, lengths[0] * row, torch.Size(lengths)
         first = torch.Size([0] * len(shape))

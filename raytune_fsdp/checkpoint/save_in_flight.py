@@ -1,6 +1,6 @@
 """The life of one save: begun, written, committed or failed, reported.
 
-This rank's thread writes its file, rank 0's commits when all ranks have, and training goes on meanwhile.
+A thread on each rank writes that rank's file while training goes on; rank 0's thread commits when all have written.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from raytune_fsdp.checkpoint.manifest import PIECES, make_manifest
 from raytune_fsdp.checkpoint.messages import Messages
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, STATE_FILE, Draft
 from raytune_fsdp.checkpoint.writing import NotFiniteError, Sum, write_pieces, write_small
-from raytune_fsdp.errors import TransientError
+from raytune_fsdp.errors import TransientError, in_one_line
 from raytune_fsdp.types import Saved
 
 logger = logging.getLogger(__name__)
 
 Ending = Literal["committed", "failed", "not_finite"]
-"""How a save ends. `not_finite`: the state has an infinity or a NaN, so another save would end in the same way."""
+"""How a save ends. `not_finite`: the state has an infinity or a NaN, so another save would end the same way."""
 ENDINGS: tuple[Ending, ...] = get_args(Ending)
 
 _GRACE_SECONDS = 120
-"""Rank 0 gives a save up after its time limit, and twice that if storage hangs while it commits; the other ranks wait
-this much longer before they conclude that rank 0 itself is stuck."""
+"""Rank 0 gives a save up after its time limit, or after twice that if storage hangs during the commit. The other ranks
+wait this much longer before they conclude that rank 0 itself is stuck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,25 +43,25 @@ class Outcome:
     saved: Saved | None = None
     """The checkpoint, if it was committed."""
     problem: str | None = None
-    """Why there is none, otherwise."""
+    """Why there is no checkpoint, if it was not committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveJob:
-    """What is to be written, and how the ranks reach each other."""
+    """What to write, and how the ranks reach each other."""
 
     step: int
     serial: int
     rank: int
     world: int
     path: str
-    """Of the checkpoint, for people."""
+    """Path or URL of the checkpoint, for messages."""
     draft: Draft
     layout: PieceLayout
     pieces: Mapping[str, torch.Tensor]
     state: str
     seconds: float
-    """How long it may take."""
+    """Time limit of the save."""
     messages: Messages
     leftovers: Sequence[Draft]
     """Drafts of earlier saves that failed. Rank 0 removes them first."""
@@ -78,7 +78,7 @@ class SaveJob:
 
 
 class SaveInFlight:
-    """One rank's part in a save, through its whole life:
+    """One rank's part in a save, from its beginning to its end:
 
         begun       the constructor starts this rank's writer, a thread
         written     the writer has sent rank 0 a message about this rank's file
@@ -102,7 +102,7 @@ class SaveInFlight:
         self._thread.start()
 
     def ending(self) -> Ending | None:
-        """How the save has ended, on rank 0 and until it was reported; None everywhere else."""
+        """How the save ended, on rank 0 until it was reported; otherwise None."""
         if self.reported or self.job.rank != 0:
             return None
         outcome = self.outcome()
@@ -110,34 +110,34 @@ class SaveInFlight:
 
     @property
     def busy(self) -> bool:
-        """Whether another save must wait: this rank's pieces are still being written, or rank 0 knows no outcome."""
+        """Whether another save must wait: this rank is still writing, or rank 0 does not know the outcome yet."""
         if self._thread.is_alive():
             return True
-        if not self._sent:  # the writer was ended from outside: rank 0 must not wait for its message in vain
-            self._send({"problem": "its writer ended without a word"})
+        if not self._sent:  # the thread was ended from outside: spare rank 0 the wait for its message
+            self._send({"problem": "its writer ended without a report"})
         return self.job.rank == 0 and not self.reported and self.outcome() is None
 
     def outcome(self) -> Outcome | None:
-        """On rank 0, once it is known. A save that takes too long is given up, and not committed any more."""
+        """The outcome on rank 0; None while unknown. Gives up a save that takes too long: it is never committed."""
         with self._lock:
             if self._outcome is None:
                 if self._committing:
-                    # A commit that has begun cannot be taken back: storage that hangs in it gets as long again.
+                    # A commit that has begun cannot be taken back: storage that hangs in it gets the same time again.
                     if self._left() < -self.job.seconds:
-                        self._outcome = self._failed("the storage does not say whether it is there")
+                        self._outcome = self._failed("the storage does not answer whether the checkpoint is there")
                 elif not self._thread.is_alive():
-                    self._outcome = self._failed("rank 0: its writer ended without a word")
+                    self._outcome = self._failed("rank 0: its writer ended without a report")
                 elif self._left() < 0:
                     self._outcome = self._failed(self._too_late())
                     self._given_up = True
             return self._outcome
 
     def report(self, ending: Ending) -> Outcome:
-        """The outcome, on every rank; rank 0 has announced this `ending`. Collective.
+        """The outcome, on every rank, after rank 0 has announced this `ending`. Collective.
 
-        How large a committed checkpoint is, and how long it took, only rank 0 knows.
+        Only rank 0 knows the size of a committed checkpoint and how long it took.
         """
-        assert not self.reported, "a save ends once"
+        assert not self.reported, "a save is reported once"
         known = self._wait() if self.job.rank == 0 else None
         self.reported = True
         if ending == "committed":
@@ -156,7 +156,7 @@ class SaveInFlight:
                 job.messages.send(job.ended_key(rank), ending)
         else:
             ending = self._receive_ending()
-        dist.all_reduce(torch.zeros(()))  # rank 0 hosts the messages: it must not leave before all have read theirs
+        dist.all_reduce(torch.zeros(()))  # rank 0 hosts the messages: it must not exit before all have read theirs
         return self.report(ending)
 
     def join(self, seconds: float) -> None:
@@ -164,13 +164,13 @@ class SaveInFlight:
         self._thread.join(seconds)
 
     def _wait(self) -> Outcome:
-        """On rank 0, until the outcome is known."""
+        """Wait until rank 0, this rank, knows the outcome."""
         while (outcome := self.outcome()) is None:
             self._thread.join(0.2 if self._committing else max(0.01, min(0.2, self._left())))
         return outcome
 
     def _receive_ending(self) -> Ending:
-        """On the other ranks. Not in a collective: it would give up long before a slow save has to."""
+        """Wait for rank 0's message. Not in a collective, which would time out long before a slow save does."""
         deadline = time.monotonic() + 2 * self.job.seconds + _GRACE_SECONDS
         while (ending := self.job.messages.receive(self.job.ended_key(self.job.rank))) is None:
             if time.monotonic() > deadline:
@@ -180,7 +180,7 @@ class SaveInFlight:
         return found
 
     def _run(self) -> None:
-        """The writer."""
+        """The writer's thread."""
         job = self.job
         message: dict[str, Any] = {"problem": "its writer was ended"}
         try:
@@ -200,7 +200,7 @@ class SaveInFlight:
                     self._clean_up(job.after)
 
     def _write(self) -> dict[str, Any]:
-        """This rank's file, and what rank 0 needs to know of it."""
+        """Write this rank's file; return the message about it for rank 0."""
         job = self.job
         if not job.layout.mine:
             return {"file": None, "spans": []}
@@ -210,7 +210,7 @@ class SaveInFlight:
         except NotFiniteError as error:
             return {"problem": f"{error} is not finite", "not_finite": True}
         except Exception as error:  # whatever a storage raises, training goes on
-            return {"problem": _in_one_line(error)}
+            return {"problem": in_one_line(error)}
         return {"file": file, "sum": asdict(written.sum), "spans": written.spans}
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -218,7 +218,7 @@ class SaveInFlight:
         self.job.messages.send(self.job.written_key(self.job.rank), message)
 
     def _gather(self) -> Outcome:
-        """On rank 0: wait for every rank's file, then commit."""
+        """On rank 0: wait for every rank's message, then commit."""
         job = self.job
         try:
             messages = [self._receive(rank) for rank in range(job.world)]
@@ -231,7 +231,7 @@ class SaveInFlight:
             size = self._commit(messages)
         except Exception as error:
             job.draft.discard()
-            return self._failed(f"rank 0: {_in_one_line(error)}")
+            return self._failed(f"rank 0: {in_one_line(error)}")
         seconds = time.monotonic() - self._started
         saved = Saved(step=job.step, path=job.path, seconds=seconds, bytes=size)
         return Outcome(step=job.step, ending="committed", saved=saved)
@@ -240,7 +240,7 @@ class SaveInFlight:
         self._waiting_for = rank
         while (message := self.job.messages.receive(self.job.written_key(rank))) is None:
             if self._given_up or self._left() < 0:
-                raise TimeoutError(self._too_late())
+                raise TransientError(self._too_late())
         found: dict[str, Any] = message
         return found
 
@@ -258,9 +258,9 @@ class SaveInFlight:
             sums[name] = write_small(job.draft, name, content)
         job.before()
         with self._lock:
-            # Training has given this save up and may have begun the next one: it must not become visible now.
+            # If training has given this save up, it may have begun the next one: this one must not become visible now.
             if self._given_up:
-                raise TimeoutError("given up")
+                raise TransientError("given up")
             self._committing = True
         job.draft.publish({name: each.bytes for name, each in sums.items()}, make_manifest(sums))
         return sum(each.bytes for each in sums.values())
@@ -268,8 +268,8 @@ class SaveInFlight:
     def _clean_up(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # the new checkpoint counts, whatever becomes of older ones
-            logger.warning("older checkpoints could not be removed: %s", _in_one_line(error))
+        except Exception as error:  # the new checkpoint is committed, whatever happens to older ones
+            logger.warning("older checkpoints could not be removed: %s", in_one_line(error))
 
     def _failed(self, problem: str, ending: Ending = "failed") -> Outcome:
         return Outcome(step=self.job.step, ending=ending, problem=problem)
@@ -280,7 +280,3 @@ class SaveInFlight:
 
     def _left(self) -> float:
         return self._started + self.job.seconds - time.monotonic()
-
-
-def _in_one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)

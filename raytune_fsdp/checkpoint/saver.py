@@ -1,4 +1,4 @@
-"""The saves of one attempt, one at a time: what each of them holds, and where it goes."""
+"""The saves of one attempt, one at a time: what each holds, and where it goes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raytune_fsdp.checkpoint.storage import Draft, Storage
 from raytune_fsdp.checkpoint.tensors import tensors_of
 from raytune_fsdp.optim import Optimizer
 
-_LEAVE_SECONDS = 30
+_LEAVE_SECONDS = 30  # storage that hangs for longer does not keep the process from ending
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,14 +32,14 @@ class Saver:
     attempt: int
     keep: Keep
     seconds: float
-    """How long a save may take."""
+    """Time limit of a save."""
     tensors: Callable[[], dict[str, torch.Tensor]]
     layout: PieceLayout
     staging: Staging | None
-    """None: pieces are written from where they are, and must not be touched meanwhile."""
+    """None: pieces are written from where they are, and must not change meanwhile."""
     messages: Messages
     scores: dict[int, float] = field(default_factory=dict)
-    """By step, to keep the best. On rank 0."""
+    """Scores by step, to keep the best checkpoints. On rank 0."""
     _serial: int = 0
     _save: SaveInFlight | None = None
     """The last one that was begun."""
@@ -50,9 +50,9 @@ class Saver:
         return self.staging is not None
 
     def status(self) -> tuple[Ending | None, bool]:
-        """How the last save has ended if that was not reported yet (on rank 0), and whether this rank is still at it.
+        """How the last save ended, if rank 0 has yet to report that, and whether this rank is still busy with it.
 
-        No save can begin while a rank is.
+        No save can begin while any rank is busy.
         """
         if self._save is None:
             return None, False
@@ -60,7 +60,7 @@ class Saver:
         return ending, self._save.busy
 
     def begin(self, state: RunState, *, before: Callable[[], None]) -> None:
-        """Save the state after a step. The caller waits for the copy only. No rank may be busy.
+        """Save the state after a step. The caller waits only for the copy. No rank may be busy.
 
         `before` is called on rank 0, in another thread, before the checkpoint becomes visible.
         """
@@ -93,12 +93,12 @@ class Saver:
         self._save = SaveInFlight(job)
 
     def report(self, ending: Ending) -> Outcome:
-        """The outcome of the last save, which rank 0 has announced to have ended like this. Collective."""
-        assert self._save is not None, "nothing was begun"
+        """The outcome of the last save, after rank 0 has announced this `ending`. Collective."""
+        assert self._save is not None, "no save was begun"
         return self._reported(self._save.report(ending))
 
     def finish(self) -> Outcome | None:
-        """Wait for the outcome of the last save; None if there is none, or it was reported. Collective."""
+        """Wait for the outcome of the last save; None if there is no save, or it was reported. Collective."""
         if self._save is None or self._save.reported:
             return None
         return self._reported(self._save.finish())
@@ -109,7 +109,7 @@ class Saver:
         return outcome
 
     def leave(self) -> None:
-        """Let the writer end. The process must not end before: the writer may be in the middle of C++."""
+        """Wait for the writer's thread. A process that ends while the thread is inside C++ may crash."""
         if self._save is not None:
             self._save.join(_LEAVE_SECONDS)
 
@@ -125,7 +125,7 @@ def open_saver(
     asynchronous: bool,
     scores: Mapping[int, float],
 ) -> Saver:
-    """The saver of a run with this model and optimizer. Collective."""
+    """The saver of an attempt with this model and optimizer. Collective."""
     optimizer.init_state()
     now = partial(tensors_of, model, optimizer)
     tensors = now()

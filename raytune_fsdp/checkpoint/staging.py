@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes: a multiple of the size of every dtype, and a cache line
 
 
 class Staging:
-    """Memory for the pieces that this rank writes, in one block that is there before the first save needs it."""
+    """Memory for the pieces that this rank writes, allocated as one block before the first save."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], mine: Sequence[str]) -> None:
         pieces = {name: local_piece(tensors[name]) for name in mine}
@@ -20,13 +20,14 @@ class Staging:
             places[name] = size
             size += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._cuda = any(piece.is_cuda for piece in pieces.values())
+        # Pinned memory from torch is rounded up to a power of two: a block of 52 GB takes 64 GiB.
         self._block = torch.empty(size, dtype=torch.uint8, pin_memory=self._cuda)
-        self._block.zero_()  # or the first save would wait for the operating system to find the memory
+        self._block.zero_()  # touches every page now; otherwise the first save would wait for the operating system
         self.pieces = {name: self._view(places[name], piece) for name, piece in pieces.items()}
-        """The copy, by name. Whoever writes it reads it until the next `copy`."""
+        """The copies, by name. They do not change until the next `copy`."""
 
     def _view(self, start: int, like: torch.Tensor) -> torch.Tensor:
-        """A part of the block as a tensor that knows of no other part: torch.save would write the block."""
+        """A part of the block as a tensor with its own storage: torch.save would write all of a view's storage."""
         if not like.numel():
             return torch.empty(like.shape, dtype=like.dtype)
         memory = memoryview(self._block.numpy())[start : start + like.nbytes]  # type: ignore[arg-type]
@@ -34,7 +35,7 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take the values as they are now. The caller waits."""
+        """Copy the values as they are now. The caller waits."""
         for name, piece in self.pieces.items():
             piece.copy_(local_piece(tensors[name]), non_blocking=self._cuda)
         if self._cuda:
@@ -42,6 +43,6 @@ class Staging:
 
 
 def local_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor. No copy."""
+    """This rank's part of a tensor, without a copy."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -23,18 +23,18 @@ class RunState:
 
     step: int = 0
     samples: int = 0
-    """Packed samples consumed so far: fewer than whole batches where the last step was short."""
+    """Packed samples consumed so far; not a multiple of the global batch if the last step was short."""
     cursor: Cursor = field(default_factory=Cursor)
     schedule_steps: int | None = None
-    """Length the learning-rate schedule was planned over."""
+    """The length over which the learning-rate schedule was planned."""
     skipped_in_row: int = 0
     """Updates skipped in a row up to this step."""
     loss_scale: float | None = None
     good_steps: int = 0
     identity: Mapping[str, Any] = field(default_factory=dict)
-    """What decides the trajectory: a run is only continued with the same."""
+    """What decides the trajectory: a run continues only with the same identity."""
     files: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Names of the files whose hashes are in `identity`, by its key: for messages, they decide nothing."""
+    """Names of the files whose hashes are in `identity`, by its keys. Only for messages."""
     tracking: Mapping[str, str] = field(default_factory=dict)
     attempt: int = 0
     world_size: int = 0
@@ -49,14 +49,15 @@ def read_state(found: CommittedCheckpoint) -> RunState:
     version = values.pop("format")
     if version != FORMAT:
         raise ResumeError(
-            f"{found.path} has checkpoint format {version}, this version reads {FORMAT}: use the version that wrote it"
+            f"{found.path} has checkpoint format {version}, but this version reads format {FORMAT}: use the "
+            "version that wrote it"
         )
     values["cursor"] = Cursor(**values["cursor"])
     return RunState(**values)
 
 
 def check_identity(saved: RunState, now: Mapping[str, Any], where: str, files: Mapping[str, Sequence[str]]) -> None:
-    """Refuse to continue a run as another one, naming every difference; `files` are as in RunState, of now."""
+    """Refuse to continue a run as another one, naming every difference. `files`: the current ones, as in RunState."""
     before = saved.identity
     for key, what in _VERSIONS.items():
         if before.get(key) != now.get(key):
@@ -75,14 +76,14 @@ def check_identity(saved: RunState, now: Mapping[str, Any], where: str, files: M
     if differences:
         raise ResumeError(
             f"{where} was trained with other settings: continuing it would be neither the old run nor a new one; "
-            "set these back, or give run.name another value:\n  " + "\n  ".join(differences)
+            "set these back, or choose another run.name:\n  " + "\n  ".join(differences)
         )
 
 
 def _changed_files(
     before: Sequence[str] | None, now: Sequence[str] | None, old_names: Sequence[str], new_names: Sequence[str]
 ) -> str:
-    """Which files have come, gone or changed."""
+    """Which files were added, removed or changed."""
     old, new = dict(zip(old_names, before or (), strict=False)), dict(zip(new_names, now or (), strict=False))
     found = {
         "changed": [name for name in new if name in old and old[name] != new[name]],

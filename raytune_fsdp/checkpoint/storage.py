@@ -1,7 +1,7 @@
-"""Where the checkpoints of a run lie: a mounted file system or an object store, behind one small interface.
+"""Where the checkpoints of a run are: a mounted file system or an object store, with one small interface.
 
-A checkpoint is a directory of files with a name. It is written as a draft, under names nobody else uses, and is there
-for others when the draft is published, all of it at once. `posix.py` and `objects.py` tell how.
+A checkpoint is a named directory of files. It is written as a draft, under names that nothing else uses, and others see
+it when the draft is published, all of it at once. `posix.py` and `objects.py` implement that.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 MANIFEST_FILE = "manifest.json"
-"""The last file of a checkpoint to be written; a directory without it is none."""
+"""The last file to be written; a directory without it is not a checkpoint."""
 STATE_FILE = "state.json"
 """Everything that is not a tensor."""
 INDEX_FILE = "tensors.json"
-"""Which tensors there are, and where."""
+"""Which tensors there are, and in which files."""
 DAMAGED = ".damaged"
-"""Behind the name of what was set aside."""
+"""Suffix of what was set aside."""
 
 
 class Sink(Protocol):
-    """A new file. When it is closed without an exception, its content is with the storage for good."""
+    """A new file. Once it is closed without an exception, its content is safe in the storage."""
 
     def write(self, piece: memoryview, /) -> object: ...
 
@@ -30,63 +30,62 @@ class StoredFile(Protocol):
     """A file of a checkpoint, read by position."""
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target` from `offset` on. OSError where the file ends before."""
+        """Fill `target` from `offset` on. OSError if the file ends before that."""
 
 
 class Draft(Protocol):
-    """A checkpoint that is being written, by several ranks at once."""
+    """A checkpoint that is being written by several ranks."""
 
     def create(self, file: str) -> AbstractContextManager[Sink]:
-        """A new file. It is an error if there is one of this name. May be called again after a failure, if `again`."""
+        """A new file; the name must not be taken. May be called again after a failure if `again`."""
 
     @property
     def again(self) -> bool:
-        """Whether a file that could not be written may be tried again: the storage is of the kind that says no and
-        means later."""
+        """Whether writing a file may be tried again: true for storage with transient failures."""
 
     def publish(self, sizes: Mapping[str, int], manifest: str) -> None:
-        """Make it visible: rank 0, when all files are there. OSError if they are not, with these sizes."""
+        """Make it visible. Rank 0 calls this when all files are written; OSError unless they have these sizes."""
 
     def discard(self) -> None:
-        """Remove what was written, as far as that is possible now. Never fails."""
+        """Remove what was written, as far as possible. Never fails."""
 
 
 class Readable(Protocol):
     """Where the large files of checkpoints are read from."""
 
     def where(self, name: str) -> str:
-        """For people."""
+        """The checkpoint's path or URL, for messages."""
 
     def open(self, name: str, file: str) -> AbstractContextManager[StoredFile]:
-        """A large file."""
+        """Open a large file."""
 
 
 class Storage(Readable, Protocol):
     """All checkpoints of a run."""
 
     location: str
-    """For people, and to open it again."""
+    """Directory or URL."""
 
     def draft(self, name: str, serial: int) -> Draft:
-        """A checkpoint that is not there yet. `serial` is another one at every try."""
+        """A checkpoint that does not exist yet. Every save of an attempt has another `serial`."""
 
     def names(self) -> list[str]:
-        """Of all directories that have a manifest, in no order."""
+        """Names of all directories that have a manifest, in no order."""
 
     def has_damaged(self) -> bool:
         """Whether something was set aside here."""
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Of all its files; empty if there is no such checkpoint."""
+        """Sizes of all files of a checkpoint; empty if it does not exist."""
 
     def read(self, name: str, file: str) -> bytes:
-        """A small file, whole."""
+        """Read a small file."""
 
     def set_aside(self, name: str) -> str:
-        """Take a damaged checkpoint out of the way, so that it is none; where it is now, for people."""
+        """Rename a damaged checkpoint so that it no longer counts; return its new location, for messages."""
 
     def remove(self, name: str) -> None:
-        """Delete a checkpoint. At every moment it is whole, or none."""
+        """Delete a checkpoint. At every moment it is either complete or not a checkpoint."""
 
     def clean(self) -> None:
-        """Remove what others have left unfinished. Only while nobody writes here."""
+        """Remove unfinished drafts. Only while nothing is being written here."""

@@ -9,11 +9,11 @@ from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.optim import Optimizer
 
 MODEL = "model."
-"""Before the names of the model's own tensors."""
+"""Prefix of the model's own tensors."""
 
 
 def tensors_of(model: PreTrainedModel, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
-    """Every tensor a checkpoint holds, as this rank has it. The optimizer must have its state already."""
+    """This rank's part of every tensor in a checkpoint. The optimizer must have its state already."""
     state = {MODEL + name: tensor.detach() for name, tensor in owned_tensors(model).items()}
     if optimizer is not None:
         state.update((f"optim.{name}", tensor) for name, tensor in optimizer.state_tensors().items())

@@ -1,4 +1,4 @@
-"""A committed checkpoint as a source of weights: to generate from it, to export it, to begin another run with it."""
+"""A committed checkpoint as a source of weights: to generate, to export, or to begin another run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from raytune_fsdp.checkpoint.reading import read_index, read_rows, read_tensors
 from raytune_fsdp.checkpoint.storage import Storage, StoredFile
 from raytune_fsdp.checkpoint.tensors import MODEL
 
-_KEPT_FILES = 16
+_KEPT_FILES = 16  # far below the usual limit of 1024 handles, whatever the number of ranks that wrote
 
 
 class CheckpointWeights:
-    """The model's tensors in a checkpoint, read by one process without a process group of its own."""
+    """The model's tensors in a checkpoint, read by one process. Needs no process group."""
 
     def __init__(self, found: CommittedCheckpoint) -> None:
         self._found = found
@@ -38,7 +38,7 @@ class CheckpointWeights:
         return {name: dtype for name, (_, dtype) in self._stored.items()}
 
     def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Several whole tensors at once, on the CPU."""
+        """Several whole tensors, on the CPU."""
         tensors = {MODEL + n: torch.empty(self._stored[n][0], dtype=self._stored[n][1]) for n in names}
         read_tensors(tensors, self._storage, self._found.name, whole=False, index=self._index)
         return {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
@@ -53,9 +53,9 @@ class CheckpointWeights:
 
 
 class _KeptOpen:
-    """The files that were read last stay open: they are read tensor by tensor.
+    """Keeps the files that were read last open, since they are read tensor by tensor.
 
-    In an object store every opening is a request, and what was read ahead would be asked for again.
+    In an object store every opening is a request, and what was read ahead would be fetched again.
     """
 
     def __init__(self, storage: Storage) -> None:

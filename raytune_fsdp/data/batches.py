@@ -1,6 +1,6 @@
-"""What each rank gets of the stream, as tensors.
+"""Each rank's share of the stream, as tensors.
 
-A rank with fewer blocks than another in a step runs fillers after them, so that all ranks pass the same collectives.
+A rank with fewer blocks in a step than another runs fillers after them, so that all ranks pass the same collectives.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from raytune_fsdp.division import Division
 from raytune_fsdp.types import IGNORE, PADDING, Batch, Cursor, PackedSample, StepBatches
 
 FILLER_INDEX = -1
-"""`Batch.index` of a filler: it is no block of the step."""
+"""`Batch.index` of a filler, which is not a block of the step."""
 
 
 def rank_batches(
@@ -30,7 +30,7 @@ def rank_batches(
     data_rank: int,
     device: torch.device | str = "cpu",
 ) -> Iterator[StepBatches]:
-    """The blocks of a rank in these steps, `cursor` being the first sample of the first one. Reads all samples."""
+    """A rank's blocks in these steps, the first of which begins at `cursor`. Reads the samples of all ranks."""
     assert 0 <= data_rank < division.data_ranks, (data_rank, division.data_ranks)
     with closing(stream.samples(cursor)) as samples:
         for step in steps:
@@ -62,7 +62,7 @@ def fill_up(
 def eval_batches(
     windows: Windows, *, micro_batch: int, data_ranks: int, data_rank: int, device: torch.device | str = "cpu"
 ) -> Iterator[Batch]:
-    """All samples once, in the order of the windows; block i belongs to rank i mod data_ranks, fillers even it out."""
+    """All samples once, in the order of the windows. Block i belongs to rank i mod data_ranks; fillers even it out."""
     assert 0 <= data_rank < data_ranks, (data_rank, data_ranks)
     samples = (sample for k in range(windows.count(0)) for sample in windows.get(0, k)[0].samples)
     index = 0
@@ -70,7 +70,7 @@ def eval_batches(
         if index % data_ranks == data_rank:
             yield to_batch(block, index=index, after=Cursor(), device=device)
         index += 1
-    # The ranks after the owner of the last block have one block less than it.
+    # The ranks after the owner of the last block have one block fewer than it does.
     if index % data_ranks and data_rank >= index % data_ranks:
         yield filler(micro_batch, seq_len=windows.seq_len, pad_id=windows.pad_id, device=device)
 
@@ -91,7 +91,7 @@ def to_batch(
     after: Cursor,
     device: torch.device | str = "cpu",
 ) -> Batch:
-    """Samples side by side as int64 tensors, with the counts that are cheap to take before they leave the host."""
+    """Samples stacked as int64 tensors, with counts that are cheap to take before they leave the host."""
     input_ids = np.stack([sample.input_ids for sample in samples])
     labels = np.stack([sample.labels for sample in samples])
     position_ids = np.stack([sample.position_ids for sample in samples])
@@ -116,7 +116,7 @@ def to_batch(
 
 
 def filler(micro_batch: int, *, seq_len: int, pad_id: int, device: torch.device | str = "cpu") -> Batch:
-    """A block of padding: the shape of a full block, nothing to learn, nothing counted."""
+    """A block of padding: the shape of a full block, nothing trained on, nothing counted."""
     shape = (micro_batch, seq_len)
     return Batch(
         index=FILLER_INDEX,

@@ -1,4 +1,4 @@
-"""All that decides the windows, by name: a run is continued, and a cached window used, only where it is the same."""
+"""Everything that decides the windows, by name: a run continues, and a cached window is used, only if all matches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def identity_of_windows(
     vocab_size: int,
     repeats: bool,
 ) -> dict[str, Any]:
-    """By place, not by name: the order of the datasets decides the windows, what they are called does not."""
+    """Datasets by place, not by name: their order decides the windows, their names do not."""
     files = {f"datasets.{i}.files": list(source.fingerprints.values()) for i, source in enumerate(sources)}
     formats = {f"datasets.{i}.format": named("format", dataset.format) for i, dataset in enumerate(datasets)}
     columnar = {f"datasets.{i}.columnar": source.columnar for i, source in enumerate(sources)}
@@ -51,26 +51,26 @@ def identity_of_windows(
         "pad_id": pad_id,
         "vocab_size": vocab_size,
         "reshuffle": "windows" if repeats else "full",
-        # Not bad_rows: if no row is bad both policies give the same, and a window that has left rows out is refused
-        # where they are errors.
+        # Not bad_rows: without bad rows both policies give the same windows, and a window that skipped rows is refused
+        # where bad rows are errors.
         **data.model_dump(include={"seq_len", "packing", "long_documents", "shuffle", "window"}),
     }
 
 
 def files_by_key(sources: Sequence[Source]) -> dict[str, list[str]]:
-    """The names of the files behind each key of an identity that lists files, as they are shown to people."""
+    """The names of the files that each `files` key of an identity stands for, as messages show them."""
     return {f"datasets.{i}.files": list(source.fingerprints) for i, source in enumerate(sources)}
 
 
 def fingerprint_of(identity: Mapping[str, Any]) -> str:
-    """Of windows in the cache: what decides them, and how they are written."""
+    """The fingerprint of windows in the cache: of everything that decides them, and of their file format."""
     return xxhash.xxh3_128_hexdigest(json.dumps([FORMAT, identity], sort_keys=True).encode())
 
 
 def _tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     if tokenizer.is_fast:
         content = json.loads(tokenizer.backend_tokenizer.to_str())
-        # Left behind by earlier calls with padding or truncation; no part of what the tokenizer is.
+        # Earlier calls with padding or truncation leave these behind; they are not part of the tokenizer.
         content["padding"] = content["truncation"] = None
     else:
         content = tokenizer.get_vocab()

@@ -1,4 +1,4 @@
-"""The rows that `data.bad_rows=skip` has left out, told once each: as the stream reaches their window."""
+"""The rows that `data.bad_rows=skip` leaves out, each reported once: when the stream reaches its window."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from raytune_fsdp.counts import SkippedRow
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.types import Cursor
 
-_ROWS_TOLD_AT_ONCE = 100
+_ROWS_PER_EVENT = 100  # an event is one line of events.jsonl
 
 
 class SkippedRows:
-    """Where the stream stands, and which windows before it are still to be told of."""
+    """Which windows the stream has entered whose skipped rows were not reported yet."""
 
     def __init__(self, stream: Stream, cursor: Cursor, *, counted: bool) -> None:
-        """With `counted`, a census has told of all rows already."""
+        """With `counted`, a census has reported all rows already."""
         self._stream = stream
         self._next = (cursor.epoch, cursor.window + (cursor.index > 0))
         self._silent = counted or stream.windows.data.bad_rows == "error"
 
     def up_to(self, cursor: Cursor) -> Iterator[Mapping[str, Any]]:
-        """Fields of events for the windows that were entered since the last call."""
+        """Fields of events for the windows entered since the last call."""
         windows = self._stream.windows
         while not self._silent and self._next < (cursor.epoch, cursor.window + (cursor.index > 0)):
             epoch, place = self._next
             if windows.repeats and epoch:
-                self._silent = True  # every window was there in the first epoch
+                self._silent = True  # the first epoch had every window
             elif place >= windows.count(epoch):
                 self._next = (epoch + 1, 0)
             else:
@@ -40,8 +40,8 @@ class SkippedRows:
 
 def events_of_rows(rows: Sequence[SkippedRow]) -> Iterator[Mapping[str, Any]]:
     """Fields of the events that list these rows."""
-    for first in range(0, len(rows), _ROWS_TOLD_AT_ONCE):
-        some = rows[first : first + _ROWS_TOLD_AT_ONCE]
+    for first in range(0, len(rows), _ROWS_PER_EVENT):
+        some = rows[first : first + _ROWS_PER_EVENT]
         yield {
             "reasons": dict(Counter(row.reason for row in some)),
             "rows": [{"where": row.where, "reason": row.reason, "message": row.message} for row in some],

@@ -1,6 +1,6 @@
-"""The endless stream of packed samples, the same at every world size. Without torch.
+"""The endless stream of packed samples, the same at every world size. Does not import torch.
 
-How it is divided into steps, blocks and ranks is `division.Division`'s matter.
+`division.Division` says how it is divided into steps, blocks and ranks.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from raytune_fsdp.types import Cursor, PackedSample
 
 @dataclass(frozen=True, slots=True)
 class StreamSample:
-    """A packed sample on its way."""
+    """A packed sample with its place in the stream."""
 
     sample: PackedSample
     after: Cursor
     """The sample after it."""
     built: bool
-    """The first sample of a window that had to be tokenized, because no cache had it."""
+    """Whether this is the first sample of a window that was tokenized because no cache had it."""
 
 
 class Stream:
-    """The packed samples of all epochs, one after the other, for ever.
+    """The packed samples of all epochs, one epoch after the other, without end.
 
-    Every epoch permutes the order of its windows and the samples inside them (not with data.shuffle=none).
+    Every epoch permutes its windows and the samples inside them, unless data.shuffle=none.
     """
 
     def __init__(self, windows: Windows, *, seed: int) -> None:
@@ -40,7 +40,7 @@ class Stream:
         self.seed = seed
 
     def samples(self, cursor: Cursor) -> Generator[StreamSample, None, None]:
-        """Samples from `cursor` on; the same tail from wherever it is entered. The next window is built meanwhile."""
+        """Samples from `cursor` on, the same order from wherever it is entered. A thread builds the next window."""
         empty = 0
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="windows") as ahead:
             coming = ahead.submit(self._load, cursor, 0)
@@ -52,28 +52,28 @@ class Stream:
                 yield from self._section(cursor, number, window, built)
 
     def section(self, cursor: Cursor, number: int) -> Iterator[StreamSample]:
-        """The samples of the window that comes `number` windows after the cursor's own one."""
+        """The samples of the window `number` windows after the cursor's own one."""
         window, built = self._load(cursor, number)
         return self._section(cursor, number, window, built)
 
     def first_window(self, cursor: Cursor) -> tuple[Window, bool]:
-        """The window that the cursor is in, and whether it had to be built."""
+        """The window that contains the cursor, and whether it had to be built."""
         return self._load(cursor, 0)
 
     def check_not_empty(self, empty: int) -> None:
-        """Raise if so many windows in a row without a sample mean that there never will be one."""
+        """Raise if `empty` windows in a row without a sample mean that no window will have one."""
         if empty > self.windows.enough():
             raise DataError(
-                f"no row of {', '.join(self.windows.names)} is left after dropping the ones that data.bad_rows="
+                f"no row of {', '.join(self.windows.names)} is left after dropping those that data.bad_rows="
                 f"{self.windows.data.bad_rows} and data.long_documents={self.windows.data.long_documents} leave out "
-                f"(data.seq_len={self.windows.seq_len}); raytune-fsdp data stats names the reasons"
+                f"(data.seq_len={self.windows.seq_len}); `raytune-fsdp data stats` lists the reasons"
             )
 
     def place(self, cursor: Cursor, number: int) -> tuple[int, int]:
-        """Epoch, and place in it, of the window that comes `number` windows after the cursor's own one."""
+        """Epoch, and place in it, of the window `number` windows after the cursor's own one."""
         epoch, place = cursor.epoch, cursor.window
         total = self.windows.count(max(epoch, 0))
-        if epoch < 0 or not 0 <= place < max(total, 1):  # with small weights an epoch may have no window
+        if epoch < 0 or not 0 <= place < max(total, 1):  # with small weights an epoch may have no window at all
             raise self._foreign(cursor, f"{total} windows")
         place += number
         if self.windows.repeats:
@@ -112,6 +112,6 @@ class Stream:
 
     def _foreign(self, cursor: Cursor, what: str) -> ResumeError:
         return ResumeError(
-            f"{cursor} is outside of {what}, so it belongs to other data; "
+            f"{cursor} is outside of {what}, so it belongs to other data: "
             "use the data the run was started with, or a new run.name"
         )

@@ -1,1 +1,12 @@
-"""The outer shell: from a prepared config to ranks that train. `local.py` needs no Ray."""
+"""The outer shell: from a config to ranks that train.
+
+start           chooses the way: Ray, or processes on this machine
+local           one rank in this process, several processes, or those of torchrun; needs no Ray
+torchrun        what torchrun tells a process in its environment
+worker          what every rank does, whatever started it
+ray/            a run on a Ray cluster
+shared_storage  is `run.storage` the same storage for every rank?
+signals         SIGTERM and SIGINT in a process that only watches others train
+phases          how long a run takes until it trains
+quiet           keeps libraries from printing
+"""

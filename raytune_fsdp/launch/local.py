@@ -1,4 +1,4 @@
-"""Ranks on this machine: one in this process, several that we start, or the ones torchrun has started. No Ray."""
+"""Ranks on this machine: one in this process, several processes that we start, or those of torchrun. No Ray."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from raytune_fsdp.run.standing import Prepared, Standing, agree
 from raytune_fsdp.types import Progress
 
 SHUTDOWN_SECONDS = 120
-"""Ranks that are to end have this long, to save what they were asked to or to notice that another has died."""
+"""Ranks that were told to end get this long to save, or to notice that another rank died. torch's default is 30."""
 
 
 def world_size(config: FinetuneConfig) -> int:
-    """Ranks that this config means on this machine."""
+    """The number of ranks that this config asks for on this machine."""
     if under_torchrun():
         return world_of_torchrun()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -46,11 +46,11 @@ def world_size(config: FinetuneConfig) -> int:
 
 
 def run(config: FinetuneConfig, progress: Progress | None = None) -> Standing:
-    """Prepare and train. Returns where the run stood before, when it is complete; raises what stopped it."""
+    """Prepare and train. Returns where the run stood before this call, once it is complete; raises what stopped it."""
     if config.export.every is not None:
         raise ConfigError(
-            f"export.every={config.export.every}: exports beside training are tasks of Ray (cluster.launch=ray); "
-            "without it, leave export.every unset and call `raytune-fsdp export` on a checkpoint when you want one"
+            f"export.every={config.export.every}: exports during training are Ray tasks (cluster.launch=ray); "
+            "without Ray, leave export.every unset and run `raytune-fsdp export` on a checkpoint when you want one"
         )
     if under_torchrun():
         return _run_rank(config)
@@ -77,9 +77,10 @@ def _alone(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> No
 
 
 def _start_ranks(config: FinetuneConfig, prepared: Prepared, standing: Standing, world: int) -> None:
-    """Start `world` processes on this machine and wait for them; one that fails takes the others with it."""
+    """Start `world` processes on this machine and wait for them. If one fails, the others are ended."""
+    # The cores divided among the ranks: by default torch takes all of them in every process, and ranks compete.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
-    # A field that older versions of torch lack; they wait for 30 seconds.
+    # Older versions of torch lack this field; they always wait for 30 seconds.
     known = "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}
     patience: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_SECONDS} if known else {}
     launch = LaunchConfig(
@@ -95,7 +96,7 @@ def _start_ranks(config: FinetuneConfig, prepared: Prepared, standing: Standing,
         **patience,
     )
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # they say again, for developers, what we say
+        if name.startswith("torch.distributed.elastic"):  # they repeat, for developers, what we report
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         elastic_launch(launch, _rank_main)(config, prepared, standing)
@@ -109,8 +110,8 @@ def _start_ranks(config: FinetuneConfig, prepared: Prepared, standing: Standing,
 
 @record
 def _rank_main(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> int:
-    """A process that elastic_launch has started."""
-    # Ctrl-C reaches it twice, from the terminal and from elastic_launch.
+    """The main function of a process that elastic_launch started."""
+    # Without `insist`: Ctrl-C reaches this process twice, from the terminal and from elastic_launch.
     stop = StopFlag(insist=False)
     stop.install()
     device = choose_device(config.cluster.device, ranks_here())
@@ -121,7 +122,7 @@ def _rank_main(config: FinetuneConfig, prepared: Prepared, standing: Standing) -
 
 
 def _run_rank(config: FinetuneConfig) -> Standing:
-    """A process that torchrun has started: rank 0 prepares for all."""
+    """Run in a process that torchrun started: rank 0 prepares for all."""
     device = choose_device(config.cluster.device, ranks_here())
     stop = StopFlag(insist=False)
     with stop.installed():
@@ -136,15 +137,15 @@ def _run_rank(config: FinetuneConfig) -> Standing:
 
 
 def prepare_on_rank0(config: FinetuneConfig) -> tuple[Prepared, Standing]:
-    """What rank 0 has found, on every rank, with the checkpoint that all have read. Collective."""
+    """Prepare on rank 0, and share the result with every rank; all verify the checkpoint together. Collective."""
     prepared, standing = on_rank0(lambda: prepare(config, dist.get_world_size()))
     return prepared, agree(config, prepared, lambda: standing)
 
 
 def _cause(failed: ChildFailedError) -> RaytuneError:
-    """The first rank's failure as the error it raised there, with the rank."""
+    """The failure of the rank that failed first, as the error that it raised."""
     rank, failure = failed.get_first_failure()
-    # What `record` has written of an exception is a dict; of a process that has died, a text.
+    # For an exception, `record` has written a dict; for a process that died, the message is a string.
     message = failure.message.get("message", "") if isinstance(failure.message, dict) else failure.message
     name, _, text = message.partition(": ")
     kind = errors.DataError if name == errors.RowError.__name__ else getattr(errors, name, None)

@@ -1,4 +1,4 @@
-"""How long it takes until a run trains, and with what: printed, and kept in events.jsonl."""
+"""How long each phase before the first step takes: printed, and kept in events.jsonl."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import time
 
 
 class Phases:
-    """What was finished when, from `start` on."""
+    """The seconds that each phase took, in order."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Another attempt begins."""
+        """Begin again, for another attempt."""
         self._start = self._last = time.monotonic()
         self.seconds: dict[str, float] = {}
 
     def finished(self, phase: str) -> float:
-        """Seconds since the phase before it was finished."""
+        """End a phase; returns the seconds since the previous one ended."""
         now = time.monotonic()
         self.seconds[phase] = round(now - self._last, 2)
         self._last = now

@@ -1,4 +1,4 @@
-"""What libraries print by themselves."""
+"""Keeps libraries from printing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 
 
 def quiet() -> None:
-    """Keep bars and advice of libraries out of the run's own lines; what a user set is left alone."""
+    """Keep progress bars and advice of libraries out of the run's own lines. Variables set by a user are left alone."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # nothing is forked here
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # it warns of forks, and nothing is forked here
     if not sys.warnoptions:
         os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")

@@ -1,8 +1,7 @@
-"""Is `run.storage` the same storage for every rank? Found out by writing there, before anything else does."""
+"""Is `run.storage` the same storage for every rank? Tested by writing there before anything else does."""
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 import uuid
@@ -14,12 +13,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from raytune_fsdp.durable import write_durably
-from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.errors import ConfigError, in_one_line
 
-_POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.2  # NFS may show other nodes' files only seconds later
 TOKEN_PREFIX = ".shared-"
 _SHOWN = 4
-"""A message names this many nodes."""
+"""Groups of ranks that a message names before it says how many more there are."""
 
 _RULE = (
     "All nodes must mount the same storage under the same path, writable: set run.storage to such a path, or keep all "
@@ -29,11 +28,12 @@ _RULE_ALONE = "Set run.storage to a path that can be written there"
 
 
 def check_shared(run_dir: Path, *, patience_seconds: float = 10.0) -> None:
-    """Refuse storage that is not one and the same, and writable, for all ranks. All ranks must call this.
+    """Refuse storage that is not the same, and writable, for all ranks. Collective.
 
-    Every rank raises the same error, and none waits for one that has failed. Of a refused run nothing is left behind.
+    Every rank raises the same error, and none waits for one that failed. A refused run leaves nothing behind.
     """
-    # Here: a rank that unpickles a token imports this file, and would wait for transformers before it can say a word.
+    # Not at the top: a rank imports this file to unpickle its token, and must report to the driver before it imports
+    # torch and transformers, which takes seconds.
     from raytune_fsdp.collectives import on_rank0
 
     token = on_rank0(lambda: leave_token(run_dir, "rank 0"))
@@ -43,18 +43,18 @@ def check_shared(run_dir: Path, *, patience_seconds: float = 10.0) -> None:
 
 
 def check_seen(token: Token, *, by: str = "rank 0", patience_seconds: float = 10.0) -> None:
-    """Refuse storage where the token that another process has left is not seen by this one, which is called `by`."""
+    """Refuse storage if this process, called `by` in the message, does not see the token that another process left."""
     reason = _wait_for(token, patience_seconds)
     if reason is not None:
         raise ConfigError(
-            f"run.storage={token.path.parent.parent}: what {token.who} on {token.node} has written there is not seen "
-            f"by {by} on {_node()} ({reason}). {_RULE}"
+            f"run.storage={token.path.parent.parent}: a file written there by {token.who} on {token.node} is not "
+            f"seen by {by} on {_node()} ({reason}). {_RULE}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A small file, to be seen by others."""
+    """A small file that other processes look for."""
 
     path: Path
     text: str
@@ -64,7 +64,7 @@ class Token:
     """Directories that were not there before, innermost first."""
 
     def remove(self, *, refused: bool) -> None:
-        """Where the run was refused, with the directories that were made for it, if nothing else is in them."""
+        """Remove the file; if the run was refused, also the directories made for it, unless they hold other files."""
         with suppress(OSError):
             self.path.unlink()
         for directory in self.made if refused else ():
@@ -74,7 +74,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a rank has found: reasons why not, if so."""
+    """What a rank found: why it does not see the token, or cannot write; None where it can."""
 
     rank: int
     node: str
@@ -83,7 +83,7 @@ class _Outcome:
 
 
 def leave_token(run_dir: Path, who: str) -> Token:
-    """Make the run's directory and write a token there. `who` writes, for messages."""
+    """Make the run's directory and write a token there. `who` names the writer in messages."""
     missing: list[Path] = []
     with suppress(OSError):
         missing += [each for each in (run_dir, *run_dir.parents) if not each.exists()]
@@ -125,24 +125,24 @@ def _wait_for(token: Token, patience_seconds: float) -> str | None:
 
 def _missing(token: Token) -> str | None:
     try:
-        return None if token.path.read_bytes() == token.text.encode() else "the file has another content"
+        return None if token.path.read_bytes() == token.text.encode() else "the file has different content"
     except OSError as error:
         return _why(error)
 
 
 def _judge(token: Token, everyone: Sequence[_Outcome]) -> None:
-    """On rank 0, when all have looked."""
+    """On rank 0, after all have looked: remove the token, and refuse if any rank complained."""
     unseen = _by_node([(each.not_seen, each) for each in everyone])
     unwritten = _by_node([(each.not_written, each) for each in everyone])
     token.remove(refused=bool(unseen or unwritten))
-    problems = [f"what rank 0 on {token.node} has written there is not seen by {unseen}"] if unseen else []
+    problems = [f"a file written there by rank 0 on {token.node} is not seen by {unseen}"] if unseen else []
     problems += [f"it cannot be written by {unwritten}"] if unwritten else []
     if problems:
         raise ConfigError(f"run.storage={token.path.parent.parent}: {'; '.join(problems)}. {_rule()}")
 
 
 def _by_node(found: Sequence[tuple[str | None, _Outcome]]) -> str:
-    """Who has a reason to complain: `ranks 2, 3 on node-b (why), rank 4 on node-c (why)`."""
+    """The ranks with a reason, grouped: `ranks 2, 3 on node-b (why), rank 4 on node-c (why)`."""
     ranks: dict[tuple[str, str], list[str]] = {}
     for reason, outcome in found:
         if reason is not None:
@@ -160,7 +160,7 @@ def _rule() -> str:
 
 
 def _node() -> str:
-    """This node, as people and as Ray call it."""
+    """This node's host name, and the address by which Ray calls it."""
     name = socket.gethostname()
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
         route.connect(("192.0.2.1", 9))  # sends nothing: it only picks the address that leads out of here
@@ -169,4 +169,5 @@ def _node() -> str:
 
 
 def _why(error: OSError) -> str:
-    return error.strerror or os.strerror(error.errno or 0)
+    # Without the path where possible: each rank writes a file of its own, and equal reasons are grouped.
+    return error.strerror or in_one_line(error)

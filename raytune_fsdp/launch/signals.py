@@ -9,16 +9,16 @@ from typing import Any
 
 from raytune_fsdp.errors import Interrupted
 
-_TOGETHER_SECONDS = 1.0
+_TOGETHER_SECONDS = 1.0  # Ctrl-C and some schedulers signal the process and its group: one press arrives twice
 _KINDS = (signal.SIGTERM, signal.SIGINT)
 
 
 class _Stop(BaseException):
-    """Not an Exception: what libraries raise is caught in many places, and told as something else."""
+    """Not an Exception, or a library that catches those would report the signal as an error of its own."""
 
 
 class Signals:
-    """Until `hold` is called a signal ends the block at once, as Interrupted; from then on it is noted in `count`."""
+    """Until `hold` is called, a signal ends the block at once, as Interrupted; after that it is only counted."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -38,7 +38,7 @@ class Signals:
             raise Interrupted(str(error)) from None
 
     def take(self) -> None:
-        """Take them over, again where a library has done so meanwhile."""
+        """Handle both signals; called again after a library has installed its own handlers."""
         for kind in _KINDS:
             signal.signal(kind, self._receive)
 
@@ -48,9 +48,9 @@ class Signals:
     def _receive(self, kind: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if now - self._last < _TOGETHER_SECONDS:
-            return  # the same one, sent to the process and to its group
+            return  # the same one, sent twice
         self._last = now
         self.count += 1
         if not self._holding:
-            self._holding = True  # once is enough: what is open now has to be closed
+            self._holding = True  # raise only once: clean-up must not be interrupted
             raise _Stop(f"stopped by {signal.Signals(kind).name} before training began; nothing is lost")

@@ -1,4 +1,4 @@
-"""Which way a run is launched. Imports nothing heavy: what is wrong at first sight is said before torch is imported."""
+"""How a run is launched. Imports nothing heavy: obvious mistakes are reported before torch is imported."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 
 def run(config: FinetuneConfig, progress: Progress | None = None) -> Standing:
-    """Prepare and train, by `cluster.launch`. Returns where the run stood before, when it is complete; raises what
-    stopped it."""
+    """Prepare and train, following `cluster.launch`. Returns where the run stood before this call, once it is complete.
+
+    Raises what stopped it.
+    """
     launch = config.cluster.launch
     if launch == "auto":
         launch = "local" if under_torchrun() or find_spec("ray") is None else "ray"
@@ -30,7 +32,7 @@ def run(config: FinetuneConfig, progress: Progress | None = None) -> Standing:
 
         return local.run(config, progress)
     if under_torchrun():
-        raise ConfigError("cluster.launch=ray under torchrun: each would start the ranks; use one of them")
+        raise ConfigError("cluster.launch=ray under torchrun: both would start the ranks; use only one of them")
     if find_spec("ray") is None:
         raise ConfigError(
             "cluster.launch=ray, but Ray is not installed: pip install 'ray[data,train]', or set it to local"
@@ -39,7 +41,7 @@ def run(config: FinetuneConfig, progress: Progress | None = None) -> Standing:
 
 
 def _say(text: str) -> None:
-    """Print it. A run does not end because nobody reads it any more, or because the disk under its output is full."""
+    """Print a line. A closed pipe or a full disk under the output must not end the run."""
     try:
         print(text, flush=True)
     except OSError:
@@ -54,7 +56,7 @@ def _run_on_ray(config: FinetuneConfig, progress: Progress | None) -> Standing:
 
     check_not_in_a_copy(config, place.path)
     with Signals() as signals, connecting(config.cluster, workers) as session:
-        # While Ray starts, which mostly means waiting for its processes.
+        # Imported while Ray starts, which is mostly waiting for its processes.
         from raytune_fsdp.launch.ray import driver
 
         return driver.run(config, session, signals=signals, phases=phases, progress=progress, say=_say)

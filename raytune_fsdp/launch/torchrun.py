@@ -1,6 +1,6 @@
-"""What torchrun tells a process by its environment: the only reader of RANK, WORLD_SIZE and their kin.
+"""What torchrun tells a process in its environment: the only reader of RANK, WORLD_SIZE and the like.
 
-Ray Train sets some of the same variables for its workers, so whoever starts ranks itself must not ask here.
+Ray Train sets some of the same variables for its workers, so code that runs under Ray must not ask here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def world_of_torchrun() -> int:
 
 
 def is_rank0() -> bool:
-    """Whether this process speaks for the run: torchrun has not started it, or has started it as rank 0."""
+    """Whether this process reports for the run: torchrun did not start it, or started it as rank 0."""
     return int(os.environ.get("RANK", "0")) == 0
 
 

@@ -1,4 +1,4 @@
-"""What one rank does, whoever has started it: join the process group, build the parts, train, say how it ended."""
+"""What one rank does, whatever started it: join the process group, build the parts, train, say how it ended."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from raytune_fsdp.tracking.tracker import Status
 from raytune_fsdp.types import Stop, StopReason
 
 COLLECTIVE_MINUTES = 30
-"""A rank that waits longer than this for the others gives up."""
+"""A rank that waits longer than this in a collective gives up. This catches ranks that hang: those that die are noticed
+at once. The default of Ray Train and of torch with gloo; torch with NCCL would give up after 10."""
 
 
 class StopFlag:
-    """Set by SIGTERM or SIGINT; training looks at it once a step and ends with a checkpoint."""
+    """Set by SIGTERM or SIGINT. Training asks it once per step, and ends with a checkpoint."""
 
     def __init__(self, *, insist: bool = True) -> None:
-        """With `insist`, a second signal of the same kind ends the process as if nobody had listened."""
+        """With `insist`, a second signal of the same kind has its default effect, which ends the process."""
         self._reason: StopReason | None = None
         self._insist = insist
 
@@ -38,13 +39,13 @@ class StopFlag:
         return self._reason
 
     def install(self) -> None:
-        """Take over both signals."""
+        """Handle both signals."""
         for kind in (signal.SIGTERM, signal.SIGINT):
             signal.signal(kind, self._receive)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Take over both signals for a while; for a process that goes on afterwards."""
+        """Handle both signals inside the block, for a process that goes on afterwards."""
         before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)}
         self.install()
         try:
@@ -60,7 +61,7 @@ class StopFlag:
 
 
 def choose_device(wanted: str, workers_here: int) -> torch.device:
-    """This rank's device, by `cluster.device`."""
+    """This rank's device, following `cluster.device`."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and gpus < workers_here):
         return torch.device("cpu")
@@ -68,12 +69,13 @@ def choose_device(wanted: str, workers_here: int) -> torch.device:
 
 
 def join(device: torch.device, *, alone: bool) -> None:
-    """Make the process group: alone, or with the ranks that the environment names."""
+    """Make the process group: alone, or with the ranks that the environment describes."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=COLLECTIVE_MINUTES)
     if alone:
+        # A store in memory: the default one would read addresses from the environment and open a port.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
@@ -87,7 +89,7 @@ def work(
     stop: Stop,
     host: Host | None = None,
 ) -> int:
-    """Train on this rank; the process group exists. Returns the last step."""
+    """Train on this rank, whose process group exists already. Returns the last step."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     parts = assemble(config, prepared, standing, device, host)
     status: Status = "failed"
@@ -97,10 +99,11 @@ def work(
     except Interrupted:
         status = "interrupted"
         raise
-    except DataError as error:  # a row that was not read before: training has started, so it is no longer a refusal
+    except DataError as error:
+        # A row that was not read before. Training has started, so this is no longer a refusal (exit code 2).
         raise TrainingError(
-            f"{error}. With data.bad_rows=skip the run goes on from its last checkpoint; corrected data would make it "
-            "another run, so give that another run.name"
+            f"{error}. With data.bad_rows=skip the run continues from its last checkpoint; corrected data would "
+            "make it another run, so choose another run.name for that"
         ) from error
     finally:
         parts.saves.leave()

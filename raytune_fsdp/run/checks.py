@@ -1,6 +1,6 @@
 """Rules of a run that cost nothing to check.
 
-`check_first` comes before torch is imported, Ray started or a file read; the others when the data and the length of the
+`check_first` runs before torch is imported, Ray started or a file read; the others once the data and the length of the
 run are known.
 """
 
@@ -18,7 +18,7 @@ from raytune_fsdp.urls import is_url
 
 
 def check_first(config: FinetuneConfig, world: int) -> RunDir:
-    """The rules that need only the config, and whether its storage can be written. Returns the run's places."""
+    """Check what needs only the config, and that its storage can be written. Returns the run's places."""
     if config.train.max_steps is None:
         layout_of(config, world)
     else:
@@ -31,32 +31,32 @@ def check_first(config: FinetuneConfig, world: int) -> RunDir:
 
 
 def _check_storage(field: str, wanted: Path) -> None:
-    """Find out now, not on the ranks, that the run cannot be written."""
+    """Refuse storage that cannot be written: here, before the ranks find out."""
     there = next(path for path in (wanted, *wanted.parents) if path.exists())
     if not there.is_dir():
         raise ConfigError(f"{field}: {there} is a file, so {wanted} cannot be a directory; choose another path")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{field}: {there} is not writable for this user; choose another path")
+        raise ConfigError(f"{field}: {there} is not writable by this user; choose another path")
 
 
 def check_best(config: FinetuneConfig, plan: Plan, evaluations: Iterable[str]) -> None:
-    """The best checkpoints can be kept only if every checkpoint is evaluated, and by something that exists."""
+    """Refuse to keep the best checkpoints unless every checkpoint is evaluated, by a metric that exists."""
     keep, best, known = config.checkpoint.keep_best, config.checkpoint.best, list(evaluations)
     if keep and not known:
-        raise ConfigError(f"checkpoint.keep_best={keep}, but nothing is evaluated: set data.eval, or keep_best to 0")
-    if keep and best is not None and best not in known:
         raise ConfigError(
-            f"checkpoint.best={best} is not the name of an evaluation's number: choose one of {', '.join(known)}"
+            f"checkpoint.keep_best={keep}, but nothing is evaluated: set data.eval, or set checkpoint.keep_best to 0"
         )
+    if keep and best is not None and best not in known:
+        raise ConfigError(f"checkpoint.best={best} is not a metric of an evaluation: choose one of {', '.join(known)}")
     if keep and plan.save_every % plan.eval_every:
         raise ConfigError(
-            f"checkpoint.keep_best={keep}, but of the checkpoints (every {plan.save_every} steps) only some would be "
-            f"evaluated (every {plan.eval_every}): make checkpoint.every a multiple of eval.every"
+            f"checkpoint.keep_best={keep}, but only some of the checkpoints (every {plan.save_every} steps) would be "
+            f"evaluated (every {plan.eval_every} steps): make checkpoint.every a multiple of eval.every"
         )
 
 
 def check_export(config: FinetuneConfig, plan: Plan) -> None:
-    """Only a checkpoint can be exported beside training."""
+    """Refuse exports during training at steps without a checkpoint."""
     every = config.export.every
     if every is not None and every % plan.save_every:
         raise ConfigError(

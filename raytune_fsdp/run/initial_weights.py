@@ -33,16 +33,16 @@ from raytune_fsdp.urls import is_url
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Weights that are stored somewhere. Can be pickled."""
+    """Stored weights to begin with. Picklable."""
 
     stored: WeightFiles | CommittedCheckpoint
     match: Match
-    """Of files: which of their keys is what."""
+    """Which key of the files holds which tensor. Empty for a checkpoint."""
     grown: Mapping[str, int]
-    """Embeddings that get more rows than are stored."""
+    """Embeddings that get more rows than are stored, by name."""
 
     def weights(self, model: PreTrainedModel) -> Weights:
-        """To fill the network from. Opens no file of a model yet: a rank may not see any."""
+        """The source to fill the network from. Opens no model file yet: this rank may not see any."""
         weights: Weights
         if isinstance(self.stored, CommittedCheckpoint):
             weights = CheckpointWeights(self.stored)
@@ -53,7 +53,7 @@ class Origin:
         return GrownWeights(weights, self.grown) if self.grown else weights
 
     def sizes(self) -> Mapping[str, int]:
-        """Sizes of the files, to compare what different ranks see. OSError where there are none."""
+        """Sizes of the files, to compare what different ranks see. OSError if there are none."""
         if isinstance(self.stored, CommittedCheckpoint):
             return storage_at(self.stored.root).sizes(self.stored.name)
         return self.stored.sizes()
@@ -64,8 +64,10 @@ class Origin:
 
 
 def own_model_files(config: FinetuneConfig, place: RunDir) -> Path | None:
-    """Config and tokenizer in the run's own directory, if it began with a checkpoint of another run and has one of
-    its own by now: the other checkpoint may be gone, deleted as its own run went on."""
+    """The run's own copy of config and tokenizer, if it began with a checkpoint of another run and has one of its own.
+
+    The other checkpoint may be gone by then: its run prunes it as it goes on.
+    """
     path = config.model.path
     if path is None or config.model.init != "pretrained" or not looks_like_checkpoint(path):
         return None
@@ -76,7 +78,7 @@ def own_model_files(config: FinetuneConfig, place: RunDir) -> Path | None:
 
 
 def model_directory(config: FinetuneConfig, *, weights: bool) -> Path | None:
-    """Where the model's config and tokenizer are. The weights of a hub model are fetched only if asked for."""
+    """The directory of the model's config and tokenizer. The weights of a hub model are fetched only with `weights`."""
     path = config.model.path
     if path is None:
         return None
@@ -87,12 +89,12 @@ def model_directory(config: FinetuneConfig, *, weights: bool) -> Path | None:
 
 
 def _checkpoint(path: str) -> CommittedCheckpoint | None:
-    """The checkpoint that `model.path` is, None if it is something else; a whole run is too much."""
+    """The checkpoint that `model.path` names; None if it names a model. A whole run is refused."""
     local = not is_url(path)
     place = str(Path(path).expanduser().resolve()) if local else path
     try:
         found = as_checkpoint(place)
-    except (OSError, ValueError) as error:  # ValueError: a protocol that nobody knows
+    except (OSError, ValueError) as error:  # ValueError: an unknown protocol
         raise ModelError(f"model.path={path} cannot be read: {error}") from error
     if found is None and local and is_run(Path(place)):
         there = committed(checkpoints_of(Path(place)))
@@ -101,12 +103,12 @@ def _checkpoint(path: str) -> CommittedCheckpoint | None:
             f"model.path={path} is a whole run, whose newest checkpoint changes: name one of its checkpoints{choice}"
         )
     if found is None and not local:
-        raise ModelError(f"model.path={path} is no committed checkpoint, which is all that a URL may be here")
+        raise ModelError(f"model.path={path} is not a committed checkpoint, the only thing that a URL may name here")
     return found
 
 
 def find_origin(config: FinetuneConfig, skeleton: PreTrainedModel) -> Origin | None:
-    """What is stored for this network, found to fit it. None with `model.init=random`."""
+    """The stored weights for this network, after checking that they fit it. None if `model.init=random`."""
     if config.model.init != "pretrained" or config.model.path is None:
         return None
     checkpoint = _checkpoint(config.model.path)
@@ -115,7 +117,7 @@ def find_origin(config: FinetuneConfig, skeleton: PreTrainedModel) -> Origin | N
         origin = Origin(stored=checkpoint, match=Match(key_of={}), grown={})
     else:
         directory = model_directory(config, weights=True)
-        assert directory is not None, "there is a path"
+        assert directory is not None, "model.path is set"
         files = find_weights(directory)
         origin = Origin(stored=files, match=match_keys(skeleton, files), grown={})
     weights = origin.weights(skeleton)
@@ -127,17 +129,17 @@ def find_origin(config: FinetuneConfig, skeleton: PreTrainedModel) -> Origin | N
 
 
 def _check_names(skeleton: PreTrainedModel, weights: Weights, where: str) -> None:
-    """The names in a checkpoint are the network's own; those in files were matched."""
+    """A checkpoint must have exactly the network's own names; the keys of files were matched to them."""
     differ = sorted(set(owned_tensors(skeleton)) ^ set(weights.shapes()))
     if differ:
         raise ModelError(
-            f"{where} is of another network than its config.json describes: {differ[0]}"
+            f"{where} belongs to another network than its config.json describes: {differ[0]}"
             + (f" (and {len(differ) - 1} more)" if len(differ) > 1 else "")
         )
 
 
 def first_weights(config: FinetuneConfig, origin: Origin | None, model: PreTrainedModel) -> tuple[Weights | None, str]:
-    """What to fill `model` from, None if rank 0 reads for this one, and in which mode. Collective."""
+    """The source to fill `model` from (None if rank 0 reads for this rank), and the mode of filling. Collective."""
     if origin is None:
         twin = build_network(model.config, config)
         return RandomWeights(twin, config.run.seed), "sharded"
@@ -151,11 +153,11 @@ def first_weights(config: FinetuneConfig, origin: Origin | None, model: PreTrain
 
 def _check_whole(config: FinetuneConfig, problem: str | None) -> None:
     if problem is not None:
-        raise ResumeError(f"model.path={config.model.path} is damaged: {problem}; use another checkpoint beside it")
+        raise ResumeError(f"model.path={config.model.path} is damaged: {problem}; use another checkpoint of that run")
 
 
 def fill_mode(config: FinetuneConfig, origin: Origin) -> str:
-    """`sharded` where every rank sees the files that rank 0 has found. Collective."""
+    """`sharded` if every rank sees the files that rank 0 sees, else `rank0`. Collective."""
     if config.model.fill == "rank0":
         return "rank0"
     sizes = [origin.sizes() if dist.get_rank() == 0 else None]

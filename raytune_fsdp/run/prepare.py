@@ -1,7 +1,7 @@
-"""All that can be found out about a run, and found wrong, before a rank is started or a file is written.
+"""Everything that can be found wrong with a run before a rank is started or a file is written.
 
-The launcher calls `prepare` once, in its own process or on rank 0, and hands the result to every rank: other ranks need
-not see the model's files.
+The launcher calls `prepare` once, in its own process or on rank 0, and passes the result to every rank: other ranks
+need not see the model's files.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 def prepare(
     config: FinetuneConfig, world: int, progress: Progress | None = None, *, build: Builder = build_here
 ) -> tuple[Prepared, Standing]:
-    """Check everything, count the data, and see where the run stands. Writes nothing but caches (data, hub).
+    """Check everything, count the data, and find out where the run stands. Writes only caches (data, hub).
 
-    `build` builds the windows that are to be counted.
+    `build` builds the windows to count.
     """
     place = check_first(config, world)
     if config.export.push is not None:
@@ -52,23 +52,23 @@ def prepare(
     fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=config.model.resize_embeddings)
     network = build_network(hf_config, config)
     _name_class(hf_config, network)
-    init_buffers(network, torch.device("cpu"))  # a rank would fail at it otherwise
+    init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
     _check_network(config, network, hf_config)
     origin = find_origin(config, network) if own is None else None
     for prompt in config.eval.prompts:
         encode_prompt(tokenizer, prompt, positions=positions_of(hf_config))
     train, evals = open_data(config, tokenizer, hf_config.get_text_config().vocab_size, progress)
     identity, files_of_data = identity_of(config, hf_config, train), files_of(train)
-    # Before the census, which may take an hour: a run that cannot continue is refused in seconds.
+    # Before the census, which may take an hour, so that a run that cannot continue is refused in seconds.
     found = find_resume(place, identity, files_of_data, resume=config.run.resume)
-    # A broken row of an evaluation is found now, not in the middle of training.
+    # Evaluation data is counted in every run: its broken rows show now, not in the middle of training.
     built = sum(census(windows, progress=progress, build=build).built for windows in evals.values())
     counted = None
     if config.train.epochs is not None:
         counted = census(train, config.train.epochs, progress=progress, build=build)
         built += counted.built
     else:
-        # The rest is read while training; a wrong column or template shows in the first rows.
+        # The first window only; the others are built during training. A wrong column or template shows in it already.
         built += Stream(train, seed=config.run.seed).first_window(found.state.cursor)[1]
     prepared = Prepared(
         place=place,
@@ -91,7 +91,7 @@ def prepare(
 def prepare_data(
     config: FinetuneConfig, progress: Progress | None = None
 ) -> tuple[PreTrainedTokenizerBase, Windows, dict[str, Windows]]:
-    """The tokenizer and the data of a config, without its weights."""
+    """The tokenizer and the data of a config; no weights are fetched."""
     directory = model_directory(config, weights=False)
     hf_config = load_architecture(config.model, directory)
     tokenizer = load_tokenizer(config, directory)
@@ -101,10 +101,12 @@ def prepare_data(
 
 
 def load_tokenizer(config: FinetuneConfig, directory: Path | None) -> PreTrainedTokenizerBase:
-    """The tokenizer that the config names, else the one in the model's `directory`."""
+    """The tokenizer that the config names, or else the one in the model's `directory`."""
     name = config.model.tokenizer or config.model.path
     if name is None:
-        raise ConfigError("model.tokenizer is not set and there is no model.path to take it from: set model.tokenizer")
+        raise ConfigError(
+            "model.tokenizer is not set, and there is no model.path to take one from: set model.tokenizer"
+        )
     field = "model.tokenizer" if config.model.tokenizer else "model.path"
     if config.model.tokenizer:
         directory = locate(name, None, field=field, weights=False)
@@ -112,37 +114,37 @@ def load_tokenizer(config: FinetuneConfig, directory: Path | None) -> PreTrained
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             directory, trust_remote_code=config.model.trust_remote_code
         )
-    except Exception as error:  # many libraries read tokenizers
+    except Exception as error:  # many libraries read tokenizers, and each has errors of its own
         first = first_line(error).rstrip(": ")
         raise ModelError(
             f"{field}={name}: no tokenizer could be loaded from {directory} ({first}); set model.tokenizer to one"
         ) from error
     if config.data.chat_template is not None:
-        # The tokenizer takes it along, to prompts and into the exported model.
+        # Kept in the tokenizer, so that prompts and the exported model use it too.
         tokenizer.chat_template = load_template(config.data.chat_template)
     return tokenizer
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the largest id. Not the number of tokens: ids may have gaps."""
+    """The largest id plus one, not the number of tokens: ids may have gaps."""
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
 def _generation_config(network: PreTrainedModel, directory: Path | None) -> GenerationConfig | None:
-    """How the model's makers generate from it: an exported model keeps their end tokens and sampling."""
+    """The generation config of the model's makers: an exported model keeps their end tokens and sampling."""
     if directory is not None and (directory / GENERATION_CONFIG_NAME).is_file():
         try:
             return GenerationConfig.from_pretrained(directory)
         except (OSError, ValueError, TypeError) as error:
-            logger.warning("%s is left out: %s", directory / GENERATION_CONFIG_NAME, error)
+            logger.warning("%s is ignored: %s", directory / GENERATION_CONFIG_NAME, error)
     return network.generation_config
 
 
 def _name_class(hf_config: PretrainedConfig, network: PreTrainedModel) -> None:
-    """Say in the config which network it describes, for whoever loads the exported model."""
-    hf_config.architectures = [type(network).__name__]  # a config written by hand, or of the bare decoder, lacks it
+    """Name the network's class in its config, for those who load the exported model."""
+    hf_config.architectures = [type(network).__name__]  # missing in configs written by hand or of the bare decoder
     if type(network).__module__.startswith("transformers.") and hasattr(hf_config, "auto_map"):
-        del hf_config.auto_map  # of code for another network; this one is transformers' own
+        del hf_config.auto_map  # it would load other code; this network is transformers' own
 
 
 def _check_network(config: FinetuneConfig, network: PreTrainedModel, hf_config: PretrainedConfig) -> None:
@@ -150,7 +152,7 @@ def _check_network(config: FinetuneConfig, network: PreTrainedModel, hf_config: 
     positions = positions_of(hf_config)
     if config.data.seq_len > positions:
         raise ConfigError(
-            f"data.seq_len={config.data.seq_len} is more than the {positions} positions the model knows "
+            f"data.seq_len={config.data.seq_len} is more than the model's {positions} positions "
             f"(max_position_embeddings): set data.seq_len to at most {positions}"
         )
     if config.data.packing != "none" and not takes_position_ids(network):

@@ -1,4 +1,4 @@
-"""A checkpoint as others use it: a Hugging Face model directory with its card, and, if asked, on the hub."""
+"""A checkpoint in the form that others use: a Hugging Face model directory with its card, also on the hub if asked."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from raytune_fsdp.rundir import RECIPE_FILE
 def publish(
     checkpoint: CommittedCheckpoint, destination: Path, chosen: ExportConfig, *, verified: bool = False
 ) -> str | None:
-    """Write `destination` and push it by `chosen.push`; returns where it is on the hub, None if it is not.
+    """Write `destination` and push it to `chosen.push`; returns its address on the hub, None if it was not pushed.
 
-    The checkpoint is compared with its manifest first, unless it is `verified`.
+    The checkpoint is compared with its manifest first, unless it is `verified` already.
     """
     problem = None if verified else verify(checkpoint, hashes=True, threads=READERS)
     if problem is not None:
-        raise ResumeError(f"checkpoint {checkpoint.path} is damaged, so it is not exported: {problem}; use another one")
+        raise ResumeError(
+            f"checkpoint {checkpoint.path} is damaged, so it is not exported: {problem}; export another one"
+        )
     files = model_files(checkpoint)
     export(
         CheckpointWeights(checkpoint),

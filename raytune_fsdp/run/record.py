@@ -1,4 +1,4 @@
-"""What a run writes down about itself: its directory, its attempts, and the trackers that follow them."""
+"""What a run writes about itself: its directory, its attempts, and the trackers that follow them."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from raytune_fsdp.tracking.tracker import Composite, NullTracker, RunStart, Trac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """What opening the run's directory has shown."""
+    """What was found when the run's directory was opened."""
 
     changed: Mapping[str, list[Any]]
-    """Old and new value of the settings that are other than in the last attempt."""
+    """Old and new value of the settings that differ from the last attempt."""
     aside: Sequence[Mapping[str, str]]
-    """The damaged checkpoints that were renamed: path, problem, and where each is now."""
+    """The damaged checkpoints that were set aside: path, problem, and where each is now."""
 
 
 def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> Opened:
-    """Write what describes the run, and remove what earlier attempts left unfinished. Rank 0."""
+    """Write the files that describe the run, and remove what earlier attempts left unfinished. Call on rank 0."""
     place = prepared.place
     place.path.mkdir(parents=True, exist_ok=True)
     changed = changed_settings(place, config)
@@ -58,7 +58,7 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
     prepared.hf_config.save_pretrained(place.model_files)
     prepared.tokenizer.save_pretrained(place.model_files)
     if prepared.generation_config is not None:
-        # Not save_pretrained: it refuses combinations that well-known models have.
+        # Not save_pretrained: it refuses combinations of settings that well-known models ship with.
         prepared.generation_config.to_json_file(place.model_files / "generation_config.json")
     recipe = recipe_of(redact(config.model_dump(mode="json")), _version(), place.path)
     replace_durably(place.model_files / RECIPE_FILE, recipe)
@@ -69,14 +69,14 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
 def _version() -> str | None:
     try:
         return version("raytune-fsdp")
-    except PackageNotFoundError:  # run from its source, without an installation
+    except PackageNotFoundError:  # run from a source tree that is not installed
         return None
 
 
 def start_tracker(
     config: FinetuneConfig, prepared: Prepared, standing: Standing, opened: Opened, console: TextIO | None
 ) -> Tracker:
-    """Rank 0 tracks; the other ranks talk to a tracker that does nothing."""
+    """Rank 0's trackers; the other ranks get one that does nothing."""
     if dist.get_rank() != 0:
         return NullTracker()
     trackers: list[Tracker] = [JsonlTracker(prepared.place.path)]
@@ -115,7 +115,7 @@ def mlflow_tracker(config: FinetuneConfig, place: RunDir) -> MlflowTracker:
 
 
 def run_start(config: FinetuneConfig, standing: Standing, attempt: int) -> RunStart:
-    """What trackers get to know when an attempt starts."""
+    """What trackers are given when an attempt starts."""
     return RunStart(
         name=config.run.name,
         attempt=attempt,

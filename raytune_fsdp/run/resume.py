@@ -1,4 +1,4 @@
-"""Whether and from where a run continues: what makes it the same run, and the checkpoint it continues from."""
+"""Whether a run continues, and from where: what makes it the same run, and the checkpoint it continues from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from raytune_fsdp.tracking.tracker import flatten
 
 
 def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Windows) -> dict[str, Any]:
-    """What decides the trajectory, by the names a user knows. A path does not: what it holds does."""
+    """Everything that decides the trajectory, by the names a user knows. Paths do not decide it; their content does."""
     architecture = {
         f"model.{key}": value
         for key, value in hf_config.to_diff_dict().items()
@@ -44,7 +44,7 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
         "train.micro_batch": config.train.micro_batch,
         **{_data_key(key): value for key, value in train.identity.items() if key != "seed"},
     }
-    normal: dict[str, Any] = json.loads(json.dumps(identity, default=str))  # as it will come back from a checkpoint
+    normal: dict[str, Any] = json.loads(json.dumps(identity, default=str))  # as a checkpoint will return it
     return normal
 
 
@@ -53,7 +53,7 @@ def _data_key(key: str) -> str:
 
 
 def files_of(train: Windows) -> dict[str, list[str]]:
-    """The names of the files whose hashes are in the identity, by its key."""
+    """The names of the files whose hashes are in the identity, by its keys."""
     return {_data_key(key): files for key, files in files_by_key(train.sources).items()}
 
 
@@ -76,14 +76,14 @@ def find_resume(
 ) -> Resumed:
     """The newest whole checkpoint of this run, following `run.resume`; a checkpoint of another run is an error.
 
-    Of files with tensors only the sizes are compared: the ranks read them together.
+    Only the sizes of tensor files are compared here: the ranks hash them together.
     """
     checkpoints = place.checkpoints
     try:
         found, damaged = newest(checkpoints, hashes=False, damaged=damaged)
     except OSError as error:
         raise TransientError(
-            f"{checkpoints} cannot be read: {error}; check checkpoint.storage and run.storage, and their credentials"
+            f"{checkpoints} cannot be read: {error}; check checkpoint.storage, run.storage and their credentials"
         ) from error
     if found is None:
         _check_never_saved(place)
@@ -104,18 +104,18 @@ def find_resume(
 
 
 def _check_never_saved(place: RunDir) -> None:
-    """A run whose checkpoints are not where they should be must not start anew: its record would be cut."""
+    """Refuse to start a run anew whose checkpoints are not where they should be: its record would be cut."""
     saved = [each["fields"] for each in read_events(place.events) if each["event"] == names.SAVED]
     if saved:
         raise ResumeError(
             f"{place.checkpoints} has no checkpoint, but this run has saved step {saved[-1]['step']} as "
-            f"{saved[-1]['path']}: mount that storage or set checkpoint.storage back; to start anew, choose another "
-            f"run.name or remove {place.path}"
+            f"{saved[-1]['path']}: mount that storage, or set checkpoint.storage back to it; to start anew, choose "
+            f"another run.name or remove {place.path}"
         )
 
 
 def changed_settings(place: RunDir, config: FinetuneConfig) -> dict[str, list[Any]]:
-    """Old and new value of every setting that the run's last attempt had otherwise; none decides the trajectory."""
+    """Old and new value of every setting that differs from the run's last attempt. None decides the trajectory."""
     try:
         before = flatten(yaml.safe_load(place.config.read_text()))
     except (OSError, yaml.YAMLError, AttributeError):

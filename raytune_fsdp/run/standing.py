@@ -1,7 +1,7 @@
 """Where a run is now: asked anew at every start of a worker group, whatever its cause.
 
-`Prepared` is what never changes during a command; a `Standing` is what does. There is one way to a standing that all
-ranks share, `agree`: rank 0 says where it believes the run to be, and all ranks read that checkpoint together.
+`Prepared` holds what never changes during a command, a `Standing` what does. All ranks get theirs in one place,
+`agree`: rank 0 says where it believes the run to be, and all ranks verify that checkpoint together.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What never changes during a command, found out before any rank is started. Can be pickled."""
+    """What never changes during a command, found out before any rank is started. Picklable."""
 
     place: RunDir
     hf_config: PretrainedConfig
@@ -42,30 +42,30 @@ class Prepared:
     train: Windows
     evals: Mapping[str, Windows]
     census: Census | None
-    """None where the run is given in steps: nothing is counted then."""
+    """None if the run's length is given in steps: then nothing is counted."""
     origin: Origin | None
-    """None with `model.init=random`, and where the run's own checkpoints have replaced what it began with."""
+    """None if `model.init=random`, or if the run's own checkpoints have replaced the weights it began with."""
     identity: Mapping[str, Any]
     files_of_data: Mapping[str, Sequence[str]]
-    """Names of the files whose hashes are in the identity."""
+    """Names of the files whose hashes are in the identity, by its keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Where the run is now, and what follows from that for the next attempt. Can be pickled."""
+    """Where the run is now, and what follows from that for the next attempt. Picklable."""
 
     checkpoint: CommittedCheckpoint | None
-    """To continue from; None at the beginning."""
+    """The checkpoint to continue from; None at the beginning."""
     state: RunState
-    """What is in it, or the state of a run that has not begun."""
+    """The state in it, or that of a run that has not begun."""
     damaged: Damaged
     """Newer checkpoints, and why the run does not continue from them."""
     plan: Plan
-    """For the number of ranks that the attempt has."""
+    """The plan for the attempt's number of ranks."""
     attempt: int
-    """The number of the attempt that begins here: 1 in a new run."""
+    """The number of the attempt that begins here; 1 in a new run."""
     windows_built: int = 0
-    """Windows that were tokenized to find this out."""
+    """Windows that were tokenized while the run was prepared."""
 
     @property
     def complete(self) -> bool:
@@ -76,39 +76,42 @@ class Standing:
 def stand(
     config: FinetuneConfig, prepared: Prepared, world: int, found: Resumed, *, windows_built: int = 0
 ) -> Standing:
-    """The standing of a run that continues from what was found, on `world` ranks."""
+    """The standing of a run that continues from `found` on `world` ranks."""
     plan = resolve(config, world, prepared.census, planned_schedule=found.state.schedule_steps)
     _check_extension(config, plan, found.state)
+    # From both, as either may have been removed: a number used twice could give two checkpoints the same name.
+    earlier = [line["attempt"] for line in read_events(prepared.place.events)]
+    earlier += [checkpoint.attempt for checkpoint in committed(prepared.place.checkpoints)]
     return Standing(
         checkpoint=found.checkpoint,
         state=found.state,
         damaged=found.damaged,
         plan=plan,
-        attempt=_next_attempt(prepared.place),
+        attempt=1 + max(earlier, default=0),
         windows_built=windows_built,
     )
 
 
 def look(config: FinetuneConfig, prepared: Prepared, world: int, damaged: Damaged | None = None) -> Standing:
-    """Where the run is now. What was committed since the command began counts, whatever `run.resume` says.
+    """Where the run is now. Checkpoints committed since the command began count, whatever `run.resume` says.
 
-    Checkpoints that are known to be `damaged` are passed over.
+    Checkpoints known to be `damaged` are passed over.
     """
     found = find_resume(prepared.place, prepared.identity, prepared.files_of_data, resume="auto", damaged=damaged)
     return stand(config, prepared, world, found)
 
 
 def on_world(config: FinetuneConfig, prepared: Prepared, standing: Standing, world: int) -> Standing:
-    """The same standing for another number of ranks."""
+    """The same standing on another number of ranks."""
     plan = resolve(config, world, prepared.census, planned_schedule=standing.state.schedule_steps)
     return replace(standing, plan=plan)
 
 
 def agree(config: FinetuneConfig, prepared: Prepared, begin: Callable[[], Standing]) -> Standing:
-    """Where all ranks begin an attempt. Collective.
+    """The standing from which all ranks begin an attempt. Collective.
 
-    `begin` is called on rank 0 and says where the run is. All ranks then read the files of that checkpoint together;
-    if it is damaged, rank 0 looks for an older one, until one is whole.
+    `begin` is called on rank 0 and says where the run is. All ranks then verify that checkpoint together; if it is
+    damaged, rank 0 looks for an older one, until one is intact.
     """
     standing = on_rank0(begin)
     while (found := standing.checkpoint) is not None:
@@ -120,7 +123,7 @@ def agree(config: FinetuneConfig, prepared: Prepared, begin: Callable[[], Standi
 
 
 def confirm_complete(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> Standing:
-    """The same, if the run is complete and its checkpoint whole. No rank is going to read it, so this process does."""
+    """If the run is complete, verify its checkpoint in this process, as no rank will; step back if it is damaged."""
     while (found := standing.checkpoint) is not None and standing.complete:
         problem = verify(found, hashes=config.checkpoint.verify == "hashes")
         if problem is None:
@@ -130,7 +133,7 @@ def confirm_complete(config: FinetuneConfig, prepared: Prepared, standing: Stand
 
 
 def _look_without(config: FinetuneConfig, prepared: Prepared, standing: Standing, problem: str) -> Standing:
-    """Where the run is without the checkpoint of this standing, which has turned out to be damaged."""
+    """Where the run is without the checkpoint of this standing, which is damaged."""
     found = standing.checkpoint
     assert found is not None
     logger.warning("checkpoint %s is damaged (%s); looking for an older one", found.path, problem)
@@ -138,14 +141,8 @@ def _look_without(config: FinetuneConfig, prepared: Prepared, standing: Standing
     return replace(again, windows_built=standing.windows_built)
 
 
-def _next_attempt(place: RunDir) -> int:
-    earlier = [line["attempt"] for line in read_events(place.events)]
-    earlier += [found.attempt for found in committed(place.checkpoints)]
-    return 1 + max(earlier, default=0)
-
-
 def _check_extension(config: FinetuneConfig, plan: Plan, state: RunState) -> None:
-    """A run whose last step was short cannot go on: a short step would be in its middle, unlike in a longer run."""
+    """Refuse to extend a run whose last step was short: a run of that length would have a full step there."""
     whole = state.step * plan.division.global_batch
     if state.samples < whole and plan.division.total_samples != state.samples:
         raise ResumeError(

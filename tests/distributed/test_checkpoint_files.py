@@ -270,7 +270,7 @@ def test_a_malicious_checkpoint_is_refused_and_nothing_is_run(run_dir: Path, tmp
     for content in (pickle.dumps(Payload(ran)), b"", b"[]", b'{"format": 2}', *(text.encode() for text in contents)):
         index.write_bytes(content)
         with_hashes(new)
-        with pytest.raises(ResumeError, match="is no index of a checkpoint"):
+        with pytest.raises(ResumeError, match="is not an index of a checkpoint"):
             tensors_in(new)
         assert not ran.exists()
     index.write_text(json.dumps(plain))

@@ -69,7 +69,7 @@ def test_storage_that_only_some_ranks_share_is_refused_by_all(tmp_path: Path) ->
     message = _the_one(run_ranks(_from_own_directories, 4, [first, second, first, second], "runs/mine"))
     address = r"( \([\d.]+\))?"
     expected = (
-        rf"run\.storage={OWN}/runs: what rank 0 on node-0{address} has written there is not seen by ranks 1, 3 on "
+        rf"run\.storage={OWN}/runs: a file written there by rank 0 on node-0{address} is not seen by ranks 1, 3 on "
         rf"node-1{address} \(No such file or directory\)\. {RULE}.+"
     )
     assert re.fullmatch(expected, message)
@@ -131,7 +131,7 @@ def test_the_same_names_with_other_content_are_not_the_same_storage(tmp_path: Pa
     directories = _directories(tmp_path, 2)
     message = _the_one(run_ranks(_with_other_content, 2, directories))
     assert "not seen by rank 1" in message
-    assert "(the file has another content)" in message
+    assert "(the file has different content)" in message
 
 
 @pytest.mark.parametrize("world", [1, 3])

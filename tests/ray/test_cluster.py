@@ -86,7 +86,9 @@ def test_runs_on_several_nodes(tmp_path: Path, three_nodes: str) -> None:
     unshared = command("unshared", "--run.storage", "/proc/self/cwd/runs", "--run.name", "unshared")
     code, said = unshared.end()
     assert code == 2, said
-    assert "run.storage=/proc/self/cwd/runs: what rank 0 on" in said and "is not seen by rank 1" in said, said
+    assert (
+        "run.storage=/proc/self/cwd/runs: a file written there by rank 0 on" in said and "is not seen by rank 1" in said
+    ), said
     for node in ("first", "second", "unshared"):
         assert not list(tmp_path.parent.glob(f"*/{node}/runs/unshared")), node
     shutil.rmtree(tmp_path)

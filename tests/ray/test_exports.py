@@ -96,4 +96,4 @@ def test_a_checkpoint_that_is_gone_and_a_stop(place: RunDir) -> None:
     while not told.events:
         exports.look()
     ((name, fields),) = told.events
-    assert name == "export_failed" and "removed by then: raise checkpoint.keep_last" in fields["problem"]
+    assert name == "export_failed" and "removed before the export: raise checkpoint.keep_last" in fields["problem"]

@@ -118,7 +118,7 @@ def test_submitted_stopped_and_submitted_again(tmp_path: Path, head: dict[str, s
     assert read_trajectory(run_dir / "metrics.jsonl")[-1]["step"] == stopped >= 5
     assert [status for _, status in mlflow_runs(run_dir.parent)] == ["KILLED"]
     said, _ = wrong.communicate(timeout=60)
-    assert wrong.returncode == 1 and "run.storage=runs is inside of this job's copy of the working directory" in said
+    assert wrong.returncode == 1 and "run.storage=runs is inside this job's copy of the working directory" in said
     assert details(head, "wrong") == ("FAILED", 2)
     second = submit(head, "second", "--config", str(file))
     said, _ = second.communicate(timeout=300)

@@ -189,7 +189,7 @@ def test_ray_places_workers_as_we_ask(answers: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_what_is_reserved_is_not_free(answers: dict[str, Any]) -> None:
     line, same_in_all = answers["seen"]
-    assert line == ("waiting for 4 workers with 1 CPU + 1 GPU each: free are 2 nodes with 0 of 2 CPU, 0 of 2 GPU")
+    assert line == ("waiting for 4 workers with 1 CPU + 1 GPU each; free now: 2 nodes with 0 of 2 CPU, 0 of 2 GPU")
     assert same_in_all
 
 

@@ -244,7 +244,7 @@ def test_it_is_said_when_no_cpu_is_free(tmp_path: Path, monkeypatch: pytest.Monk
         assert census(make(tmp_path), build=build_on_ray).total.rows == len(LENGTHS)
     finally:
         tasks.logger.removeHandler(listener)
-    assert said[0].startswith("no CPU came free for the data in time (0 of the cluster's 4 CPUs are free)")
+    assert said[0].startswith("no CPU became free for the data in time (0 of the cluster's 4 CPUs are free)")
     assert len(said) > 1
 
 
@@ -261,8 +261,8 @@ class Shard:
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        ([0, 2, 1], r"block 1 of the run with 2 sample\(s\) from Ray Data and got block 2 with 2; the same"),
-        ([0, 1], r"block 2 of the run with 2 sample\(s\) from Ray Data and got the end of the data"),
+        ([0, 2, 1], r"block 1 of the run with 2 sample\(s\) from Ray Data, but got block 2 with 2; the same"),
+        ([0, 1], r"block 2 of the run with 2 sample\(s\) from Ray Data, but got the end of the data"),
         ([0, 0, 1], r"block 1 of the run .* got block 0 with 2"),
         ([0, 3], r"block 1 of the run .* got block 1 with 1"),
     ],

@@ -80,7 +80,7 @@ def test_what_each_worker_reserves() -> None:
         ({"device": "cuda", "gpus_per_worker": 0}, GPUS, False, "cluster.gpus_per_worker=0 with cluster.device=cuda"),
         ({}, LAPTOP, True, "cluster.device=auto: this cluster has 0 GPU(s) for 1 worker(s) and may grow"),
         ({"workers": 9}, GPUS, True, "cluster.device=auto: this cluster has 8 GPU(s) for 9 worker(s) and may grow"),
-        ({"device": "cuda"}, LAPTOP, True, "cluster.workers=auto means one for each GPU that is there"),
+        ({"device": "cuda"}, LAPTOP, True, "cluster.workers=auto means one for each GPU of the cluster"),
     ],
 )
 def test_what_cannot_be_meant(config: dict[str, Any], nodes: list[Node], growing: bool, message: str) -> None:
@@ -207,7 +207,7 @@ REFUSED = [
     (
         GPUS,
         {"accelerator_type": "a100"},
-        f"cluster.accelerator_type=a100: no node has it; nearest: A100; {TWO_GPU_NODES}; name an accelerator that it "
+        f"cluster.accelerator_type=a100: no node has it; nearest: A100; {TWO_GPU_NODES}; name one that it "
         "has, or leave the field out",
     ),
     (GPUS, {"accelerator_type": "H100"}, "cluster.accelerator_type=H100: no node has it; nearest: A100;"),
@@ -229,7 +229,7 @@ def test_what_a_cluster_can_never_give(nodes: list[Node], config: dict[str, Any]
 def test_nodes_that_are_added_could_cure_it(nodes: list[Node], config: dict[str, Any], message: str) -> None:
     found = asked(nodes, **config)
     if config.get("accelerator_type") == "a100":
-        with pytest.raises(ConfigError, match="Ray knows none of this name .*; nearest: A100;"):
+        with pytest.raises(ConfigError, match="Ray knows no accelerator of this name .*; nearest: A100;"):
             check(found, nodes, growing=True)
     else:
         check(found, nodes, growing=True)
@@ -248,22 +248,26 @@ def test_a_node_that_grows_may_have_an_accelerator_of_its_own_name() -> None:
         (
             [node(8), node(8, 4, "A100", free={"CPU": 3.0, "GPU": 2.0}), node(8, 4, "A100")],
             {"workers": 4},
-            "waiting for 4 workers with 1 CPU + 1 GPU each: free are 1 node with 3 of 8 CPU, 2 of 4 GPU and 1 node "
+            "waiting for 4 workers with 1 CPU + 1 GPU each; free now: 1 node with 3 of 8 CPU, 2 of 4 GPU and 1 node "
             "with 8 of 8 CPU, 4 of 4 GPU",
         ),
         (
             MIXED,
             {"accelerator_type": "L4"},
-            "waiting for 4 workers with 1 CPU + 1 GPU each on nodes with L4: free are 1 node with 8 of 8 CPU, 4 "
+            "waiting for 4 workers with 1 CPU + 1 GPU each on nodes with L4; free now: 1 node with 8 of 8 CPU, 4 "
             "of 4 GPU",
         ),
         # Ray leaves out what is used up.
-        ([node(4, free={"memory": 1.0})], {}, "waiting for 1 worker with 1 CPU: free are 1 node with 0 of 4 CPU"),
-        ([node(4, free={}), node(4, free={})], {}, "waiting for 1 worker with 1 CPU: free are 2 nodes with ? of 4 CPU"),
+        ([node(4, free={"memory": 1.0})], {}, "waiting for 1 worker with 1 CPU; free now: 1 node with 0 of 4 CPU"),
+        (
+            [node(4, free={}), node(4, free={})],
+            {},
+            "waiting for 1 worker with 1 CPU; free now: 2 nodes with ? of 4 CPU",
+        ),
         (
             LAPTOP,
             {"workers": 2, "device": "cuda", "accelerator_type": "L4"},
-            "waiting for 2 workers with 1 CPU + 1 GPU each on nodes with L4: free are none, as no node fits one yet",
+            "waiting for 2 workers with 1 CPU + 1 GPU each on nodes with L4; free now: nothing, as no node fits one yet",
         ),
     ],
 )

@@ -1,15 +1,24 @@
 """A run on a Ray cluster: the only code that imports ray.
 
-driver            check while Ray starts; refuse; ask for workers; say how the run ended
-session           join the cluster, or start a Ray that is large enough
-resources         what is asked for, and whether the cluster can give it
-placement_groups  the groups that hold the workers' resources
-follow            what the ranks report; stopping; waiting for resources, and giving up
-board             an actor between the driver and the ranks
-failures          who failed, of what, and whether to try again
-rank              what Ray Train runs in the process of every rank
-stream, batches   the data through Ray Data
-tasks             work on the CPUs of the cluster
-exports           exports beside training
-train_registry    Ray Train's own list of checkpoints, repaired
+On the driver:
+
+    driver            checks while Ray starts, refuses, asks for workers, says how the run ended
+    session           joins the cluster, or starts a Ray that is large enough
+    resources         what is asked for, and whether the cluster can provide it
+    train_registry    repairs Ray Train's own list of checkpoints, before it is read
+    follow            what the ranks report; stopping; waiting for resources, and giving up
+    placement_groups  the groups that hold the workers' resources
+    exports           exports during training
+
+Between the driver and the ranks:
+
+    board             an actor: notices to the driver, a stop to rank 0
+    failures          in Ray Train's controller: which rank failed, why, and whether to try again
+
+On the ranks and on the CPUs of the cluster:
+
+    rank              what Ray Train runs in every worker
+    stream            the windows through Ray Data
+    batches           a rank's blocks of the stream become its batches
+    tasks             many calls of a function on the CPUs of the cluster, their results in order
 """

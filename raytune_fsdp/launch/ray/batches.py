@@ -1,4 +1,4 @@
-"""The batches of a rank from its shard of the stream through Ray Data."""
+"""A rank's batches, from its shard of the stream through Ray Data."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def ray_batches(
     data_rank: int,
     device: torch.device | str = "cpu",
 ) -> Iterator[StepBatches]:
-    """What `rank_batches` gives, from this rank's shard of a `stream_dataset` that begins with the first step."""
+    """The batches of `rank_batches`, from this rank's shard of a `stream_dataset` that begins with the first step."""
     ahead = 2 * max(division.rounds(steps[0]), 2)
     arriving = shard.iter_torch_batches(
         batch_size=None, prefetch_batches=ahead, collate_fn=ToBlock(division, device), device="cpu"
     )
     with closing(iter(arriving)) as arrived, own_errors():
-        # Ray starts when all ranks have asked for a block, also those that have none in the first step.
+        # Ask at once, also where the first step has no block for this rank: Ray Data starts when all ranks have asked.
         blocks = chain([next(arrived, None)], arrived)
         for step in steps:
             own: list[Batch] = []
@@ -58,7 +58,7 @@ def ray_batches(
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What arrives at a rank."""
+    """A block as it arrives at a rank."""
 
     number: int
     """Counted from the start of the run."""
@@ -67,7 +67,7 @@ class Block:
 
 
 class ToBlock(ArrowBatchCollateFn):  # type: ignore[misc]
-    """Makes tensors of what arrives. Ray Data calls it in threads, before the block is needed."""
+    """Turns arriving tables into tensors. Ray Data calls it in threads, before the block is needed."""
 
     def __init__(self, division: Division, device: torch.device | str) -> None:
         self._blocks_per_step = division.blocks
@@ -81,7 +81,7 @@ class ToBlock(ArrowBatchCollateFn):  # type: ignore[misc]
 
 
 def _to_samples(table: pa.Table) -> list[StreamSample]:
-    """What the source has made a table of."""
+    """The samples of a table that the source made."""
     rows = len(table)
     tokens = {name: table[name].combine_chunks().flatten().to_numpy().reshape(rows, -1) for name in TOKEN_COLUMNS}
     columns = table.select(["id", "epoch", "window", "index", "built"]).to_pylist()
@@ -98,6 +98,6 @@ def _to_samples(table: pa.Table) -> list[StreamSample]:
 def _out_of_order(rank: int, number: int, size: int, block: Block | None) -> TransientError:
     found = "the end of the data" if block is None else f"block {block.number} with {len(block.batch.sample_ids)}"
     return TransientError(
-        f"rank {rank} was to get block {number} of the run with {size} sample(s) from Ray Data and got {found}; the "
-        "same command continues from the last checkpoint, and with cluster.launch=local without Ray"
+        f"rank {rank} expected block {number} of the run with {size} sample(s) from Ray Data, but got {found}; the "
+        "same command continues from the last checkpoint, with cluster.launch=local also without Ray"
     )

@@ -1,4 +1,4 @@
-"""Messages between the driver and the ranks, around Ray Train: an actor on the driver's node."""
+"""Messages between the driver and the ranks that bypass Ray Train: an actor on the driver's node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raytune_fsdp.types import StopReason
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A rank is there, in a process of this node."""
+    """A rank has started, in a process on this node."""
 
     rank: int
     node: str
@@ -27,14 +27,14 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Rank 0 has come this far in starting; the name is what it has finished."""
+    """Rank 0 has finished a phase before the first step."""
 
     phase: str
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """An attempt has its number and its directory of logs."""
+    """An attempt has its number and its directory for logs."""
 
     attempt: int
     logs: str
@@ -42,24 +42,24 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """To be printed."""
+    """A line for the driver to print."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Ranks have failed; `rank` is the one that the others' failures follow from."""
+    """Ranks have failed; `rank` is the one that caused the others' failures."""
 
     rank: int
     cause: str
     again: bool
-    """Whether another attempt may help; Ray Train then starts one, if it may."""
+    """Whether another attempt may help. Then Ray Train starts one, within max_failures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A checkpoint of this attempt is complete."""
+    """A checkpoint of this attempt was committed."""
 
     step: int
 
@@ -68,7 +68,7 @@ Notice = Joined | Reached | Started | Line | Lost | Committed
 
 
 class _Board:
-    """Runs in the actor. All of it is in one event loop."""
+    """Runs in the actor, all of it in one event loop, so nothing here needs a lock."""
 
     def __init__(self) -> None:
         self._news = asyncio.Event()
@@ -105,7 +105,7 @@ class _Board:
 
     async def share(self, key: str, value: list[Any]) -> None:
         async with self._sharing:
-            self._shared = {key: value}  # what an earlier attempt had left is of no use
+            self._shared = {key: value}  # values of earlier attempts are of no use
             self._sharing.notify_all()
 
     async def shared(self, key: str) -> list[Any]:
@@ -115,20 +115,21 @@ class _Board:
 
 
 class Board:
-    """The driver's and the ranks' side of it. Can be sent to other processes."""
+    """The side of the driver and the ranks. Can be sent to other processes."""
 
     def __init__(self) -> None:
         here = ray.get_runtime_context().get_node_id()
-        # Every rank may be waiting in it at once.
+        # Every rank may wait in it at the same time, in `shared`. Ray's default of 1000 concurrent calls would let no
+        # further call in, not even the one that the ranks are waiting for.
         options = {"num_cpus": 0, "max_concurrency": 10_000, "label_selector": {"ray.io/node-id": here}}
         self._actor = ray.remote(**options)(_Board).remote()
 
     def tell(self, notice: Notice) -> None:
-        """Does not wait, and does not fail where the driver is gone: then this process will soon be, too."""
+        """Neither waits nor fails if the driver is gone: then this process soon ends, too."""
         self._actor.tell.remote(notice)
 
     def read(self, seconds: float) -> list[Notice]:
-        """Returns new notices, waiting up to `seconds` if there are none."""
+        """Return new notices, waiting up to `seconds` if there are none."""
         notices: list[Notice] = ray.get(self._actor.read.remote(seconds))
         return notices
 
@@ -137,16 +138,16 @@ class Board:
         self._actor.stop.remote(reason)
 
     def count_attempt(self) -> int:
-        """1 for the first attempt that asks, 2 for the next one."""
+        """1 for the first attempt of this command that asks, 2 for the next."""
         return int(ray.get(self._actor.count_attempt.remote()))
 
     def share(self, key: str, value: Any) -> None:
-        """Give a value to the other ranks. It stays this process's own: Ray drops it when this process ends."""
-        # In a list, so that the actor passes it on without reading it.
+        """Share a value with the other ranks. This process remains its owner: Ray drops the value when it ends."""
+        # A reference inside a list is passed on; Ray would replace a bare one by its value, for the actor to unpickle.
         ray.get(self._actor.share.remote(key, [ray.put(value)]))
 
     def shared(self, key: str) -> Any:
-        """What another rank shares under this key; waits for it."""
+        """Wait for the value that another rank shares under this key."""
         return ray.get(ray.get(self._actor.shared.remote(key))[0])
 
     def wait_for_stop(self) -> StopReason:
@@ -155,7 +156,7 @@ class Board:
 
 
 class StopFromBoard:
-    """On rank 0: why the driver has asked to stop, if it has. Calling costs nothing, a thread waits for the answer."""
+    """On rank 0: why the driver asked to stop, None if it did not. Costs nothing to call: a thread waits for it."""
 
     def __init__(self, board: Board) -> None:
         self._reason: StopReason | None = None
@@ -169,11 +170,11 @@ class StopFromBoard:
         try:
             self._reason = self._board.wait_for_stop()
         except RayError:
-            return  # the driver is gone, and this process will be soon
+            return  # the driver is gone, and this process soon ends
 
 
 class BoardStream(io.TextIOBase):
-    """What is written to it is printed by the driver, in whole lines."""
+    """A stream whose lines the driver prints."""
 
     encoding = "utf-8"
 

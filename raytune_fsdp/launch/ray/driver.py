@@ -1,7 +1,7 @@
 """A run on a Ray cluster, seen from the driver: check, start Ray, ask for workers, follow them to the end.
 
-Ray Train starts the ranks and starts them again when one is lost. Where the run stands is ours: the manifests of the
-checkpoints, read by rank 0 of every attempt.
+Ray Train starts the ranks, and restarts them when one is lost. Where the run stands is decided by the manifests of its
+checkpoints, which rank 0 of every attempt reads.
 """
 
 from __future__ import annotations
@@ -48,13 +48,15 @@ from raytune_fsdp.tracking.mlflow import mlflow_installed
 from raytune_fsdp.types import Progress
 
 FEW_WINDOWS = 4
-"""So many are built in this process: tasks on the cluster would take longer to start."""
+"""Up to this number of windows are built in this process: tasks would first have to wait until Ray has started (about
+3 s, see docs/results.md), and then for processes of their own."""
 
 _STORAGE_MARKER = ".validate_storage_marker"
-"""Ray Train's."""
+"""Written by Ray Train into the run directory."""
 T = TypeVar("T")
 
-# How soon Ray Train sees that a rank has died, and a checkpoint that was reported; two seconds are its default.
+# How often Ray Train looks for dead ranks and reported checkpoints. With its default, 2 s, a crash was noticed after
+# 1.3 s instead of 0.3 s (docs/results.md).
 _POLL_SECONDS = "0.5"
 
 
@@ -67,13 +69,13 @@ def run(
     progress: Progress | None,
     say: Callable[[str], None],
 ) -> Standing:
-    """Prepare and train. Returns where the run stood before, when it is complete; raises what stopped it."""
+    """Prepare and train. Returns where the run stood before this call, once it is complete; raises what stopped it."""
     wanted = config.cluster.workers
     phases.finished("start")
     prepared, standing = prepare(config, 1 if wanted == "auto" else wanted, progress, build=_builder(connecting))
     phases.finished("checks")
     session = connecting.result()
-    signals.take()  # Ray's own handler of SIGTERM prints where the process is, and aborts it
+    signals.take()  # Ray has installed a SIGTERM handler that prints a stack and aborts
     phases.finished("Ray")
     say(f"Ray: {session.about}")
     if standing.complete:
@@ -111,7 +113,7 @@ def _train(
 ) -> None:
     place, run_dir = prepared.place, prepared.place.path
     repaired = repair_registry(run_dir)
-    for left in run_dir.glob(f"{TOKEN_PREFIX}*"):  # by a driver that was killed
+    for left in run_dir.glob(f"{TOKEN_PREFIX}*"):  # left by a driver that was killed
         left.unlink(missing_ok=True)
     if repaired is not None:
         append_event(place.events, names.REGISTRY_REPAIRED, attempt=0, fields={"what": repaired})
@@ -143,15 +145,15 @@ def _train(
 
 
 def _finish(exports: Exports, signals: Signals) -> None:
-    """The run is complete, its exports perhaps not."""
+    """Wait for the exports of a complete run."""
     if not exports.finish(lambda: signals.count > 0):
-        raise Interrupted("stopped: the run is complete, its exports are not; the same command makes up for them")
+        raise Interrupted("stopped: the run is complete, but its exports are not; the same command makes up for them")
 
 
 def _make_up(
     config: FinetuneConfig, place: RunDir, standing: Standing, signals: Signals, say: Callable[[str], None]
 ) -> None:
-    """Exports that an earlier start of a run that is complete did not come to."""
+    """Make the exports of a complete run that an earlier command did not get to."""
     token = leave_token(place.path, "the driver")
 
     def event(name: str, **fields: object) -> None:
@@ -164,11 +166,11 @@ def _make_up(
 
 
 def _fit(job: RankJob, asked: Request, follow: Follow) -> None:
-    """Let Ray Train run the job to its end. It gives up by itself where the ranks cannot be brought together."""
+    """Let Ray Train run the job to its end; again where it gave up because the ranks could not find each other."""
     limit = job.config.cluster.max_failures
     while True:
         left = limit if limit < 0 else max(0, limit - follow.failures)
-        # The job is not given as train_loop_config: the controller reads that, and would import torch for it.
+        # Not as train_loop_config: the controller unpickles that, and would have to import torch for it.
         fit = _in_thread(trainer_for(partial(train_rank, job), job.board, asked, job.config, left).fit)
         follow.until(fit)
         error = fit.exception()
@@ -182,7 +184,7 @@ def _fit(job: RankJob, asked: Request, follow: Follow) -> None:
 
 
 def _in_thread(work: Callable[[], T]) -> Future[T]:
-    """The outcome of a call that cannot be interrupted. Not in a pool: the process may end before it does."""
+    """Run a call that cannot be interrupted. In a daemon thread, not a pool: the process may end before the call."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -200,9 +202,10 @@ def trainer_for(
 ) -> TorchTrainer:
     """The TorchTrainer that runs `rank` in every worker and restarts them after a crash."""
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", _POLL_SECONDS)
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nothing of ours listens to it yet
-    os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # ranks stay where the job is, as relative paths expect
-    logging.getLogger("ray.train").setLevel(logging.ERROR)  # it says again, for developers, what we say
+    # An actor per worker group that asks for draining nodes every 5 s; nothing here listens to it yet.
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+    os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # relative paths must mean the same on ranks as in the job
+    logging.getLogger("ray.train").setLevel(logging.ERROR)  # it repeats, for developers, what we report
     env = {"env_vars": dict(config.cluster.env)} if config.cluster.env else None
     return TorchTrainer(
         rank,
@@ -214,7 +217,7 @@ def trainer_for(
             name=config.run.name,
             storage_path=storage_of(config).as_posix(),
             failure_config=FailureConfig(max_failures=max_failures),
-            # Never: Ray would delete checkpoints that it knows less about than we do.
+            # Keep all: pruning is done by rank 0 after a commit, by step and score; Ray's own would delete others.
             checkpoint_config=CheckpointConfig(num_to_keep=None),
             callbacks=[FailureWatch(board)],
             worker_runtime_env=env,
@@ -224,7 +227,7 @@ def trainer_for(
 
 
 def _close_mlflow(config: FinetuneConfig, place: RunDir, standing: Standing, attempt: int, error: RaytuneError) -> None:
-    """Say there how the run has ended: rank 0, which does that otherwise, may have had no time to."""
+    """Record in MLflow how the run ended: rank 0, which usually does that, may have had no time."""
     if config.tracking.mlflow.enabled and place.mlflow_id.exists() and mlflow_installed():
         tracker = mlflow_tracker(config, place)
         tracker.start(run_start(config, standing, attempt))
@@ -232,7 +235,7 @@ def _close_mlflow(config: FinetuneConfig, place: RunDir, standing: Standing, att
 
 
 def _what_stopped(error: BaseException, follow: Follow) -> RaytuneError:
-    """The error that fit() has raised as one of ours."""
+    """The error that fit() raised, as one of ours."""
     inner = underlying(error)
     if isinstance(inner, Interrupted) or (isinstance(inner, UserError) and not follow.attempt):
         return inner

@@ -1,7 +1,7 @@
-"""Exports beside training: a task of Ray writes the model directory of a checkpoint that was committed.
+"""Exports during training: a Ray task writes the model directory of a committed checkpoint.
 
-One at a time, on the driver's node, and without reserving a CPU: the cluster's spare ones prepare the data, and an
-export that had taken the last of them would keep training waiting.
+One at a time, on the driver's node, and without reserving a CPU: the cluster's spare CPUs prepare the data, and an
+export that took the last of them would keep training waiting.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 _PLACE = re.compile(r"step-(\d{8,})")
-_WAIT_SECONDS = 0.5
+_WAIT_SECONDS = 0.5  # between two looks for a signal to stop
 
 
 class Exports:
-    """The driver's: which checkpoints are exported, and what has become of it.
+    """On the driver: which checkpoints are exported, and how that ended.
 
-    Of the steps from a multiple of `export.every` to the next, the first one that has a checkpoint: a save that was
-    postponed is not at the multiple itself.
+    From each multiple of `export.every` to the next, the first step with a checkpoint is exported: a postponed save is
+    not at the multiple itself.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Exports:
         self._say = say
         self._waiting: list[CommittedCheckpoint] = []
         self._running: tuple[ObjectRef, CommittedCheckpoint] | None = None
-        for left in self._directory.glob(".*.export-*"):  # by a driver that was killed
+        for left in self._directory.glob(".*.export-*"):  # left by a driver that was killed
             shutil.rmtree(left, ignore_errors=True)
 
     @property
@@ -64,14 +64,14 @@ class Exports:
         return self._run.exports
 
     def make_up(self) -> None:
-        """Ask for what has not been exported yet, whoever should have."""
+        """Ask for the exports that earlier attempts and commands did not get to."""
         if self._chosen.every is not None:
-            with suppress(RaytuneError, OSError):  # storage that does not answer now: the next commit will be heard of
+            with suppress(RaytuneError, OSError):  # if the storage does not answer now, the next commit asks again
                 for found in committed(self._run.checkpoints):
                     self.committed(found)
 
     def committed(self, checkpoint: CommittedCheckpoint) -> None:
-        """A checkpoint is there; it is exported if its turn has come."""
+        """Called after a commit: ask for an export if one is due."""
         every = self._chosen.every
         if every is None or checkpoint.step < every:
             return
@@ -84,7 +84,7 @@ class Exports:
         return [*([self._running[1]] if self._running else []), *self._waiting]
 
     def look(self) -> None:
-        """Tell of the one that has ended, and begin the next."""
+        """Report the export that has ended, and begin the next."""
         if self._running:
             task, checkpoint = self._running
             if not ray.wait([task], timeout=0)[0]:
@@ -98,7 +98,7 @@ class Exports:
             self._running = task.remote(checkpoint, self._place(checkpoint), self._chosen, self._token), checkpoint
 
     def finish(self, stop: Callable[[], bool]) -> bool:
-        """Wait for all that are wanted; whether none was left when that was to `stop`."""
+        """Wait for all exports that are due. False if `stop` ended the wait."""
         self.make_up()
         if self._asked():
             self._say(f"waiting for the export of step {', '.join(str(found.step) for found in self._asked())}")
@@ -129,17 +129,17 @@ class Exports:
     def _why(self, checkpoint: CommittedCheckpoint, error: BaseException) -> str:
         with suppress(RaytuneError, OSError):
             if checkpoint not in committed(self._run.checkpoints):
-                return "its checkpoint was removed by then: raise checkpoint.keep_last or export.every"
+                return "its checkpoint was removed before the export: raise checkpoint.keep_last or export.every"
         return in_words(error)
 
 
 def _export(checkpoint: CommittedCheckpoint, destination: Path, chosen: ExportConfig, token: Token) -> float:
-    """Runs in a task. Returns the seconds it took."""
+    """Runs in a Ray task. Returns the seconds it took."""
     import torch
 
     from raytune_fsdp.run.publish import publish
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # it has reserved no CPU, so it must not use many
     check_seen(token, by="an export")
     started = time.monotonic()
     destination.parent.mkdir(exist_ok=True)

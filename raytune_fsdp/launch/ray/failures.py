@@ -1,4 +1,4 @@
-"""What Ray Train says of ranks that failed, in words; and which failures another attempt cannot cure."""
+"""Failures of ranks, as Ray Train reports them: which rank caused them, why, and whether another attempt can help."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ray.exceptions import RayActorError
 from ray.train import UserCallback
 
-from raytune_fsdp.errors import Interrupted, RaytuneError, TransientError
+from raytune_fsdp.errors import Interrupted, RaytuneError, TransientError, in_one_line
 from raytune_fsdp.launch.ray.board import Board, Lost
 
 if TYPE_CHECKING:
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class FailureWatch(UserCallback):  # type: ignore[misc]
-    """In Ray Train's controller: tells the driver who failed and of what, and ends the run where the same would follow.
+    """In Ray Train's controller: reports which rank failed and why, and ends the run if retrying is pointless.
 
-    What this raises there is not retried, whatever `max_failures` says.
+    Ray Train does not retry what a callback raises, whatever `max_failures` says.
     """
 
     def __init__(self, board: Board) -> None:
@@ -34,23 +34,23 @@ class FailureWatch(UserCallback):  # type: ignore[misc]
 
 
 def first_cause(errors: Mapping[int, BaseException]) -> tuple[int, BaseException]:
-    """The rank that the others' failures follow from, and its error.
+    """The rank that caused the others' failures, and its error.
 
-    A process that is gone comes before an error of ours, and that before what a library says when it loses the others.
+    A dead process comes first, then an error of ours, then what libraries raise when they lose the other ranks.
     """
-    return min(sorted(errors.items()), key=lambda item: _weight(item[1]))
 
+    def weight(item: tuple[int, BaseException]) -> int:
+        if _death(item[1]) is not None:
+            return 0
+        return 1 if isinstance(underlying(item[1]), RaytuneError) else 2
 
-def _weight(error: BaseException) -> int:
-    if _death(error) is not None:
-        return 0
-    return 1 if isinstance(underlying(error), RaytuneError) else 2
+    return min(sorted(errors.items()), key=weight)
 
 
 def underlying(error: BaseException) -> BaseException:
-    """The error inside of what Ray and Ray Train have put around it."""
+    """The error inside what Ray and Ray Train have wrapped around it."""
     while not isinstance(error, RaytuneError):
-        # Of a task; of a rank's exception; of the controller's.
+        # The wrappers of a task, of a rank and of the controller.
         inner = next(
             filter(None, (getattr(error, name, None) for name in ("cause", "_base_exc", "controller_failure"))), None
         )
@@ -61,33 +61,25 @@ def underlying(error: BaseException) -> BaseException:
 
 
 def is_final(error: BaseException) -> bool:
-    """Whether a new attempt would fail in the same way."""
+    """Whether a new attempt would fail the same way."""
     inner = underlying(error)
     return isinstance(inner, RaytuneError) and not isinstance(inner, TransientError)
 
 
 def in_words(error: BaseException) -> str:
-    """A line about it."""
+    """One line about a failure."""
     death = _death(error)
-    if death is not None:
-        return _cause_of_death(death)
-    inner = underlying(error)
-    if isinstance(inner, RaytuneError):
-        return " ".join(str(inner).split())
-    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
-    return f"{type(inner).__name__}: {lines[0][:500]}" if lines else type(inner).__name__
-
-
-def _death(error: BaseException) -> RayActorError | None:
-    """What Ray says of a rank whose process does not answer any more."""
-    failure = getattr(error, "health_check_failure", None)
-    return failure if isinstance(failure, RayActorError) else None
-
-
-def _cause_of_death(death: RayActorError) -> str:
-    text = str(death)
+    if death is None:
+        return in_one_line(underlying(error))
+    text = str(death)  # Ray has no types for these
     if "node has died" in text or "node was terminated" in text or "node is dead" in text:
         return "its node was lost"
     if "NODE_OUT_OF_MEMORY" in text or "low on memory" in text:
         return "Ray killed its process because the node ran out of memory"
     return "its process died (killed, out of memory, or crashed)"
+
+
+def _death(error: BaseException) -> RayActorError | None:
+    """Ray's error for a rank whose process no longer answers, None for any other failure."""
+    failure = getattr(error, "health_check_failure", None)
+    return failure if isinstance(failure, RayActorError) else None

@@ -1,10 +1,11 @@
-"""Following a run from the driver: what the ranks tell, a stop that was asked for, resources that do not come."""
+"""Following a run from the driver: what the ranks report, a requested stop, resources that do not come."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +14,7 @@ from ray.exceptions import RayError
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import Interrupted, TrainingError
+from raytune_fsdp.errors import Interrupted, TrainingError, in_one_line
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray.board import Board, Committed, Joined, Line, Lost, Notice, Reached, Started
 from raytune_fsdp.launch.ray.exports import Exports
@@ -26,19 +27,20 @@ from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import append_event
 from raytune_fsdp.types import StopReason
 
-_READ_SECONDS = 0.5
+_READ_SECONDS = 0.5  # how late a signal is seen at most
 _FIRST_WORD_SECONDS, _NEXT_WORD_SECONDS = 15.0, 60.0
-"""When it is first said that workers are still waited for, and when again."""
+"""When the driver first says what it is waiting for, and how often it repeats that. Workers usually take
+6 to 14 s (docs/results.md)."""
 
-_LOOK_SECONDS = 2.0
+_LOOK_SECONDS = 2.0  # between two looks at the placement groups: each is a request to the head
 _CONTINUES = "; the same command continues"
 
 _GONE_SECONDS = 10.0
-"""Without a rank that could save anything, a stop waits only so long for one that is just starting."""
+"""While no rank could save anything, a stop waits this long for ranks that are just starting."""
 
 
 class Follow:
-    """What the driver knows of a run under Ray Train."""
+    """What the driver knows about a run under Ray Train."""
 
     def __init__(
         self,
@@ -61,12 +63,12 @@ class Follow:
         self._say = say
         self._ranks: dict[int, Joined] = {}
         self.attempt = 0
-        """The last one that has started."""
+        """The last attempt that has started."""
         self.failures = 0
         self.culprit: int | None = None
-        """The rank that the last failure was due to."""
+        """The rank that caused the last failure."""
         self._over = False
-        """The present attempt has failed."""
+        """Whether the present attempt has failed."""
         self.groups = Groups(asked)
         self.exports = Exports(config.export, place, token, event=self._event, say=say)
         self._next_look = 0.0
@@ -76,25 +78,28 @@ class Follow:
         self._stopping_since: float | None = None
 
     def until(self, fit: Future[Any]) -> None:
-        """Follow the run to its end. Raises where waiting on would be in vain; then Ray is left."""
+        """Follow the run to its end. Raises, after leaving Ray, if there is no point in waiting longer."""
         self._signals.hold()
         while not wait([fit], timeout=0).done:
             try:
                 notices = self._board.read(_READ_SECONDS)
-            except RayError as error:  # Ray is gone, and fit() should say why
+            except RayError as error:  # Ray is gone; fit() may say why
                 if not wait([fit], timeout=_GONE_SECONDS).done:
-                    raise TrainingError(self.describe(None, f"Ray does not answer any more ({error})")) from error
+                    raise TrainingError(self.describe(None, f"Ray no longer answers ({in_one_line(error)})")) from error
                 break
             for notice in notices:
                 self._hear(notice)
             self._check_stop()
             self._check_waiting()
             self.exports.look()
-        for notice in self._last_notices():
+        last: list[Notice] = []
+        with suppress(RayError):
+            last = self._board.read(0)
+        for notice in last:
             self._hear(notice)
 
     def describe(self, rank: int | None, cause: str) -> str:
-        """A failure with all that helps: who, where, of what, how far, where to read on."""
+        """A failure with everything that helps: which rank, where, why, the last committed step, and the logs."""
         who = "the run failed" if rank is None else f"rank {rank}{self._where(rank)} failed"
         saved = committed(self._place.checkpoints)
         where = f"the last committed step is {saved[-1].step}" if saved else "no step was committed yet"
@@ -130,7 +135,7 @@ class Follow:
     def _lost(self, rank: int, cause: str, again: bool) -> None:
         self.culprit = rank
         if self._over or (not self.attempt and not again):
-            return  # told already, or refused before anything was written
+            return  # reported already, or refused before anything was written
         self._over = True
         self._event(
             names.ATTEMPT_FAILED,
@@ -171,7 +176,7 @@ class Follow:
             raise Interrupted("stopped without another checkpoint; the same command continues from the last one")
 
     def _check_waiting(self) -> None:
-        """Say what is waited for, and give up when it has taken too long."""
+        """Say what is missing, and give up after `cluster.wait_minutes`."""
         now = time.monotonic()
         if len(self._ranks) >= self._asked.workers or now < self._next_look:
             return
@@ -194,19 +199,13 @@ class Follow:
         self._next_word = min(now + _NEXT_WORD_SECONDS, self._waiting_since + 60 * minutes + 1)
 
     def failed(self, cause: str) -> None:
-        """An attempt has failed of which Ray Train does not tell us. Raises when there were too many."""
+        """Record an attempt whose failure Ray Train does not report. Raises if there were too many."""
         self._event(names.ATTEMPT_FAILED, rank=None, node=None, cause=cause, last_step=self._last_step(), logs=None)
         self.failures += 1
         if 0 <= self._config.cluster.max_failures < self.failures:
             ray.shutdown()
             raise TrainingError(self.describe(None, cause))
         self._restart(None, cause)
-
-    def _last_notices(self) -> list[Notice]:
-        try:
-            return self._board.read(0)
-        except RayError:
-            return []
 
     def _where(self, rank: int) -> str:
         return f" on {self._ranks[rank].node}, process {self._ranks[rank].pid}," if rank in self._ranks else ""

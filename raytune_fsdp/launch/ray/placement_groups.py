@@ -13,7 +13,7 @@ from raytune_fsdp.launch.ray.resources import Request
 
 
 class Groups:
-    """Watches them from the driver, a few times a minute, while workers are waited for."""
+    """Watched from the driver, every two seconds, while it waits for workers."""
 
     def __init__(self, asked: Request) -> None:
         self._asked = asked
@@ -21,33 +21,33 @@ class Groups:
         self._suspected: set[str] = set()
 
     def look(self) -> tuple[bool, int]:
-        """Whether the workers have their resources, and how many groups were left behind since the last time.
+        """Whether the workers have their resources, and how many forgotten groups were removed.
 
-        Ray Train 2.60 forgets the group of an attempt in which a worker dies while the process group is made. It would
-        keep its resources for ever, and the next attempt might wait for them; here it is removed.
+        Ray Train 2.60 forgets the placement group of an attempt in which a worker dies while the process group is being
+        made. It would keep its resources for ever, and the next attempt might wait for them.
         """
         live = self._live()
         self._seen += [name for name in live if name not in self._seen]
         older = {name for name in self._seen[:-1] if name in live}
-        # Seen twice: Ray Train removes a group just before it asks for the next one.
+        # Only if seen in two looks: Ray Train removes a group just before it asks for the next one.
         forgotten, self._suspected = older & self._suspected, older
         for name in forgotten:
             _remove(name)
         return bool(self._seen) and live.get(self._seen[-1]) == "CREATED", len(forgotten)
 
     def clear(self) -> None:
-        """Remove what is left of attempts that have ended."""
+        """Remove the groups of attempts that have ended."""
         for name in self._live():
             _remove(name)
         self._seen, self._suspected = [], set()
 
     def _live(self) -> dict[str, str]:
-        """The state of each."""
+        """The state of each group of this job's workers, by id."""
         job = ray.get_runtime_context().get_job_id()
         return {
             name: group["state"]
             for name, group in placement_group_table().items()
-            # The last digits of an id are those of the job that has made it.
+            # An id ends with the id of the job that created the group.
             if name.endswith(job) and group["state"] != "REMOVED" and self._is_for_workers(group)
         }
 

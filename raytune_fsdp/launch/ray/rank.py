@@ -1,4 +1,4 @@
-"""What Ray Train runs in the process of every rank."""
+"""What Ray Train runs in every worker: one rank of one attempt."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
-    """What every rank gets from the driver."""
+    """What the driver gives to every rank."""
 
     config: FinetuneConfig
     prepared: ObjectRef
     standing: Standing
-    """Of the first attempt of this command; later ones look for themselves."""
+    """Where the first attempt of this command starts; later ones look for themselves."""
     board: Board
     device: Literal["cpu", "cuda"]
     token: Token
-    """What the driver has written to the run's storage."""
+    """The token that the driver left in the run's storage."""
     tty: bool
     """Whether the driver prints to a terminal."""
 
 
 def train_rank(job: RankJob) -> None:
-    """One rank of one attempt. Raises what stopped it; the controller decides what becomes of the run."""
+    """One rank of one attempt. Raises what stopped it; the controller decides whether the run goes on."""
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     node = f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"
@@ -62,7 +62,7 @@ def train_rank(job: RankJob) -> None:
 
     reached("workers")
 
-    # Only now: transformers takes seconds, and until then the driver would not know that there is a rank.
+    # Only after the notice: importing transformers takes seconds, and the driver should know that the rank is there.
     from raytune_fsdp.launch.quiet import quiet
 
     quiet()
@@ -80,7 +80,7 @@ def train_rank(job: RankJob) -> None:
         job.board.tell(Started(standing.attempt, str(prepared.place.logs(standing.attempt))))
     reached("imports")
     if standing.complete:
-        return  # the last attempt had committed the last step
+        return  # an earlier attempt committed the last step, and crashed afterwards
     device = _device(job, rank, node)
     reports = _Reports(prepared.place)
 
@@ -105,13 +105,13 @@ def train_rank(job: RankJob) -> None:
 
 
 def _agree(job: RankJob, prepared: Prepared, world: int) -> tuple[Standing, str]:
-    """Where this attempt starts, and a key of its own on the board. Collective."""
+    """Where this attempt starts, and its own key on the board. Collective."""
     from raytune_fsdp.collectives import on_rank0
     from raytune_fsdp.launch.shared_storage import check_seen
     from raytune_fsdp.run.standing import agree, look
 
     def count_start() -> int:
-        check_seen(job.token)  # the storage that the driver has checked must be the one that is here
+        check_seen(job.token)  # the driver checked its storage: it must be this one
         return job.board.count_attempt()
 
     start = on_rank0(count_start)
@@ -131,9 +131,9 @@ def _batches(
     device: Any,
     reached: Callable[[str], None],
 ) -> Iterator[StepBatches]:
-    """This rank's batches through Ray Data. Rank 0 opens the stream, so that only it decides where that begins.
+    """This rank's batches through Ray Data. Rank 0 opens the stream: only one process may decide where it begins.
 
-    The first batch is made while the model is loaded.
+    The first batch is made while the model is being loaded.
     """
     from raytune_fsdp.data.stream import Stream
     from raytune_fsdp.launch.ray.batches import ray_batches
@@ -159,7 +159,7 @@ def _batches(
 
     def first_batch() -> Iterator[StepBatches]:
         if job.config.eval.at_start and not state.step:
-            reached("evaluation")  # it comes before the first batch is asked for
+            reached("evaluation")  # the evaluation comes before the first batch is asked for
         yield first.result()
         reached("step")
 
@@ -176,8 +176,8 @@ def _device(job: RankJob, rank: int, node: str) -> Any:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"rank {rank} on {node} has a GPU of Ray's, but its torch {torch.__version__} cannot use CUDA: install the "
-            "CUDA build and the driver on all nodes, or set cluster.device=cpu"
+            f"rank {rank} on {node} has got a GPU from Ray, but its torch {torch.__version__} cannot use CUDA: install "
+            "the CUDA build and the driver on all nodes, or set cluster.device=cpu"
         )
     device = get_device()
     torch.cuda.set_device(device)
@@ -185,38 +185,36 @@ def _device(job: RankJob, rank: int, node: str) -> Any:
 
 
 class _Reports:
-    """Tells Ray Train of checkpoints, in their order. That waits for all ranks and the controller, training not."""
+    """Reports checkpoints to Ray Train, in order and from a thread.
+
+    `ray.train.report` is a barrier of all ranks and the controller, which takes about a second: training does not wait.
+    """
 
     def __init__(self, place: RunDir) -> None:
         self._place = place
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="report")
 
     def add(self, saved: Saved) -> None:
-        self._threads.submit(self._tell, saved)
+        self._threads.submit(self._report, saved)
 
     def finish(self) -> None:
-        """Wait until it knows all. Not after a failure: other ranks might never report."""
+        """Wait until all are reported. Not after a failure: other ranks might never report."""
         self._threads.shutdown()
 
-    def _tell(self, saved: Saved) -> None:
+    def _report(self, saved: Saved) -> None:
+        if not saved.path.startswith(f"{self._place.path}/"):
+            return  # elsewhere (checkpoint.storage): NO_UPLOAD accepts only paths in the run directory
         try:
-            _report(saved, self._place)
-        except Exception:  # its list is a hint, and is repaired where it has to be
-            logger.warning("Ray Train was not told of the checkpoint of step %d", saved.step, exc_info=True)
-
-
-def _report(saved: Saved, place: RunDir) -> None:
-    """Tell Ray Train of a checkpoint that lies where it belongs. All ranks: Ray Train waits for each."""
-    context = ray.train.get_context()
-    if not saved.path.startswith(f"{place.path}/"):  # Ray Train looks for it there
-        return
-    filesystem = context.get_storage().storage_filesystem
-    checkpoint = Checkpoint(saved.path, filesystem=filesystem) if context.get_world_rank() == 0 else None
-    ray.train.report({"step": saved.step}, checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+            context = ray.train.get_context()
+            filesystem = context.get_storage().storage_filesystem
+            checkpoint = Checkpoint(saved.path, filesystem=filesystem) if context.get_world_rank() == 0 else None
+            ray.train.report({"step": saved.step}, checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+        except Exception:  # Ray's list is a hint, and repaired before every start
+            logger.warning("the checkpoint of step %d was not reported to Ray Train", saved.step, exc_info=True)
 
 
 def _log_to(path: Path) -> None:
-    """All that this process prints goes to the run directory, whatever writes it: also a library in C, and a crash."""
+    """Redirect all output of this process to a file, also that of C libraries and of crashes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What a run asks of a Ray cluster, and whether the cluster can ever give it: Ray itself would wait for ever."""
+"""What a run asks of a Ray cluster, and whether the cluster can ever provide it: Ray itself would wait for ever."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from raytune_fsdp.errors import ConfigError
 if TYPE_CHECKING:
     from ray.train import ScalingConfig
 
-DATA_CPUS = 1  # needed beside those of the workers: a task that builds a window of the data takes one
-LOCAL_DATA_CPUS = 2  # at least, in a Ray that is started for this run alone, however few CPUs the machine has
+DATA_CPUS = 1  # needed besides those of the workers: a task that builds a window takes one
+LOCAL_DATA_CPUS = 2  # at least, in a Ray started for this run alone, however few CPUs the machine has
 _ACCELERATOR = "accelerator_type:"
-_UNITS = 10_000  # Ray counts resources in ten-thousandths; so do we, or ten times 0.1 would not fit where it does
+_UNITS = 10_000  # Ray counts resources in ten-thousandths. So must we: in floats 1 // 0.1 is 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Node:
     """For messages."""
     total: Mapping[str, float]
     free: Mapping[str, float]
-    """Empty where it is not known."""
+    """Empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Request:
 
 
 def nodes() -> list[Node]:
-    """The living nodes of the cluster that this process is connected to."""
+    """The living nodes of the connected cluster."""
     free = state.available_resources_per_node()
     return [
         Node(id=each["NodeID"], name=each["NodeName"], total=each["Resources"], free=free.get(each["NodeID"], {}))
@@ -61,28 +61,28 @@ def nodes() -> list[Node]:
 
 
 def may_grow() -> bool:
-    """Whether an autoscaler is there, which may add nodes. It may have reached its limit; Ray does not tell."""
-    declared = state.state.get_cluster_config()  # what Ray Data asks; only some platforms write it
+    """Whether an autoscaler may add nodes. Ray does not say whether it has reached its limit."""
+    declared = state.state.get_cluster_config()  # as Ray Data does; only some platforms write this
     groups = declared.node_group_configs if declared else ()
     if any(group.max_count == -1 or group.max_count > group.min_count for group in groups):
         return True
-    # A cluster that was put together by hand is reported on too: each of its nodes as a kind of its own.
+    # Clusters set up by hand appear in the reports too, with a node type of its own for each node.
     by_hand = {format_readonly_node_type(node["NodeID"]) for node in ray.nodes()}
     return not by_hand.issuperset(_reported_kinds())
 
 
 def _reported_kinds() -> Iterator[str]:
-    """The kinds of nodes in the reports that Ray's autoscaler leaves for `ray status`."""
+    """The node types in the reports that Ray's autoscaler writes for `ray status`."""
     written = _internal_kv_get(DEBUG_AUTOSCALING_STATUS)
     report = json.loads(written).get("autoscaler_report", {}) if written else {}
     yield from {**report.get("active_nodes", {}), **(report.get("idle_nodes") or {})}
-    status = get_cluster_status(ray.get_runtime_context().gcs_address)  # of the second version
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)  # autoscaler version 2
     if status.stats.autoscaler_version not in (None, "0"):
         yield from (node.ray_node_type_name for node in [*status.active_nodes, *status.idle_nodes])
 
 
 def request(config: ClusterConfig, nodes: Sequence[Node], *, growing: bool = False) -> Request:
-    """What this config means on these nodes: how many workers, on which device, with what each."""
+    """What this config means on these nodes: how many workers, on which device, with which resources each."""
     for name in config.resources_per_worker.keys() & {"CPU", "GPU", "TPU"}:
         instead = "workers run on CPUs or GPUs" if name == "TPU" else f"set cluster.{name.lower()}s_per_worker instead"
         raise ConfigError(f"cluster.resources_per_worker.{name}={config.resources_per_worker[name]:g}: {instead}")
@@ -90,7 +90,7 @@ def request(config: ClusterConfig, nodes: Sequence[Node], *, growing: bool = Fal
     device = _device(config, gpus, growing)
     if config.workers == "auto" and device == "cuda" and growing and not gpus:
         raise ConfigError(
-            "cluster.workers=auto means one for each GPU that is there, but this cluster, which may grow, has none "
+            "cluster.workers=auto means one for each GPU of the cluster, but this cluster, which may grow, has none "
             "yet: set cluster.workers"
         )
     reserved = int(device == "cuda") if config.gpus_per_worker == "auto" else config.gpus_per_worker
@@ -112,22 +112,22 @@ def _device(config: ClusterConfig, gpus: int, growing: bool) -> Literal["cpu", "
         )
     if config.device != "auto" or config.gpus_per_worker == 0:
         return "cuda" if config.device == "cuda" else "cpu"
-    # Whoever names an accelerator or a GPU to reserve wants it: that there are too few of them is for `check` to say.
+    # Naming an accelerator or reserving a GPU means cuda; `check` refuses if there are too few.
     if config.gpus_per_worker == 1 or config.accelerator_type is not None:
         return "cuda"
     wanted = 1 if config.workers == "auto" else config.workers
     if gpus < wanted and growing:
         raise ConfigError(
-            f"cluster.device=auto: this cluster has {gpus} GPU(s) for {wanted} worker(s) and may grow, so whether the "
-            "run is to use GPUs cannot be told; set cluster.device=cuda or cluster.device=cpu"
+            f"cluster.device=auto: this cluster has {gpus} GPU(s) for {wanted} worker(s) and may grow, so it is "
+            "unclear whether the run is to use GPUs; set cluster.device=cuda or cluster.device=cpu"
         )
     return "cuda" if gpus >= wanted else "cpu"
 
 
 def check(request: Request, nodes: Sequence[Node], *, growing: bool) -> None:
-    """Refuse what the cluster can never give, even when nothing else runs on it.
+    """Refuse what the cluster can never provide, even when nothing else runs on it.
 
-    With `growing`, what nodes that are added could cure is left to wait for; which kinds can be, Ray does not tell.
+    With `growing`, what added nodes could provide is waited for. Ray does not say which kinds of nodes can be added.
     """
     _check_accelerator(request, nodes, growing)
     if growing:
@@ -170,16 +170,16 @@ def _check_accelerator(request: Request, nodes: Sequence[Node], growing: bool) -
     what = "no node has it"
     if growing:
         possible |= {value for name, value in vars(accelerators).items() if not name.startswith("_")}
-        what += ", and Ray knows none of this name that a node could be added with"
+        what += ", and Ray knows no accelerator of this name that an added node could have"
     if wanted is not None and wanted not in possible:
         raise ConfigError(
             f"cluster.accelerator_type={wanted}: {what}{_nearest(wanted, possible)}; the cluster has "
-            f"{_kinds(nodes, request)}; name an accelerator that it has, or leave the field out"
+            f"{_kinds(nodes, request)}; name one that it has, or leave the field out"
         )
 
 
 def _too_large(request: Request, able: Sequence[Node], nodes: Sequence[Node]) -> str:
-    """Why no node fits a single worker, and what to do."""
+    """Why no node has room for a single worker, and what to do."""
     has = f"the cluster has {_kinds(nodes, request)}"
     kind = f"node with {request.accelerator_type}" if request.accelerator_type else "node"
     lacking = [name for name, each in request.per_worker.items() if not any(_fits(node, name, each) for node in able)]
@@ -209,30 +209,30 @@ def _field(name: str) -> str:
 
 
 def shortage(request: Request, nodes: Sequence[Node]) -> str:
-    """A line to show while the workers are waited for: what is asked, and what is free now where they could be."""
+    """A line to show while waiting for workers: what they need, and what is free now on nodes that could hold them."""
     able = [node for node in nodes if _slots(node, request)]
 
     def described(node: Node) -> str:
         free = {name: _number(name, node.free.get(name, 0)) if node.free else "?" for name in request.per_worker}
         return ", ".join(f"{left} of {_amount(name, node.total[name])}" for name, left in free.items())
 
-    return f"waiting for {_asked(request)}: free are {_grouped(able, described) or 'none, as no node fits one yet'}"
+    return f"waiting for {_asked(request)}; free now: {_grouped(able, described) or 'nothing, as no node fits one yet'}"
 
 
 def scaling_config(request: Request) -> ScalingConfig:
-    from ray.train import ScalingConfig  # takes seconds, and a request that is refused need not wait for it
+    from ray.train import ScalingConfig  # takes seconds, which a refused request is spared
 
     return ScalingConfig(
         num_workers=request.workers,
         use_gpu="GPU" in request.per_worker,
         resources_per_worker=dict(request.per_worker),
         placement_strategy=request.placement.upper(),
-        accelerator_type=request.accelerator_type,  # adds the share of it to what each worker asks
+        accelerator_type=request.accelerator_type,  # adds a small share of it to each worker's request
     )
 
 
 def local_cpus(config: ClusterConfig, workers: int) -> int:
-    """Logical CPUs of a Ray that is started on this machine for this run alone: some are always left for the data."""
+    """Logical CPUs of a Ray started on this machine for this run alone: some are always left for the data."""
     if config.workers == "auto" and config.device != "cpu":
         workers = max(workers, get_accelerator_manager_for_resource("GPU").get_current_node_num_accelerators())
     taken = workers * config.cpus_per_worker
@@ -248,8 +248,8 @@ def _accelerators(node: Node) -> list[str]:
 
 
 def _slots(node: Node, request: Request) -> int:
-    """Workers that fit on this node when nothing else is there: all ask the same, so this is exact."""
-    # A worker takes a thousandth of the accelerator: that says where, and never runs out.
+    """Workers that fit on this node when it is empty. Exact, since all ask for the same."""
+    # A worker takes only a thousandth of the accelerator resource: it selects the node, and never runs out.
     if not _with(request.accelerator_type, [node]):
         return 0
     return min(_fits(node, name, amount) for name, amount in request.per_worker.items())
@@ -276,7 +276,7 @@ def _asked(request: Request) -> str:
 
 
 def _kinds(nodes: Sequence[Node], request: Request) -> str:
-    """What each kind of node has in all, of what is asked for: `1 node with 4 CPU and 2 nodes with 8 CPU, 4 GPU`."""
+    """The nodes by what they have in total: `1 node with 4 CPU and 2 nodes with 8 CPU, 4 GPU`."""
 
     def described(node: Node) -> str:
         of_type = f" ({', '.join(_accelerators(node))})" if _accelerators(node) else ""

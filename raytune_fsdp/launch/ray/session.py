@@ -1,4 +1,4 @@
-"""The Ray that a run uses: the one it is part of or finds, else one that is started on this machine for it alone."""
+"""The Ray that a run uses: the one it belongs to or finds, or else one started on this machine for this run alone."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from threading import Event, Thread
 import psutil
 import ray
 
-# Ray's own search for a cluster, as in ray.init() without an address; there is no public way to ask what it would find.
+# Ray's own search for a cluster, as in ray.init() without an address. No public function says what it would find.
 from ray._private.services import canonicalize_bootstrap_address, parse_address
 
 from raytune_fsdp.config import ClusterConfig, FinetuneConfig
-from raytune_fsdp.errors import ConfigError, TrainingError
+from raytune_fsdp.errors import ConfigError, TrainingError, first_line, in_one_line
 from raytune_fsdp.launch.ray.resources import local_cpus, nodes
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "raytune-ray-"
-_LONGEST_PARENT = 24
-_CLOSE_SECONDS = 30.0
+_LONGEST_PARENT = 24  # the path becomes part of the names of sockets, which may have 107 bytes on Linux
+_CLOSE_SECONDS = 30.0  # how long the end of the command waits for a Ray that is still starting
 _COPIES = "working_dir_files"
 """Where Ray puts the working directories of submitted jobs."""
-_KNOCK_SECONDS = 15.0
+_KNOCK_SECONDS = 15.0  # for a head on a slow network; ray.init() would try for many minutes
 _QUICK = {
     "RAY_USAGE_STATS_ENABLED": "0",  # telemetry is not ours to send
-    "RAY_enable_metrics_collection": "0",  # nobody reads them without a dashboard, and it takes a second to start
-    "RAY_prestart_worker_first_driver": "0",  # ranks and what they start have an environment of their own
+    "RAY_enable_metrics_collection": "0",  # useless without a dashboard, and its start takes a second
+    "RAY_prestart_worker_first_driver": "0",  # unused: ranks and their tasks have another environment
 }
-"""A Ray for one run on one machine starts faster without these."""
-_OBJECT_STORE_BYTES = 2 << 30
+"""Settings with which a Ray for one run on one machine starts faster."""
+_OBJECT_STORE_BYTES = 2 << 30  # the stream fills a quarter with windows built ahead, and READY_BYTES with blocks
 
 
 @dataclass(slots=True)
 class Session:
-    """A connection to Ray. Close it: a Ray of our own ends with it, and its files are removed."""
+    """A connection to Ray, to be closed: a Ray that was started for the run then ends, and its files are removed."""
 
     about: str
-    """What it is, for people."""
+    """Which Ray it is, for messages."""
     owned: bool
     """Whether the connection was made here."""
     directory: Path | None = None
     lock: int | None = None
     environment: tuple[str, ...] = ()
-    """Variables that were set for it; the next Ray of this process may be another one."""
+    """Variables that were set for it, and must not affect the next Ray of this process."""
 
     def close(self) -> None:
         if self.owned:
@@ -68,17 +68,17 @@ class Session:
 
 
 def check_not_in_a_copy(config: FinetuneConfig, run_dir: Path) -> None:
-    """A submitted job runs in a copy of the working directory, which Ray removes."""
+    """Refuse to write the run into the copy of the working directory of a submitted job: Ray removes it."""
     if _COPIES in run_dir.parts:
         raise ConfigError(
-            f"run.storage={config.run.storage} is inside of this job's copy of the working directory, which Ray "
+            f"run.storage={config.run.storage} is inside this job's copy of the working directory, which Ray "
             "removes with the job; set it to an absolute path, on storage that all nodes mount"
         )
 
 
 @contextmanager
 def connecting(config: ClusterConfig, workers: int) -> Iterator[Future[Session]]:
-    """A connection that is being made meanwhile, and is closed in the end."""
+    """Connect to Ray in a thread while the block runs; close the connection at its end."""
     session: Future[Session] = Future()
     ended = Event()
 
@@ -87,10 +87,10 @@ def connecting(config: ClusterConfig, workers: int) -> Iterator[Future[Session]]
             session.set_result(connect(config, workers))
         except BaseException as error:
             session.set_exception(error)
-        # The processes of a Ray that was started here end with this thread: Linux takes it for their parent.
+        # The thread must outlive the run: for Linux it is the parent of the Ray processes, which end with it.
         ended.wait()
 
-    # A daemon: what cannot be waited for is left to the end of this process.
+    # A daemon, so that a Ray that does not start cannot keep this process from ending.
     Thread(target=run, name="ray", daemon=True).start()
     try:
         yield session
@@ -101,40 +101,36 @@ def connecting(config: ClusterConfig, workers: int) -> Iterator[Future[Session]]
 
 
 def connect(config: ClusterConfig, workers: int) -> Session:
-    """Join the cluster that ray.init() would join, or start one that is large enough for so many workers."""
+    """Join the cluster that ray.init() would join, or start one that is large enough for this number of workers."""
     if ray.is_initialized():
         return Session(f"connected already, {_size()}", owned=False)
     try:
         address = canonicalize_bootstrap_address(None)
     except (ValueError, ConnectionError) as error:
         raise ConfigError(
-            f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}: {_first_line(error)}; it must be HOST:PORT of a head, or "
-            "local for a Ray of this run's own. From outside of a cluster use ray job submit"
+            f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}: {first_line(error)}; it must be HOST:PORT of a head, or "
+            "local to start a Ray for this run. From outside a cluster use `ray job submit`"
         ) from None
     if address is None:
         return _start(local_cpus(config, workers))
     try:
-        _knock(address)
+        # Find out in seconds that nothing listens there: ray.init() would try for many minutes.
+        host, port = parse_address(address)
+        socket.create_connection((host, int(port)), timeout=_KNOCK_SECONDS).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except Exception as error:  # of many kinds: nobody there, another version, no token
+    except Exception as error:  # of many types: nothing listens, another version, no token
         raise TrainingError(
-            f"the Ray cluster at {address} cannot be joined ({type(error).__name__}: {_first_line(error)}). It was "
-            "named by RAY_ADDRESS, or is the last one that `ray start` has started here; with RAY_ADDRESS=local one is "
-            "started for this run"
+            f"the Ray cluster at {address} cannot be joined ({in_one_line(error)}). It was named by "
+            "RAY_ADDRESS, or is the last one that `ray start` started here; with RAY_ADDRESS=local a Ray is started "
+            "for this run"
         ) from error
     return Session(f"joined the cluster at {address}, {_size()}", owned=True)
 
 
-def _knock(address: str) -> None:
-    """Find out in seconds that nobody is there: ray.init() would wait for many minutes."""
-    host, port = parse_address(address)
-    socket.create_connection((host, int(port)), timeout=_KNOCK_SECONDS).close()
-
-
 def _start(cpus: int) -> Session:
     directory, lock = _own_directory()
-    # Whoever else is on this machine must not reach what runs here. Where RAY_AUTH_MODE is not set Ray asks for a token
-    # from everyone. It would write one to the home directory; this one is for this run alone.
+    # Other users of this machine must not reach what runs here. Unless RAY_AUTH_MODE is set, Ray asks everyone for a
+    # token. It would write one to the home directory; this one is for this run alone.
     own = {"RAY_AUTH_TOKEN": secrets.token_hex(32), **_QUICK}
     before = dict(os.environ)
     for name, value in own.items():
@@ -151,18 +147,17 @@ def _start(cpus: int) -> Session:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-    except Exception as error:  # of many kinds: a port, memory, a process that did not start
+    except Exception as error:  # of many types: a port, memory, a process that did not start
         session.close()
         raise TrainingError(
-            f"Ray could not be started on this machine ({_first_line(error)}); cluster.launch=local does without it"
+            f"Ray could not be started on this machine ({in_one_line(error)}); cluster.launch=local does without it"
         ) from error
     session.about = f"started on this machine, {_size()}"
     return session
 
 
 def _own_directory() -> tuple[Path, int]:
-    """A directory for Ray's files. What a run that was killed has left is removed."""
-    # It becomes part of the names of sockets, whose length has a limit.
+    """A new directory for Ray's files, and its lock. Directories that killed runs left behind are removed."""
     parent = Path(tempfile.gettempdir())
     if len(str(parent)) > _LONGEST_PARENT and Path("/tmp").is_dir():
         parent = Path("/tmp")
@@ -179,7 +174,7 @@ def _is_in_use(directory: Path) -> bool:
     try:
         with open(directory / "lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # locked; or it has none yet, or is someone else's
+    except OSError:  # locked, or it has no lock yet, or it belongs to another user
         return True
     return False
 
@@ -190,7 +185,3 @@ def _size() -> str:
     gpus = sum(node.total.get("GPU", 0) for node in found)
     parts = [f"{cpus:g} CPUs"] + ([f"{gpus:g} GPUs"] if gpus else [])
     return f"{len(found)} nodes, {', '.join(parts)}" if len(found) > 1 else f"{', '.join(parts)}"
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

@@ -1,9 +1,9 @@
-"""The stream and the census on a Ray cluster: windows are built by CPU tasks, wherever there are CPUs.
+"""The stream and the census on a Ray cluster: CPU tasks build windows, wherever there are CPUs.
 
-A task that costs no CPU keeps builds in flight, takes their windows in the order of the stream, and yields blocks of
-`micro_batch` samples. It is a Ray Data source: when enough blocks lie ready, Ray Data pulls no more, the task stops,
-and no window is built further ahead. Its blocks go to the ranks in turn (`split`), and each rank makes its batches of
-them (`batches.py`). No list of windows exists: how many a run needs shows as they are built.
+A task that reserves no CPU keeps builds in flight, takes their windows in the order of the stream, and yields blocks of
+`micro_batch` samples. It is a Ray Data source: when enough blocks are ready, Ray Data stops pulling, so the task waits
+and no window is built further ahead. The blocks go to the ranks in turn (`split`), and each rank makes its batches of
+them (`batches.py`). There is no list of windows: how many a run needs becomes known as they are built.
 
 Nothing here imports torch: the processes that build windows start in half the time without it.
 """
@@ -38,13 +38,13 @@ AHEAD_BYTES = 1 << 30
 """Windows that are built ahead take at most this much of the cluster's object store, and at most a quarter of it."""
 
 FIRST_AHEAD = 8
-"""Windows that are built ahead at first, when it is not known how large they are."""
+"""Windows that are built ahead at first, while it is unknown how large they are."""
 
 READY_BYTES = 256 << 20
-"""Blocks that lie ready take at most this much of the object store, or four for each rank where that is more."""
+"""Blocks that are ready take at most this much of the object store, or four blocks per rank if that is more."""
 
 COUNTED_PER_CPU = 2
-"""Windows in flight for each CPU in a census, so that none waits for the next one."""
+"""Windows in flight per CPU in a census, so that no CPU waits for its next window."""
 
 TOKEN_COLUMNS = ("input_ids", "labels", "position_ids", "source_ids")
 _FIRST_BLOCK, _BYTES_PER_BLOCK = "raytune_fsdp.first_block", "raytune_fsdp.bytes_per_block"
@@ -57,15 +57,17 @@ def stream_dataset(stream: Stream, cursor: Cursor, *, micro_batch: int, samples:
     """
     here = ray.get_runtime_context().get_node_id()
     source = StreamDatasource(partial(_blocks, ray.put(stream), cursor, micro_batch, samples, first_block), samples)
-    # On this node, which has the actor that hands the blocks out: if it is lost, so is the stream, anyway.
+    # On this node, next to the actor that hands out the blocks: if the node is lost, so is the stream in any case.
     dataset = ray.data.read_datasource(
         source, override_num_blocks=1, num_cpus=0, label_selector={"ray.io/node-id": here}
     )
-    block_bytes = micro_batch * _row_bytes(stream.windows.seq_len)
+    # A row of `_to_table`: int32 tokens, and five 8-byte columns with the number of the block.
+    block_bytes = micro_batch * (4 * len(TOKEN_COLUMNS) * stream.windows.seq_len + 8 * 5)
     context = dataset.context
     context.set_config(_FIRST_BLOCK, first_block)
     context.set_config(_BYTES_PER_BLOCK, block_bytes)
-    # Ray Data puts together what is smaller than this, and cuts what is half as large again.
+    # Ray Data merges blocks smaller than this target and splits those larger than 1.5 times it: at three quarters of a
+    # block, both leave our blocks as they are.
     context.target_max_block_size = block_bytes * 3 // 4
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
@@ -74,7 +76,7 @@ def stream_dataset(stream: Stream, cursor: Cursor, *, micro_batch: int, samples:
 
 
 class StreamDatasource(Datasource):  # type: ignore[misc]
-    """A single task that yields the blocks one after the other."""
+    """A single task that yields the blocks one after another."""
 
     def __init__(self, blocks: Callable[[], Iterator[pa.Table]], samples: int) -> None:
         super().__init__()
@@ -92,7 +94,8 @@ def split(dataset: Dataset, world: int) -> list[DataIterator]:
     context = dataset.context
     ready = max(READY_BYTES, 4 * world * context.get_config(_BYTES_PER_BLOCK))
     context.execution_options.resource_limits = ray.data.ExecutionResources(object_store_memory=ready)
-    # Not equal: that would cut the end off, to give every rank as many. Blocks of one size go round in turn.
+    # Not equal=True, which would drop the last blocks to give every rank the same number of rows. Blocks of one size go
+    # to the shards in turn anyway.
     shards = dataset.streaming_split(world, equal=False)
     first = context.get_config(_FIRST_BLOCK) % world
     return [shards[(rank - first) % world] for rank in range(world)]
@@ -101,7 +104,7 @@ def split(dataset: Dataset, world: int) -> list[DataIterator]:
 def build_on_ray(windows: Windows, places: Places) -> Iterator[tuple[WindowCounts, bool]]:
     """The `Builder` of a census on all CPUs of the cluster; windows stay in the cache, only their counts come back.
 
-    In order, so that of several bad rows the same one is told of each time.
+    In order, so that among several bad rows always the same one is reported.
     """
     held = ray.put(windows)
     calls = (([held], epoch, k) for epoch, k in places)
@@ -110,7 +113,7 @@ def build_on_ray(windows: Windows, places: Places) -> Iterator[tuple[WindowCount
 
 
 def _blocks(held: ObjectRef, cursor: Cursor, micro_batch: int, samples: int, first_block: int) -> Iterator[pa.Table]:
-    """Runs in the task of the source."""
+    """Runs in the source's task."""
     rest: pa.Table | None = None
     block, left = first_block, samples
     with closing(_sections(held, cursor)) as tables:
@@ -128,7 +131,7 @@ def _blocks(held: ObjectRef, cursor: Cursor, micro_batch: int, samples: int, fir
 
 
 def _sections(held: ObjectRef, cursor: Cursor) -> Generator[pa.Table, None, None]:
-    """The windows of the stream in their order, as tables of samples, for ever."""
+    """The windows of the stream in order, as tables of samples, without end."""
     most = min(AHEAD_BYTES, int(ray.cluster_resources().get("object_store_memory", 0)) // 4)
     taken, largest, empty = 0, 1, 0
 
@@ -170,8 +173,3 @@ def _to_table(samples: Sequence[StreamSample], seq_len: int) -> pa.Table:
         columns[name] = pa.array([getattr(each.after, name) for each in samples], pa.int64())
     columns["built"] = pa.array([each.built for each in samples], pa.bool_())
     return pa.table(columns)
-
-
-def _row_bytes(seq_len: int) -> int:
-    """Of a row of `_to_table`, with the number of its block."""
-    return 4 * len(TOKEN_COLUMNS) * seq_len + 8 * 5

@@ -1,4 +1,4 @@
-"""Work on the CPUs of a Ray cluster: many calls of a function, some at a time, their results in order."""
+"""Work on the CPUs of a Ray cluster: many calls of a function, several at a time, their results in order."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 on_a_cpu = ray.remote(num_cpus=1, scheduling_strategy="SPREAD")
-"""Makes a task of a function; Ray repeats it if its node or process is lost."""
+"""Makes a function a task; Ray repeats it if its node or process is lost."""
 
 _PATIENCE_SECONDS = 60.0
 _STARVED_SECONDS = 1.0
-"""So long a task is waited for after one that did not get a CPU."""
+"""How long a task is waited for, and how long after one that got no CPU: two jobs that took each other's last CPUs
+should go on slowly, not wait a minute for every window."""
 
 
 def cpus() -> int:
-    """Of the cluster as it is now, whoever uses them."""
+    """The CPUs of the cluster as it is now, free or not."""
     return int(ray.cluster_resources().get("CPU", 1))
 
 
@@ -42,10 +43,10 @@ def in_order(
     *,
     first_here: bool = False,
 ) -> Generator[Any, None, None]:
-    """The results of these calls, up to `ahead()` of which run or lie ready. Closing it ends what still runs.
+    """The results of these calls, up to `ahead()` of which are running or ready. Closing it ends those still running.
 
-    `here` does in this process what `submit` has a task do: the first call, if wanted, while the tasks' processes
-    start; and every call that has waited too long for a CPU, because others may keep theirs for ever.
+    `here` does in this process what `submit` starts as a task: with `first_here` the first call, while the tasks'
+    processes start; and every call that has waited too long for a CPU, as other jobs may keep theirs for ever.
     """
     left = iter(calls)
     pending: deque[tuple[ObjectRef, tuple[Any, ...]]] = deque()
@@ -73,14 +74,14 @@ def in_order(
 
 @lru_cache(maxsize=1)
 def opened(held: ObjectRef) -> Any:
-    """For tasks: the value, once for all of them that a process runs, because a tokenizer takes long to open."""
-    os.environ["RAYON_NUM_THREADS"] = "1"  # the tokenizer's threads: a task has one CPU
+    """The value, opened once for all tasks that a process runs, because opening a tokenizer takes long."""
+    os.environ["RAYON_NUM_THREADS"] = "1"  # for the tokenizer: a task has one CPU
     return ray.get(held)
 
 
 @contextmanager
 def own_errors() -> Iterator[None]:
-    """Raise what one of our functions has raised in a task as itself, and not as the error of a task."""
+    """Raise an error of ours from a task as itself, without Ray's wrapping."""
     try:
         yield
     except RayError as error:
@@ -93,10 +94,10 @@ def own_errors() -> Iterator[None]:
 
 
 def _instead(task: ObjectRef, here: Callable[..., Any], call: tuple[Any, ...]) -> Any:
-    """Do it in this process, which is slow. If the task runs after all, the lock of the cache waits for it."""
+    """Do it in this process, which is slow. If the task is running after all, the lock of the cache waits for it."""
     logger.warning(
-        "no CPU came free for the data in time (%g of the cluster's %d CPUs are free), so it is prepared without one. "
-        "Add a node, or lower cluster.workers or cluster.cpus_per_worker",
+        "no CPU became free for the data in time (%g of the cluster's %d CPUs are free), so it is prepared without "
+        "one. Add a node, or lower cluster.workers or cluster.cpus_per_worker",
         ray.available_resources().get("CPU", 0), cpus(),
     )  # fmt: skip
     result = here(*call)
@@ -105,6 +106,6 @@ def _instead(task: ObjectRef, here: Callable[..., Any], call: tuple[Any, ...]) -
 
 
 def _end(task: ObjectRef) -> None:
-    """With its process: an interrupted import would leave half a module to the next task that runs there."""
+    """End a task with its process: an interrupted import would leave half a module to the next task that runs there."""
     with suppress(RayError):
         ray.cancel(task, force=True)

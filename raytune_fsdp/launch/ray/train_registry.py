@@ -1,9 +1,9 @@
-"""Ray Train's own list of checkpoints, which must not be able to keep a run from continuing.
+"""Ray Train's own list of checkpoints, which must not keep a run from continuing.
 
 Ray keeps `checkpoint_manager_snapshot.json` in the run directory and reads it when `fit()` starts. It is written in
-place, so a crash can leave half of it, and it still names checkpoints that we have pruned: either ends `fit()` in its
-first second. Our manifests decide where a run continues; the list is a hint, made here into one that Ray can read.
-Needs no Ray: its form is repeated below, as Ray checks it.
+place, so a crash can truncate it, and it still names checkpoints that we have pruned since: on either `fit()` fails at
+once. Our manifests decide where a run continues; here the list is only made readable for Ray. Needs no Ray: its schema
+is repeated below, as Ray checks it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError, mode
 from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.checkpoint.storage import DAMAGED
 from raytune_fsdp.durable import replace_durably, sync_directory
-from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.errors import ResumeError, in_one_line
 from raytune_fsdp.rundir import CHECKPOINTS
 
 SNAPSHOT_FILE = "checkpoint_manager_snapshot.json"
 
 
 def repair_registry(run_dir: Path) -> str | None:
-    """Make Ray's list one that it can read, before every `fit()`. Says what had to be done, if that is out of the
-    ordinary; that checkpoints were pruned is not."""
+    """Make Ray's list readable before every `fit()`. Returns what was done if the list was broken, else None.
+
+    Dropping pruned checkpoints from it is normal, and not reported.
+    """
     path = run_dir / SNAPSHOT_FILE
     try:
         if not path.exists():
@@ -54,7 +56,7 @@ class _AsRayHasIt(BaseModel):
 class _Result(_AsRayHasIt):
     version: int = 0
     checkpoint_dir_name: str
-    """Relative to the run directory."""
+    """A path relative to the run directory."""
     metrics: dict[Any, Any]
 
 
@@ -64,7 +66,7 @@ class _Validation(_AsRayHasIt):
 
 
 class _Snapshot(_AsRayHasIt):
-    """Ray's `_CheckpointManagerState`, with what it takes for granted of it."""
+    """Ray's `_CheckpointManagerState`, with what Ray assumes of it."""
 
     ray_version: str = ""
     checkpoint_results: list[_Result]
@@ -80,9 +82,9 @@ class _Snapshot(_AsRayHasIt):
     @model_validator(mode="after")
     def _lists_agree(self) -> _Snapshot:
         if len(self.checkpoint_results) != len(self.checkpoint_report_indices):
-            raise ValueError("checkpoint_results and checkpoint_report_indices are not of one length")
+            raise ValueError("checkpoint_results and checkpoint_report_indices differ in length")
         if len(self.pending_training_results) != len(self.pending_validation_specs):
-            raise ValueError("pending_training_results and pending_validation_specs are not of one length")
+            raise ValueError("pending_training_results and pending_validation_specs differ in length")
         names = {result.checkpoint_dir_name for result in self.checkpoint_results}
         latest = [self.latest_checkpoint_result] if self.latest_checkpoint_result else []
         for result in [*latest, *self.pending_training_results]:
@@ -95,12 +97,12 @@ def _read(path: Path) -> _Snapshot:
     if not path.is_file():
         raise ValueError("not a file")
     snapshot = _Snapshot.model_validate(json.loads(path.read_bytes().decode("utf-8")))
-    snapshot.model_dump_json()  # what cannot be written again would end the run at its next checkpoint
+    snapshot.model_dump_json()  # Ray writes it again at the next checkpoint, and would fail there
     return snapshot
 
 
 def _only(snapshot: _Snapshot, names: set[str]) -> _Snapshot:
-    """Without the checkpoints that are not among these."""
+    """The snapshot without checkpoints other than these."""
     rows = zip(snapshot.checkpoint_results, snapshot.checkpoint_report_indices, strict=True)
     kept = [(result, index) for result, index in rows if result.checkpoint_dir_name in names]
     waiting = zip(snapshot.pending_training_results, snapshot.pending_validation_specs, strict=True)
@@ -135,10 +137,7 @@ def _set_aside(path: Path, error: Exception) -> str:
 
 
 def _why(error: Exception) -> str:
-    """In one line: pydantic writes several, with addresses."""
-    if isinstance(error, ValidationError):
+    if isinstance(error, ValidationError):  # several lines, with links: only the first field and its problem
         first = error.errors()[0]
         return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error)
+    return in_one_line(error)
