@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tomllib
 import types
 from importlib.util import find_spec
 from pathlib import Path
@@ -156,8 +155,7 @@ def test_every_command_has_its_file() -> None:
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["--version"]) == 0
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert capsys.readouterr().out == f"raytune-fsdp {version}\n"
+    assert capsys.readouterr().out == f"raytune-fsdp {raytune_fsdp.__version__}\n"
 
 
 def test_public_names() -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+
+from raytune_fsdp import __version__
 
 pytestmark = pytest.mark.thorough
 
@@ -77,6 +82,21 @@ def run(program: Path, *arguments: str, path: Path | None = None) -> str:
     done = subprocess.run([program, *arguments], cwd=program.parent, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_one_version_everywhere(wheel: Path) -> None:
+    assert wheel.name.startswith(f"raytune_fsdp-{__version__}-")
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
+    newest = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## 0"))
+    assert newest.split()[1] == __version__
+
+
+def test_it_is_tested_on_the_oldest_that_it_allows() -> None:
+    allowed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    pinned = dict(line.split("==") for line in (ROOT / "requirements-oldest.lock").read_text().split() if "==" in line)
+    for name in ("torch", "transformers"):
+        (floor,) = [re.split("[>=,]+", each)[1] for each in allowed if each.startswith(f"{name}>=")]
+        assert pinned[name] == f"{floor}.0"
 
 
 def test_it_holds_every_file_that_is_read(wheel: Path) -> None:
