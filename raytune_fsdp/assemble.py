@@ -19,6 +19,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.stream import Stream
+from raytune_fsdp.estimate.flops import Architecture
 from raytune_fsdp.evaluate import check_packing, score
 from raytune_fsdp.loop import Parts
 from raytune_fsdp.metrics import Meter
@@ -59,14 +60,7 @@ def assemble(
     """Build everything. Collective: needs the process group."""
     host = host or Host()
     plan, state = standing.plan, standing.state
-    model = build_network(prepared.hf_config, config)
-    architecture = count_architecture(model)
-    shard(model, make_mesh(plan.layout, device), config.parallel)
-    if standing.checkpoint is None:
-        weights, mode = first_weights(config, prepared.origin, model)
-        fill(model, weights, mode, device)
-    else:
-        fill(model, None, "empty", device)  # the checkpoint holds every tensor
+    model, architecture = _model(config, prepared, standing, device)
     optimizer = build_optimizer(model, config.optim)
     if standing.checkpoint is not None:
         load(model, optimizer, standing.checkpoint)
@@ -121,6 +115,21 @@ def assemble(
             world_size=plan.layout.world,
         ),
     )
+
+
+def _model(
+    config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device
+) -> tuple[PreTrainedModel, Architecture]:
+    """The network, sharded and in memory, with its first weights unless a checkpoint is about to bring all of them."""
+    model = build_network(prepared.hf_config, config)
+    architecture = count_architecture(model)  # before sharding: by the shapes of whole weights
+    shard(model, make_mesh(standing.plan.layout, device), config.parallel)
+    if standing.checkpoint is None:
+        weights, mode = first_weights(config, prepared.origin, model)
+        fill(model, weights, mode, device)
+    else:
+        fill(model, None, "empty", device)
+    return model, architecture
 
 
 def _saver(
