@@ -60,10 +60,7 @@ def assemble(
     """Build everything. Collective: needs the process group."""
     host = host or Host()
     plan, state = standing.plan, standing.state
-    model, architecture = _model(config, prepared, standing, device)
-    optimizer = build_optimizer(model, config.optim)
-    if standing.checkpoint is not None:
-        load(model, optimizer, standing.checkpoint)
+    model, optimizer, architecture = _learner(config, prepared, standing, device)
     if config.data.packing != "none":
         check_packing(model, config.data.packing)
     host.reached("model")
@@ -117,19 +114,21 @@ def assemble(
     )
 
 
-def _model(
+def _learner(
     config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device
-) -> tuple[PreTrainedModel, Architecture]:
-    """The network, sharded and in memory, with its first weights unless a checkpoint is about to bring all of them."""
+) -> tuple[PreTrainedModel, Optimizer, Architecture]:
+    """The network, sharded, and its optimizer, as they are before the attempt's first step."""
     model = build_network(prepared.hf_config, config)
     architecture = count_architecture(model)  # before sharding: by the shapes of whole weights
     shard(model, make_mesh(standing.plan.layout, device), config.parallel)
     if standing.checkpoint is None:
         weights, mode = first_weights(config, prepared.origin, model)
         fill(model, weights, mode, device)
-    else:
-        fill(model, None, "empty", device)
-    return model, architecture
+        return model, build_optimizer(model, config.optim), architecture
+    fill(model, None, "empty", device)  # the checkpoint holds every tensor
+    optimizer = build_optimizer(model, config.optim)
+    load(model, optimizer, standing.checkpoint)
+    return model, optimizer, architecture
 
 
 def _saver(
