@@ -16,6 +16,11 @@ _INTRO = """\
 
 # Configuration
 
+Every field of a run's config, with its default, and how to write it.
+
+- [The rules](#the-rules) of the file and of the command line
+- [The fields](#the-fields): <sections>
+
 A run is described by one YAML file, and every field of it can be set on the command line:
 
 ```yaml
@@ -87,7 +92,9 @@ before the flags for its fields.
 
 
 def page() -> str:
-    return _INTRO + "\n".join(_sections()) + "\n"
+    sections = dict.fromkeys(field.path.split(".")[0] for field in describe(ROOT))
+    contents = ", ".join(f"[{name}](#{name})" for name in sections)
+    return _INTRO.replace("<sections>", contents) + "\n".join(_sections()) + "\n"
 
 
 def _sections() -> Iterator[str]:
