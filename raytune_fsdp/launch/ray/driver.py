@@ -124,8 +124,7 @@ def _train(
         follow = Follow(config, place, asked, board=board, token=token, signals=signals, phases=phases, say=say)
         job = RankJob(
             config=config,
-            prepared=ray.put(prepared),
-            standing=standing,
+            prepared=ray.put((prepared, standing)),
             board=board,
             device=asked.device,
             token=token,

@@ -39,8 +39,8 @@ class RankJob:
 
     config: FinetuneConfig
     prepared: ObjectRef
-    standing: Standing
-    """Where the first attempt of this command starts; later ones look for themselves."""
+    """`Prepared`, and the `Standing` of the first attempt of this command; later attempts look for themselves. By
+    reference: reading them imports transformers."""
     board: Board
     device: Literal["cpu", "cuda"]
     token: Token
@@ -72,9 +72,9 @@ def train_rank(job: RankJob) -> None:
     from raytune_fsdp.launch.shared_storage import check_shared
     from raytune_fsdp.launch.worker import work
 
-    prepared: Prepared = ray.get(job.prepared)
+    prepared, first = cast("tuple[Prepared, Standing]", ray.get(job.prepared))
     check_shared(prepared.place.path)
-    standing, key = _agree(job, prepared, world)
+    standing, key = _agree(job, prepared, first, world)
     _log_to(prepared.place.log(standing.attempt, rank))
     if rank == 0:
         job.board.tell(Started(standing.attempt, str(prepared.place.logs(standing.attempt))))
@@ -104,7 +104,7 @@ def train_rank(job: RankJob) -> None:
     reports.finish()
 
 
-def _agree(job: RankJob, prepared: Prepared, world: int) -> tuple[Standing, str]:
+def _agree(job: RankJob, prepared: Prepared, first: Standing, world: int) -> tuple[Standing, str]:
     """Where this attempt starts, and its own key on the board. Collective."""
     from raytune_fsdp.collectives import on_rank0
     from raytune_fsdp.launch.shared_storage import check_seen
@@ -115,7 +115,6 @@ def _agree(job: RankJob, prepared: Prepared, world: int) -> tuple[Standing, str]
         return job.board.count_attempt()
 
     start = on_rank0(count_start)
-    first = job.standing
     standing = agree(job.config, prepared, lambda: first if start == 1 else look(job.config, prepared, world))
     assert standing.plan.layout.world == world, (standing.plan.layout, world)
     return standing, str(start)
