@@ -48,7 +48,7 @@ from raytune_fsdp.config import ModelConfig, ParallelConfig
 from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.keys import match_keys
-from raytune_fsdp.model.skeleton import build_skeleton, init_buffers, load_architecture
+from raytune_fsdp.model.network import build_base, init_buffers, load_architecture
 from raytune_fsdp.parallel import shard
 from raytune_fsdp.run.initial_weights import Origin
 
@@ -218,7 +218,7 @@ WAYS: dict[str, Callable[[Path, DeviceMesh], PreTrainedModel]] = {
 
 def skeleton(path: Path) -> PreTrainedModel:
     config = ModelConfig(path=str(path))
-    return build_skeleton(load_architecture(config, path), config, "fp32")
+    return build_base(load_architecture(config, path), config, "fp32")
 
 
 def local(tensor: Any) -> torch.Tensor:

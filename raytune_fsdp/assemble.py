@@ -24,7 +24,7 @@ from raytune_fsdp.evaluate import check_packing, score
 from raytune_fsdp.loop import Parts
 from raytune_fsdp.metrics import Meter
 from raytune_fsdp.model.fill import fill
-from raytune_fsdp.model.skeleton import build_network, count_architecture
+from raytune_fsdp.model.network import build_network, count_architecture
 from raytune_fsdp.optim import Optimizer, build_optimizer
 from raytune_fsdp.parallel import make_mesh, shard
 from raytune_fsdp.run.initial_weights import first_weights
@@ -41,7 +41,7 @@ def _nobody(_: object) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
+class LauncherHooks:
     """What a launcher provides to a rank. Every field has a default, which is to do without it."""
 
     batches: Iterator[StepBatches] | None = None
@@ -55,10 +55,10 @@ class Host:
 
 
 def assemble(
-    config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device, host: Host | None = None
+    config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device, host: LauncherHooks | None = None
 ) -> Parts:
     """Build everything. Collective: needs the process group."""
-    host = host or Host()
+    host = host or LauncherHooks()
     plan, state = standing.plan, standing.state
     model, optimizer, architecture = _learner(config, prepared, standing, device)
     if config.data.packing != "none":

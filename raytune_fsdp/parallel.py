@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from raytune_fsdp.config import ParallelConfig
-from raytune_fsdp.model.skeleton import blocks_of
+from raytune_fsdp.model.network import blocks_of
 from raytune_fsdp.plan import Layout
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}

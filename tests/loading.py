@@ -15,7 +15,7 @@ from raytune_fsdp.config import ModelConfig, ParallelConfig
 from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.keys import check_shapes, grown_rows, match_keys
-from raytune_fsdp.model.skeleton import build_skeleton, fit_vocabulary, load_architecture
+from raytune_fsdp.model.network import build_base, fit_vocabulary, load_architecture
 from raytune_fsdp.model.weights import GrownWeights, RandomWeights, Weights
 from raytune_fsdp.parallel import make_mesh, shard
 from raytune_fsdp.plan import Layout
@@ -52,7 +52,7 @@ def load(
     spread = ParallelConfig.model_validate({"precision": "fp32", **parallel})
     hf_config = load_architecture(config, directory)
     fit_vocabulary(hf_config, vocabulary or 0, resize=True)
-    model = build_skeleton(hf_config, config, spread.precision)
+    model = build_base(hf_config, config, spread.precision)
     weights: Weights | None = None
     if mode == "sharded" or dist.get_rank() == 0:  # in rank0 mode the others cannot have opened anything
         files = find_weights(directory)
@@ -69,8 +69,8 @@ def draw(architecture: dict[str, Any], seed: int, *, parallel: Mapping[str, Any]
     config = ModelConfig(init="random", architecture=architecture)
     spread = ParallelConfig.model_validate({"precision": "fp32", **parallel})
     hf_config = load_architecture(config, None)
-    model = build_skeleton(hf_config, config, spread.precision)
-    weights = RandomWeights(build_skeleton(hf_config, config, spread.precision), seed)
+    model = build_base(hf_config, config, spread.precision)
+    weights = RandomWeights(build_base(hf_config, config, spread.precision), seed)
     shard(model, mesh(spread), spread)
     fill(model, weights, "sharded", CPU)
     return model

@@ -55,7 +55,7 @@ def _copied(root: str) -> Path:
     return copy
 
 
-def leave_model_files(model: Path, checkpoints: str) -> None:
+def put_model_files(model: Path, checkpoints: str) -> None:
     """Copy config and tokenizer to where `model_files` looks, if the checkpoints are not in the run's directory."""
     if is_url(checkpoints):
         beside = ObjectStorage(checkpoints.rpartition("/")[0])

@@ -36,7 +36,7 @@ def check_shared(run_dir: Path, *, patience_seconds: float = 10.0) -> None:
     # torch and transformers, which takes seconds.
     from raytune_fsdp.collectives import on_rank0
 
-    token = on_rank0(lambda: leave_token(run_dir, "rank 0"))
+    token = on_rank0(lambda: put_token(run_dir, "rank 0"))
     everyone: list[_Outcome | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, _look(token, patience_seconds))
     on_rank0(lambda: _judge(token, [each for each in everyone if each]))
@@ -82,7 +82,7 @@ class _Outcome:
     not_written: str | None = None
 
 
-def leave_token(run_dir: Path, who: str) -> Token:
+def put_token(run_dir: Path, who: str) -> Token:
     """Make the run's directory and write a token there. `who` names the writer in messages."""
     missing: list[Path] = []
     with suppress(OSError):

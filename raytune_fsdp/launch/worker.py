@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from raytune_fsdp.assemble import Host, assemble
+from raytune_fsdp.assemble import LauncherHooks, assemble
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import DataError, Interrupted, TrainingError
 from raytune_fsdp.launch.torchrun import local_rank
@@ -87,7 +87,7 @@ def work(
     standing: Standing,
     device: torch.device,
     stop: Stop,
-    host: Host | None = None,
+    host: LauncherHooks | None = None,
 ) -> int:
     """Train on this rank, whose process group exists already. Returns the last step."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

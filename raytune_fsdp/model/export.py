@@ -25,7 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from raytune_fsdp.durable import sync_directory
 from raytune_fsdp.errors import ModelError, TransientError, first_line
 from raytune_fsdp.model.conversion import Outgoing, outgoing
-from raytune_fsdp.model.skeleton import kept_in_fp32
+from raytune_fsdp.model.network import kept_in_fp32
 from raytune_fsdp.model.tensorfile import TensorFile
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "trained": None}

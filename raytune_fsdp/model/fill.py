@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from raytune_fsdp.model.keys import owned_tensors
-from raytune_fsdp.model.skeleton import init_buffers
+from raytune_fsdp.model.network import init_buffers
 from raytune_fsdp.model.weights import Weights
 
 # Copied at a time. Mapped files take no memory before they are copied; a checkpoint's or a conversion's tensors do.

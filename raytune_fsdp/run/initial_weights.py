@@ -25,7 +25,7 @@ from raytune_fsdp.errors import ModelError, ResumeError
 from raytune_fsdp.model.conversion import ConvertedWeights
 from raytune_fsdp.model.files import WeightFiles, find_weights, locate
 from raytune_fsdp.model.keys import Match, check_shapes, grown_rows, match_keys, owned_tensors
-from raytune_fsdp.model.skeleton import build_network
+from raytune_fsdp.model.network import build_network
 from raytune_fsdp.model.weights import FileWeights, GrownWeights, RandomWeights, Weights
 from raytune_fsdp.rundir import RunDir, checkpoints_of, is_run
 from raytune_fsdp.urls import is_url

@@ -24,7 +24,7 @@ from raytune_fsdp.evaluate import encode_prompt
 from raytune_fsdp.model.attention import positions_of, takes_position_ids
 from raytune_fsdp.model.files import locate
 from raytune_fsdp.model.hub import check_push
-from raytune_fsdp.model.skeleton import build_network, fit_vocabulary, init_buffers, load_architecture
+from raytune_fsdp.model.network import build_network, fit_vocabulary, init_buffers, load_architecture
 from raytune_fsdp.run.checks import check_best, check_export, check_first
 from raytune_fsdp.run.initial_weights import find_origin, model_directory, own_model_files
 from raytune_fsdp.run.resume import files_of, find_resume, identity_of

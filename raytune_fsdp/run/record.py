@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from raytune_fsdp.checkpoint.catalogue import set_aside
 from raytune_fsdp.checkpoint.location import storage_at
-from raytune_fsdp.checkpoint.model_files import leave_model_files
+from raytune_fsdp.checkpoint.model_files import put_model_files
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.counts import Census
@@ -62,7 +62,7 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
         prepared.generation_config.to_json_file(place.model_files / "generation_config.json")
     recipe = recipe_of(redact(config.model_dump(mode="json")), _version(), place.path)
     replace_durably(place.model_files / RECIPE_FILE, recipe)
-    leave_model_files(place.model_files, place.checkpoints)
+    put_model_files(place.model_files, place.checkpoints)
     return Opened(changed=changed, aside=aside)
 
 

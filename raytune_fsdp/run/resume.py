@@ -11,7 +11,8 @@ import yaml
 from transformers import PretrainedConfig
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, newest
-from raytune_fsdp.checkpoint.state import RunState, check_identity, read_state
+from raytune_fsdp.checkpoint.state import RunState, read_state
+from raytune_fsdp.identity import check_identity
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.data.identity import files_by_key

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from raytune_fsdp.config import ModelConfig
 from raytune_fsdp.errors import ModelError
-from raytune_fsdp.model.skeleton import fit_vocabulary, load_architecture
+from raytune_fsdp.model.network import fit_vocabulary, load_architecture
 from tests.loading import FULL, assert_same, draw, gathered, load
 from tests.models import TIED, VOCABULARY, architecture, save_checkpoint
 from tests.ranks import run_ranks

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.config import ExportConfig
 from raytune_fsdp.launch.ray.exports import Exports
-from raytune_fsdp.launch.shared_storage import leave_token
+from raytune_fsdp.launch.shared_storage import put_token
 from raytune_fsdp.rundir import RunDir
 from tests.checkpoints import checkpoints, pieces_of, tensors_in
 from tests.ray.jobs import config_of
@@ -39,7 +39,7 @@ def place(tmp_path: Path) -> RunDir:
 
 
 def _exports(place: RunDir, told: Told, every: int) -> Exports:
-    token = leave_token(place.path, "the driver")
+    token = put_token(place.path, "the driver")
     chosen = ExportConfig(every=every, dtype="trained", push="never/pushed")
     return Exports(chosen, place, token, event=told.event, say=told.lines.append)
 

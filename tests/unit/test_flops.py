@@ -9,14 +9,14 @@ import torch
 
 from raytune_fsdp.config import ModelConfig
 from raytune_fsdp.estimate.flops import Architecture, mfu, peak_flops, training_flops
-from raytune_fsdp.model.skeleton import build_skeleton, count_architecture, load_architecture
+from raytune_fsdp.model.network import build_base, count_architecture, load_architecture
 from tests.models import ARCHITECTURES, TIED, architecture
 
 
 def count(values: dict[str, Any]) -> tuple[Architecture, int]:
     """The architecture as the operation count sees it, and all its weights."""
     config = ModelConfig(init="random", architecture=values)
-    skeleton = build_skeleton(load_architecture(config, None), config, "fp32")
+    skeleton = build_base(load_architecture(config, None), config, "fp32")
     assert all(parameter.is_meta for parameter in skeleton.parameters())
     return count_architecture(skeleton), sum(p.numel() for p in skeleton.parameters())
 
@@ -55,7 +55,7 @@ def test_embeddings_count_once_on_the_way_out(name: str) -> None:
     """A tied embedding is one tensor and one product, an untied one two tensors and one product."""
     found, total = count(architecture(name))
     config = ModelConfig(init="random", architecture=architecture(name))
-    skeleton = build_skeleton(load_architecture(config, None), config, "fp32")
+    skeleton = build_base(load_architecture(config, None), config, "fp32")
     thin = sum(p.numel() for p in skeleton.parameters() if p.ndim < 2)
     lookups = 128 * 32 if name == "gpt2" else 0  # learned positions
     assert found.matmul_weights == total - thin - lookups - (0 if name in TIED else 131 * 32)

@@ -6,7 +6,8 @@ from typing import Any, get_args
 
 import pytest
 
-from raytune_fsdp.checkpoint.state import RunState, check_identity
+from raytune_fsdp.checkpoint.state import RunState
+from raytune_fsdp.identity import check_identity
 from raytune_fsdp.config import FinetuneConfig, OptimConfig
 from raytune_fsdp.config.formats import Format
 from raytune_fsdp.config.method import FullMethod

@@ -26,7 +26,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class PhaseFinished:
     """Rank 0 has finished a phase before the first step."""
 
     phase: str
@@ -64,7 +64,7 @@ class Committed:
     step: int
 
 
-Notice = Joined | Reached | Started | Line | Lost | Committed
+Notice = Joined | PhaseFinished | Started | Line | Lost | Committed
 
 
 class _Board:

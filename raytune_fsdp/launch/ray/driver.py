@@ -35,8 +35,8 @@ from raytune_fsdp.launch.ray.resources import Request, check, may_grow, nodes, r
 from raytune_fsdp.launch.ray.session import Session
 from raytune_fsdp.launch.ray.stream import build_on_ray
 from raytune_fsdp.launch.ray.train_registry import repair_registry
-from raytune_fsdp.launch.shared_storage import TOKEN_PREFIX, leave_token
-from raytune_fsdp.launch.signals import Signals
+from raytune_fsdp.launch.shared_storage import TOKEN_PREFIX, put_token
+from raytune_fsdp.launch.ray.signals import Signals
 from raytune_fsdp.launch.worker import COLLECTIVE_MINUTES
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.record import mlflow_tracker, run_start
@@ -117,7 +117,7 @@ def _train(
         left.unlink(missing_ok=True)
     if repaired is not None:
         append_event(place.events, names.REGISTRY_REPAIRED, attempt=0, fields={"what": repaired})
-    token = leave_token(run_dir, "the driver")
+    token = put_token(run_dir, "the driver")
     follow: Follow | None = None
     try:
         board = Board()
@@ -153,7 +153,7 @@ def _make_up(
     config: FinetuneConfig, place: RunDir, standing: Standing, signals: Signals, say: Callable[[str], None]
 ) -> None:
     """Make the exports of a complete run that an earlier command did not get to."""
-    token = leave_token(place.path, "the driver")
+    token = put_token(place.path, "the driver")
 
     def event(name: str, **fields: object) -> None:
         append_event(place.events, name, attempt=standing.state.attempt, fields=fields)

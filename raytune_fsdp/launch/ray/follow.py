@@ -16,12 +16,12 @@ from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import Interrupted, TrainingError, in_one_line
 from raytune_fsdp.launch.phases import Phases
-from raytune_fsdp.launch.ray.board import Board, Committed, Joined, Line, Lost, Notice, Reached, Started
+from raytune_fsdp.launch.ray.board import Board, Committed, Joined, Line, Lost, Notice, PhaseFinished, Started
 from raytune_fsdp.launch.ray.exports import Exports
 from raytune_fsdp.launch.ray.placement_groups import Groups
 from raytune_fsdp.launch.ray.resources import Request, nodes, shortage
 from raytune_fsdp.launch.shared_storage import Token
-from raytune_fsdp.launch.signals import Signals
+from raytune_fsdp.launch.ray.signals import Signals
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import append_event
@@ -116,7 +116,7 @@ class Follow:
             case Started(attempt, logs):
                 self.attempt, self._logs = attempt, logs
                 self._event(names.RANKS_JOINED, ranks=[asdict(self._ranks[rank]) for rank in sorted(self._ranks)])
-            case Reached(phase):
+            case PhaseFinished(phase):
                 self._reached(phase)
             case Lost(rank, cause, again):
                 self._lost(rank, cause, again)

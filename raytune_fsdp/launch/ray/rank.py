@@ -18,7 +18,7 @@ import ray
 import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
-from raytune_fsdp.launch.ray.board import Board, BoardStream, Committed, Joined, Reached, Started, StopFromBoard
+from raytune_fsdp.launch.ray.board import Board, BoardStream, Committed, Joined, PhaseFinished, Started, StopFromBoard
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -58,7 +58,7 @@ def train_rank(job: RankJob) -> None:
 
     def reached(phase: str) -> None:
         if rank == 0:
-            job.board.tell(Reached(phase))
+            job.board.tell(PhaseFinished(phase))
 
     reached("workers")
 
@@ -67,7 +67,7 @@ def train_rank(job: RankJob) -> None:
 
     quiet()
     logging.getLogger("ray.train").setLevel(logging.WARNING)
-    from raytune_fsdp.assemble import Host
+    from raytune_fsdp.assemble import LauncherHooks
     from raytune_fsdp.errors import Interrupted
     from raytune_fsdp.launch.shared_storage import check_shared
     from raytune_fsdp.launch.worker import work
@@ -89,7 +89,7 @@ def train_rank(job: RankJob) -> None:
         if rank == 0:
             job.board.tell(Committed(checkpoint.step))
 
-    host = Host(
+    host = LauncherHooks(
         batches=_batches(job, prepared, standing, rank=rank, key=key, device=device, reached=reached),
         console=cast(TextIO, BoardStream(job.board, tty=job.tty)),
         saved=saved,

@@ -101,10 +101,10 @@ def _checked(read: Callable[[], Any], what: str) -> Any:
 
 def build_network(hf_config: PretrainedConfig, config: FinetuneConfig) -> PreTrainedModel:
     """The network that a run trains, on the meta device. Whoever needs one builds it here, so all have the same."""
-    return build_skeleton(hf_config, config.model, config.parallel.precision)
+    return build_base(hf_config, config.model, config.parallel.precision)
 
 
-def build_skeleton(hf_config: PretrainedConfig, config: ModelConfig, precision: str) -> PreTrainedModel:
+def build_base(hf_config: PretrainedConfig, config: ModelConfig, precision: str) -> PreTrainedModel:
     """The network of the architecture on the meta device, in the type of its master weights, tied weights tied."""
     kwargs: dict[str, Any] = {"dtype": MASTER_DTYPE[precision], "trust_remote_code": config.trust_remote_code}
     if config.attention != "auto":
