@@ -70,6 +70,7 @@ def assemble(
     optimizer = build_optimizer(model, config.optim)
     if standing.checkpoint is not None:
         load(model, optimizer, standing.checkpoint)
+    # On the model itself: some architectures take position_ids and still let packed documents see each other.
     if config.data.packing != "none":
         check_packing(model, config.data.packing)
     host.reached("model")

@@ -98,6 +98,7 @@ class SaveInFlight:
         self._given_up = False
         self._committing = False
         self._outcome: Outcome | None = None
+        # A daemon: a thread in storage that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=f"save-{job.step}", daemon=True)
         self._thread.start()
 
@@ -194,7 +195,7 @@ class SaveInFlight:
                 try:
                     outcome = self._gather()
                 finally:
-                    with self._lock:
+                    with self._lock:  # `outcome` may have given the save up before this
                         self._outcome = self._outcome or outcome
                 if outcome.saved is not None:
                     self._clean_up(job.after)

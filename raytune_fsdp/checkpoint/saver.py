@@ -104,6 +104,7 @@ class Saver:
         return self._reported(self._save.finish())
 
     def _reported(self, outcome: Outcome) -> Outcome:
+        # The next save removes the draft of a failed one: a storage that failed may not have let it be removed.
         if outcome.saved is None and self._save is not None:
             self._failed.append(self._save.job.draft)
         return outcome

@@ -49,7 +49,7 @@ class Exports:
         event: Callable[..., None],
         say: Callable[[str], None],
     ) -> None:
-        self._chosen = chosen.model_copy(update={"push": None})
+        self._chosen = chosen.model_copy(update={"push": None})  # only the export at the end is pushed
         self._run = place
         self._token = token
         self._event = event
