@@ -56,8 +56,10 @@ class Saver:
         """
         if self._save is None:
             return None, False
-        ending = self._save.ending()
-        return ending, self._save.busy
+        # In this order: a save that ends between the two is then still busy, or its ending is known. Asked the other way
+        # round it could be neither, and the next save would begin before this one was reported.
+        busy = self._save.busy
+        return self._save.ending(), busy
 
     def begin(self, state: RunState, *, before: Callable[[], None]) -> None:
         """Save the state after a step. The caller waits only for the copy. No rank may be busy.
