@@ -14,6 +14,7 @@ from raytune_fsdp.checkpoint.catalogue import Keep
 from raytune_fsdp.checkpoint.loading import load
 from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.checkpoint.saver import Saver, open_saver
+from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.batches import rank_batches
@@ -113,14 +114,19 @@ def assemble(
             saved=host.saved,
         ),
         tracker=tracker,
-        state=replace(
-            state,
-            schedule_steps=plan.schedule_steps,
-            identity=prepared.identity,
-            files=prepared.files_of_data,
-            attempt=standing.attempt,
-            world_size=plan.layout.world,
-        ),
+        state=_next_state(prepared, standing),
+    )
+
+
+def _next_state(prepared: Prepared, standing: Standing) -> RunState:
+    """The state that this attempt starts from and saves: the checkpoint's, with the identity and the world of today."""
+    return replace(
+        standing.state,
+        schedule_steps=standing.plan.schedule_steps,
+        identity=prepared.identity,
+        files=prepared.files_of_data,
+        attempt=standing.attempt,
+        world_size=standing.plan.layout.world,
     )
 
 
