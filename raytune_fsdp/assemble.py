@@ -75,7 +75,7 @@ def assemble(
     if config.data.packing != "none":
         check_packing(model, config.data.packing)
     host.reached("model")
-    opened = on_rank0(lambda: open_run(config, prepared, standing))  # nothing is written before this line
+    opened = on_rank0(lambda: open_run(config, prepared, standing))  # nothing is written before
     tracker = start_tracker(config, prepared, standing, opened, host.console)
     stream = Stream(prepared.train, seed=config.run.seed)
     batches = host.batches or rank_batches(

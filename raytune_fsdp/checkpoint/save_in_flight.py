@@ -165,7 +165,7 @@ class SaveInFlight:
         self._thread.join(seconds)
 
     def _wait(self) -> Outcome:
-        """Wait until rank 0, this rank, knows the outcome."""
+        """Wait for the outcome, on rank 0."""
         while (outcome := self.outcome()) is None:
             self._thread.join(0.2 if self._committing else max(0.01, min(0.2, self._left())))
         return outcome

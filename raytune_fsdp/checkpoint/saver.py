@@ -56,8 +56,8 @@ class Saver:
         """
         if self._save is None:
             return None, False
-        # In this order: a save that ends between the two is then busy, or its ending is known. Asked the other way round
-        # it could be neither, and the next save would begin before this one was reported.
+        # In this order: a save that ends between the two is then busy, or its ending is known. The other way round it
+        # could be neither, and the next save would begin before this one was reported.
         busy = self._save.busy
         return self._save.ending(), busy
 
