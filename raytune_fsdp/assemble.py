@@ -82,6 +82,10 @@ def assemble(
         stream, plan.division, range(state.step + 1, plan.steps + 1),
         cursor=state.cursor, data_rank=dist.get_rank(), device=device,
     )  # fmt: skip
+    meter = Meter(
+        plan, architecture, device, windows=prepared.train.count, cursor=state.cursor,
+        max_skipped=config.optim.max_skipped, skipped_in_row=state.skipped_in_row,
+    )  # fmt: skip
     return Parts(
         config=config,
         plan=plan,
@@ -97,15 +101,7 @@ def assemble(
         ),
         batches=batches,
         evals=prepared.evals,
-        meter=Meter(
-            plan,
-            architecture,
-            device,
-            windows=prepared.train.count,
-            cursor=state.cursor,
-            max_skipped=config.optim.max_skipped,
-            skipped_in_row=state.skipped_in_row,
-        ),
+        meter=meter,
         skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
         saves=Saves(
             saver=_saver(config, prepared, standing, model, optimizer),

@@ -1,4 +1,4 @@
-"""Writes that survive a crash, or that others see whole or not at all."""
+"""Writes that a crash cannot undo (durably), or that nobody sees half done (at once)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a small file and wait until storage has its content."""
+    """Write a small file, and wait until storage has its content."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -20,15 +20,16 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def replace_durably(path: Path, text: str) -> None:
-    """Replace a small file in one step: a crash leaves the old content or the new."""
+    """Replace a small file: a crash leaves the old content or the new."""
     temporary = path.with_name(path.name + ".tmp")
     write_durably(temporary, text)
     temporary.replace(path)
-    sync_directory(path.parent)
+    sync_directory(path.parent)  # without this the new content is safe, but perhaps not under its name
 
 
 def replace_at_once(path: Path, *parts: bytes | Buffer) -> None:
-    """Replace a file in one step, whatever other processes write the same name, without waiting for storage."""
+    """Replace a file, even if others do the same; readers see one whole version. Does not wait for storage."""
+    # A name of its own: writers on several nodes may have the same process id.
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with open(temporary, "wb") as file:
