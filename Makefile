@@ -1,57 +1,73 @@
-# The first two commands of the README, and what CI runs. Needs Python 3.11 or 3.12, make and pip.
+# `make` lists what there is. Needs Python 3.11 or 3.12 and pip.
 PYTHON ?= python3
 VENV := .venv
+OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: demo test test-all same check format docs lock clean
+.PHONY: help demo quick test test-all same oldest check format docs lock clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.installed  ## train a tiny model on this machine, in a minute or two
 	$(BIN)/python jobs/finetune.py --run.resume never --run.name demo-$$(date +%Y%m%d-%H%M%S)
 
-test: $(VENV)/.installed-dev  ## what guards an invariant
-	$(BIN)/python -m pytest -m "not slow"
+quick: $(VENV)/.installed-dev  ## unit tests, without those of a second or more
+	$(BIN)/python -m pytest tests/unit -m "not slow and not thorough"
 
-test-all: $(VENV)/.installed-dev  ## everything
-	$(BIN)/python -m pytest
+test: $(VENV)/.installed-dev  ## every test that guards an invariant
+	$(BIN)/python -m pytest -m "not slow" --durations=15
 
 same: $(VENV)/.installed-dev  ## two trees, the same trajectories: make same BASE=<commit>
 	$(BIN)/python -m tests.same $(BASE)
 
-check: $(VENV)/.installed-dev  ## style, types, import contracts
+test-all: $(VENV)/.installed-dev  ## every test
+	$(BIN)/python -m pytest --durations=15
+
+oldest: $(OLDEST)/.installed  ## unit and distributed tests on the oldest torch and transformers, without Ray and the extras
+	$(OLDEST)/bin/python -m pytest -m "not slow" tests/unit tests/distributed
+
+check: $(VENV)/.installed-dev  ## style, types, import contracts, and the numbers of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.house
 
-format: $(VENV)/.installed-dev
+format: $(VENV)/.installed-dev  ## let ruff mend the style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.installed-dev  ## docs/configuration.md, from the config's own docstrings
+docs: $(VENV)/.installed-dev  ## write docs/configuration.md from the config's docstrings
 	$(BIN)/python -m raytune_fsdp.config.docs
 
-$(VENV)/bin/python:
+$(VENV)/bin/python $(OLDEST)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \
 	  || { echo "raytune_fsdp needs Python 3.11 or 3.12; choose one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 2; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(@D:/bin=)
 
 # torch first and alone: nothing else may choose its version.
 $(VENV)/.installed: pyproject.toml requirements.lock | $(VENV)/bin/python
 	$(PIP) torch
-	$(PIP) --editable .
+	$(PIP) --editable '.[all]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) --editable '.[dev,bench]'
+	$(PIP) --editable '.[all,dev,bench]'
 	@touch $@
 
-lock:  ## new versions: installs everything into a fresh environment and writes down what came
+# The list is complete, so pip resolves nothing: what torch 2.11 asks for on top of it, a CPU does not need.
+$(OLDEST)/.installed: requirements-oldest.lock | $(OLDEST)/bin/python
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-oldest.lock
+	@touch $@
+
+lock:  ## write requirements.lock anew, with the newest versions that pyproject.toml allows
 	rm -rf .lock-venv && $(PYTHON) -m venv .lock-venv
 	.lock-venv/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
-	.lock-venv/bin/pip install --quiet --disable-pip-version-check '.[dev,bench]'
-	.lock-venv/bin/pip freeze --exclude raytune-fsdp | sed 's/^\(torch==[0-9.]*\)+.*/\1/' > requirements.lock
+	.lock-venv/bin/pip install --quiet --disable-pip-version-check '.[all,dev,bench]'
+	.lock-venv/bin/pip freeze --all --exclude pip --exclude raytune-fsdp | sed 's/^\(torch==[0-9.]*\)+.*/\1/' > requirements.lock
 	rm -rf .lock-venv build *.egg-info
 
-clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+clean:  ## remove the environments and everything else that is made
+	rm -rf $(VENV) $(OLDEST) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

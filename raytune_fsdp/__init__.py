@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FinetuneConfig", "FinetuneResult", "RaytuneError", "finetune"]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "FinetuneConfig": "raytune_fsdp.config",

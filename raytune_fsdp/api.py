@@ -24,7 +24,7 @@ class FinetuneResult:
     pushed: str | None
     """Address of the export on the hub; None if it was not pushed."""
     curve: Path | None
-    """Loss curve as PNG; None on ranks other than 0."""
+    """Loss curve as PNG; None where matplotlib is not installed, and on ranks other than 0."""
 
 
 def finetune(config: FinetuneConfig, progress: Progress | None = None) -> FinetuneResult:
@@ -40,6 +40,7 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
     from raytune_fsdp.launch.start import run
     from raytune_fsdp.launch.torchrun import is_rank0
     from raytune_fsdp.report.curves import plot
+    from raytune_fsdp.report.figure import can_draw
     from raytune_fsdp.run.publish import publish
     from raytune_fsdp.rundir import RunDir
 
@@ -52,9 +53,9 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
     if is_rank0():
         if export is not None:
             pushed = publish(newest, export, config.export)
-        curve = place.loss_curve
-        curve.parent.mkdir(exist_ok=True)
-        plot(place.metrics, curve, title=config.run.name)
+        if can_draw():
+            curve = place.loss_curve
+            plot(place.metrics, curve, title=config.run.name)
     return FinetuneResult(
         run_dir=place.path,
         steps=before.plan.steps,

@@ -20,6 +20,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.stream import Stream
+from raytune_fsdp.estimate.flops import Architecture
 from raytune_fsdp.evaluate import check_packing, score
 from raytune_fsdp.loop import Parts
 from raytune_fsdp.metrics import Meter
@@ -60,17 +61,7 @@ def assemble(
     """Build everything. Collective: needs the process group."""
     host = host or Host()
     plan, state = standing.plan, standing.state
-    model = build_network(prepared.hf_config, config)
-    architecture = count_architecture(model)
-    shard(model, make_mesh(plan.layout, device), config.parallel)
-    if standing.checkpoint is None:
-        weights, mode = first_weights(config, prepared.origin, model)
-        fill(model, weights, mode, device)
-    else:
-        fill(model, None, "empty", device)  # the checkpoint holds every tensor
-    optimizer = build_optimizer(model, config.optim)
-    if standing.checkpoint is not None:
-        load(model, optimizer, standing.checkpoint)
+    model, optimizer, architecture = _learner(config, prepared, standing, device)
     # On the model itself: some architectures take position_ids and still let packed documents see each other.
     if config.data.packing != "none":
         check_packing(model, config.data.packing)
@@ -124,6 +115,23 @@ def _next_state(prepared: Prepared, standing: Standing) -> RunState:
         attempt=standing.attempt,
         world_size=standing.plan.layout.world,
     )
+
+
+def _learner(
+    config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device
+) -> tuple[PreTrainedModel, Optimizer, Architecture]:
+    """The network, sharded, and its optimizer, as they are before the attempt's first step."""
+    model = build_network(prepared.hf_config, config)
+    architecture = count_architecture(model)  # before sharding: by the shapes of whole weights
+    shard(model, make_mesh(standing.plan.layout, device), config.parallel)
+    if standing.checkpoint is None:
+        weights, mode = first_weights(config, prepared.origin, model)
+        fill(model, weights, mode, device)
+        return model, build_optimizer(model, config.optim), architecture
+    fill(model, None, "empty", device)  # the checkpoint holds every tensor
+    optimizer = build_optimizer(model, config.optim)
+    load(model, optimizer, standing.checkpoint)
+    return model, optimizer, architecture
 
 
 def _saver(

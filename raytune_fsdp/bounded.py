@@ -1,4 +1,4 @@
-"""What a process holds open, within a bound."""
+"""A cache with a bound, for what a process holds open: files, clients of object stores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Bounded:
-    """The values used last, as long as their sizes together stay under a limit."""
+    """The values that were used last. Their sizes together stay under a limit, or there is only one."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -23,17 +23,18 @@ class Bounded:
         self._values: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
 
     def _fork(self) -> None:
-        # A client of an object store cannot be used in a child, nor be closed there: its threads are not there.
+        # A fork copies no threads, and without its own a client of an object store can be neither used nor closed: the
+        # child keeps its parent's values alive, unused.
         self._parents = self._values
         self._start()
 
     def get(self, key: Hashable, make: Callable[[], Any], size: Callable[[Any], int] = lambda value: 1) -> Any:
-        """The value of `key`, made now unless it is still there. What others still use is not closed by leaving."""
+        """The value of `key`, made now unless it is held. A value that drops out is not closed: others may use it."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
                 return self._values[key][0]
-        value = make()
+        value = make()  # without the lock: opening a file in an object store takes a while
         with self._lock:
             if key in self._values:
                 return self._values[key][0]

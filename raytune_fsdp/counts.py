@@ -1,4 +1,4 @@
-"""What became of the rows: counts of a window, and of all of the data before anything is trained."""
+"""What became of the rows: the counts of a window, and of all the data before training."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class DatasetCount:
     tokens: int = 0
     target_tokens: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
-    """Rows that did not, by reason."""
+    """Rows that did not become one, by reason."""
     truncated: int = 0
-    """Documents that lost their end."""
+    """Documents that were cut off at `seq_len`."""
     cut: int = 0
-    """Documents that go on in another sample."""
+    """Additional pieces that documents were cut into, to go on in another sample."""
     lengths: dict[int, int] = field(default_factory=dict)
-    """Documents (before truncation) by length: n counts those of 2**(n/4) to 2**((n+1)/4) tokens."""
+    """Documents (before truncation) by length: key n counts those with 2**(n/4) to 2**((n+1)/4) tokens."""
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DatasetCount:
@@ -46,7 +46,7 @@ class DatasetCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedRow:
-    """A row that `data.bad_rows=skip` left out."""
+    """A row left out because of `data.bad_rows=skip`."""
 
     where: str
     reason: str
@@ -55,7 +55,7 @@ class SkippedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowCounts:
-    """A window in numbers."""
+    """The counts of one window."""
 
     samples: int
     datasets: tuple[DatasetCount, ...]
@@ -76,19 +76,19 @@ class WindowCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Census:
-    """What the data amounts to, counted before anything is trained."""
+    """The counts of all the data, taken before training."""
 
     seq_len: int
     epochs: tuple[int, ...]
-    """Packed samples of each epoch that was counted: of one, where all epochs have the same rows."""
+    """Packed samples of each counted epoch; only one is counted if all epochs have the same rows."""
     windows: int = 0
     names: tuple[str, ...] = ()
     datasets: tuple[DatasetCount, ...] = ()
     """What became of the rows of each dataset, over all counted epochs."""
     skipped: tuple[SkippedRow, ...] = ()
-    """Rows that were left out; of very many, the first ones."""
+    """Rows that were left out, at most the first 10,000."""
     built: int = 0
-    """Windows that had to be tokenized for this, because no earlier attempt had."""
+    """Windows that had to be tokenized for this census, because they were not in the cache."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -106,8 +106,9 @@ class Census:
             }
         )
 
+    # A Fraction, because in floating point ceil(0.07 * 100) is 8.
     def samples_in(self, epochs: Fraction) -> int:
-        """Packed samples of a run of so many epochs, rounded up."""
+        """Packed samples in a run of `epochs` epochs, rounded up."""
         if len(self.epochs) == 1:
             return math.ceil(epochs * self.epochs[0])
         whole = min(math.floor(epochs), len(self.epochs))
@@ -120,7 +121,7 @@ class Census:
 
     @property
     def efficiency(self) -> float:
-        """Fraction of the packed positions that hold a token."""
+        """Fraction of the packed positions that hold a token; the rest is padding."""
         samples = sum(self.epochs)
         return self.tokens / (samples * self.seq_len) if samples else 0.0
 

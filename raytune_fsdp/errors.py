@@ -70,6 +70,11 @@ class Interrupted(RaytuneError):
     exit_code = 130
 
 
+def pip_install(extra: str) -> str:
+    """The command that brings what an extra of this package brings."""
+    return f"pip install 'raytune-fsdp[{extra}]'"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its kind if it has none: where the kind would add nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,4 +1,4 @@
-"""File systems behind URLs: S3 and GCS through pyarrow, whatever else fsspec opens."""
+"""The file systems that URLs name: S3 and GCS through pyarrow, all others through fsspec."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import pyarrow.fs
 from raytune_fsdp.bounded import Bounded
 from raytune_fsdp.urls import split_query
 
+# One for each bucket: opening a client takes connections and threads, and a mixture reads many files of few buckets.
 _FILE_SYSTEMS = Bounded(16)
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """The file system of a URL, as this process has it open, and the path in it."""
+    """The file system of a URL, which this process keeps open, and the path in it."""
     scheme, rest = url.split("://", 1)
     if scheme not in ("s3", "gs"):
         system, path = fsspec.core.url_to_fs(url)
         return pa.fs.PyFileSystem(pa.fs.FSSpecHandler(system)), path
     rest, query = split_query(rest)
     bucket, slash, path = rest.partition("/")
-    # Of the bucket only, so that what stands in the path need not be quoted as URLs are.
+    # Opened by the bucket's URL, without the path: that would have to be quoted, and is not.
     place = f"{scheme}://{bucket}{query}"
     system = _FILE_SYSTEMS.get(place, lambda: pa.fs.FileSystem.from_uri(place)[0])
     return system, bucket.rpartition("@")[2] + slash + path

@@ -1,4 +1,4 @@
-"""The values that travel between the stages. Plain frozen data, no behaviour beyond what follows from the fields."""
+"""The values that travel between stages. Plain frozen data; no behaviour beyond what the fields imply."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ if TYPE_CHECKING:
     Int32Array = np.ndarray[Any, np.dtype[np.int32]]
 
 Progress = Callable[[str, int, int], None]
-"""Called during long work with what is being done, how much of it is done, and how much there is."""
+"""Called during long work with what is being done, how much is done, and how much there is in total."""
 
 IGNORE = -100
-"""Label of a token that is not trained on."""
+"""The label of a token that is not trained on."""
 
 PADDING = -1
-"""Source id of a token that belongs to no dataset."""
+"""The source id of padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """The next packed sample: epoch, place of its window in the epoch's order, place of the sample in the window."""
+    """Position in the stream, as the packed sample that comes next. All three count from 0."""
 
     epoch: int = 0
     window: int = 0
+    """Place of the window in the order of the epoch."""
     index: int = 0
+    """Place of the sample in the order of the window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSample:
     """One sequence of `seq_len` tokens. All four arrays are int32 of that length.
 
-    `labels[i]` is `input_ids[i]` if token i is trained on, else IGNORE; it is predicted from token i-1 (the models do
-    that shift). The first token of a document has label IGNORE. `position_ids` restart at 0 with every document and
-    with the padding.
-    `source_ids[i]` is the index of the dataset in `data.train` (or `data.eval`), PADDING for padding.
+    `labels[i]` is `input_ids[i]` if token i is trained on, otherwise IGNORE; models shift the labels themselves, so
+    token i is predicted from token i-1. The first token of a document has label IGNORE. `position_ids` restart at 0
+    with every document and with the padding. `source_ids[i]` is the index of the dataset in `data.train` (0 in an
+    evaluation dataset), or PADDING.
     """
 
     input_ids: Int32Array
@@ -47,18 +49,19 @@ class PackedSample:
     position_ids: Int32Array
     source_ids: Int32Array
     id: int
-    """xxh3 of the four arrays, as a signed 64-bit integer."""
+    """xxh3_64 of the four arrays, as a signed integer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """A block: `micro_batch` packed samples (fewer only at the very end of a run), or a filler.
 
-    A filler has the shape of a block and no target tokens. The counts leave padding out, and are taken on the host.
+    A filler has the shape of a full block but no target tokens. The counts leave out padding, and are taken on the
+    host.
     """
 
     index: int
-    """Index of the block in its step."""
+    """Index of the block in its step, from 0."""
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor
@@ -68,9 +71,9 @@ class Batch:
     tokens: int
     target_tokens: int
     attended_pairs: int
-    """Pairs (query, key) of one document with the key at or before the query: what causal attention has to compute."""
+    """Pairs (query, key) in the same document, the key not after the query: the work of causal attention."""
     after: Cursor
-    """The sample after the block's last one."""
+    """The sample after the last one of the block."""
 
     @property
     def is_filler(self) -> bool:
@@ -79,18 +82,18 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatches:
-    """The blocks of one rank in one optimizer step; every rank gets the same number, fillers included."""
+    """The blocks of one rank in one optimizer step. All ranks get the same number, fillers included."""
 
     step: int
     """1 for the first optimizer step of a run."""
     blocks: tuple[Batch, ...]
     windows_built: int = 0
-    """Windows beginning in this step that were tokenized for this rank because no cache had them."""
+    """Windows that begin in this step and had to be tokenized for this rank, because they were not in the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step as it is written: the trajectory, and what depends on the machines (times, memory, cache)."""
+    """One optimizer step as it is recorded: the trajectory, and measurements that depend on the machine."""
 
     step: int
     epoch: float
@@ -108,7 +111,7 @@ class StepMetrics:
     mfu: float | None
     memory_bytes: int
     windows_built: int = 0
-    """Windows that were tokenized for this step because no cache had them."""
+    """Windows that had to be tokenized for this step, because they were not in the cache."""
 
 
 class StopReason(IntEnum):
@@ -135,5 +138,5 @@ class Saved:
     path: str
     """Directory or URL."""
     seconds: float
-    """From the copied state to the commit."""
+    """Time from the copy of the state to the commit."""
     bytes: int

@@ -13,30 +13,30 @@ def is_url(place: str) -> bool:
 
 
 def split_query(url: str) -> tuple[str, str]:
-    """A URL and the options behind it. A `?` alone is a wildcard."""
+    """A URL and the options after it. A `?` alone is a wildcard."""
     found = re.search(r"\?\w[\w.-]*=", url)
     return (url[: found.start()], url[found.start() :]) if found else (url, "")
 
 
 def without_secrets(url: str) -> str:
-    """The URL without what may be a password: the user before the place, and the options. Paths stay as they are."""
+    """The URL without what may be a password: the user before the place, and the options. Paths are left alone."""
     if not is_url(url):
         return url
     scheme, rest = split_query(url)[0].split("://", 1)
     place = rest.partition("/")[0]
     end = place.rfind("@")
     _, colon, port = place.partition(":")
-    # A password may have slashes, as many keys of AWS do. Behind the colon stands one unless it is a port: buckets have
-    # none.
+    # A password may have slashes, as many keys of AWS do. What comes after the colon is one unless it is a port, and
+    # buckets have no port.
     if end < 0 and colon and (scheme in ("s3", "gs") or not port.isdigit()):
         end = rest.find("@")
     return f"{scheme}://{rest[end + 1 :]}"
 
 
 def holds_credentials(place: str) -> bool:
-    """Whether a path or URL has a password, a key or a token in it."""
+    """Whether a path or URL contains a password, a key or a token."""
     scheme, _, rest = place.rpartition("://")
     host = rest.split("/")[0]
-    # Buckets have neither a port nor a user; elsewhere a name before @ may be part of the place (abfs), a password not.
+    # Buckets have neither a port nor a user. Elsewhere a name before @ may belong to the place (abfs).
     secret = any(c in host for c in ":@") if scheme in ("s3", "gs", "gcs") else ":" in host.rpartition("@")[0]
     return bool(scheme and (secret or _SECRET_OPTION.search(rest)))

@@ -14,6 +14,7 @@ from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.types import Cursor
 
 FORMAT = 1
+_VERSIONS = {"data.order_version": "the order of samples", "data.document_version": "the tokens of documents"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,13 @@ def read_state(found: CommittedCheckpoint) -> RunState:
 def check_identity(saved: RunState, now: Mapping[str, Any], where: str, files: Mapping[str, Sequence[str]]) -> None:
     """Refuse to continue a run as another one, naming every difference. `files`: the current ones, as in RunState."""
     before = saved.identity
+    for key, what in _VERSIONS.items():
+        if before.get(key) != now.get(key):
+            raise ResumeError(
+                f"{where}: this run was begun with version {before.get(key, 1)} of {what}, and this raytune_fsdp makes "
+                f"version {now.get(key)}: it would continue on other samples. Continue it with the version of "
+                "raytune_fsdp that began it, or start anew under another run.name"
+            )
     differences = [
         f"{key}: {_changed_files(before.get(key), now.get(key), saved.files[key], files[key])}"
         if key in saved.files and key in files

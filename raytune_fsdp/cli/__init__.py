@@ -1,1 +1,15 @@
-"""The commands. `main.py` finds them, each has a file of its own, `common.py` is what they share."""
+"""The commands: read arguments, print, turn errors into exit codes.
+
+    main.py        finds the command
+    common.py      what all of them share: arguments that fail in one line, config files with overrides, exit codes
+    progress.py    how far long work has come, on stderr
+
+    data.py        look at the data, count it, remove old prepared data
+    plan.py        what a config amounts to
+    train.py       fine-tune a model
+    checkpoint.py  ask a run for a checkpoint now, list its checkpoints, verify them
+    generate.py    ask a trained model
+    export.py      a checkpoint -> a model directory
+
+Commands import heavy packages inside their functions, so `--help` and a mistyped flag are answered without torch.
+"""

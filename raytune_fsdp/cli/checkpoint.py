@@ -1,4 +1,4 @@
-"""`raytune-fsdp checkpoint`: ask a run for one now, see what there is, read all of it."""
+"""`raytune-fsdp checkpoint`: ask a run for a checkpoint now, list its checkpoints, verify them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ _POLL_SECONDS = 0.2
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp checkpoint") -> int:
     """Returns the exit code."""
     parser = Parser(prog, "The checkpoints of a run.")
-    parser.add_argument("what", choices=("now", "list", "verify"), help="commit one at the next step; list; read all")
+    parser.add_argument(
+        "what",
+        choices=("now", "list", "verify"),
+        help="now: commit one at the next step; list: show all; verify: read all files",
+    )
     parser.add_argument("run", type=Path, help="run directory")
-    parser.add_argument("--wait", type=float, default=600.0, metavar="SECONDS", help="for `now` (default: 600)")
+    parser.add_argument(
+        "--wait", type=float, default=600.0, metavar="SECONDS", help="how long `now` waits (default: 600)"
+    )
     arguments = sys.argv[1:] if argv is None else argv
     return exit_code(lambda: _run(parser, arguments))
 
@@ -27,7 +33,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp checkpoint
 def _run(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
     if not found.run.is_dir():
-        raise ResumeError(f"{found.run}: there is no such directory; give a run directory, <run.storage>/<run.name>")
+        raise ResumeError(f"{found.run}: no such directory; give a run directory, <run.storage>/<run.name>")
     return {"now": _now, "list": _list, "verify": _verify}[found.what](found)
 
 
@@ -40,11 +46,11 @@ def _now(found: Namespace) -> int:
     try:
         while (answer := asking.answer()) is None:
             if time.monotonic() > deadline:
-                heard = "has begun it, and not ended" if asking.taken() else "does not answer: is it training?"
-                raise TrainingError(f"{found.run} {heard} (--wait {found.wait:g}); nothing was changed")
+                state = "began it but has not finished" if asking.taken() else "does not answer: is it training?"
+                raise TrainingError(f"{found.run} {state} (--wait {found.wait:g}); nothing was changed")
             time.sleep(_POLL_SECONDS)
     finally:
-        asking.leave()
+        asking.leave()  # also after Ctrl-C: a question that nobody waits for must not be answered later
     if answer["path"] is None:
         raise TrainingError(f"the checkpoint of step {answer['step']} was not written: {answer['problem']}")
     print(f"step {answer['step']}: {answer['path']}")
@@ -75,9 +81,11 @@ def _verify(found: Namespace) -> int:
     for each in there:
         problem = verify(each, hashes=True)
         damaged += problem is not None
-        print(f"step {each.step:>8,}  {problem or 'as it was written'}  {each.path}", flush=True)
+        print(f"step {each.step:>8,}  {problem or 'intact'}  {each.path}", flush=True)
     if damaged:
-        raise ResumeError(f"{damaged} of {len(there)} checkpoints are damaged; the run continues from the newest other")
+        raise ResumeError(
+            f"{damaged} of {len(there)} checkpoints are damaged; the run continues from the newest intact one"
+        )
     return 0
 
 

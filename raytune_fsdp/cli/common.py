@@ -26,13 +26,13 @@ def exit_code(work: Callable[[], int]) -> int:
     try:
         return work()
     except RaytuneError as error:
-        # Under torchrun every rank comes here with the same error.
+        # Under torchrun every rank finds the same mistake of the user; what fails in training may be one rank's alone.
         speaks = is_rank0() or not isinstance(error, UserError)
         for line in (str(error) or type(error).__name__).splitlines() if speaks else ():
             print(f"error: {line}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # Whoever read our output has enough of it (`| head`). Nothing more can be printed, not at the exit either.
+        # Whoever read our output has gone (`| head`). Python flushes stdout at exit, and would fail there once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -41,13 +41,13 @@ def exit_code(work: Callable[[], int]) -> int:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`; nearest: ...`, or nothing where nothing is near."""
+    """`; nearest: ...`, or nothing if no known word is near."""
     found = get_close_matches(word, list(known), n=1)
     return f"; nearest: {found[0]}" if found else ""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations and without a page of usage before an error."""
+    """argparse without abbreviations, and without a page of usage before an error."""
 
     def __init__(self, prog: str, description: str) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False)
@@ -74,18 +74,20 @@ class ConfigParser(Parser):
         super().__init__(prog, f"{description} Every field of the config is a flag: --section.field value.")
         self.default_config = default_config
         default = f" (default: {Path(default_config).name})" if default_config is not None else ""
-        self.add_argument("--config", metavar="FILE", help=f"YAML file with the config{default}")
+        self.add_argument("--config", metavar="FILE", help=f"YAML file with the config, or a recipe's name{default}")
 
     def parse_with_config(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, FinetuneConfig]:
         """The command's own arguments, and the config that its file and all others describe. Reads the file."""
         from raytune_fsdp.config.load import ROOT, load_config
 
         found, overrides = self.parse_known_args(arguments)
+        # `train run.yaml` is what many other programs take.
         if overrides and overrides[0].endswith((".yaml", ".yml")) and not overrides[0].startswith("--"):
             self.error(f"unexpected argument {overrides[0]}; a config file is given with --config {overrides[0]}")
         for word in overrides:
             flag = word.partition("=")[0]
-            # A mistyped `--config` is no section of the config; only names without a dot can be meant.
+            # A mistyped flag of the command would be reported as an unknown section of the config. One with a dot can
+            # only be a field.
             known = [*self.flags(), *(f"--{section}" for section in ROOT.fields())]
             close = get_close_matches(flag, known, n=1)
             if "." not in flag and flag not in known and close and close[0] in self.flags():
@@ -96,6 +98,7 @@ class ConfigParser(Parser):
         from raytune_fsdp.config.describe import help_text
         from raytune_fsdp.config.load import ROOT
 
+        # Two less than the terminal: argparse does the same, and its part of the help is above ours.
         width = max(40, min(shutil.get_terminal_size().columns, 120) - 2)
         usage = self.format_usage()
         options = super().format_help().replace(usage, f"{usage.rstrip()} [--section.field VALUE ...]\n", 1)

@@ -1,4 +1,4 @@
-"""`raytune-fsdp data`: look at the data, count it, clean up what was prepared of it."""
+"""`raytune-fsdp data`: look at the data, count it, remove old prepared data."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "preview": "show packed samples, with the tokens that are trained on marked",
-    "stats": "count rows, tokens and what is dropped, and show how long documents are",
-    "clean": "remove prepared data that was not used for a while",
+    "stats": "count rows, tokens and dropped documents, and show how long documents are",
+    "clean": "remove prepared data that has not been used for a while",
 }
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp data") -> int:
-    """Run one of the three; returns the exit code."""
+    """Run one of the three commands; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _main(arguments, prog))
 
@@ -44,7 +44,7 @@ def _main(arguments: list[str], prog: str) -> int:
 def _preview(arguments: Sequence[str], prog: str) -> int:
     parser = ConfigParser(prog, "Show packed samples as they are trained on, in the order of the run.")
     parser.add_argument("--samples", type=int, default=2, metavar="N", help="how many (default: 2)")
-    parser.add_argument("--eval", metavar="NAME", help="of this evaluation dataset (default: of the training data)")
+    parser.add_argument("--eval", metavar="NAME", help="show this evaluation dataset (default: the training data)")
     found, config = parser.parse_with_config(arguments)
     if found.samples < 1:
         parser.error(f"--samples {found.samples} must be at least 1")
@@ -55,7 +55,7 @@ def _preview(arguments: Sequence[str], prog: str) -> int:
     if found.eval is not None and found.eval not in evals:
         known = ", ".join(evals) or "none"
         parser.error(
-            f"--eval {found.eval}: no evaluation dataset is called so{nearest(found.eval, evals)}; all: {known}"
+            f"--eval {found.eval}: no evaluation dataset has this name{nearest(found.eval, evals)}; all: {known}"
         )
     windows = train if found.eval is None else evals[found.eval]
     from raytune_fsdp.data.stream import Stream
@@ -71,17 +71,22 @@ def _preview(arguments: Sequence[str], prog: str) -> int:
 
 
 def _stats(arguments: Sequence[str], prog: str) -> int:
-    parser = ConfigParser(prog, "Count the data: all windows are tokenized and packed, and kept for the run.")
+    parser = ConfigParser(prog, "Count the data: tokenize and pack all windows, and keep them for the run.")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the lengths of the documents into this file")
     found, config = parser.parse_with_config(arguments)
     from raytune_fsdp.data.census import census
     from raytune_fsdp.report.data import plot_lengths, stats
+    from raytune_fsdp.report.figure import NOT_INSTALLED, can_draw
     from raytune_fsdp.run.prepare import prepare_data
+
+    if found.png is not None and not can_draw():
+        raise ConfigError(f"--png {found.png}: {NOT_INSTALLED}")
 
     with shown() as progress:
         _, train, evals = prepare_data(config, progress)
         every: dict[str, Windows] = {"train": train, **{f"eval {name}": windows for name, windows in evals.items()}}
         censuses = {
+            # An evaluation is always one epoch: it sees every row once.
             what: census(windows, (config.train.epochs or 1.0) if windows is train else 1.0, progress=progress)
             for what, windows in every.items()
         }
@@ -96,24 +101,22 @@ def _stats(arguments: Sequence[str], prog: str) -> int:
 
 
 def _clean(arguments: Sequence[str], prog: str) -> int:
-    parser = Parser(prog, "Remove prepared rows and windows from a cache; they are made again when they are needed.")
+    parser = Parser(prog, "Remove prepared rows and windows from a cache; they are made again when needed.")
     parser.add_argument("cache", type=Path, help="the cache: data.cache.path, or `cache` in run.storage")
     parser.add_argument(
-        "--unused-days", type=float, default=7.0, metavar="N", help="spare what was used since (default: 7)"
+        "--unused-days", type=float, default=7.0, metavar="N", help="keep data used in the last N days (default: 7)"
     )
-    parser.add_argument(
-        "--keep-gb", type=float, default=0.0, metavar="N", help="stop when so much is left (default: 0)"
-    )
+    parser.add_argument("--keep-gb", type=float, default=0.0, metavar="N", help="stop when N GB are left (default: 0)")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     found = parser.parse(arguments)
     for flag, value in (("--unused-days", found.unused_days), ("--keep-gb", found.keep_gb)):
         if not 0 <= value < math.inf:
-            parser.error(f"{flag} {value:g} must be a number, and not negative")
+            parser.error(f"{flag} {value:g} must be a number >= 0")
     from raytune_fsdp.data.cache import entries, remove
 
     if not found.cache.is_dir():
         raise ConfigError(
-            f"{found.cache} is no directory; name the cache of a run: data.cache.path, or run.storage/cache"
+            f"{found.cache} is not a directory; give the cache of a run: data.cache.path, or run.storage/cache"
         )
     before = sum(entry.bytes for entry in entries(found.cache))
     removed = remove(

@@ -13,8 +13,8 @@ from raytune_fsdp.cli.common import Parser, exit_code
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp export") -> int:
     """Export; returns the exit code."""
     parser = Parser(prog, "Write a checkpoint as a Hugging Face model directory. Needs no GPU.")
-    parser.add_argument("source", help="run directory (its newest checkpoint), or one checkpoint; also as URL")
-    parser.add_argument("destination", type=Path, help="directory to write; one that is there is replaced")
+    parser.add_argument("source", help="run directory (its newest checkpoint) or one checkpoint, as path or URL")
+    parser.add_argument("destination", type=Path, help="directory to write; replaces a model that is there")
     parser.add_argument("--dtype", choices=("trained", "bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
     parser.add_argument("--max-file-bytes", type=int, default=5_000_000_000, metavar="N", help="default: 5 GB")
     arguments = sys.argv[1:] if argv is None else argv
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp export") -
         "--private",
         action=BooleanOptionalAction,
         default=True,
-        help="a repository that --push creates is private (default), or as its owner's account has it",
+        help="make a repository that --push creates private (default); --no-private: as its owner's account decides",
     )
     return exit_code(lambda: _export(parser, arguments))
 
@@ -42,7 +42,7 @@ def _export(parser: Parser, arguments: Sequence[str]) -> int:
     if chosen.push is not None:
         from raytune_fsdp.model.hub import check_push
 
-        check_push(chosen.push)
+        check_push(chosen.push)  # before the export, which may take long
     checkpoint = find_checkpoint(found.source)
     pushed = publish(checkpoint, found.destination, chosen, verified=True)
     print(f"exported {checkpoint.path} to {found.destination}")

@@ -14,7 +14,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp generate")
     parser = Parser(prog, "Ask a trained model. Without prompts, each line of standard input is one.")
     parser.add_argument("model", type=Path, help="run directory, checkpoint, export, or Hugging Face model directory")
     parser.add_argument("prompts", nargs="*", metavar="prompt", help="what to ask")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="length at most (default: 128)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=128, metavar="N", help="maximum length of an answer (default: 128)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely tokens (default)")
     arguments = sys.argv[1:] if argv is None else argv
     return exit_code(lambda: _generate(parser, arguments))
@@ -34,6 +36,7 @@ def _generate(parser: Parser, arguments: Sequence[str]) -> int:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_for_inference(found.model, device)
+    # Read line by line, so that it answers while the other end of a pipe is still asking.
     lines = found.prompts or (line.strip() for line in sys.stdin)
     for prompt in filter(None, lines):
         text = answer(

@@ -18,10 +18,10 @@ PROGRAM = "raytune-fsdp"
 
 COMMANDS = {
     "train": "fine-tune a model",
-    "data": "look at the data, count it, clean up what was prepared of it",
+    "data": "look at the data, count it, remove old prepared data",
     "plan": "show what a config amounts to, without starting anything",
     "generate": "ask a trained model",
-    "checkpoint": "commit one now, list them, read them all",
+    "checkpoint": "commit one now, list them, verify them",
     "export": "write a checkpoint as a Hugging Face model directory",
 }
 

@@ -44,19 +44,19 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
     if found.samples is not None:
         census = Census(seq_len=config.data.seq_len, epochs=(found.samples,))
     elif config.train.epochs is not None:
-        parser.error("a length in train.epochs depends on the data: say --samples N, or train.max_steps")
+        parser.error("the length of train.epochs depends on the data: give --samples N, or set train.max_steps")
     plan = resolve(config, world, census)
     place = RunDir.of(config)
     print(
         json.dumps({**plan.to_dict(), "layout": plan.spread()}, indent=2)
         if found.json
-        else in_words(config, plan, place.path)
+        else plan_in_words(config, plan, place.path)
     )
     return 0
 
 
-def in_words(config: FinetuneConfig, plan: Plan, run_dir: Path) -> str:
-    """The plan as lines a person reads."""
+def plan_in_words(config: FinetuneConfig, plan: Plan, run_dir: Path) -> str:
+    """The plan as lines that a person reads."""
     layout, division, data, parallel = plan.layout, plan.division, config.data, config.parallel
     tokens = division.global_batch * data.seq_len
     fillers = f", {division.fillers} of them only keep the ranks aligned" if division.fillers else ""

@@ -1,4 +1,4 @@
-"""Long work shows how far it is: a bar in a terminal, a line now and then in a log."""
+"""Shows how far long work has come: a bar in a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def shown(*, quiet: bool = False) -> Iterator[Progress | None]:
-    """A callback that shows what it is told on stderr while the context lasts; None if nothing is to be shown."""
+    """A callback that shows progress on stderr while the context lasts; None with `quiet`."""
     if quiet:
         yield None
     elif not sys.stderr.isatty():
@@ -29,7 +29,7 @@ def shown(*, quiet: bool = False) -> Iterator[Progress | None]:
 
 
 class _Lines:
-    """For logs: silent about short work."""
+    """For logs: a line every ten seconds, so none about short work."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}

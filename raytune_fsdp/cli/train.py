@@ -21,7 +21,7 @@ def main(
 
 def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
     _, config = parser.parse_with_config(arguments)
-    # Only now, with a config that is valid, is it worth the seconds that importing torch takes.
+    # Not before the config is valid: importing torch and transformers takes about three seconds (docs/results.md).
     from raytune_fsdp.api import finetune
     from raytune_fsdp.launch.torchrun import is_rank0
 
@@ -30,11 +30,13 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
     if is_rank0():
         from raytune_fsdp.report.summary import next_commands, summary
         from raytune_fsdp.rundir import mlflow_database
+        from raytune_fsdp.tracking.mlflow import mlflow_installed
 
-        mlflow = config.tracking.mlflow
-        uri = (mlflow.uri or mlflow_database(result.run_dir.parent)[0]) if mlflow.enabled else None
+        mlflow, uri = config.tracking.mlflow, None
+        if mlflow.enabled and mlflow_installed():
+            uri = mlflow.uri or mlflow_database(result.run_dir.parent)[0]
         if not result.trained:
-            print(f"{config.run.name} was complete already: give run.name another value, or ask for more steps")
+            print(f"{config.run.name} is already complete: choose another run.name, or ask for more steps")
         print()
         print(
             summary(

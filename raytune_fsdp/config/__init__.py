@@ -1,6 +1,20 @@
-"""What a user may write: `FinetuneConfig` and its sections, one file each.
+"""What a user may write: `FinetuneConfig` and its sections, a file each.
 
-Imports no torch, ray, mlflow or transformers. `load.py` reads a YAML file and command-line overrides into it.
+    base.py        what all sections have in common      rules.py      checks that several of them share
+    run.py, model.py, data.py, formats.py, method.py, parallel.py, optim.py, train.py, checkpoint.py, eval.py,
+    tracking.py, cluster.py, export.py
+
+How a YAML file and command-line flags become one, in the order of the data:
+
+    text.py        YAML text -> a tree in which every scalar still has its spelling
+    schema.py      which values may stand where, read from the sections
+    overrides.py   `--section.field value` -> the tree
+    load.py        file and flags -> tree -> `FinetuneConfig`, and back to YAML
+    problems.py    mistakes in it, a line for each
+    describe.py    every field in words: for `--help`, messages and
+    docs.py        docs/configuration.md
+
+Imports no torch, ray, mlflow or transformers, which take seconds: a mistake in a config is reported before.
 """
 
 from __future__ import annotations
@@ -24,7 +38,7 @@ from raytune_fsdp.config.train import TrainConfig
 
 
 class FinetuneConfig(Section):
-    """Everything a user may say about a run, exactly as it was said; what follows from it is in `raytune_fsdp.plan`."""
+    """Everything a user may say about a run, exactly as written. `raytune_fsdp.plan` derives the rest."""
 
     run: RunConfig
     """What the run is called, where it lives, what it starts from."""
@@ -48,7 +62,7 @@ class FinetuneConfig(Section):
     """How much is trained, in which batches."""
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    """When the state is saved and how much of it is kept."""
+    """When and where the state is saved, and how much of it is kept."""
 
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """When the model is evaluated and on what."""
@@ -57,7 +71,7 @@ class FinetuneConfig(Section):
     """Where metrics go besides the run directory."""
 
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
-    """On what the run runs."""
+    """What the run runs on."""
 
     export: ExportConfig = Field(default_factory=ExportConfig)
     """What the run leaves for others to load."""

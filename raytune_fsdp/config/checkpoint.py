@@ -1,4 +1,4 @@
-"""`checkpoint`: how often a run is saved, where, and what is kept."""
+"""`checkpoint`: when and where a run is saved, and how much of it is kept."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ class CheckpointConfig(Section):
     """Steps between two checkpoints. Null: only at the end."""
 
     storage: Annotated[str, AfterValidator(checkpoint_place)] | None = None
-    """Where the checkpoints are, if not in the run's directory: a directory that all machines share, or `s3://bucket/path`, `gs://…`, or what else fsspec opens. They are in `<storage>/<run.name>/checkpoints`; every rank reads and writes its own part there."""
+    """Where checkpoints are kept instead of the run directory: a directory that all machines share, `s3://bucket/path`, `gs://…`, or any other URL that fsspec opens. They go to `<storage>/<run.name>/checkpoints`; every rank reads and writes its own part there."""
 
     asynchronous: bool = True
-    """Training goes on while a checkpoint is written; it waits only for a copy of its state in host memory, which takes as much memory there. `false` waits for the storage and needs none."""
+    """Write checkpoints while training goes on: it waits only until its state has been copied to host memory, which must have room for the copy. `false` waits for the storage, and needs no memory."""
 
     timeout_minutes: float = Field(default=30.0, gt=0)
-    """A checkpoint that is not written by then is given up; training goes on, and the next one is tried."""
+    """Minutes after which an unfinished checkpoint is given up. Training goes on, and the next one is tried."""
 
     verify: Literal["hashes", "sizes"] = "hashes"
-    """What is compared with the manifest before a run continues from a checkpoint: the content of every file, which all ranks read together, or only the sizes."""
+    """What is compared with the manifest before a run continues from a checkpoint. `hashes`: the content of every file, which all ranks read together. `sizes`: only the sizes."""
 
+    # Two at least: if the newest is damaged, the run goes back to the one before.
     keep_last: int | None = Field(default=2, ge=2)
-    """Newest checkpoints to keep; older ones are deleted after a newer one is complete. Null: all."""
+    """How many of the newest checkpoints are kept. Older ones are deleted once a newer one is complete. Null: all are kept."""
 
     keep_every: int | None = Field(default=None, ge=1)
-    """Checkpoints of steps that this divides are kept, too."""
+    """Also keep the checkpoints of steps that are a multiple of this."""
 
     keep_best: int = Field(default=0, ge=0)
-    """So many checkpoints whose evaluation was best are kept, too."""
+    """Also keep this many checkpoints with the best evaluations."""
 
     best: str | None = None
-    """What best means: the name of an evaluation's number, such as `eval/<dataset>/loss`. Null: the mean of the losses of all datasets."""
+    """The metric that decides which evaluation is best, such as `eval/<dataset>/loss`. Null: the mean loss over all datasets."""
 
     best_is: Literal["lowest", "highest"] = "lowest"
-    """Whether a low number is good."""
+    """Whether the lowest or the highest value of that metric is best."""

@@ -21,7 +21,7 @@ class DatasetConfig(Section):
     `Dataset.save_to_disk`, or a URL such as `s3://bucket/data/*.parquet` or `hf://datasets/org/name/**.parquet`."""
 
     hub: str | None = None
-    """Name of a dataset on the Hugging Face hub (or in its cache), in place of `path`."""
+    """Name of a dataset on the Hugging Face hub (or in its cache), instead of `path`."""
 
     subset: str | None = None
     """Configuration of the hub dataset."""
@@ -33,25 +33,25 @@ class DatasetConfig(Section):
     """Branch, tag or commit of the hub dataset."""
 
     file_type: Literal["auto", "jsonl", "json", "csv", "text", "parquet", "arrow"] = "auto"
-    """What the files are. `auto`: by their ending; `.gz` and `.zst` behind it are unpacked."""
+    """Type of the files. `auto`: by their extension. Files that also end in `.gz` or `.zst` are decompressed."""
 
     format: Format = Field(default_factory=ChatFormat)
     """How a row becomes a document."""
 
     weight: float | None = Field(default=None, ge=0)
-    """How often each row is seen in an epoch: 1 where nothing is said, 3 for three times, 0.25 for a quarter of the
-    rows, another one in each epoch."""
+    """How often each row is seen in an epoch: 3 for three times, 0.25 for a quarter of the rows, a different quarter in
+    each epoch. Default: 1, unless `share` is set."""
 
     share: float | None = Field(default=None, ge=0, le=1)
-    """Fraction of the rows of an epoch that come from this dataset, in place of `weight`; an epoch then has as many
-    rows as the datasets together. If one dataset has a share, all need one."""
+    """Fraction of an epoch's rows that come from this dataset, instead of `weight`; an epoch then has as many rows as all
+    datasets together. If one dataset has a share, all need one."""
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
         if (self.path is None) == (self.hub is None):
             raise ValueError(f"path={self.path!r} and hub={self.hub!r}: set exactly one of the two")
         if self.path is not None and (self.subset is not None or self.revision is not None):
-            raise ValueError("subset and revision belong to a hub dataset: set hub in place of path, or leave them out")
+            raise ValueError("subset and revision belong to a hub dataset: set hub instead of path, or leave them out")
         if self.weight is not None and self.share is not None:
             raise ValueError(f"weight={self.weight} and share={self.share}: set at most one of the two")
         return self
@@ -59,10 +59,10 @@ class DatasetConfig(Section):
 
 class CacheConfig(Section):
     path: Annotated[str, AfterValidator(local_path)] | None = None
-    """Directory for prepared rows and packed windows, seen by all nodes. Null: `cache` in `run.storage`."""
+    """Directory for prepared rows and packed windows, on storage that all nodes share. Null: `cache` in `run.storage`."""
 
     max_gb: float = Field(default=200.0, gt=0)
-    """Size at most, in 10^9 bytes; what was not used for longest is removed first."""
+    """Maximum size, in 10^9 bytes. What has not been used for the longest time is removed first."""
 
 
 class DataConfig(Section):
@@ -70,21 +70,21 @@ class DataConfig(Section):
     """Datasets to train on, mixed by their weights."""
 
     eval: list[DatasetConfig] = Field(default_factory=list)
-    """Datasets to measure the loss on, each on its own curve."""
+    """Datasets to measure the loss on, each with a curve of its own."""
 
     seq_len: int = Field(default=2048, ge=2)
     """Tokens in a packed sample."""
 
     packing: Literal["best_fit", "concat", "none"] = "best_fit"
-    """`best_fit` puts whole documents together; `concat` puts one behind the other and cuts them where a sample is full,
-    for pretraining; `none` pads every document to `seq_len`. No document sees another."""
+    """`best_fit` combines whole documents; `concat` joins them end to end and cuts wherever a sample is full, for
+    pretraining; `none` pads every document to `seq_len`. No document sees another."""
 
     long_documents: Literal["error", "truncate", "drop", "split"] = "error"
-    """What happens to a document of more than `seq_len` tokens. What is cut, split or dropped is counted. `split` makes
-    documents of `seq_len` tokens of it."""
+    """What happens to a document of more than `seq_len` tokens. `truncate` keeps its first `seq_len` tokens; `drop`
+    leaves it out; `split` makes documents of at most `seq_len` tokens out of it. All of these are counted."""
 
     bad_rows: Literal["error", "skip"] = "error"
-    """What happens to a row that cannot be used: broken JSON, a missing column, no token to train on and the like.
+    """What happens to a row that cannot be used: broken JSON, a missing column, no token to train on, and so on.
     `skip` leaves it out, counts it by reason and lists it in events.jsonl."""
 
     shuffle: Literal["rows", "blocks", "none"] = "rows"
@@ -93,7 +93,7 @@ class DataConfig(Section):
 
     reshuffle: Literal["auto", "windows", "full"] = "auto"
     """What changes from epoch to epoch. `windows`: the order of the windows and of the samples in each, so data is
-    tokenized once; `full`: every epoch draws new windows. `auto`: `windows`, or `full` where a weight is no whole
+    tokenized once; `full`: every epoch draws new windows. `auto`: `windows`, or `full` if a weight is not a whole
     number."""
 
     window: int = Field(default=4096, ge=1)
@@ -101,7 +101,7 @@ class DataConfig(Section):
 
     chat_template: str | None = None
     """A file with a Jinja chat template, or the name of one that comes with this package (chatml, llama-2, llama-3,
-    openassistant), to use in place of the tokenizer's own."""
+    openassistant), to use instead of the tokenizer's own."""
 
     cache: CacheConfig = Field(default_factory=CacheConfig)
     """Where prepared data is kept."""

@@ -18,7 +18,7 @@ INDEX = "N"
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class DescribedField:
     path: str
     """Dotted, with N for a list index."""
 
@@ -26,49 +26,46 @@ class Field:
     default: str
     doc: str
     only_with: tuple[str, ...] = ()
-    """For fields that not all members of a union have: the values of `type` that do."""
+    """For a field that not all members of a union have: the values of `type` that select those that do."""
 
 
-def describe(root: Place) -> list[Field]:
+def describe(root: Place) -> list[DescribedField]:
     """Every field below the root, in the order the sections are written in."""
     return list(_fields(root, ()))
 
 
-def _fields(place: Place, path: Loc) -> Iterator[Field]:
+def _fields(place: Place, path: Loc) -> Iterator[DescribedField]:
     for name in place.fields():
         child = place.child(name)
         assert child is not None
         here = (*path, name)
         if name == TAG:
             default = place.default_tag or default_in_words(child)
-            yield Field(".".join(here), in_words(child), default, _doc_of_tag(place))
+            yield DescribedField(".".join(here), type_in_words(child), default, _doc_of_tag(place))
         else:
-            yield from _below(child, here, _owners(place, name))
+            having = [section for section in place.sections if name in section.model_fields]
+            shared = len(having) == len(place.sections)
+            yield from _below(child, here, () if shared else tuple(tag for section in having for tag in tags(section)))
 
 
-def _below(place: Place, path: Loc, only_with: tuple[str, ...]) -> Iterator[Field]:
+def _below(place: Place, path: Loc, only_with: tuple[str, ...]) -> Iterator[DescribedField]:
     if place.sections:
         yield from _fields(place, path)
         return
-    yield Field(".".join(path), in_words(place), default_in_words(place), place.doc, only_with)
+    yield DescribedField(".".join(path), type_in_words(place), default_in_words(place), place.doc, only_with)
     if place.item is not None and place.item.sections:
         yield from _fields(place.item, (*path, INDEX))
 
 
-def _owners(place: Place, name: str) -> tuple[str, ...]:
-    having = [section for section in place.sections if name in section.model_fields]
-    return tuple(tag for s in having for tag in tags(s)) if len(having) < len(place.sections) else ()
-
-
 def _doc_of_tag(place: Place) -> str:
-    """The field `type` of a union: what each of its values means."""
+    """The field `type` of a union: what each of its values means, from the docstring that each member has there."""
     infos = [(tags(section), section.model_fields[TAG].description or "") for section in place.sections]
     if len(infos) == 1:
         return " ".join(infos[0][1].split())
     return " ".join(f"`{tag}`: {' '.join(doc.split())}" for names, doc in infos for tag in names)
 
 
-def in_words(place: Place) -> str:
+def type_in_words(place: Place) -> str:
     """The type of a place: `integer >= 1, or null`."""
     if place.sections:
         types = " | ".join(tag for section in place.sections for tag in tags(section))
@@ -90,8 +87,9 @@ _NAMES = {bool: "true or false", int: "integer", float: "number", str: "text"}
 def _option_in_words(option: Option) -> str:
     if get_origin(option.type) is list:
         item = place_of(get_args(option.type)[0])
-        what = "maps" if item.sections else in_words(item)
-        return f"list of {what}{_length(option.bounds)}"
+        what = "maps" if item.sections else type_in_words(item)
+        least = [bound.min_length for bound in option.bounds if isinstance(bound, bounds.MinLen)]
+        return f"list of {what} (at least {least[0]})" if least else f"list of {what}"
     if is_section(option.type):
         return "map"
     return f"{_NAMES.get(option.type, str(option.type))}{_limits(option.bounds)}"
@@ -109,15 +107,10 @@ def _limits(found: tuple[Any, ...]) -> str:
 
 
 def _number(value: Any) -> str:
-    """2**63 is a rule, 9223372036854775808 is noise."""
+    """A bound as a person would write it: 2**63, not 9223372036854775808."""
     if isinstance(value, int) and value > 2**20 and value & (value - 1) == 0:
         return f"2**{value.bit_length() - 1}"
     return f"{value}"
-
-
-def _length(found: tuple[Any, ...]) -> str:
-    least = [bound.min_length for bound in found if isinstance(bound, bounds.MinLen)]
-    return f" (at least {least[0]})" if least else ""
 
 
 def default_in_words(place: Place) -> str:
@@ -140,6 +133,7 @@ def help_text(root: Place, width: int = 80) -> str:
             lines += ["", *textwrap.wrap(title, width)]
         head = f"--{entry.path}  {entry.type}"
         head += "  (required)" if entry.default == "required" else f"  (default: {entry.default})"
+        # Flags and choices with a hyphen must stay whole, or they cannot be copied.
         lines += textwrap.wrap(head, width, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
         only = f"Only with type {', '.join(entry.only_with)}. " if entry.only_with else ""
         lines += textwrap.wrap(only + entry.doc, width, initial_indent="      ", subsequent_indent="      ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from raytune_fsdp.config.describe import Field, describe
+from raytune_fsdp.config.describe import DescribedField, describe
 from raytune_fsdp.config.load import ROOT
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -15,6 +15,11 @@ _INTRO = """\
      raytune_fsdp/config/docs.py instead, and run it again. -->
 
 # Configuration
+
+Every field of a run's config, with its default, and how to write it.
+
+- [The rules](#the-rules) of the file and of the command line
+- [The fields](#the-fields): <sections>
 
 A run is described by one YAML file, and every field of it can be set on the command line:
 
@@ -43,13 +48,13 @@ raytune-fsdp train --run.name tiny --model.path gpt2 --data.train.0.path a.jsonl
 ```
 
 `raytune-fsdp train --help` lists what this page lists. Relative paths start at the directory the command runs in.
-A mistake is answered with the field, its value, the rule, and the file line or flag it comes from, before anything
+A mistake is reported with the field, its value, the rule, and the file line or flag it comes from, before anything
 starts.
 
 ## The rules
 
-**Values** are YAML scalars, or JSON or YAML maps and lists. `5e-5` is a number here, in the file too. `null` is
-nothing. A text field takes what is written, also where it looks like a number: `--run.name 2024`.
+**Values** are YAML scalars, or JSON or YAML maps and lists. `5e-5` is a number here, in the file too. `null` means
+that there is no value. A text field takes what is written, even if it looks like a number: `--run.name 2024`.
 
 ```sh
 --optim.max_grad_norm null
@@ -57,7 +62,7 @@ nothing. A text field takes what is written, also where it looks like a number: 
 --data.train '[{"path": "a.jsonl"}, {"path": "b.jsonl"}]'
 ```
 
-**Switches** take `true` or `false`, or stand alone: `--tracking.console`, `--no-tracking.console`.
+**Switches** take `true` or `false`, or no value at all: `--tracking.console`, `--no-tracking.console`.
 
 **Lists** are addressed by index, from 0. The index after the last one appends.
 
@@ -77,8 +82,8 @@ the section stay.
 --optim.schedule.type wsd --optim.schedule.decay 0.2
 ```
 
-**Order** does not matter, except that of a flag given twice the last one counts. A flag for a section is applied before
-the flags for its fields.
+**Order** does not matter, except that the last one counts if a flag is given twice. A flag for a section is applied
+before the flags for its fields.
 
 **Unknown names** are refused, in the file and on the command line, and so is a key written twice in the file.
 
@@ -87,7 +92,9 @@ the flags for its fields.
 
 
 def page() -> str:
-    return _INTRO + "\n".join(_sections()) + "\n"
+    sections = dict.fromkeys(field.path.split(".")[0] for field in describe(ROOT))
+    contents = ", ".join(f"[{name}](#{name})" for name in sections)
+    return _INTRO.replace("<sections>", contents) + "\n".join(_sections()) + "\n"
 
 
 def _sections() -> Iterator[str]:
@@ -101,7 +108,7 @@ def _sections() -> Iterator[str]:
         yield _row(field)
 
 
-def _row(field: Field) -> str:
+def _row(field: DescribedField) -> str:
     only = f"Only with type {', '.join(f'`{name}`' for name in field.only_with)}. " if field.only_with else ""
     default = field.default if field.default == "required" else f"`{field.default}`"
     cells = (f"`{field.path}`", field.type, default, only + field.doc)

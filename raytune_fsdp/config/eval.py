@@ -15,7 +15,7 @@ class EvalConfig(Section):
     """Evaluate before the first step too."""
 
     prompts: list[str] = Field(default_factory=list)
-    """Questions that the model answers at every evaluation."""
+    """Prompts that the model answers at every evaluation."""
 
     max_new_tokens: int = Field(default=64, ge=1)
-    """Length of those answers at most."""
+    """Maximum length of those answers, in tokens."""

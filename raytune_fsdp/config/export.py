@@ -17,16 +17,16 @@ class ExportConfig(Section):
     """Type of the exported weights. `trained`: the master weights as they are."""
 
     max_file_bytes: int = Field(default=5_000_000_000, ge=1_000)
-    """Size of a safetensors file at most."""
+    """Maximum size of a safetensors file."""
 
     every: int | None = Field(default=None, ge=1)
-    """Ray: checkpoints of steps that this divides are exported, too, by a task of Ray while training goes on: to `<run>/exports/step-<step>`. A multiple of `checkpoint.every`."""
+    """Ray: also export the checkpoints of steps that are a multiple of this to `<run>/exports/step-<step>`, in a Ray task while training goes on. Must be a multiple of `checkpoint.every`."""
 
     push: str | None = None
-    """Push the model that is exported at the end to the Hugging Face hub, under this name (`owner/name`). Needs HF_TOKEN."""
+    """Push the model that is exported at the end to the Hugging Face hub under this name (`owner/name`). Needs HF_TOKEN."""
 
     private: bool = True
-    """Whether a repository that the push creates is private; `false` leaves that to its owner's account."""
+    """Make a repository that the push creates private. `false`: the settings of its owner's account decide."""
 
     @model_validator(mode="after")
     def _something_to_push(self) -> Self:

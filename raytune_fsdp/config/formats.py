@@ -23,8 +23,8 @@ class ChatFormat(Section):
     """Key of a message's text. Null: `content`, or `value` (ShareGPT) where messages have that."""
 
     roles: dict[str, Literal["system", "developer", "user", "assistant", "tool"]] = Field(default_factory=dict)
-    """Names of roles in the file, each with what it means: system, developer, user, assistant or tool. `human`, `gpt`
-    and other usual names are known without."""
+    """What the names of roles in the file mean: system, developer, user, assistant or tool. `human`, `gpt` and other
+    common names need no entry."""
 
     tools: str | None = "tools"
     """Column with the tools that the assistant may call: a list of JSON schemas, or that list as JSON text. Rows
@@ -43,7 +43,7 @@ class InstructionFormat(Section):
     """Column with the question."""
 
     input: str | None = "input"
-    """Column with what the question is about. Rows without it, or where it is empty, are fine. Null: not read."""
+    """Column with the text that the question is about. Rows may lack it, or leave it empty. Null: not read."""
 
     completion: str = "output"
     """Column with the answer."""
@@ -52,12 +52,11 @@ class InstructionFormat(Section):
     """Column with a system message. Null: none."""
 
     style: Literal["alpaca", "plain", "chat"] = "alpaca"
-    """`alpaca`: under the headings that Stanford's Alpaca used; `plain`: the question and the answer, nothing between
-    them (a system message before and an input behind the question, after an empty line); `chat`: as a conversation, by
-    the chat template."""
+    """`alpaca`: under the headings that Stanford's Alpaca used; `plain`: the answer directly after the question (with
+    empty lines between a system message, the question and its input); `chat`: as a conversation, by the chat template."""
 
     loss: Literal["completion", "all"] = "completion"
-    """Tokens that are trained on: the answer with its end, or every token."""
+    """Tokens that are trained on: the answer including its end token, or every token."""
 
 
 class CompletionFormat(Section):
@@ -80,7 +79,7 @@ class TokensFormat(Section):
     `mask` marks."""
 
     mask: str | None = None
-    """Column with 1 for each token that is trained on and 0 for the others, in place of `labels`."""
+    """Column with 1 for each token that is trained on and 0 for the others, instead of `labels`."""
 
 
 Format = Annotated[ChatFormat | InstructionFormat | CompletionFormat | TokensFormat, Field(discriminator="type")]

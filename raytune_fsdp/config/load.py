@@ -44,12 +44,23 @@ def dump_config(config: FinetuneConfig) -> str:
     return dump(config.model_dump())  # not its JSON mode, which turns infinities in free-form maps into null
 
 
+def recipes() -> dict[str, Path]:
+    """The configs that come with the package, by name. An installed package has them inside, a checkout beside it."""
+    package = Path(__file__).parents[1]
+    inside, beside = package / "recipes", package.parent / "jobs" / "recipes"
+    return {path.stem: path for path in sorted((inside if inside.is_dir() else beside).glob("*.yaml"))}
+
+
 def read_file(path: str | Path) -> tuple[dict[str, Any], dict[Loc, str]]:
-    """The tree of a YAML file and where each of its values stands."""
+    """The tree of a YAML file, or of the recipe of that name, and where each of its values is."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
+        if str(path) in recipes():
+            return read_file(recipes()[str(path)])
         hint = "" if Path(path).is_absolute() else f" (relative paths start at {Path.cwd()})"
+        if not Path(path).suffix:
+            hint += f", and no recipe; there are {', '.join(recipes())}"
         raise ConfigError(f"config file {path}: no such file{hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"config file {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
@@ -67,8 +78,7 @@ def read_file(path: str | Path) -> tuple[dict[str, Any], dict[Loc, str]]:
 
 
 def settle(value: Any, place: Place) -> Any:
-    """The tree as pydantic should see it: every scalar read as its field means it, and what goes without saying
-    said."""
+    """The tree as pydantic should see it: every scalar read as its field means it, and what may be left out filled in."""
     if isinstance(value, Plain):
         value = _scalar(value, place)
     if value is None and place.sections and not place.optional:
@@ -82,6 +92,7 @@ def settle(value: Any, place: Place) -> Any:
 
 def _section(values: dict[str, Any], place: Place) -> dict[str, Any]:
     settled = dict(values)
+    # pydantic wants the `type` of every union; here the default's type may go without saying.
     if len(place.sections) > 1 and TAG not in settled and place.default_tag is not None:
         settled = {TAG: place.default_tag, **settled}
     tag = settled.get(TAG)
@@ -89,6 +100,7 @@ def _section(values: dict[str, Any], place: Place) -> dict[str, Any]:
     for name in here.fields():
         child = here.child(name)
         # A required section that is not there would be one problem; empty, it names its own required fields.
+        # A required section that is left out would be one problem; empty, it names the fields that it requires.
         if (
             name not in settled
             and child is not None
@@ -101,8 +113,8 @@ def _section(values: dict[str, Any], place: Place) -> dict[str, Any]:
 
 
 def _scalar(scalar: Plain, place: Place) -> Any:
-    """`2024` in a text field is text, `none` where `none` is a choice is that choice, `yes` for a number is no
-    number."""
+    """`2024` in a text field is text, `none` where `none` is a choice is that choice, `yes` for a number is not
+    one."""
     if scalar.value is None or place.free:
         return scalar.value
     if scalar.text in place.choices:
@@ -112,5 +124,5 @@ def _scalar(scalar: Plain, place: Place) -> Any:
     if place.allows(kind) or (kind is not bool and numbers):
         return scalar.value
     words = place.allows(str) or any(get_origin(option.type) is Literal for option in place.options)
-    # Without this pydantic would read `true` as the number 1.
+    # As text it is refused where a number belongs; pydantic would read `true` as the number 1.
     return scalar.text if words or kind is bool else scalar.value

@@ -12,7 +12,7 @@ from raytune_fsdp.config.base import Section
 class ModelConfig(Section):
     path: str | None = None
     """Directory in Hugging Face format, the name of a model on the Hugging Face hub, or a committed checkpoint of another
-    run (path or URL), whose weights this one begins with. With `init: random` only its architecture is used."""
+    run (path or URL), whose weights this run starts from. With `init: random` only its architecture is used."""
 
     revision: str | None = None
     """Branch, tag or commit of a hub model. A commit is the only one of the three that cannot change under you."""
@@ -21,7 +21,7 @@ class ModelConfig(Section):
     """`pretrained` fills the network from the weights at `model.path`; `random` draws them from `run.seed`."""
 
     architecture: dict[str, Any] | None = None
-    """With `init: random`: the architecture in place of `model.path`, as the content of a Hugging Face `config.json`
+    """With `init: random`: the architecture, instead of `model.path`, as the content of a Hugging Face `config.json`
     (`model_type` and the rest)."""
 
     overrides: dict[str, Any] = Field(default_factory=dict)
@@ -38,11 +38,11 @@ class ModelConfig(Section):
     ones."""
 
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "auto"
-    """Attention implementation. `auto`: `sdpa` where the architecture has it, else `eager`."""
+    """Attention implementation. `auto`: `sdpa` if the architecture has it, else `eager`."""
 
     fill: Literal["auto", "sharded", "rank0"] = "auto"
     """How weights reach the ranks. `sharded`: every rank reads its own slices. `rank0`: only rank 0 opens the files
-    and sends each rank its slices. `auto`: `sharded` where every rank sees the files."""
+    and sends each rank its slices. `auto`: `sharded` if every rank sees the files."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

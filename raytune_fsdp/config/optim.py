@@ -11,15 +11,15 @@ from raytune_fsdp.config.base import Section
 
 class ConstantSchedule(Section):
     type: Literal["constant"]
-    """The learning rate stays after warmup."""
+    """The learning rate stays at its peak after warmup."""
 
 
 class LinearSchedule(Section):
     type: Literal["linear"]
-    """The learning rate falls in a line."""
+    """The learning rate falls linearly."""
 
     floor: float = Field(default=0.0, ge=0, le=1)
-    """Where it ends, as a fraction of `optim.lr`."""
+    """Final learning rate, as a fraction of `optim.lr`."""
 
 
 class CosineSchedule(Section):
@@ -27,18 +27,18 @@ class CosineSchedule(Section):
     """The learning rate falls along half a cosine."""
 
     floor: float = Field(default=0.0, ge=0, le=1)
-    """Where it ends, as a fraction of `optim.lr`."""
+    """Final learning rate, as a fraction of `optim.lr`."""
 
 
 class WsdSchedule(Section):
     type: Literal["wsd"]
-    """Warmup, stable, decay: constant, then a line down at the end."""
+    """Warmup, stable, decay: constant, with a linear fall at the end."""
 
     decay: float = Field(default=0.1, gt=0, le=1)
     """Fraction of the steps that the final decay takes."""
 
     floor: float = Field(default=0.0, ge=0, le=1)
-    """Where it ends, as a fraction of `optim.lr`."""
+    """Final learning rate, as a fraction of `optim.lr`."""
 
 
 Schedule = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule | WsdSchedule, Field(discriminator="type")]
@@ -67,13 +67,13 @@ class OptimConfig(Section):
     """Fraction of the scheduled steps in which the learning rate rises from zero."""
 
     warmup_steps: int | None = Field(default=None, ge=0)
-    """The same as a number of steps; takes the place of `warmup_ratio`."""
+    """Length of the warmup in steps, instead of `warmup_ratio`."""
 
     schedule: Schedule = Field(default_factory=CosineSchedule)
     """The learning rate after warmup."""
 
     schedule_steps: int | None = Field(default=None, ge=1)
-    """Steps the schedule is planned over. Default: the length the run had when it first started; a run that is
+    """Steps the schedule is planned over. Default: the length that the run had when it first started. A run that is
     extended later keeps that, and stays at the floor, unless this is set."""
 
     max_skipped: int = Field(default=10, ge=1)
@@ -85,6 +85,6 @@ class OptimConfig(Section):
         if self.schedule_steps is not None and (self.warmup_steps or 0) > self.schedule_steps:
             raise ValueError(
                 f"optim.warmup_steps={self.warmup_steps} is more than optim.schedule_steps={self.schedule_steps}: "
-                "lower the one or raise the other"
+                "lower the first or raise the second"
             )
         return self

@@ -1,7 +1,7 @@
 """`--section.field value` arguments, merged into the tree of a YAML file before anything is validated.
 
 An unknown name is put into the tree as it is: validation refuses it there, like a mistyped key of the file. Only what
-cannot be put anywhere (a list index too far, a value missing) is a problem found here.
+cannot be put anywhere (a list index past the end, a missing value) is found here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Override:
 
 
 def read_overrides(arguments: Sequence[str], root: Place) -> tuple[list[Override], list[str]]:
-    """The overrides in the arguments, and a line for every argument that is none."""
+    """The overrides in the arguments, and a line for every argument that is not one."""
     found: list[Override] = []
     problems: list[str] = []
     rest = list(arguments)
@@ -57,6 +57,7 @@ def _read_one(word: str, rest: list[str], root: Place) -> Override:
     path = tuple(name.split("."))
     place = find(root, path)
     flag = f"--{name}"
+    # A field of a free-form map may itself be called no-something: it exists, so it is not a switch that is turned off.
     if place is None and name.startswith("no-"):
         negated = tuple(name.removeprefix("no-").split("."))
         target = find(root, negated)
@@ -65,6 +66,7 @@ def _read_one(word: str, rest: list[str], root: Place) -> Override:
                 raise Problem(f"{word}: {flag} takes no value; write {flag} or --{'.'.join(negated)} {text}")
             return Override(flag, negated, Plain(False, "false"))
     if not equals:
+        # A single dash begins a value: `--optim.lr -1` must reach validation, which says why it is wrong.
         if rest and not rest[0].startswith("--"):
             text = rest.pop(0)
         elif place is not None and place.allows(bool):
@@ -77,7 +79,7 @@ def _read_one(word: str, rest: list[str], root: Place) -> Override:
 
 
 def _value(flag: str, text: str, place: Place) -> Any:
-    """The meaning of a value on the command line: for text fields the very text, else a scalar, a map or a list."""
+    """What a value on the command line means: in a text field its text, elsewhere a scalar, a map or a list."""
     if text[:1] in ('"', "'"):
         try:
             quoted, _ = parse(text)
@@ -93,10 +95,10 @@ def _value(flag: str, text: str, place: Place) -> Any:
 
 
 def apply_overrides(tree: dict[str, Any], overrides: list[Override], root: Place, sources: dict[Loc, str]) -> list[str]:
-    """Put the overrides into the tree, and where they came from into `sources`. Returns a line for each that has no
-    place."""
+    """Put the overrides into the tree, and where they came from into `sources`. Returns a line for each that does not fit
+    anywhere."""
     problems: list[str] = []
-    for override in {o.path: o for o in overrides}.values():  # of a flag given twice, the last
+    for override in {o.path: o for o in overrides}.values():  # if a flag is given twice, the last one
         _replace_union(tree, override, root, sources)
     for override in sorted(overrides, key=Override.order):
         try:
@@ -110,12 +112,13 @@ def apply_overrides(tree: dict[str, Any], overrides: list[Override], root: Place
 
 
 def _forget(sources: dict[Loc, str], path: Loc) -> None:
+    """Forget where this value, and everything inside it, came from: it is replaced."""
     for known in [known for known in sources if known[: len(path)] == path]:
         del sources[known]
 
 
 def _replace_union(tree: dict[str, Any], override: Override, root: Place, sources: dict[Loc, str]) -> None:
-    """Where the override gives a union another `type`, drop what the file says there: it describes the old type."""
+    """If the override gives a union another `type`, drop what the file says there: it describes the old type."""
     *parents, last = override.path
     place = find(root, tuple(parents))
     if last != TAG or place is None or not any(tags(section) for section in place.sections):
@@ -154,7 +157,7 @@ def _put(tree: dict[str, Any], override: Override, root: Place) -> None:
 
 
 def _start(place: Place | None) -> dict[str, Any] | list[Any]:
-    """What a place without a value in the file holds before its first item or key is set: its default."""
+    """What a place that the file leaves out holds before a flag sets its first item or key: its default."""
     if place is None or place.sections:
         return {}
     if place.item is not None:

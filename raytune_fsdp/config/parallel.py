@@ -24,20 +24,20 @@ class ParallelConfig(Section):
     `bf16_pure`: weights and optimizer in bf16 too. `fp32`, `fp64`: throughout."""
 
     activation_checkpointing: Literal["none", "full"] = "none"
-    """`full` keeps only the input of each block and computes the rest again in backward: less memory, more time."""
+    """`full` keeps only the input of each block and recomputes the rest in backward: less memory, more time."""
 
     compile: bool = False
     """Compile each block with torch.compile."""
 
     defer_gradient_sync: bool = False
     """Reduce gradients only after the last micro-batch of a step: less traffic, but every rank holds full gradients
-    meanwhile."""
+    until then."""
 
     @model_validator(mode="after")
     def _shard_size(self) -> Self:
         if (self.strategy == "hybrid_shard") != (self.shard_size is not None):
             raise ValueError(
                 f"parallel.shard_size={self.shard_size} with parallel.strategy={self.strategy}: "
-                "hybrid_shard needs a shard_size, the other strategies take none"
+                "hybrid_shard needs a shard_size, and the other strategies do not take one"
             )
         return self

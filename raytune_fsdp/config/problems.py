@@ -1,5 +1,4 @@
-"""What is wrong with a config, a line per problem: field, value, rule, way out, and the file line or flag it comes
-from."""
+"""Mistakes in a config, a line for each: field, value, rule, way out, and the file line or flag it comes from."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from raytune_fsdp.config.describe import describe, in_words
+from raytune_fsdp.config.describe import describe, type_in_words
 from raytune_fsdp.config.rules import CredentialsError
 from raytune_fsdp.config.schema import TAG, Place, find, tags
 from raytune_fsdp.config.text import Loc
@@ -37,7 +36,8 @@ def explain(error: ValidationError, tree: Any, root: Place, sources: Mapping[Loc
 def _locate(loc: tuple[int | str, ...], root: Place, tree: Any) -> tuple[Loc, Place | None, Place | None]:
     """The dotted path of an error, its place and the place that holds it.
 
-    pydantic's location has labels in between that name members of unions; the path has none.
+    pydantic's location also has labels that name members of unions, as in ('optim', 'schedule', 'wsd', 'decay'); the
+    path has none.
     """
     path: list[str] = []
     place: Place | None = root
@@ -69,11 +69,14 @@ def _explain_one(detail: ErrorDetails, path: Loc, place: Place | None, sources: 
     kind = detail["type"]
     if kind == "missing" and place is not None:
         way_out = f"set it in the YAML file or with --{name}"
-        return f"{name}: required, {in_words(place)}; {way_out}. {_first(place.doc)}".strip()
+        first_sentence = re.split(r"(?<=[.])\s", place.doc, maxsplit=1)[0]
+        return f"{name}: required, {type_in_words(place)}; {way_out}. {first_sentence}".strip()
+    # Reported for the whole section, though only its `type` is wrong.
     if kind in ("union_tag_invalid", "union_tag_not_found") and place is not None:
         path, place = (*path, TAG), place.child(TAG)
         name, value = ".".join(path), value.get(TAG) if isinstance(value, dict) else value
     if kind == "value_error":
+        # Raised by a rule of ours. One about several fields names them itself, and belongs to the section that has them.
         rule = str(detail["ctx"]["error"])
         origin = _origin(_mentioned(rule, path, sources), sources)
         section = place is not None and bool(place.sections)
@@ -81,7 +84,7 @@ def _explain_one(detail: ErrorDetails, path: Loc, place: Place | None, sources: 
             return f"{rule}{origin}"
         hidden = section or isinstance(detail["ctx"]["error"], CredentialsError)
         return f"{name}: {rule}{origin}" if hidden else f"{name}={shown(value)}: {rule}{origin}"
-    rule = f"must be {in_words(place)}" if place is not None and not place.free else detail["msg"]
+    rule = f"must be {type_in_words(place)}" if place is not None and not place.free else detail["msg"]
     near = get_close_matches(str(value), place.choices, n=1) if place is not None else []
     hint = f"; nearest: {near[0]}" if near else ""
     return f"{name}={shown(value)}: {rule}{hint}{_origin([path], sources)}"
@@ -117,15 +120,16 @@ def _sibling(path: Loc, names: tuple[str, ...], root: Place) -> str | None:
 
 
 def _elsewhere(path: Loc, root: Place) -> str | None:
-    """The full path of a field of that name in another section, or of one that is spelled much the same."""
+    """The full path of a field with that name in another section, or of one with a similar path."""
     known = [entry.path for entry in describe(root)]
     same = [name for name in known if name.rsplit(".", 1)[-1] == path[-1]]
+    # 0.75, above difflib's 0.6: a whole path shares much with others, and a wrong hint is worse than none.
     near = same or get_close_matches(".".join(path), known, n=1, cutoff=0.75)
     return near[0] if near else None
 
 
 def _mentioned(rule: str, path: Loc, sources: Mapping[Loc, str]) -> list[Loc]:
-    """The fields that a rule about several of them names, as far as somebody set them; else the place of the error."""
+    """The fields that a rule names and somebody has set; if there is none, the place of the error."""
     named = [tuple(word.split(".")) for word in _MENTION.findall(rule)]
     written = [name for name in dict.fromkeys(named) if any(known[: len(name)] == name for known in sources)]
     return written or [path]
@@ -153,14 +157,9 @@ def _sources_of(path: Loc, sources: Mapping[Loc, str]) -> Iterator[str]:
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """A value as it would be written, cut where it is long."""
+    """A value as it would be written, cut off if it is long."""
     if isinstance(value, str):
         text = value if value and not re.search(r"\s", value) else repr(value)
     else:
         text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
-
-
-def _first(doc: str) -> str:
-    """The first sentence."""
-    return re.split(r"(?<=[.])\s", doc, maxsplit=1)[0]

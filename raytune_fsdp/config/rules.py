@@ -19,28 +19,28 @@ def safe_name(value: str) -> str:
 
 
 def run_name(value: str) -> str:
-    """The name of a run's directory, beside which the cache of the data lives."""
+    """The name of a run's directory. The data's cache is beside it, in `cache`."""
     if value == "cache":
         raise ValueError("'cache' is the directory of prepared data in run.storage; choose another name")
     return safe_name(value)
 
 
 class CredentialsError(ValueError):
-    """The value must not be shown."""
+    """The value holds credentials, so the message must not show it."""
 
 
 def without_credentials(value: str) -> str:
-    """A path or URL. What is in a config is written to the run directory and shown in messages."""
+    """A path or URL without them: a config is written to the run directory and shown in messages."""
     if holds_credentials(value):
         raise CredentialsError(
-            "must not hold credentials, because it is written to the run directory: leave them to the environment "
-            "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, HF_TOKEN and the like)"
+            "must not hold credentials, because it is written to the run directory: set them in the environment "
+            "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, HF_TOKEN and so on)"
         )
     return value
 
 
 def local_path(value: str) -> str:
-    """A path of a file system. A URL would silently become a directory of that name."""
+    """A path of a mounted file system. A URL would silently become a directory of that name."""
     if not value or is_url(value) or "\0" in value:
         raise ValueError("must be a directory on a mounted file system (object stores are not supported yet)")
     return value
@@ -52,7 +52,7 @@ def checkpoint_place(value: str) -> str:
         return local_path(value)
     if "?" in value or value.endswith("://"):
         raise ValueError(
-            "must be a URL without options, such as s3://bucket/path: leave the endpoint and the region to the environment "
+            "must be a URL without options, such as s3://bucket/path: set the endpoint and the region in the environment "
             "(AWS_ENDPOINT_URL, AWS_REGION)"
         )
     return without_credentials(value)

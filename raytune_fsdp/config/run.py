@@ -19,7 +19,7 @@ class RunConfig(Section):
     """Directory that every machine of the run can write to. The run lives in `<storage>/<name>`."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of the order of the data, of random weights and of dropout."""
+    """Seed of the data's order, of random weights and of dropout."""
 
     resume: Literal["auto", "never", "always"] = "auto"
     """`auto` continues from the newest complete checkpoint or starts anew, `never` refuses a directory that has a

@@ -1,4 +1,4 @@
-"""What may stand where in the config, read off the pydantic models: overrides, messages, help and docs all ask here.
+"""Which values may stand where in the config, read from the pydantic models. Overrides, messages, help and docs all ask here.
 
 A `Place` is one position of the config (`optim.lr`, `data.train`, the items of `data.train`). Unions of sections are
 told apart by their field `type`; a place below such a union is the sum of what its members allow there.
@@ -51,7 +51,7 @@ class Place:
 
     @property
     def item(self) -> Place | None:
-        """What a list here holds, or None where no list may stand."""
+        """What a list here holds; None if there cannot be a list."""
         for option in self.options:
             if get_origin(option.type) is list:
                 return place_of(get_args(option.type)[0])
@@ -75,16 +75,17 @@ class Place:
         return tuple(dict.fromkeys(name for section in self.sections for name in section.model_fields))
 
     def child(self, name: str) -> Place | None:
-        """The place called `name` below this one, or None where there is none."""
+        """The place called `name` below this one; None if there is none."""
         if self.sections:
             found = [place_of_field(s.model_fields[name]) for s in self.sections if name in s.model_fields]
             return _sum(found) if found else None
         if self.item is not None:
+            # Any index: whether it is past the end depends on the tree, not on the types.
             return self.item if name.isdecimal() else None
         return ANYTHING if self.free else None
 
     def narrowed(self, values: Mapping[str, Any]) -> Place:
-        """Only the members of the union that `values[type]` names; everything where it names none."""
+        """Only the members of the union that `values[type]` names; all of them if it names none."""
         named = [option for option in self.options if str(values.get(TAG)) in tags(option.type)]
         return Place(tuple(named), self.optional, self.default, self.doc) if named else self
 
@@ -128,6 +129,7 @@ def _options(annotation: Any, bounds: tuple[Any, ...]) -> Iterator[Option]:
         own = tuple(b for extra in extras for b in (extra.metadata if isinstance(extra, FieldInfo) else (extra,)))
         yield from _options(inner, bounds + own)
     elif origin in (Union, types.UnionType):
+        # The bounds of a field hold for every member; a member may have more (`Annotated[int, Field(ge=1)] | ...`).
         for member in get_args(annotation):
             yield from _options(member, bounds)
     else:

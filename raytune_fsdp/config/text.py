@@ -17,6 +17,7 @@ import yaml
 Loc = tuple[str, ...]
 """Where a value is: keys and list indexes from the root."""
 
+# Numbers and booleans as people write them. YAML 1.1 reads `5e-5` as text, `010` as eight and `1:30` as ninety.
 _INT = re.compile(r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+|0b[01]+")
 _FLOAT = re.compile(
     r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
@@ -24,6 +25,7 @@ _FLOAT = re.compile(
 )
 _BOOL = re.compile(r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF")
 _NULL = re.compile(r"~|null|Null|NULL|")
+# Line breaks to PyYAML, but not to a person.
 _BREAKS = re.compile("[\r\x85\u2028\u2029]")
 _MERGE = re.compile(r"<<")
 
@@ -40,7 +42,7 @@ class Plain:
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, Any] = {}
+    yaml_implicit_resolvers: dict[str, Any] = {}  # none of YAML's: ours are added below
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -50,6 +52,7 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(problem="a key must be a word", problem_mark=key.start_mark)
             if key.tag == _PREFIX + "merge":
                 continue
+            # Keys are text, whatever they look like. YAML 1.1 would make `on:` the key True, and keep the last of two.
             key.tag = _PREFIX + "str"
             line = key.start_mark.line + 1
             if key.value in seen:
@@ -63,7 +66,7 @@ class _Dumper(yaml.SafeDumper):
     """Quotes every string that the YAML 1.1 rules or ours would read as something else."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        return True
+        return True  # written out in full: `&id001` says nothing to a reader
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         # In the other styles PyYAML writes Unicode's line breaks as they are and reads them back as spaces or `\n`.
@@ -113,7 +116,7 @@ def parse(text: str) -> tuple[Any, dict[Loc, int]]:
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        # Deep: a map that contains itself is then an error here instead of endless recursion later.
+        # Deep, so that a map that contains itself is an error here instead of endless recursion later.
         loader.deep_construct = True
         tree = loader.construct_document(node)
         lines: dict[Loc, int] = {}
@@ -138,7 +141,7 @@ def scalar(text: str) -> Plain | str:
     """One word of a command line, by the same rules as a plain scalar in the file. Never a map, a list or a comment."""
     for kind, pattern in _RESOLVERS.items():
         if kind != "merge" and text and pattern.fullmatch(text):
-            with suppress(ValueError):  # thousands of digits are text
+            with suppress(ValueError):  # Python converts no more than 4300 digits; those are text
                 return Plain(_meaning(kind, text), text)
     return text
 

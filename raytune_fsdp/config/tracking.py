@@ -9,7 +9,7 @@ from raytune_fsdp.config.base import Section
 
 class MlflowConfig(Section):
     enabled: bool = True
-    """Send the run to MLflow."""
+    """Send the run to MLflow, where it is installed (`pip install 'raytune-fsdp[mlflow]'`)."""
 
     uri: str | None = None
     """Tracking server or database. Default: an SQLite file `mlflow.db` in `run.storage`."""

@@ -1,4 +1,4 @@
-"""`train`, `checkpoint`, `eval`: how much, how often."""
+"""`train`: how much is trained, in which batches."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from raytune_fsdp.config.base import Section
 
 
 class TrainConfig(Section):
+    # Every step sums the ids of its samples over the ranks, 8 bytes each: 128 MiB at this limit.
     global_batch: int = Field(ge=1, le=2**24)
-    """Packed samples of one optimizer step, over all ranks and accumulation. What is learned depends on it; on how
-    many ranks share it, it does not."""
+    """Packed samples per optimizer step, over all ranks and accumulation. It affects what is learned; the number of
+    ranks that share it does not."""
 
     micro_batch: int = Field(default=1, ge=1)
-    """Packed samples of one forward pass. Must divide `global_batch`."""
+    """Packed samples per forward pass. Must divide `global_batch`."""
 
     max_steps: int | None = Field(default=None, ge=1)
     """Length of the run in optimizer steps; the data repeats as often as needed."""
 
     epochs: float | None = Field(default=None, gt=0)
-    """Length of the run in passes over the data, in place of `max_steps`."""
+    """Length of the run in passes over the data, instead of `max_steps`."""
 
     log_every: int = Field(default=1, ge=1)
-    """Steps between two looks at the device: metrics of all steps in between are fetched and written together."""
+    """Steps between two reads of the device: the metrics of all steps in between are fetched and written together."""
 
     @model_validator(mode="after")
     def _length_and_batch(self) -> Self:

@@ -1,9 +1,19 @@
 """Rows -> tokens -> packed samples -> batches. Pure functions of (data, tokenizer, config, seed); knows nothing of Ray.
 
-Read in this order: `sources` (rows of files, by number), `formats` (a row becomes a document; `chat` and `columns`
-read it, `templates`, `turns` and `marks` render it and find the assistant's turns, `masks` makes tokens of it), `order`
-and `mixture` (which row comes when), `packing` (documents become packed samples), `window`, `windows` and `cache` (a
-fixed group of rows, the unit of data work), `census` (all of them, counted), `batches` (the endless stream and what
-each rank gets of it), `skipped` (what was left out), `opening` (from a config to all this), `identity` (what decides
-it).
+In the order of the data:
+
+open_data      from a config to the windows to train on, and those to evaluate on
+sources/       the rows of files, found by number
+mixture        which row of which dataset comes at each place of an epoch
+order          the keyed permutations behind that order
+rows/          a row becomes a document: token ids, and which of them are trained on
+packing        documents become packed samples of one length
+windows        a fixed group of rows, packed together: the unit of work and of caching
+packed_window  one built window: its samples, its counts, its bytes on storage
+cache          built windows on shared storage
+identity       everything that decides the windows, and its fingerprint
+census         every window built once and counted, before training
+stream         the endless sequence of packed samples, divided into steps, blocks and ranks
+batches        the blocks of one rank, as tensors
+skipped        the rows left out because of `data.bad_rows=skip`, reported as training reaches them
 """

@@ -1,13 +1,13 @@
-"""Windows on shared storage: written once by whoever builds one first, verified whenever they are read.
+"""Windows on shared storage: written once by the first process that builds them, verified whenever they are read.
 
     <cache>/<fingerprint>/about.json                whose windows these are, for people
-    <cache>/<fingerprint>/census.json               their counts, once all were built
+    <cache>/<fingerprint>/census.json               their counts, once all are built
     <cache>/<fingerprint>/e000-w00000012.arrow      window 12 of epoch 0
-    <cache>/<fingerprint>/locks/0012                held by whoever builds window 12, or 12 and a multiple of 1024
+    <cache>/<fingerprint>/locks/0012                held while window 12, or 12 plus a multiple of 1024, is built
     <cache>/files/<key>/                            rows prepared by `sources`
 
-A file appears under its name complete or not at all; two that write the same window write the same bytes. Nothing needs
-to be durable: what a crash of the machine tears is found by its digest and built again.
+A file appears under its name complete or not at all; two processes that write the same window write the same bytes.
+Nothing is synced to disk: a file that a crash of the machine truncates is found by its digest and built again.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ _ABOUT = "about.json"
 _TEMPORARY = ".tmp"
 _LOCKS = 1024
 _LOCK_SECONDS = 300.0
-"""A window that takes others longer than this is built by those who wait for it, too."""
+"""A process that has waited this long for another to build a window builds it itself."""
 _OURS = re.compile(r"[0-9a-f]{32}")
+# A temporary file older than this was left by a process that was killed: writing one takes seconds.
 _ABANDONED_SECONDS = 3600
 _BYTES_BETWEEN_LOOKS = 1 << 30
-"""The size of the whole cache is looked up each time that one process has added this much to it."""
+"""A process measures the size of the whole cache again after adding this much to it."""
 
 
 @dataclass(slots=True)
@@ -61,22 +62,22 @@ class WindowCache:
         return self.root / self.fingerprint
 
     def read(self, epoch: int, k: int) -> Window | None:
-        """The window, or None where it has to be built: it is not there, or damaged."""
+        """The window; None if it has to be built because it is missing or damaged."""
         path = self._path(epoch, k)
         try:
             with pa.OSFile(str(path)) as file:
                 window = Window.from_bytes(file.read_buffer())
         except OSError:
-            return None  # most often it is not there; if storage has failed, another process may still read it
+            return None  # usually missing. Not removed: if storage failed here, other processes may still read it
         with suppress(OSError):
             if window is None:
                 path.unlink()
             else:
-                os.utime(path)  # what was used last is removed last
+                os.utime(path)  # clean-up removes what was not used for longest
         return window
 
     def write(self, epoch: int, k: int, window: Window) -> None:
-        """Keep a window. Raises DataError where it cannot be kept, and leaves nothing behind."""
+        """Store a window. Raises DataError if that fails, and then leaves no partial file."""
         body, digest = window.to_bytes()
         try:
             self._make_room(body.size)
@@ -84,25 +85,26 @@ class WindowCache:
         except OSError as error:
             raise DataError(
                 f"the cache {self.root} cannot take another {body.size / 1e6:.1f} MB ({error.strerror}); free space, "
-                "choose another directory with data.cache.path, or remove old windows: raytune-fsdp data clean"
+                "set data.cache.path to another directory, or remove old windows with raytune-fsdp data clean"
             ) from error
         self._written += body.size
 
     @contextmanager
     def building(self, epoch: int, k: int) -> Iterator[None]:
-        """Wait until no other process builds this window. Only saves work: where files cannot be locked, all build."""
+        """Wait until no other process builds this window. Only saves work: if files cannot be locked, all build it."""
         with ExitStack() as stack:
             with suppress(OSError):
                 locks = self.directory / "locks"
                 locks.mkdir(parents=True, exist_ok=True)
-                # A fixed number of files, because a lock cannot be removed without a race. The system releases the
-                # locks of a process that dies; one that hangs is not waited for much longer than a window takes.
+                # 1024 files, shared by all windows and never removed: removing a lock file races with those who wait
+                # for it. The kernel releases the locks of a process that dies; a hanging one is waited for 300 s.
+                # Epochs are 37 files apart, so that the same window of two epochs does not share a lock.
                 handle = stack.enter_context(open(locks / f"{(k + 37 * epoch) % _LOCKS:04d}", "w"))
                 _lock(handle)
             yield
 
     def read_census(self) -> Mapping[str, Any]:
-        """What was counted before, by epoch; nothing if it is damaged."""
+        """Earlier counts by epoch; empty if there are none or they are damaged."""
         try:
             found = json.loads((self.directory / "census.json").read_text())
             values: Mapping[str, Any] = json.loads(found["counted"])
@@ -113,7 +115,7 @@ class WindowCache:
     def write_census(self, values: Mapping[str, Any]) -> None:
         counted = json.dumps(values)
         found = {"counted": counted, "digest": xxhash.xxh3_128_hexdigest(counted.encode())}
-        with suppress(OSError):  # only saves time
+        with suppress(OSError):  # a lost census costs time, nothing else
             self._put(self.directory / "census.json", json.dumps(found).encode())
 
     def _path(self, epoch: int, k: int) -> Path:
@@ -123,7 +125,7 @@ class WindowCache:
         try:
             self._open()
             replace_at_once(path, *parts)
-        except FileNotFoundError:  # a clean-up has removed the directory in this moment
+        except FileNotFoundError:  # a clean-up removed the directory just now
             self._open()
             replace_at_once(path, *parts)
 
@@ -133,7 +135,7 @@ class WindowCache:
             replace_at_once(self.directory / _ABOUT, json.dumps(self.about).encode())
 
     def _make_room(self, size: int) -> None:
-        """Keep the cache within its bound: looked at now and then, because looking walks the whole directory."""
+        """Keep the cache within its limit. Checked only now and then, because measuring walks the whole directory."""
         if self._written and self._written + size < min(_BYTES_BETWEEN_LOOKS, self.max_bytes // 10):
             return
         self._written = 0
@@ -141,12 +143,13 @@ class WindowCache:
         files = sum(entry.bytes for entry in found if entry.is_files)
         held = sum(entry.bytes for entry in found) - files
         if files + held + size > self.max_bytes:
-            # Windows can be built again; the rows they are built from are in use.
+            # Only windows are removed, since they can be built again; the rows they are built from are in use. Down to
+            # 90 %, so that the next window does not start this again.
             removed = remove(self.root, keep_bytes=max(0, self.max_bytes * 9 // 10 - size - files), files=False)
             if any(entry.path.parent == self.directory for entry in removed):
                 logger.warning(
-                    "data.cache.max_gb=%g does not hold all windows of this data: some are tokenized again in every "
-                    "epoch; raise it, or name a larger directory in data.cache.path",
+                    "data.cache.max_gb=%g is too small for all windows of this data, so some are tokenized again in "
+                    "every epoch; raise it, or set data.cache.path to a larger directory",
                     self.max_bytes / 1e9,
                 )
 
@@ -162,18 +165,18 @@ def _lock(handle: IO[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Something in the cache that can be removed by itself."""
+    """A part of the cache that can be removed on its own."""
 
     path: Path
     bytes: int
     used: float
-    """When it was written or read last, in seconds since the epoch."""
+    """When it was last written or read, in seconds since 1970."""
     is_files: bool = False
-    """Whether these are prepared rows, not a window."""
+    """Whether it holds prepared rows; otherwise it is a window."""
 
 
 def entries(root: Path) -> Iterator[Entry]:
-    """All windows and prepared files in a cache directory. What others are writing right now is left out."""
+    """All windows and prepared rows in a cache directory, except those being written right now."""
     yield from _prepared_rows(root / FILES)
     for directory in _window_directories(root):
         for file in os.scandir(directory):
@@ -187,9 +190,9 @@ def entries(root: Path) -> Iterator[Entry]:
 def remove(
     root: Path, *, keep_bytes: int = 0, unused_for: float = 0.0, files: bool = True, dry_run: bool = False
 ) -> list[Entry]:
-    """Remove what was not used for longest until `keep_bytes` are left, sparing what was used in `unused_for` seconds.
+    """Remove the least recently used until `keep_bytes` are left, but nothing used in the last `unused_for` seconds.
 
-    Without `files`, only windows count and are removed.
+    Without `files`, only windows are counted and removed.
     """
     found = sorted((entry for entry in entries(root) if files or not entry.is_files), key=lambda entry: entry.used)
     held = sum(entry.bytes for entry in found)
@@ -216,7 +219,7 @@ def _window_directories(root: Path) -> list[Path]:
 
 
 def _named_by_us(directory: Path) -> list[Path]:
-    """Subdirectories with names as the cache gives them. Whoever names a wrong directory must not lose anything."""
+    """Subdirectories named as the cache names them. A user who gives a wrong directory must not lose anything."""
     try:
         return sorted(path for path in directory.iterdir() if _OURS.match(path.name) and path.is_dir())
     except OSError:

@@ -1,11 +1,11 @@
-"""Which row of which dataset stands at each place of an epoch: evenly interleaved, exact counts, looked up, not stored.
+"""Which row of which dataset comes at each place of an epoch: evenly interleaved, exact, looked up instead of stored.
 
-A dataset of n rows and weight w is read as an endless sequence of passes over its rows, each pass in an order of its
-own. Epoch e takes the entries ceil(e*w*n) to ceil((e+1)*w*n) of that sequence: after any number of epochs every row was
-seen as often as the weight says, rounded up or down. Weights are fractions, so nothing is ever rounded twice.
+A dataset of n rows and weight w is an endless sequence of passes over its rows, each pass in an order of its own. Epoch
+e takes the entries ceil(e*w*n) to ceil((e+1)*w*n) of that sequence: after any number of epochs every row has been seen
+as often as the weight says, rounded up or down. Weights are exact fractions, so rounding errors never add up.
 
-Inside an epoch entry j of c entries of a dataset has the key (2j+1)/(2c), and entries follow each other by key (then by
-dataset): each dataset is spread evenly over the epoch.
+Inside an epoch, entry j of a dataset's c entries has the key (2j+1)/(2c), and entries are sorted by key, then by
+dataset: each dataset is spread evenly over the epoch.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Shuffle = Literal["rows", "blocks", "none"]
 
 
 class Interleaving:
-    """The order of `sum(counts)` entries of several datasets, of which dataset d has `counts[d]`."""
+    """The order of the entries of several datasets; dataset d has `counts[d]` entries."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         self.counts = tuple(counts)
         self.total = sum(counts)
-        # Keys over one common denominator, so that they are integers and compare exactly.
+        # Keys over a common denominator: integers, which compare exactly and faster than fractions.
         common = math.lcm(*(count for count in counts if count))
         self._scales = tuple(common // count if count else 0 for count in counts)
 
     def at(self, place: int) -> tuple[int, int]:
-        """Dataset and entry at this place."""
+        """Dataset and entry at one place."""
         if not 0 <= place < self.total:
             raise IndexError(f"{place} is not in range({self.total})")
         _, dataset, entry = min(self._heads(self._before(place)))
@@ -61,10 +61,10 @@ class Interleaving:
         return [(self._key(d, n), d, n) for d, n in enumerate(taken) if n < self.counts[d]]
 
     def _before(self, place: int) -> list[int]:
-        """Entries of each dataset in front of a place."""
+        """How many entries of each dataset come before a place."""
         if not self.total:
             return [0] * len(self.counts)
-        # An estimate that is off by at most half an entry a dataset, then single steps to the exact place.
+        # An estimate that is off by at most half an entry for each dataset, then single steps to the exact place.
         taken = [min(count, (2 * place * count + self.total) // (2 * self.total)) for count in self.counts]
         excess = sum(taken) - place
         for _ in range(excess):
@@ -77,7 +77,7 @@ class Interleaving:
 
 
 class BlockOrder:
-    """A permutation of rows that keeps blocks together: of the blocks, and of the rows inside each."""
+    """A permutation of rows that keeps blocks together: it permutes the blocks, and the rows inside each block."""
 
     def __init__(self, blocks: Sequence[int], *, key: int) -> None:
         self._key = key
@@ -86,7 +86,7 @@ class BlockOrder:
         starts = [0, *accumulate(blocks)]
         self._first_rows = [starts[block] for block in self._blocks]
         self._ends = list(accumulate(blocks[block] for block in self._blocks))
-        # A window takes neighbouring places, so the same block is asked for again and again.
+        # A window takes neighbouring places, so consecutive calls ask for the same block.
         self._inside = lru_cache(maxsize=4)(self._rows_of)
 
     def __call__(self, index: int) -> int:
@@ -100,7 +100,7 @@ class BlockOrder:
 
 
 class Mixture:
-    """The rows of every epoch, from the sizes of the datasets (as blocks), their weights and the seed."""
+    """The rows of every epoch. `blocks`: for each dataset, the sizes of its blocks of rows."""
 
     def __init__(
         self, blocks: Sequence[Sequence[int]], weights: Sequence[Fraction], *, shuffle: Shuffle, seed: int
@@ -115,15 +115,15 @@ class Mixture:
 
     @property
     def repeats(self) -> bool:
-        """Whether every epoch has the same rows: weights are whole numbers."""
+        """Whether every epoch has the same rows, because all weights are whole numbers."""
         return all(weight.denominator == 1 for weight in self.weights)
 
     def epochs_for_all_rows(self) -> int:
-        """Epochs after which every row has come up, of datasets that are used at all."""
+        """Number of epochs after which every row has been seen, except rows of datasets with weight 0."""
         return 1 + math.ceil(max(1 / weight for weight in self.weights if weight))
 
     def length(self, epoch: int) -> int:
-        """Rows of an epoch."""
+        """Number of rows in an epoch."""
         return sum(self._bounds(d, epoch)[1] - self._bounds(d, epoch)[0] for d in range(len(self._rows)))
 
     def rows(self, epoch: int, first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -153,15 +153,14 @@ class Mixture:
             return index
         if (dataset, number) not in self._passes:
             if len(self._passes) > 4 * len(self._rows):
-                self._passes.clear()
-            self._passes[dataset, number] = self._pass(dataset, number)
+                self._passes.clear()  # a window needs one or two passes of each dataset, and no older ones
+            key = derive_key(self._shuffle, self._seed, dataset, number)
+            self._passes[dataset, number] = (
+                BlockOrder(self._blocks[dataset], key=key)
+                if self._shuffle == "blocks"
+                else Permutation(self._rows[dataset], key=key)
+            )
         return self._passes[dataset, number](index)
-
-    def _pass(self, dataset: int, number: int) -> Callable[[int], int]:
-        key = derive_key(self._shuffle, self._seed, dataset, number)
-        if self._shuffle == "blocks":
-            return BlockOrder(self._blocks[dataset], key=key)
-        return Permutation(self._rows[dataset], key=key)
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_passes": {}, "_epoch": (-1, Interleaving(()))}
@@ -170,7 +169,8 @@ class Mixture:
 def weights_of(
     weights: Sequence[float | None], shares: Sequence[float | None], rows: Sequence[int]
 ) -> tuple[Fraction, ...]:
-    """Exact weights from what was written. With shares an epoch has as many rows as the datasets together."""
+    """Exact weights from the config. With shares, an epoch has as many rows as all datasets together."""
+    # Through str: Fraction(0.1) is the float's binary value, with a denominator of 2**55; Fraction("0.1") is 1/10.
     if all(share is None for share in shares):
         return tuple(Fraction(1) if weight is None else Fraction(str(weight)) for weight in weights)
     parts = [Fraction(str(share or 0.0)) for share in shares]

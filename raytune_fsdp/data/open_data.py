@@ -1,4 +1,4 @@
-"""A config becomes its data: the windows to train on, and those of each evaluation dataset."""
+"""From a config to its data: the windows to train on, and the windows of each evaluation dataset."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 def open_data(
     config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, progress: Progress | None = None
 ) -> tuple[Windows, dict[str, Windows]]:
-    """The data to train on, and each evaluation dataset by name."""
+    """The training data, and each evaluation dataset by its name."""
     cache = cache_of(config)
 
     def windows(datasets: Sequence[DatasetConfig]) -> Windows:
@@ -40,14 +40,14 @@ def open_data(
 
 
 def _warn_of_overlap(train: Windows, evals: Mapping[str, Windows]) -> None:
-    """Warn if an evaluation dataset is also trained on: that says little, but may be intended."""
+    """Warn, not refuse: the loss on training data says little about new data, but some want to see it."""
     trained = {fingerprint: file for source in train.sources for file, fingerprint in source.fingerprints.items()}
     for name, windows in evals.items():
         (source,) = windows.sources
         shared = [file for file, fingerprint in source.fingerprints.items() if fingerprint in trained]
         if shared:
             logger.warning(
-                "data.eval %s: %d of its %d file(s) are also trained on (%s has the content of %s), so its loss does "
-                "not show how the model does on new data", name, len(shared), len(source.fingerprints), shared[0],
+                "data.eval %s: %d of its %d file(s) are also trained on (%s has the same content as %s), so its loss "
+                "does not show how the model does on new data", name, len(shared), len(source.fingerprints), shared[0],
                 trained[source.fingerprints[shared[0]]],
             )  # fmt: skip

@@ -4,13 +4,13 @@ ORDER_VERSION 2, which must never change under its number (golden values are in 
 
     mix64(x)      the finalizer of splitmix64, on integers modulo 2**64
     derive_key    xxh3_64 of the parts, each written as i<n>:<decimal>, or s<n>:<utf-8>, with n its length in bytes
-    Permutation   a balanced Feistel network of 8 rounds over 2*h bits, 4**h the smallest power of 4 that is >= n;
+    Permutation   a balanced Feistel network of 8 rounds over 2*h bits, where 4**h is the smallest power of 4 >= n;
                   round r maps (left, right) to (right, left ^ (mix64(k_r ^ right) mod 2**h)), where
                   k_r = mix64(key + (r+1)*G) and G = 0x9E3779B97F4A7C15;
-                  a result >= n is put in again until it is < n (cycle walking: at most 4 passes on average)
+                  a result >= n is permuted again until it is < n (cycle walking: at most 4 passes on average)
 
-How these make the order of rows is said in `mixture`, of samples and windows in `windows` and `batches`: all of it
-belongs to this version.
+`mixture` uses these to order the rows, `windows` the samples inside a window, `stream` the windows of an epoch and,
+again, their samples. All of that belongs to this version.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class Permutation:
-    """A permutation of range(n) chosen by `key`: constant memory, some microseconds for a lookup."""
+    """A permutation of range(n) chosen by `key`, in constant memory."""
 
     def __init__(self, n: int, *, key: int) -> None:
         assert n >= 0, n
@@ -47,6 +47,8 @@ class Permutation:
             value = self._feistel(value)
         return value
 
+    # About 9 us a lookup for n = 1,000,000, so 40 ms for the 4096 rows of a default window: little beside tokenizing,
+    # where a stored permutation would take 8 bytes a row in every process.
     def _feistel(self, value: int) -> int:
         bits, mask = self._half_bits, self._half_mask
         left, right = value >> bits, value & mask

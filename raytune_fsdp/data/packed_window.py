@@ -1,4 +1,4 @@
-"""What the rows of one window became: packed samples, and counts of what happened on the way. As bytes, too."""
+"""One built window: its packed samples, the counts of its rows, and the bytes in which both are stored."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from raytune_fsdp.counts import DatasetCount, SkippedRow, WindowCounts
 from raytune_fsdp.data.packing import PackedSamples
 
 FORMAT = 1
-"""Of the bytes: an Arrow stream with one record batch, then the xxh3_128 of all that (16 bytes)."""
+"""Version of the bytes: an Arrow stream with one record batch, then its xxh3_128 (16 bytes)."""
 
 _DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The packed samples of one window."""
+    """The packed samples and counts of one window."""
 
     samples: PackedSamples
     counts: WindowCounts
 
     def to_bytes(self) -> tuple[pa.Buffer, bytes]:
-        """The window as a stream of Arrow, and the digest to put behind it."""
+        """The window as an Arrow stream, and the digest to append to it."""
+        # 4.1 bytes a token: the ids, a bit for each that is trained on, and what documents need. Labels, positions and
+        # source ids follow from these.
         samples = self.samples
         seq_len = samples.input_ids.shape[1]
         offsets = pa.array(samples.first_document, type=pa.int32())
@@ -47,7 +49,7 @@ class Window:
 
     @classmethod
     def from_bytes(cls, data: pa.Buffer) -> Window | None:
-        """The window in these bytes; None if they are not what `to_bytes` gave, to the last bit."""
+        """The window in these bytes; None if a single bit differs from what `to_bytes` returned."""
         body = data.slice(0, max(0, data.size - _DIGEST_BYTES))
         if xxhash.xxh3_128_digest(body) != bytes(data.slice(body.size)):
             return None
@@ -74,14 +76,15 @@ class Window:
 
 
 def finish_counts(samples: PackedSamples, counts: list[DatasetCount], skipped: list[SkippedRow]) -> WindowCounts:
-    """The counts that follow from the packed samples."""
+    """Complete the counts with those that follow from the packed samples."""
     seq_len = samples.input_ids.shape[1]
     many = len(counts)
     pieces = np.bincount(samples.sources, minlength=many)
     tokens = np.bincount(samples.sources, weights=samples.lengths, minlength=many)
     targets = np.zeros(many, dtype=np.int64)
     if len(samples.lengths):
-        # Where each document starts in the samples, laid end to end; padding behind the last one has no targets.
+        # Where each document starts when the samples are laid end to end. A sum from one start to the next includes the
+        # padding after a sample's last document, which has no targets.
         before = np.cumsum(samples.lengths) - samples.lengths
         in_sample = np.diff(samples.first_document)
         first = np.repeat(before[samples.first_document[:-1]], in_sample)

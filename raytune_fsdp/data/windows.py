@@ -1,8 +1,8 @@
 """Windows: fixed groups of rows, packed together. The unit of data work and of caching, a pure function of the inputs.
 
 An epoch is an order of the rows of all datasets (`mixture`); window k is its k-th group of `data.window` rows. Which
-machine builds it, when and how often changes nothing. Where every epoch has the same rows it has the same windows too,
-and epochs differ by the order of the windows and of the samples in them (`batches.Stream`).
+machine builds it, when and how often changes nothing. If every epoch has the same rows, every epoch also has the same
+windows, and epochs differ only by the order of the windows and of the samples inside them (`stream.Stream`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from raytune_fsdp.data.packed_window import Window, finish_counts
 from raytune_fsdp.data.packing import pack
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.templates import load_template
-from raytune_fsdp.data.sources import Source, dataset_names, open_source
+from raytune_fsdp.data.sources import dataset_names, open_source
 from raytune_fsdp.errors import ConfigError, DataError, RowError
 from raytune_fsdp.keyed import derive_key
 from raytune_fsdp.types import Progress
@@ -38,19 +38,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Bounded by bytes, because a window may hold 1 MB or 1 GB. Enough for every window of a small dataset; of a large one,
-# only the newest window is ever asked for again.
+# Bounded in bytes, because a window may hold 1 MB or 1 GB. A token takes 5 bytes here, so these are 27 M tokens: every
+# window of a small dataset. In a large one only the newest window is ever asked for again.
 _MEMORY_BYTES = 128 << 20
 
-# Rows that are read, formatted and tokenized together: enough to keep all cores of the tokenizer busy.
+# Rows read, formatted and tokenized together: enough to keep all the tokenizer's threads busy.
 _BATCH_ROWS = 128
 
-# Of a window, above which it is worth a warning: about 24 bytes each while it is built and written.
+# Above this many tokens a window is worth a warning: it takes about 24 bytes a token while it is built and written, so
+# 0.8 GB here. A window of 4096 rows reaches it at a mean of 8192 tokens a row.
 _MANY_TOKENS = 1 << 25
 
 
 class Windows:
-    """All windows of some datasets. Opening prepares the files (see `sources`) and tokenizes nothing."""
+    """All windows of some datasets. Opening one prepares the files (see `sources`) but tokenizes nothing."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Windows:
         self.data = data
         self.seed = seed
         self.names = dataset_names(datasets)
-        """Names of the datasets, in the order that source ids count them."""
+        """Names of the datasets; a source id is an index into them."""
         self.sources = [
             open_source(dataset, cache=cache, in_place=data.shuffle != "rows", progress=progress)
             for dataset in datasets
@@ -79,16 +80,19 @@ class Windows:
             for dataset, source in zip(datasets, self.sources, strict=True)
         ]
         self.pad_id = _pad_id(tokenizer, vocab_size)
-        self._mixture = _mixture(datasets, self.sources, data, seed)
+        rows = [len(source) for source in self.sources]
+        weights = weights_of([each.weight for each in datasets], [each.share for each in datasets], rows)
+        blocks = [source.blocks for source in self.sources]
+        self._mixture = Mixture(blocks, weights, shuffle=data.shuffle, seed=seed)
         self.repeats = self._mixture.repeats if data.reshuffle == "auto" else data.reshuffle == "windows"
         """Whether every epoch has the same windows."""
-        self.weights = tuple(map(float, self._mixture.weights))
+        self.weights = tuple(map(float, weights))
         self._check_mixture()
         self.identity = identity_of_windows(
-            datasets, data, self.sources, self._mixture.weights, tokenizer, template,
+            datasets, data, self.sources, weights, tokenizer, template,
             seed=seed, pad_id=self.pad_id, vocab_size=vocab_size, repeats=self.repeats,
         )  # fmt: skip
-        """All that decides the windows, by name."""
+        """Everything that decides the windows, by name."""
         self.fingerprint = fingerprint_of(self.identity)
         about = {"datasets": self.names, "sources": [source.label for source in self.sources], "seq_len": self.seq_len}
         self.cache = WindowCache(cache, self.fingerprint, int(data.cache.max_gb * 1e9), about)
@@ -104,28 +108,28 @@ class Windows:
         return self.data.shuffle != "none"
 
     def rows(self, epoch: int) -> int:
-        """Rows of an epoch."""
+        """Number of rows in an epoch."""
         return self._mixture.length(0 if self.repeats else epoch)
 
     def count(self, epoch: int) -> int:
-        """Windows of an epoch."""
+        """Number of windows in an epoch."""
         return -(-self.rows(epoch) // self.data.window)
 
     def enough(self) -> int:
-        """Windows after which every row has come up, wherever one begins."""
+        """Number of consecutive windows that include every row, wherever they start."""
         return self._mixture.epochs_for_all_rows() * (self.rows(0) // self.data.window + 2)
 
     def get(self, epoch: int, k: int, *, must_keep: bool = False) -> tuple[Window, bool]:
-        """Window k of an epoch, from memory, from the cache or built; and whether it had to be built.
+        """Window k of an epoch, from memory, from the cache or newly built; and whether it had to be built.
 
-        A window that cannot be cached is only an error with `must_keep`.
+        Failing to cache a new window is an error only with `must_keep`.
         """
         assert 0 <= k < self.count(epoch), f"window {k} of {self.count(epoch)}"
         key = (0 if self.repeats else epoch, k)
         window, built = self._memory.get(key) or self.cache.read(*key), False
         if window is None:
             with self.cache.building(*key):
-                window = self.cache.read(*key)  # another process may have built it meanwhile
+                window = self.cache.read(*key)  # another process may have built it while this one waited
                 if window is None:
                     window, built = self._build(*key), True
                     self._keep(key, window, must_keep)
@@ -139,12 +143,12 @@ class Windows:
         return window, built
 
     def check_skipped(self, skipped: Sequence[SkippedRow]) -> None:
-        """Refuse what was built under data.bad_rows=skip and has left rows out, if these rows are to be errors."""
+        """Raise for rows left out while data.bad_rows was skip, if bad rows are errors now."""
         for row in skipped[:1]:
             self._refuse(RowError(row.message, row.reason))
 
     def counts(self, epoch: int, k: int) -> WindowCounts | None:
-        """A window in numbers, if it has been built and is still there."""
+        """The counts of a window; None if it is not built, or no longer cached."""
         key = (0 if self.repeats else epoch, k)
         window = self._memory.get(key) or self.cache.read(*key)
         return None if window is None else window.counts
@@ -155,7 +159,7 @@ class Windows:
         except DataError as error:
             if must_keep:
                 raise
-            logger.warning("window %d will be built again when it is needed again: %s", key[1], error)
+            logger.warning("window %d was not cached and will be built again when needed: %s", key[1], error)
 
     def _build(self, epoch: int, k: int) -> Window:
         for source in self.sources:
@@ -177,7 +181,7 @@ class Windows:
         self._check_size(documents)
         order = None
         if self.shuffled:
-            # The packer starts with the longest documents: without this, length would decide the place in training.
+            # The packer starts with the longest documents: without this, long ones would be trained on first.
             def order(n: int) -> Permutation:
                 return Permutation(n, key=derive_key("packed", self.seed, epoch, k))
 
@@ -188,19 +192,21 @@ class Windows:
         return Window(samples=samples, counts=finish_counts(samples, counts, skipped))
 
     def _check_size(self, documents: Sequence[Document]) -> None:
-        """Windows are held in memory while they are built: say so before a machine runs out of it."""
+        """Warn about a huge window: it is held in memory while it is built, and out of memory kills without a word."""
         tokens = sum(len(document.input_ids) for document in documents)
         if tokens > _MANY_TOKENS and not self._warned_of_size:
             self._warned_of_size = True
             rows = max(1, self.data.window * _MANY_TOKENS // tokens)
             logger.warning(
                 "data.window=%d: a window of this data has %d million tokens, so each process that builds one needs "
-                "about %.1f GB; with documents of this length data.window=%d takes 0.8 GB (it changes the order of the "
-                "data, so it is for new runs)", self.data.window, tokens // 10**6, tokens * 24e-9, rows,
+                "about %.1f GB; with documents of this length data.window=%d needs 0.8 GB (this changes the order of "
+                "the data, so set it only for a new run)", self.data.window, tokens // 10**6, tokens * 24e-9, rows,
             )  # fmt: skip
 
     def _documents(self, rows: Sequence[tuple[int, int]]) -> list[tuple[int, Document | RowError, str]]:
-        """Dataset, document and place of these rows, in their order; read and tokenized in batches of one dataset."""
+        """Dataset, document and `where` of each of these rows, in order. Batches are of one dataset each."""
+        # A process that received this object makes its formatters, and with them a tokenizer, only now: most processes
+        # just read windows from the cache.
         made = self._formatters
         self._formatters = formatters = pickle.loads(made) if isinstance(made, bytes) else made
         found: list[tuple[int, Document | RowError, str] | None] = [None] * len(rows)
@@ -216,7 +222,9 @@ class Windows:
             documents = formatters[dataset].documents(self.sources[dataset].rows(indices), wheres)
             return list(zip(documents, wheres, strict=True))
 
-        # While the tokenizer works on a batch, which holds no lock of Python's, another is read or put into arrays.
+        # The tokenizer releases Python's lock: while it encodes one batch, the other thread reads rows or makes arrays.
+        # TRL takes 3.3 times as long from text to windows; it took 1.7 times as long as one thread here. A Ray task has
+        # one CPU (RAYON_NUM_THREADS=1), where a second thread would only compete.
         alone = os.environ.get("RAYON_NUM_THREADS") == "1"
         with ThreadPoolExecutor(1 if alone else 2, thread_name_prefix="tokenize") as threads:
             coming = [threads.submit(read, batch) for batch in batches]
@@ -240,9 +248,9 @@ class Windows:
         skipped.append(SkippedRow(where=where, reason=error.reason, message=str(error)))
 
     def _fit(self, document: Document, where: str, count: DatasetCount, skipped: list[SkippedRow]) -> list[Document]:
-        """The document as it is packed, in one part or several; none if it is dropped."""
+        """The document as it is packed: whole, shortened or in several parts; an empty list if it is dropped."""
         length, policy = len(document.input_ids), self.data.long_documents
-        bucket = int(4 * np.log2(length))
+        bucket = int(4 * np.log2(length))  # see DatasetCount.lengths
         count.lengths[bucket] = count.lengths.get(bucket, 0) + 1
         if length <= self.seq_len or (self.data.packing == "concat" and policy in ("error", "split")):
             return [document]
@@ -256,8 +264,8 @@ class Windows:
                 return [document]
         if policy == "error":
             message = (
-                f"{where}: the row has {length} tokens, data.seq_len={self.seq_len}; raise data.seq_len to {length}, "
-                "or set data.long_documents=truncate, split or drop"
+                f"{where}: the row has {length} tokens, more than data.seq_len={self.seq_len}; raise data.seq_len to "
+                f"{length}, or set data.long_documents to truncate, split or drop"
             )
             self._skip(RowError(message, "too_long"), where, count, skipped)
             return []
@@ -268,32 +276,24 @@ class Windows:
     def _check_mixture(self) -> None:
         if not self.rows(0):
             raise DataError(
-                f"data.train: the weights {self.weights} of {self.names} leave no row in an epoch; raise one of them"
+                f"data.train: with the weights {self.weights} of {self.names} an epoch has no rows; raise a weight"
             )
         if self.repeats and not self._mixture.repeats:
             raise ConfigError(
-                f"data.reshuffle=windows with the weights {self.weights} of {self.names}: the rows of the first epoch "
-                "would be taken again and again, others never; set data.reshuffle=full or auto"
+                f"data.reshuffle=windows with the weights {self.weights} of {self.names}: every epoch would repeat the "
+                "rows of the first one, and the other rows would never be seen; set data.reshuffle to full or auto"
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Other processes read windows from the cache. What they need to build one is opened when they do.
+        # A process that receives this mostly reads windows from the cache: formatters travel pickled (see _documents),
+        # windows in memory not at all.
         made = self._formatters
         packed = made if isinstance(made, bytes) else pickle.dumps(made)
         return {**self.__dict__, "_memory": OrderedDict(), "_formatters": packed}
 
 
-def _mixture(datasets: Sequence[DatasetConfig], sources: Sequence[Source], data: DataConfig, seed: int) -> Mixture:
-    weights = weights_of(
-        [dataset.weight for dataset in datasets],
-        [dataset.share for dataset in datasets],
-        [len(source) for source in sources],
-    )
-    return Mixture([source.blocks for source in sources], weights, shuffle=data.shuffle, seed=seed)
-
-
 def _pad_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
-    # Padding is masked everywhere, so any id does, as long as the embedding has a row for it.
+    # Padding is masked everywhere, so any id will do, as long as the embedding has a row for it.
     for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if candidate is not None and 0 <= candidate < vocab_size:
             return int(candidate)

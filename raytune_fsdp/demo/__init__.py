@@ -1,7 +1,7 @@
 """A small dataset and a tokenizer that come with the package, so that a first run needs no download.
 
-`conversations.jsonl` holds short conversations about training large models, `heldout.jsonl` asks for some of the facts
-in other words. `tokenizer/` is made from the former by `make_tokenizer.py`.
+`conversations.jsonl` has short conversations about training large models; `heldout.jsonl` asks about some of the same
+facts in other words. `make_tokenizer.py` makes `tokenizer/` from the conversations.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from raytune_fsdp.demo import CONVERSATIONS, TOKENIZER
 VOCAB_SIZE = 1024
 SPECIAL_TOKENS = ("<|pad|>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>")
 
-# A single digit is a token of its own: numbers of any length are then made of the same ten tokens.
+# Every digit is a token of its own, so that numbers of any length consist of the same ten tokens.
 _WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# One role token, the text, and after the assistant's text the end token, which it has to learn to say.
+# A role token, then the text. After the assistant's text comes the end token, which the model must learn to produce.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {%- if message['role'] not in ['system', 'user', 'assistant'] -%}

@@ -1,1 +1,6 @@
-"""Memory, traffic and time, before anything is started. So far: floating-point operations."""
+"""What a run costs, before anything is started.
+
+    flops.py   floating-point operations of training, and the fraction of a device's peak that they amount to (MFU)
+
+Imports no torch.
+"""

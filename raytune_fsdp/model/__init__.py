@@ -1,1 +1,18 @@
-"""A checkpoint of weights in, a sharded module out, a checkpoint of weights out."""
+"""A model directory in, a sharded network out; trained tensors in, a model directory out.
+
+In the order of the data:
+
+    files.py        where a model's files are (here or on the hub), and which of them holds which tensor
+    skeleton.py     its config -> the network on the meta device, and what can be read off that: blocks, shapes, types
+    keys.py         which key in the files is which tensor of the network, and whether the two fit
+    conversion.py   tensors that transformers builds from others (all experts in one), rows at a time, and the way back
+    weights.py      tensors to be read by rows: from files, drawn at random, with grown embeddings
+    fill.py         memory and values for the rows that this rank keeps
+    attention.py    the forward pass over packed documents, and whether they see each other
+    loss.py         the loss of a block
+    export.py       tensors -> a model directory, by way of
+    tensorfile.py   one safetensors file, written tensor by tensor and read again
+    hub.py          a model directory -> the Hugging Face hub
+
+Nothing here knows of runs, checkpoints, data or Ray.
+"""

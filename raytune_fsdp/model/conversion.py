@@ -1,13 +1,13 @@
-"""Tensors that transformers makes out of others while it loads a model, such as one of all experts, and back.
+"""Tensors that transformers builds from others while it loads a model (one of all experts), and the way back.
 
-The rules and the arithmetic are transformers' own. What is added is that a rank reads no more than its rows: it takes
-the converter's sources of a few experts at a time.
+The rules and the arithmetic are transformers' own. Added here: a rank reads no more than its rows, because it converts
+a few experts at a time.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import Any
@@ -20,8 +20,9 @@ from transformers.core_model_loading import WeightConverter, dot_natural_key
 from raytune_fsdp.errors import ModelError, first_line
 from raytune_fsdp.model.weights import Weights
 
+# Converted at a time, but at least a row (an expert). Pieces this small keep a rank with 201 MiB of a Mixtral's weights
+# at 229 MiB, although its largest tensor has 80 (docs/results.md).
 _PIECE_BYTES = 4 << 20
-"""So much is converted at a time, or one row (one expert) if that is more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,45 +31,46 @@ class Conversion:
 
     converter: WeightConverter
     label: str
-    """The name it was matched under, from which the converter derives the others."""
+    """The name that was matched; the converter derives the others from it."""
     sources: Mapping[str, tuple[str, ...]]
-    """Names of the tensors it takes, by the converter's patterns."""
+    """Names of the tensors it reads, by the converter's patterns."""
     targets: tuple[str, ...]
-    """Names of those it makes."""
+    """Names of the tensors it makes."""
 
     def convert(self, tensors: Mapping[str, Sequence[torch.Tensor]], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """What becomes of the tensors given for each pattern, by name."""
+        """Convert the tensors given for each pattern; returns the results by name."""
+        # Where transformers' loader would collect whole tensors.
         self.converter.collected_tensors = defaultdict(list, {key: list(found) for key, found in tensors.items()})
         try:
             made = self.converter.convert(self.label, model=model, config=model.config)
-        except Exception as error:  # of an operation on tensors that do not fit
+        except Exception as error:  # any: operations do not check the shapes they are given
             raise ModelError(
-                f"transformers cannot convert {self.label} of {model.config.model_type}: {first_line(error)}. Is "
-                "config.json of another model, or are weights missing?"
+                f"transformers cannot convert {self.label} of {model.config.model_type}: {first_line(error)}. Does "
+                "config.json belong to another model, or are weights missing?"
             ) from error
         return {name: found[0] if isinstance(found, list) else found for name, found in made.items()}
 
     @property
     def merges(self) -> bool:
-        """Whether row i of the result is made of the i-th tensor of every pattern, and of nothing else."""
+        """Whether row i of the result is made from the i-th tensor of every pattern, and from nothing else."""
         first, *others = self.converter.operations
         return type(first).__name__ == "MergeModulelist" and first.dim == 0 and all(map(_keeps_rows, others))
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether rows of the result are made of the same rows of one tensor for every pattern."""
+        """Whether rows of the result are made from the same rows of one tensor of every pattern."""
         return all(map(_keeps_rows, self.converter.operations)) and all(len(k) == 1 for k in self.sources.values())
 
 
 def _keeps_rows(operation: Any) -> bool:
-    # By name: not every version of transformers has each of them.
+    # Compared by name: some versions of transformers lack some of these classes.
     if type(operation).__name__ == "Transpose":
         return not getattr(operation, "check_dims", False) and min(operation.dim0, operation.dim1) >= 1
     return type(operation).__name__ in ("Chunk", "Concatenate", "Interleave") and operation.dim >= 1
 
 
 class ConvertedWeights:
-    """Weights of which some are made by conversions from those in the files."""
+    """Weights in files, some of which are converted while they are read."""
 
     def __init__(self, stored: Weights, conversions: Sequence[Conversion], model: PreTrainedModel) -> None:
         self._stored = stored
@@ -102,7 +104,7 @@ class ConvertedWeights:
             return torch.empty((0, *shape[1:]), dtype=dtype)
         if not (conversion.merges or conversion.keeps_rows):
             return self._converted_whole(conversion)[name][start:stop].to(dtype)
-        self._whole = None
+        self._whole = None  # the rows and siblings of a whole one that was kept have been read
         at_once = max(1, _PIECE_BYTES // max(1, dtype.itemsize * torch.Size(shape[1:]).numel()))
         if stop - start <= at_once:
             return self._converted(conversion, start, stop)[name].to(dtype)
@@ -113,7 +115,7 @@ class ConvertedWeights:
         return rows
 
     def _dtype(self, conversion: Conversion) -> torch.dtype:
-        """What tensors of all its sources' types become when they are put together, also where a part has only one."""
+        """The type that all of its sources together promote to. A few experts may have only one of several types."""
         if conversion.label not in self._dtypes:
             keys = [key for each in conversion.sources.values() for key in each]
             self._dtypes[conversion.label] = reduce(
@@ -122,33 +124,28 @@ class ConvertedWeights:
         return self._dtypes[conversion.label]
 
     def _converted(self, conversion: Conversion, first: int, last: int) -> dict[str, torch.Tensor]:
-        """Rows [first, last) of what a conversion makes."""
-        sources = {p: list(self._sources(conversion, keys, first, last)) for p, keys in conversion.sources.items()}
+        """Rows [first, last) of what a conversion makes, from only what they are made from."""
+        if conversion.merges:
+            sources = {p: [self._stored_whole(k) for k in keys[first:last]] for p, keys in conversion.sources.items()}
+        else:
+            sources = {p: [self._stored.read(keys[0], first, last)] for p, keys in conversion.sources.items()}
         return conversion.convert(sources, self._model)
 
-    def _sources(self, conversion: Conversion, keys: Sequence[str], first: int, last: int) -> Iterator[torch.Tensor]:
-        """Of one pattern, what rows [first, last) of the result are made of."""
-        if conversion.merges:
-            for key in keys[first:last]:
-                yield self._stored.read(key, 0, self._stored.shapes()[key][0])
-        else:
-            yield self._stored.read(keys[0], first, last)
-
     def _converted_whole(self, conversion: Conversion) -> dict[str, torch.Tensor]:
-        """Where rows are mixed, the whole is made, and kept until another is: its rows and its siblings come next."""
+        """All of a conversion that mixes rows. Kept until another is needed: its other rows and targets come next."""
         if self._whole is None or self._whole[0] is not conversion:
-            self._whole = None
-            sources = {
-                pattern: [self._stored.read(key, 0, self._stored.shapes()[key][0]) for key in keys]
-                for pattern, keys in conversion.sources.items()
-            }
+            self._whole = None  # before the next one is made: two at once are more than loading may take
+            sources = {p: [self._stored_whole(key) for key in keys] for p, keys in conversion.sources.items()}
             self._whole = conversion, conversion.convert(sources, self._model)
         return self._whole[1]
+
+    def _stored_whole(self, key: str) -> torch.Tensor:
+        return self._stored.read(key, 0, self._stored.shapes()[key][0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outgoing:
-    """Tensors of a network that leave together, and what they are called and how they look in files."""
+    """Tensors of a network that are stored together, and the keys and shapes that they have in files."""
 
     names: tuple[str, ...]
     stored: Mapping[str, tuple[int, ...]]
@@ -157,7 +154,7 @@ class Outgoing:
     renamings: Sequence[Any] = ()
 
     def turn_back(self, tensors: Mapping[str, torch.Tensor], model: PreTrainedModel | None) -> dict[str, torch.Tensor]:
-        """The tensors `names` as they are stored."""
+        """Turn the tensors `names` into the stored ones, by key."""
         if self.conversion is None or model is None:
             return dict(zip(self.stored, tensors.values(), strict=True))
         sources = {p: [tensors[name] for name in names] for p, names in self.conversion.sources.items()}
@@ -166,14 +163,14 @@ class Outgoing:
 
 
 def outgoing(shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel | None) -> list[Outgoing]:
-    """How the tensors of a network are stored: as transformers' save_pretrained would have it.
+    """How the tensors of a network are stored: as transformers' save_pretrained would store them.
 
-    Without a model (its code came with it, so transformers has no rules for it) everything keeps its name.
+    `model` is None where its code came with it: transformers has no rules for that, so every tensor keeps its name.
     """
     if model is None:
         return [Outgoing(names=(name,), stored={name: shape}) for name, shape in shapes.items()]
     rules: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
-    # Whether a prefix was there is not known; the network's own names have it where it belongs.
+    # Without the rules for prefixes: the network's names have theirs, whether the files it came from had them or not.
     back = [rule.reverse_transform() for rule in reversed(rules) if type(rule).__name__ != "PrefixChange"]
     renamings = [rule for rule in back if not isinstance(rule, WeightConverter)]
     converters = [rule for rule in back if isinstance(rule, WeightConverter)]
@@ -195,7 +192,7 @@ def outgoing(shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel | Non
         )
         group = Outgoing(
             names=tuple(name for names in sources.values() for name in names),
-            stored={},  # tried out below
+            stored={},  # known only after a conversion on the meta device, below
             conversion=conversion,
             renamings=renamings,
         )
@@ -205,7 +202,7 @@ def outgoing(shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel | Non
 
 
 def _matched(name: str, converters: Sequence[Any]) -> tuple[str, str | None]:
-    """The name as the first converter that knows it would have it, and the pattern by which it does."""
+    """The name under the first converter that matches it, and the pattern that matched; the name alone if none does."""
     for converter in converters:
         label, pattern = converter.rename_source_key(name)
         if pattern is not None:

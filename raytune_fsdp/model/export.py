@@ -1,7 +1,7 @@
 """Weights out: a Hugging Face model directory that from_pretrained and inference servers load.
 
 Tensors go from the source to safetensors files one by one, under the keys that transformers' save_pretrained gives
-them; no more than the largest of them is in memory, and what it becomes.
+them. No more than the largest of them is in memory, with what it becomes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class WholeTensors(Protocol):
-    """What an export reads from."""
+    """What an export reads: all tensors of a network, each whole."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
 
@@ -56,14 +56,14 @@ def export(
     card: str | None = None,
     leave_out: Sequence[str] = (),
 ) -> None:
-    """Write `destination` anew: weights from `source`, config and tokenizer from the directory `model_files`.
+    """Write a model directory: weights from `source`, config and tokenizer from the directory `model_files`.
 
-    Written under a temporary name, read again, and renamed: `destination` is either whole or not there. `leave_out`:
+    It is written under a temporary name, read again, and renamed: `destination` is complete or not there. `leave_out`:
     files in `model_files` that are not the model's.
     """
     if not (model_files / "config.json").is_file():
-        raise ModelError(f"{model_files} has no config.json, so this run's model cannot be exported")
-    destination = Path(os.path.realpath(destination))
+        raise ModelError(f"{model_files} has no config.json, so the model of this run cannot be exported")
+    destination = Path(os.path.realpath(destination))  # a link is followed, not replaced
     _check_replaceable(destination)
     _check_apart(destination, model_files)
     _remove_left(destination)
@@ -85,7 +85,7 @@ def export(
 
 
 def _put_in_place(staging: Path, destination: Path) -> None:
-    """What was there before goes out of the way first: a directory cannot be replaced in one step."""
+    """Rename the export to its name. An older one is renamed first: a directory cannot be replaced in one step."""
     old = _beside(destination, "replaced")
     with suppress(FileNotFoundError):
         destination.rename(old)
@@ -102,29 +102,32 @@ def _put_in_place(staging: Path, destination: Path) -> None:
 
 
 def _beside(destination: Path, what: str) -> Path:
-    """A name nobody else uses, that says which process is using it."""
+    """A unique name beside the destination. It says which process uses it, so that `_remove_left` can tell."""
     return destination.with_name(f".{destination.name}.{what}-{_HOST}-{os.getpid()}-{uuid.uuid4().hex[:6]}")
 
 
 def _remove_left(destination: Path) -> None:
-    """What exports of this machine that were killed have left beside it."""
+    """Remove what killed exports of this machine left beside the destination."""
     for left in destination.parent.glob(f".{glob.escape(destination.name)}.*-{glob.escape(_HOST)}-*-*"):
-        pid = left.name.split("-")[-2]
+        pid = left.name.split("-")[-2]  # from the end: a host's name may have hyphens
+        # A `.replaced-` may be the only copy there is: its export died between the two renames.
         alive = pid.isdecimal() and Path(f"/proc/{pid}").exists()
         if not alive and (".export-" in left.name or destination.exists()):
             shutil.rmtree(left, ignore_errors=True)
 
 
 def _check_apart(destination: Path, model_files: Path) -> None:
-    """An export is no part of the run's own files, nor are they of it."""
+    """Refuse a destination that would overwrite the run's own files, or lie among them."""
     model_files = Path(os.path.realpath(model_files))
     for one, other in ((destination, model_files), (model_files, destination)):
         if one == other or other in one.parents:
-            raise ModelError(f"{destination} is, holds or lies in {model_files}, which the run needs: export elsewhere")
+            raise ModelError(
+                f"{destination} is, contains or lies in {model_files}, which the run needs: export elsewhere"
+            )
 
 
 def _skeleton(model_files: Path) -> PreTrainedModel | None:
-    """The network without memory, None if it needs code that is not transformers' own."""
+    """The network on the meta device; None if it needs code that is not transformers' own."""
     values = json.loads((model_files / "config.json").read_text())
     if "auto_map" in values or values.get("model_type") not in CONFIG_MAPPING:
         return None
@@ -142,25 +145,25 @@ def _skeleton(model_files: Path) -> PreTrainedModel | None:
 def _write_weights(
     source: WholeTensors, model: PreTrainedModel | None, staging: Path, target: torch.dtype | None, max_file_bytes: int
 ) -> dict[str, torch.dtype]:
-    """Every tensor into its file, and the index. Returns the types in the files."""
+    """Write every tensor to its file, and the index. Returns the types in the files, by key."""
     groups = outgoing(source.shapes(), model)
     stored_types = source.dtypes()
     shapes = {key: shape for group in groups for key, shape in group.stored.items()}
     kept = kept_in_fp32(model, target) if model is not None and target is not None else set()
-    types = {
-        key: _export_type(stored_types[group.names[0]], None if kept & set(group.names) else target)
-        for group in groups
-        for key in group.stored
-    }
+    types: dict[str, torch.dtype] = {}
+    for group in groups:
+        # Integers keep their type, and so does what the architecture keeps in fp32.
+        stored = stored_types[group.names[0]]
+        cast = target is not None and stored.is_floating_point and kept.isdisjoint(group.names)
+        types |= dict.fromkeys(group.stored, target if target is not None and cast else stored)
     files = _split(shapes, types, max_file_bytes)
     names = [
         "model.safetensors" if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"
         for i in range(1, len(files) + 1)
     ]
     file_of = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
-    _write_files(
-        source, model, groups, {n: {k: shapes[k] for k in f} for n, f in zip(names, files, strict=True)}, types, staging
-    )
+    shapes_in = {name: {key: shapes[key] for key in keys} for name, keys in zip(names, files, strict=True)}
+    _write_files(source, model, groups, shapes_in, types, staging)
     if len(files) > 1:
         total = sum(_bytes(shape, types[key]) for key, shape in shapes.items())
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
@@ -176,7 +179,11 @@ def _write_files(
     types: Mapping[str, torch.dtype],
     staging: Path,
 ) -> None:
-    """One file after the other: the groups come in the order of the files. A thread reads what is finished again."""
+    """Write one file after the other; groups come in their order. A thread reads finished files again meanwhile.
+
+    A tensor at a time: a model of 936 MB is written within 192 MiB of memory, its embedding in fp32 and in bf16. With
+    all checks an export takes 2.38 s instead of 1.32 (docs/results.md).
+    """
     pending = iter(files.items())
     name, left, file = "", set[str](), None
     with ThreadPoolExecutor(1) as reader:
@@ -195,7 +202,7 @@ def _write_files(
                 if not left:
                     checks.append(reader.submit(_finish, staging / name, file))
             for check in [each for each in checks if each.done()]:
-                check.result()
+                check.result()  # a bad disk ends the export here, not after the last file
         for check in checks:
             check.result()
 
@@ -203,37 +210,33 @@ def _write_files(
 def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     cast = tensor.to(dtype)
     if dtype == torch.float16 and cast.isinf().any() and not tensor.isinf().any():
-        raise ModelError(f"{name} has numbers that are too large for fp16: export as bf16 or fp32")
+        raise ModelError(f"{name} has values that are too large for fp16: export as bf16 or fp32")
     return cast
 
 
 def _finish(path: Path, file: TensorFile) -> None:
-    """What is read back must be what was to be written, bit by bit."""
+    """Close the file, read it back, and compare it bit by bit with the tensors that were written."""
     file.close()
     wrong = file.differences()
     if wrong:
         raise TransientError(
-            f"{path} was not written as it should be ({', '.join(wrong[:3])}), so nothing was exported: check the "
-            "disk, and export again"
+            f"{path} does not read back as it was written ({', '.join(wrong[:3])}), so nothing was exported: check the "
+            "disk, then export again"
         )
 
 
 def _check_replaceable(destination: Path) -> None:
-    """What will be deleted must be a model, not whatever else a user's slip may name."""
+    """Refuse to delete anything but a model: a mistyped path may name something else."""
     if destination.exists() and not (destination / "config.json").is_file():
         if destination.is_dir() and not any(destination.iterdir()):
             return
         raise ModelError(f"{destination} exists and is not a model directory; export to another path, or remove it")
 
 
-def _export_type(stored: torch.dtype, target: torch.dtype | None) -> torch.dtype:
-    return target if target is not None and stored.is_floating_point else stored
-
-
 def _split(shapes: Shapes, types: Mapping[str, torch.dtype], max_file_bytes: int) -> list[list[str]]:
-    """Keys by file: in their order, a new file where the next tensor does not fit. A larger tensor has its own."""
+    """Keys by file, in their order: a new file begins where the next tensor does not fit, so a huge one has its own."""
     files: list[list[str]] = []
-    used = max_file_bytes + 1
+    used = max_file_bytes + 1  # the first tensor begins a file
     for key, shape in shapes.items():
         size = _bytes(shape, types[key])
         if used + size > max_file_bytes:
@@ -249,7 +252,7 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _set_dtype(config_file: Path, types: Mapping[str, torch.dtype]) -> None:
-    """Say in config.json which type the weights have now; it is what from_pretrained loads them as."""
+    """Put the type of most weights into config.json: from_pretrained loads all of them in that type."""
     config = json.loads(config_file.read_text())
     main = max(set(types.values()), key=list(types.values()).count)
     config["dtype"] = str(main).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Where a model's files are: a local directory, or the hub's cache after fetching them. Reads names, not weights."""
+"""Where a model's files are: a local directory, or the hub's cache after a download. Reads names, not weights."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from raytune_fsdp.errors import ModelError
+from raytune_fsdp.errors import ModelError, first_line, in_one_line
 
 HUB_SECONDS = 4
-"""A hub that has not answered after this long is reported, not waited for."""
+"""How long a hub may take for its first answer, before it counts as unreachable."""
 
+# What a config, a tokenizer, a chat template and the code of a model come in.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "tokenizer*"]
 
 
@@ -28,9 +29,9 @@ class WeightFiles:
 
 
 def locate(path: str, revision: str | None, *, field: str, weights: bool) -> Path:
-    """The directory of a model or tokenizer. Fetches a hub model into the local cache first; network.
+    """The directory of a model or tokenizer. A hub model is downloaded into the local cache first; network.
 
-    With `weights=False` only the small files are fetched: enough to check a config before anything is started.
+    With `weights=False` only the small files are: enough to check a config before anything is started.
     """
     local = Path(path).expanduser()
     if local.is_dir():
@@ -43,7 +44,7 @@ def locate(path: str, revision: str | None, *, field: str, weights: bool) -> Pat
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a model or dataset on the hub may be called so."""
+    """Whether this can be the name of a model or dataset on the hub."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -55,7 +56,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def _fetch(name: str, revision: str | None, *, field: str, weights: bool) -> Path:
-    """The hub's snapshot, with the hub's many ways of saying no told as one line each."""
+    """Download a snapshot from the hub. Each of the hub's ways to refuse becomes a line of its own."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -76,10 +77,10 @@ def _fetch(name: str, revision: str | None, *, field: str, weights: bool) -> Pat
                 allow_patterns=patterns,
                 etag_timeout=HUB_SECONDS,
                 max_workers=4,
-                local_files_only=silence is not None,
+                local_files_only=silence is not None,  # without a hub, an earlier download will do
             )
         )
-    except GatedRepoError as error:
+    except GatedRepoError as error:  # a kind of RepositoryNotFoundError, so it comes first
         raise ModelError(
             f"{what}: access to this hub model is restricted; accept its terms on its page, then set HF_TOKEN"
         ) from error
@@ -93,19 +94,19 @@ def _fetch(name: str, revision: str | None, *, field: str, weights: bool) -> Pat
         ) from error
     except (LocalEntryNotFoundError, OSError) as error:
         if silence is None and isinstance(error, HfHubHTTPError):
-            raise ModelError(f"{what}: the hub refuses ({in_short(error)}); check the name and HF_TOKEN") from error
+            raise ModelError(f"{what}: the hub refuses ({in_one_line(error)}); check the name and HF_TOKEN") from error
         raise ModelError(
             f"{what}: not a directory here, not in the local cache, and the hub cannot be reached "
-            f"({silence or in_short(error)}); give the path of a downloaded model, or download it once where there is "
-            "a network"
+            f"({silence or in_one_line(error)}); give the path of a downloaded model, or download it once while the "
+            "hub can be reached"
         ) from error
 
 
 def _ask_hub(name: str, revision: str | None) -> str | None:
-    """Why the hub cannot be reached, None if it answers; whatever its answer is, a download will hear it too.
+    """Why the hub cannot be reached; None if it answers, whatever the answer: a download gets the same one.
 
-    Asked on a thread that is given up after a while: a download waits for a name server, a proxy or a hub that takes
-    connections and says nothing far longer than a user should.
+    A thread asks, and is abandoned after HUB_SECONDS: a download waits far longer than a user should for a name server,
+    a proxy or a hub that accepts connections and then says nothing.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -117,9 +118,9 @@ def _ask_hub(name: str, revision: str | None) -> str | None:
             HfApi().model_info(name, revision=revision, timeout=HUB_SECONDS)
             outcome[0] = None
         except HfHubHTTPError as error:
-            outcome[0] = None if error.response.status_code < 500 else in_short(error)
-        except Exception as error:  # of an HTTP library whose name depends on the hub library's version
-            outcome[0] = in_short(error)
+            outcome[0] = None if error.response.status_code < 500 else in_one_line(error)
+        except Exception as error:  # which HTTP library raises it depends on the version of huggingface_hub
+            outcome[0] = in_one_line(error)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -127,14 +128,8 @@ def _ask_hub(name: str, revision: str | None) -> str | None:
     return outcome[0]
 
 
-def in_short(error: Exception) -> str:
-    """Its kind and its first line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
 def find_weights(directory: Path) -> WeightFiles:
-    """The safetensors files below `directory`, by their index or by their headers. No tensor is read."""
+    """The safetensors files in `directory`, from their index or the header of the only one. No tensor is read."""
     index = directory / "model.safetensors.index.json"
     single = directory / "model.safetensors"
     if index.is_file():
@@ -142,7 +137,7 @@ def find_weights(directory: Path) -> WeightFiles:
             file_of = {str(key): str(name) for key, name in json.loads(index.read_text())["weight_map"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(
-                f"{index} is not a safetensors index with a weight_map ({in_short(error)}): download it again"
+                f"{index} is not a safetensors index with a weight_map ({in_one_line(error)}): download it again"
             ) from error
     elif single.is_file():
         file_of = dict.fromkeys(_keys_of(single), single.name)
@@ -163,7 +158,9 @@ def _keys_of(file: Path) -> list[str]:
         with safe_open(file, "pt") as handle:
             return list(handle.keys())
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is not a whole safetensors file ({error}): download it again") from error
+        raise ModelError(
+            f"{file} is not a complete safetensors file ({first_line(error)}): download it again"
+        ) from error
 
 
 def _no_safetensors(directory: Path) -> ModelError:
@@ -171,6 +168,7 @@ def _no_safetensors(directory: Path) -> ModelError:
     if pickles:
         return ModelError(
             f"{directory} has its weights only as {pickles[0]}, a pickle, which can run code when loaded: convert it "
-            "once with transformers (from_pretrained, save_pretrained writes safetensors) on a machine you can spare"
+            "once with transformers, on a machine without secrets (from_pretrained, then save_pretrained, which writes "
+            "safetensors)"
         )
     return ModelError(f"{directory} has no model.safetensors and no model.safetensors.index.json: no weights to load")

@@ -1,7 +1,7 @@
 """Give a sharded network on the meta device its memory and its weights, without any rank holding more than its share.
 
 `sharded`: every rank reads its own rows of every tensor. `rank0`: rank 0 reads one tensor at a time and scatters the
-rows. Both are driven by the same list of targets in the same order, so that ranks never disagree about what is next.
+rows. Both are driven by the same list of targets in the same order, so that ranks never disagree about the next one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.skeleton import init_buffers
 from raytune_fsdp.model.weights import Weights
 
+# Copied at a time. Mapped files take no memory before they are copied; a checkpoint's or a conversion's tensors do.
 _READ_BYTES = 4 << 20
 
 
@@ -32,9 +33,9 @@ class Target:
 
 @torch.no_grad()
 def fill(model: PreTrainedModel, weights: Weights | None, mode: str, device: torch.device) -> None:
-    """Allocate every shard on `device` and fill it, or with `empty` leave that to a checkpoint. Collective.
+    """Allocate every shard on `device` and fill it; with mode `empty` a checkpoint does that later. Collective.
 
-    `rank0` reads `weights` on rank 0 only.
+    With `rank0` only rank 0 needs `weights`.
     """
     owned = list(owned_tensors(model))
     _allocate(model, device)
@@ -50,7 +51,6 @@ def fill(model: PreTrainedModel, weights: Weights | None, mode: str, device: tor
 
 
 def _read(target: Target, weights: Weights, start: int, stop: int) -> None:
-    """Some rows at a time: not all sources are mapped files, of which nothing is in memory before it is copied."""
     local = target.local
     if not local.ndim:
         local.copy_(weights.read(target.name, start, stop))
@@ -62,7 +62,7 @@ def _read(target: Target, weights: Weights, start: int, stop: int) -> None:
 
 
 def _allocate(model: PreTrainedModel, device: torch.device) -> None:
-    """Give every tensor memory, in place: replaced by new ones, weights that are tied would be two afterwards."""
+    """Give every tensor memory, in place: by default `to_empty` makes new parameters, and tied weights would be two."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -83,8 +83,10 @@ def _target(name: str, tensor: torch.Tensor, world: int) -> Target:
     axis = next((i for i, p in enumerate(tensor.placements) if isinstance(p, Shard)), None)
     assert axis is not None and tensor.placements[axis] == Shard(0), f"{name}: fully_shard splits by rows"
     mesh, rows = tensor.device_mesh, tensor.shape[0]
+    # fully_shard's split: ceil(rows / shards) each, so the last ranks may have fewer or none.
     chunk = -(-rows // mesh.size(axis))
-    starts = [min(rows, chunk * _coordinate(mesh.mesh, rank, axis)) for rank in range(world)]
+    shards = [int((mesh.mesh == rank).nonzero()[0][axis]) for rank in range(world)]
+    starts = [min(rows, chunk * shard) for shard in shards]
     rows_of = tuple((start, min(rows, start + chunk)) for start in starts)
     local = tensor.to_local()
     start, stop = rows_of[dist.get_rank()]
@@ -92,20 +94,17 @@ def _target(name: str, tensor: torch.Tensor, world: int) -> Target:
     return Target(name=name, local=local, rows_of=rows_of)
 
 
-def _coordinate(ranks: torch.Tensor, rank: int, axis: int) -> int:
-    return int((ranks == rank).nonzero()[0][axis])
-
-
 def _scatter(targets: list[Target], weights: Weights | None, device: torch.device) -> None:
-    """Rank 0 reads a tensor, every rank receives its rows of it.
+    """Rank 0 reads a tensor, and every rank receives its rows of it.
 
-    Rows travel as bytes of the stored type, through one buffer that is used for all tensors: freed pieces of many
-    sizes would stay with the allocator. Pieces that are shorter than the longest (the last rank's) are padded.
+    Rows travel as bytes of the stored type. Pieces that are shorter than the longest (the last rank's) are padded.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     dtypes = _agree_on_dtypes(targets, weights)
     row_bytes = [dtype.itemsize * t.local.shape[1:].numel() for t, dtype in zip(targets, dtypes, strict=True)]
     most = [max(stop - start for start, stop in t.rows_of) for t in targets]
+    # One buffer for all tensors: freed pieces of many sizes would stay with the allocator. With it, ranks that keep 893
+    # MiB of weights peak at 963; the largest tensor has 125 (docs/results.md).
     buffer = torch.empty(max(r * m for r, m in zip(row_bytes, most, strict=True)), dtype=torch.uint8, device=device)
     spare = torch.empty_like(buffer) if rank == 0 else None
     for target, dtype, bytes_per_row, rows in zip(targets, dtypes, row_bytes, most, strict=True):
@@ -133,6 +132,7 @@ def _pieces(
         start, stop = target.rows_of[rank]
         piece = flat[start * per_row : stop * per_row]
         if piece.numel() < size:
+            # Replicas have the same rows and share one padded piece. Mostly one piece is short, and fits into `spare`.
             if (start, stop) not in padded:
                 used = sum(p.numel() for p in padded.values())
                 room = spare[used : used + size] if used + size <= spare.numel() else torch.empty_like(spare[:size])
@@ -144,7 +144,7 @@ def _pieces(
 
 
 def _agree_on_dtypes(targets: list[Target], weights: Weights | None) -> list[torch.dtype]:
-    """The stored types, which only rank 0 can see."""
+    """Send around the stored types, which only rank 0 can see."""
     box: list[list[torch.dtype] | None] = [None]
     if dist.get_rank() == 0:
         assert weights is not None, "rank 0 reads in rank0 mode"

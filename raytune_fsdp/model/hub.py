@@ -1,4 +1,4 @@
-"""A model directory to the Hugging Face hub: whole, in one commit."""
+"""Pushes a model directory to the Hugging Face hub, in one commit."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, TypeVar
 
-from raytune_fsdp.errors import ModelError, RaytuneError, TransientError
-from raytune_fsdp.model.files import HUB_SECONDS, in_short, is_hub_name
+from raytune_fsdp.errors import ModelError, RaytuneError, TransientError, in_one_line
+from raytune_fsdp.model.files import HUB_SECONDS, is_hub_name
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _NEVER = {".git", ".cache"}
-"""Directories the hub does not take: what git and its own library leave in a model directory."""
+"""Directories that the hub refuses. git and the hub's own library leave them in a model directory."""
 _LATER = {408, 409, 412, 429}
-"""Answers below 500 that another try may change: too slow, too often, or another commit came first."""
+"""Answers below 500 that another try may change: too slow, too many requests, or another commit came first."""
 _MAX_REASON = 300
-"""Characters of what the hub says that are told: it may send a page."""
+"""Characters of the hub's answer that a message shows: the hub may send a whole page."""
 _XET_REFUSED = re.compile(r"HTTP status client error \((\d+) ")
 
 T = TypeVar("T")
 
 
 def check_push(name: str) -> None:
-    """Refuse early what could not be pushed after hours of training: a bad name, no token. The hub is not asked."""
+    """Refuse before training what could not be pushed after it: a bad name, no token. Does not ask the hub."""
     _token(name)
 
 
 def push(directory: Path, name: str, *, private: bool, message: str) -> str:
     """Push `directory` to the model `name` on the hub and return the URL of the commit; network.
 
-    A repository that is not there is created: private if asked, else as its owner's account has it. One that is there
-    keeps its visibility and its files, but not the weights of an earlier push that are no longer part of the model:
-    a loader that finds them by their names would mix two models.
+    A repository that does not exist is created: private if asked, else with the default of its owner's account. An
+    existing one keeps its visibility and its files, except weights of an earlier push that are no longer part of the
+    model: a loader that finds weights by their names would mix two models.
     """
     from huggingface_hub import HfApi
 
@@ -45,19 +45,19 @@ def push(directory: Path, name: str, *, private: bool, message: str) -> str:
         raise ModelError(f"export.push={name}: {directory} is not a directory, so there is no model to push")
     api = HfApi(token=token)
     try:
-        # Asked first, and not for long: whether there is a hub. Its answer says whose a name without an owner is.
+        # First, with a short deadline: can the hub be reached? Its answer also gives a name without an owner its owner.
         user = _soon(api.whoami)["name"]
         repository = name if "/" in name else f"{user}/{name}"
         api.create_repo(repository, private=private or None, exist_ok=True)
-        # Not upload_folder: with hf_xet it makes several commits of what is large, slow or refused at first.
+        # Not upload_folder: with hf_xet it may make several commits of a push that is large or slow, or needs retries.
         commit = api.create_commit(repository, _operations(api, repository, directory), commit_message=message)
-    except Exception as error:  # of an HTTP library whose name depends on the hub library's version
+    except Exception as error:  # which HTTP library raises it depends on the version of huggingface_hub
         raise _as_line(error, name, directory, token) from error
     return str(commit.commit_url)
 
 
 def _token(name: str) -> str:
-    """The token to push `name` with, if both are such that a push can be tried."""
+    """The token to push `name` with. Raises if the name or the token cannot be right."""
     from huggingface_hub import get_token
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
@@ -65,26 +65,26 @@ def _token(name: str) -> str:
     if not is_hub_name(name):
         raise ModelError(
             f"export.push={' '.join(name.split())}: not a name the hub allows; it must be owner/name or name, of "
-            "letters, digits, '-', '_' and '.' (not first or last, not doubled), with 96 characters at most"
+            "letters, digits, '-', '_' and '.' (not first or last, not doubled), at most 96 characters"
         )
     if HF_HUB_OFFLINE:
         raise ModelError(f"{what}: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, so nothing can be pushed: unset it")
     try:
-        token = _soon(get_token)  # may have to be renewed, which asks the hub
+        token = _soon(get_token)  # an OAuth token may have to be renewed, which asks the hub
     except Exception as error:
-        raise ModelError(f"{what}: the token for the hub cannot be had ({in_short(error)}): set HF_TOKEN") from error
+        raise ModelError(f"{what}: cannot get a token for the hub ({in_one_line(error)}): set HF_TOKEN") from error
     if not token:
         raise ModelError(f"{what}: pushing needs a token with write access: set HF_TOKEN, or run `hf auth login`")
     if not (token.isascii() and token.isprintable() and " " not in token):
-        # The HTTP library would refuse the header it is in, and show it.
-        raise ModelError(f"{what}: the token has a character that no token has (a quote? a blank?): set HF_TOKEN anew")
+        # The HTTP library would refuse the header with it, and show the token in its message.
+        raise ModelError(f"{what}: the token has a character that no token has (a quote? a space?): correct HF_TOKEN")
     return str(token)
 
 
 def _soon(call: Callable[[], T]) -> T:
-    """What `call` returns or raises, TimeoutError if that takes too long; it is then left to its thread.
+    """Call with a deadline of HUB_SECONDS. After it the thread that calls is abandoned, and TimeoutError raised.
 
-    A name server, a proxy or a hub that takes connections and says nothing is otherwise waited for without end.
+    Without one, a name server, a proxy or a hub that accepts connections and then says nothing would block for ever.
     """
     answer: Future[T] = Future()
 
@@ -105,20 +105,19 @@ def _operations(api: Any, repository: str, directory: Path) -> list[Any]:
 
     names = {path.relative_to(directory): path for path in sorted(directory.rglob("*")) if path.is_file()}
     files = {name.as_posix(): path for name, path in names.items() if _NEVER.isdisjoint(name.parts)}
-    gone = [name for name in api.list_repo_files(repository) if name not in files and _is_weights(name)]
+    # An earlier push put its weights at the top. Those in a subdirectory are somebody else's.
+    top = [name for name in api.list_repo_files(repository) if "/" not in name]
+    weights = [name for name in top if any(fnmatchcase(name, pattern) for pattern in _WEIGHTS)]
+    gone = [name for name in weights if name not in files]
     deletions = [CommitOperationDelete(path_in_repo=name) for name in gone]
     return [*deletions, *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items())]
 
 
-def _is_weights(name: str) -> bool:
-    """Where an export puts them; what lies in a directory of its own was put there by someone else."""
-    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in _WEIGHTS)
-
-
 def _as_line(error: Exception, name: str, directory: Path, token: str) -> RaytuneError:
-    """What went wrong as one line for people: who has to do what."""
+    """The error as one line that says what to do about it. TransientError: another try may succeed."""
     what = f"export.push={name}"
     status, reason = _status_and_reason(error)
+    # A library may quote the request, and with it the token.
     reason = " ".join(reason.split()).replace(token, "<token>")[:_MAX_REASON]
     if status == 401:
         return ModelError(f"{what}: the hub does not know the token ({reason}): set HF_TOKEN to a valid one")
@@ -129,26 +128,28 @@ def _as_line(error: Exception, name: str, directory: Path, token: str) -> Raytun
         )
     if 400 <= status < 500 and status not in _LATER:
         return ModelError(f"{what}: the hub refuses ({reason}): check the name, and what your account may store")
+    # The library's own check of the files. A JSONDecodeError is one too, but of an answer that is not the hub's.
     if isinstance(error, ValueError) and not isinstance(error, JSONDecodeError):
-        return ModelError(f"{what}: the hub does not take what is in {directory} ({reason}): change it")
+        return ModelError(f"{what}: the hub does not accept the files in {directory} ({reason}): change them")
     if isinstance(error, OSError) and error.filename is not None:
-        return ModelError(f"{what}: {directory} cannot be read ({reason}): see who may read it, or export it again")
+        return ModelError(f"{what}: {directory} cannot be read ({reason}): check its permissions, or export again")
     failed = "the hub fails" if status else "the hub cannot be reached"
     return TransientError(f"{what}: {failed} ({reason}); the model is in {directory}: push it again later")
 
 
 def _status_and_reason(error: Exception) -> tuple[int, str]:
-    """The hub's answer, as a status and in words; the status is 0 where it gave none."""
+    """The status of the hub's answer, and why in words. The status is 0 if there was no answer."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    # The library says of a large file only which one could not be stored, and the storage's answers have its URL.
+    # For a large file the library only says which one could not be stored; why is in the cause. The text of a storage's
+    # answer contains its URL, so only the message inside is shown.
     stored = error.__cause__ if isinstance(error, RuntimeError) else None
-    told = stored if isinstance(stored, Exception) else error
-    if isinstance(told, HfHubHTTPError):
-        status = told.response.status_code
-        reason = f"HTTP {status}: {told.server_message or told.response.reason_phrase}"
-        # A storage that says 403 finds an address too old, not a token too weak.
-        return (status if told is error else 500), reason
-    # hf_xet knows no other kind of error than one of the connection.
-    refused = _XET_REFUSED.search(str(told))
-    return (int(refused[1]) if refused else 0), f"{type(told).__name__}: {told}"
+    cause = stored if isinstance(stored, Exception) else error
+    if isinstance(cause, HfHubHTTPError):
+        status = cause.response.status_code
+        reason = f"HTTP {status}: {cause.server_message or cause.response.reason_phrase}"
+        # A storage's 403 means that its URL has expired, not that the token is too weak: another try gets a new URL.
+        return (status if cause is error else 500), reason
+    # hf_xet raises one kind of error for everything; the status is only in its text.
+    refused = _XET_REFUSED.search(str(cause))
+    return (int(refused[1]) if refused else 0), f"{type(cause).__name__}: {cause}"

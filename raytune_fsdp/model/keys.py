@@ -1,4 +1,4 @@
-"""Which key of a checkpoint's files is which tensor of a network, and whether the two fit. Reads no weights."""
+"""Which key in weight files is which tensor of a network, and whether the two fit. Reads no weights."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from raytune_fsdp.model.weights import Weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """Where every tensor of a network is in some files. Can be pickled."""
+    """Where the files have every tensor of a network. Can be pickled."""
 
     key_of: Mapping[str, str]
-    """Keys in the files by names in the network. What conversions take has its key for a name, too."""
+    """Keys in the files by names in the network. What conversions read has no name there: it is under its own key."""
     conversions: tuple[Conversion, ...] = ()
-    """How tensors are made that are not stored as they are."""
+    """How to make the tensors that are not stored as they are."""
 
 
 def match_keys(model: PreTrainedModel, files: WeightFiles) -> Match:
-    """Match the keys in the files and the names in the network; where they do not agree, an error lists both sides.
+    """Match the keys in the files with the names in the network; if they disagree, the error lists both sides.
 
     transformers' own rules for the architecture apply: they know older names of some modules, the prefix that a
     checkpoint of the bare decoder lacks, and which tensors are stored in parts.
@@ -42,9 +42,10 @@ def match_keys(model: PreTrainedModel, files: WeightFiles) -> Match:
     key_of: dict[str, str] = {}
     parts: dict[str, dict[str, list[str]]] = {}
     extra = []
+    # In natural order (experts.2 before experts.10): converters stack parts in the order in which they come.
     for key in sorted(files.file_of, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
-        if name not in names and key in names:  # a rule for older files, which does not mean this key
+        if name not in names and key in names:  # renamed by a rule for older files, which these are not
             name, pattern = key, None
         if pattern is not None and name in names:
             parts.setdefault(name, {}).setdefault(pattern, []).append(key)
@@ -66,14 +67,16 @@ def match_keys(model: PreTrainedModel, files: WeightFiles) -> Match:
 
 
 def _conversion(converters: Sequence[Any], name: str, sources: Mapping[str, Sequence[str]]) -> Conversion:
-    """The use of a converter under a name. Its sources of a pattern are numbered without gaps, or it is an error."""
+    """The use of a converter for one tensor, by the keys that match each of its patterns."""
+    # By the last one, as in transformers, if several have the pattern.
     converter = next(c for c in reversed(converters) if next(iter(sources)) in c.source_patterns)
     for pattern, keys in sources.items():
+        # transformers would not notice: the next expert would take the place of the missing one.
         gap = _gap(keys)
         if gap is not None:
             raise ModelError(
-                f"the weights for {name} ({pattern}) are not numbered without a gap: {gap}; download the model again, "
-                "or is it only a part of one?"
+                f"the weights for {name} ({pattern}) have a gap in their numbers: {gap}; download the model again (is "
+                "this only a part of it?)"
             )
     first, *others = converter.target_patterns
     return Conversion(
@@ -85,16 +88,16 @@ def _conversion(converters: Sequence[Any], name: str, sources: Mapping[str, Sequ
 
 
 def _gap(keys: Sequence[str]) -> str | None:
-    """Where one is missing, None if they are numbered 0, 1, 2, ... by one part of their names."""
+    """Where a number is missing; None if one part of their names counts 0, 1, 2, ..."""
     for column in zip(*(key.split(".") for key in keys), strict=False):
         if len(set(column)) > 1 and list(column) != [str(i) for i in range(len(keys))]:
             found = next(i for i, part in enumerate(column) if part != str(i))
-            return f"{keys[found]} comes " + (f"behind {keys[found - 1]}" if found else "first")
+            return f"{keys[found]} comes " + (f"after {keys[found - 1]}" if found else "first")
     return None
 
 
 def check_shapes(model: PreTrainedModel, weights: Weights) -> None:
-    """Compare every shape before anything is started."""
+    """Compare all shapes, so that a wrong one is found before anything is started."""
     stored = weights.shapes()
     wrong = [
         f"{name} is {list(stored[name])} in the files and {list(tensor.shape)} in the network"
@@ -105,12 +108,12 @@ def check_shapes(model: PreTrainedModel, weights: Weights) -> None:
         raise ModelError(
             f"the weights do not fit the config of {model.config.model_type}: {wrong[0]}"
             + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else "")
-            + ". Is config.json of another model, or model.overrides changes a size?"
+            + ". Does config.json belong to another model, or does model.overrides change a size?"
         )
 
 
 def grown_rows(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Embedding tensors that have fewer rows in the files than in the network, with the network's number of rows."""
+    """Embeddings with fewer rows in the files than in the network, each with the network's number of rows."""
     vocabulary = model.config.get_text_config().vocab_size
     names = {n: t for n, t in owned_tensors(model).items() if t.ndim and t.shape[0] == vocabulary}
     return {n: vocabulary for n in names if n in stored and stored[n][0] < vocabulary}
@@ -125,7 +128,7 @@ def owned_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _adopt_aliases(model: PreTrainedModel, files: WeightFiles, key_of: dict[str, str]) -> None:
-    """A tied weight may be stored under its other name only (lm_head.weight without embed_tokens.weight)."""
+    """Find tied weights that are stored only under their other name (lm_head.weight without embed_tokens.weight)."""
     by_id: dict[int, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         by_id.setdefault(id(tensor), []).append(name)
@@ -136,7 +139,8 @@ def _adopt_aliases(model: PreTrainedModel, files: WeightFiles, key_of: dict[str,
 
 
 def _ignored(model: PreTrainedModel, key: str) -> bool:
-    """Keys that old checkpoints carry and the network computes by itself, by the architecture's own list."""
+    """Whether a key may be left over: old checkpoints hold buffers that the network computes itself."""
+    # The last two are in the files of many architectures, and not all of them list these.
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
     return any(re.search(pattern, key) for pattern in patterns)
 

@@ -1,4 +1,4 @@
-"""From a config to a network on the meta device: every shape, no memory. Filling it is `fill.py`'s work."""
+"""From a Hugging Face config to a network on the meta device: every shape, no memory. `fill.py` fills it."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ MASTER_DTYPE = {
 def load_architecture(config: ModelConfig, directory: Path | None) -> PretrainedConfig:
     """The Hugging Face config: from the model's directory or inline, with overrides."""
     hf_config = _read(config, directory)
+    # A model that also sees or hears keeps its language model's sizes in a config of their own.
     text = hf_config.get_text_config()
     if not isinstance(getattr(text, "vocab_size", None), int):
         raise ModelError(f"model: {hf_config.model_type!r} is not a language model: its config has no vocab_size")
@@ -39,23 +40,24 @@ def load_architecture(config: ModelConfig, directory: Path | None) -> Pretrained
     if quantized is not None and config.init == "pretrained":
         method = quantized.get("quant_method") if isinstance(quantized, dict) else type(quantized).__name__
         raise ModelError(
-            f"model.path={config.path}: its weights are quantized ({method}), which cannot be trained as they are: use "
-            "the model in bf16, or make it so once with transformers (from_pretrained dequantizes many of them; "
-            "save_pretrained)"
+            f"model.path={config.path}: its weights are quantized ({method}), and quantized weights cannot be trained: "
+            "use the model in bf16, or convert it once with transformers (from_pretrained dequantizes many formats, "
+            "save_pretrained writes the result)"
         )
     for key, value in config.overrides.items():
         if not hasattr(text, key):
             raise ModelError(
                 f"model.overrides.{key}={value!r}: the architecture {hf_config.model_type!r} has no such attribute; "
-                "see its config.json for those it has"
+                "see its config.json for the ones it has"
             )
         _checked(partial(setattr, text, key, value), f"model.overrides.{key}={value!r}")
     return hf_config
 
 
 def fit_vocabulary(hf_config: PretrainedConfig, vocabulary: int, *, resize: bool) -> None:
-    """Make room for a tokenizer's ids, the largest of which is `vocabulary - 1`, where the user wants that."""
+    """Grow the config's vocabulary to a tokenizer's ids, which end at `vocabulary - 1`, if the user allows it."""
     text = hf_config.get_text_config()
+    # Fewer ids than rows is usual: vocabularies are padded to sizes that matrix products like. Nothing is ever cut.
     if vocabulary <= text.vocab_size:
         return
     if not resize:
@@ -88,10 +90,11 @@ def _read(config: ModelConfig, directory: Path | None) -> PretrainedConfig:
 
 
 def _checked(read: Callable[[], Any], what: str) -> Any:
-    """transformers' own complaint about a config, as one line that says where it comes from."""
+    """Call `read`, and turn what transformers raises about a config into one line that says where that came from."""
     try:
         return read()
     except Exception as error:  # its checks, and code that comes with a model, may raise anything
+        # The first line of this one only names the field; the reason is its cause.
         cause = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
         raise ModelError(f"{what} is not a config that transformers accepts: {first_line(cause)}") from error
 
@@ -125,16 +128,17 @@ def build_skeleton(hf_config: PretrainedConfig, config: ModelConfig, precision: 
 
 
 def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
-    """The tensors that the architecture's makers keep in fp32 where the rest is of this type."""
+    """Names of the tensors that the architecture keeps in fp32 when the rest of the network has this type."""
+    # transformers has two lists: one for both 16-bit types, one for fp16 only, whose numbers end at 65,504.
     patterns = set(model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()
     patterns |= set(model._keep_in_fp32_modules or ()) if dtype == torch.float16 else set()
-    # As in transformers: anywhere in the name.
+    # Matched anywhere in the name, as transformers does; `(?!)` matches nothing.
     found = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)) or r"(?!)")
     return {name for name, tensor in model.state_dict().items() if tensor.is_floating_point() and found.search(name)}
 
 
 def _keep_in_fp32(model: PreTrainedModel) -> None:
-    """Give the buffers among them that type. Weights FSDP could not shard together with others of another type."""
+    """Keep those buffers in fp32. Refuse weights: FSDP gathers a block in one buffer, so its weights need one type."""
     kept = kept_in_fp32(model, torch.bfloat16)
     weights = sorted(kept & {name for name, _ in model.named_parameters()})
     if weights:
@@ -149,7 +153,7 @@ def _keep_in_fp32(model: PreTrainedModel) -> None:
 
 
 def _sees_ahead(hf_config: PretrainedConfig) -> bool:
-    """Whether this is BERT or one of its kin, which transformers builds as causal LMs without making them causal."""
+    """Whether this is an encoder such as BERT, which transformers builds as a causal LM without making it causal."""
     encoder = hf_config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     return encoder and not hf_config.is_encoder_decoder and getattr(hf_config, "is_decoder", True) is False
 
@@ -160,6 +164,7 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
     found = list(_outermost(model, names))
     if found:
         return found
+    # Models whose code came with them may name none. Their decoder is then the list with the most weights.
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     if not lists:
         raise ModelError(
@@ -179,13 +184,14 @@ def _outermost(module: nn.Module, class_names: set[str]) -> Iterator[nn.Module]:
 
 
 def count_architecture(model: PreTrainedModel) -> Architecture:
-    """What the operation count needs, read off the skeleton's shapes rather than off an architecture's conventions."""
+    """What the count of operations needs, from the skeleton's shapes: architectures name their sizes differently."""
     text = model.config.get_text_config()
     output = model.get_output_embeddings()
     inputs = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     chosen = getattr(text, "num_experts_per_tok", None) or 0
+    # Vectors (norms, biases) multiply no matrix, and an embedding on the way in is a lookup.
     weights = sum(_used(p, chosen) for p in model.parameters() if p.ndim >= 2 and id(p) not in inputs)
-    if output is not None and id(output.weight) in inputs:  # tied: a lookup on the way in, a product on the way out
+    if output is not None and id(output.weight) in inputs:  # tied: on the way out it is a product
         weights += output.weight.numel()
     heads = getattr(text, "num_attention_heads", 0)  # state-space models have none, and no attention to count
     head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
@@ -193,16 +199,17 @@ def count_architecture(model: PreTrainedModel) -> Architecture:
 
 
 def _used(weight: nn.Parameter, chosen: int) -> int:
-    """The numbers of a weight that a token is multiplied with: of experts, which come stacked, only of the chosen."""
+    """How many numbers of a weight a token is multiplied with. Experts come stacked in one, and few are chosen."""
     experts = weight.shape[0] if weight.ndim == 3 and chosen else 1
     return weight.numel() * min(max(1, chosen), experts) // experts
 
 
 @torch.no_grad()
 def init_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint holds (rotary frequencies, embedding scales): meta tensors until now.
+    """Compute the buffers that no checkpoint holds (rotary frequencies, embedding scales), which are on meta until now.
 
-    transformers computes them in `_init_weights`, module by module, and leaves alone what is marked as initialised.
+    transformers computes them in `_init_weights`, module by module. It draws weights there too, and leaves alone only
+    tensors that are marked as initialised.
     """
     for tensor in [*model.parameters(), *model.state_dict(keep_vars=True).values()]:
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -210,7 +217,9 @@ def init_buffers(model: PreTrainedModel, device: torch.device) -> None:
     for prefix, module, owner in _with_owner(model, "", model):
         names = [n for n, _ in module.named_buffers(recurse=False) if _join(prefix, n) not in persistent]
         for name in names:
-            module._buffers[name] = _unset(module.get_buffer(name))
+            # NaN shows a buffer that nothing computes. Integers have no such value.
+            empty = torch.empty_like(module.get_buffer(name), device="cpu")
+            module._buffers[name] = empty.fill_(torch.nan) if empty.is_floating_point() else empty.zero_()
         if names:
             owner._init_weights(module)
         for name in names:
@@ -218,24 +227,19 @@ def init_buffers(model: PreTrainedModel, device: torch.device) -> None:
             if buffer.is_floating_point() and buffer.isnan().any():
                 raise ModelError(
                     f"model: {type(owner).__name__} does not compute its buffer {_join(prefix, name)} in "
-                    "_init_weights, which a network that is built without memory needs"
+                    "_init_weights, where a network that is built on the meta device gets it: compute it there, or use "
+                    "another model"
                 )
             module._buffers[name] = buffer.to(device)
-        # Rotary modules keep a second reference under another name; it must be the filled one.
+        # Rotary modules keep a second reference to it, which would stay on the meta device.
         if "inv_freq" in names and "original_inv_freq" not in module._buffers and hasattr(module, "original_inv_freq"):
             module.original_inv_freq = module.get_buffer("inv_freq")
-
-
-def _unset(buffer: torch.Tensor) -> torch.Tensor:
-    """Memory for a buffer, with what shows if nothing computes it, where its type has such a value."""
-    unset = torch.empty_like(buffer, device="cpu")
-    return unset.fill_(torch.nan) if unset.is_floating_point() else unset.zero_()
 
 
 def _with_owner(
     module: nn.Module, prefix: str, owner: PreTrainedModel
 ) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """Every module with its name and the model whose `_init_weights` is in charge of it (children first)."""
+    """Every module, children first, with its name and the innermost model around it, whose `_init_weights` knows it."""
     if isinstance(module, PreTrainedModel):
         owner = module
     for name, child in module.named_children():

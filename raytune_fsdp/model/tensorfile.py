@@ -1,4 +1,4 @@
-"""One safetensors file, written tensor by tensor: never more of it than one tensor is in memory.
+"""One safetensors file, written tensor by tensor, so that no more than one of them is in memory.
 
 The format: eight bytes with the length of a JSON header, the header with type, shape and place of every tensor, then
 the tensors without gaps.
@@ -35,20 +35,20 @@ _CHUNK_BYTES = 4 << 20
 
 
 class TensorFile:
-    """A file that is written once. What was written is known by its hashes, and can be compared with what is there."""
+    """A file that is written once. It remembers the hash of every tensor, so that it can be read back and compared."""
 
     def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], types: Mapping[str, torch.dtype]) -> None:
         self._path = path
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._spans: dict[str, tuple[int, int]] = {}
         end = 0
-        # Larger types first: each tensor begins at a multiple of the size of its numbers.
+        # Larger types first, so that every tensor begins at a multiple of the size of its numbers.
         for key in sorted(shapes, key=lambda key: -types[key].itemsize):
             start, end = end, end + torch.Size(shapes[key]).numel() * types[key].itemsize
             header[key] = {"dtype": _NAMES[types[key]], "shape": list(shapes[key]), "data_offsets": [start, end]}
             self._spans[key] = start, end
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        text += b" " * (-len(text) % 8)  # for the same reason: offsets count from the end of the header
         self._head = len(text).to_bytes(8, "little") + text
         self._hashes: dict[str, str] = {}
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115  closed by close()
@@ -64,22 +64,22 @@ class TensorFile:
 
     def _put(self, content: bytes | memoryview, offset: int) -> None:
         view = memoryview(content)
-        while view:
+        while view:  # one call writes at most 2 GiB on Linux, and less to a disk that is filling up
             written = os.pwrite(self._file.fileno(), view, offset)
             view, offset = view[written:], offset + written
 
     def close(self) -> None:
-        """Wait until storage has it."""
+        """Close the file after storage has its content."""
         assert self._hashes.keys() == self._spans.keys(), "a tensor was not written"
         try:
             os.fsync(self._file.fileno())
-            # What is read from now on is read from storage, where the system does as it is told.
+            # Out of the system's cache, so that `differences` reads the disk. Only a hint: not every file system obeys.
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             self._file.close()
 
     def differences(self) -> list[str]:
-        """Read it again: what is not as it was written."""
+        """Read the file again; returns the tensors that are not as they were written."""
         buffer = bytearray(_CHUNK_BYTES)
         with open(self._path, "rb", buffering=0) as file:
             wrong = [] if file.read(len(self._head)) == self._head else ["the header"]
@@ -91,4 +91,4 @@ class TensorFile:
                     left -= got
                 if left or digest.hexdigest() != self._hashes[key]:
                     wrong.append(key)
-            return wrong + (["what is behind the end"] if file.read(1) else [])
+            return wrong + (["bytes after the end"] if file.read(1) else [])

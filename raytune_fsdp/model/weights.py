@@ -1,4 +1,4 @@
-"""Where the values of a network's tensors come from, each readable by rows so that no rank reads more than it keeps."""
+"""Where the values of a network's tensors come from. All are read by rows, so that no rank reads more than it keeps."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-from raytune_fsdp.errors import ModelError
+from raytune_fsdp.errors import ModelError, first_line
 from raytune_fsdp.keyed import derive_key
 from raytune_fsdp.model.files import WeightFiles
 from raytune_fsdp.model.skeleton import blocks_of
 
+# Rows of an embedding summed at a time: 512 MiB in float64 at a width of 8192, where a vocabulary of 128k takes 8 GiB.
 _MEAN_ROWS = 8192
-"""Rows of an embedding that are summed at a time."""
 
 
 class Weights(Protocol):
     """Tensors by the names they have in the network."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor there is."""
+        """The shape of every tensor."""
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) on the CPU, in the stored type. A tensor without dimensions is read whole."""
@@ -46,12 +46,13 @@ class FileWeights:
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
+        # File by file: only one is open at a time.
         by_file = sorted(self._key_of, key=lambda name: self._files.file_of[self._key_of[name]])
         return {name: tuple(self._slice(name).get_shape()) for name in by_file}
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         piece = self._slice(name)
-        if not piece.get_shape():
+        if not piece.get_shape():  # a tensor without dimensions cannot be sliced
             whole: torch.Tensor = self._handle.get_tensor(self._key_of[name])
             return whole
         rows: torch.Tensor = piece[start:stop]
@@ -62,8 +63,8 @@ class FileWeights:
             return self._file(name).get_slice(self._key_of[name])
         except SafetensorError as error:
             raise ModelError(
-                f"{self._files.directory / str(self._open_name)} does not hold {self._key_of[name]}, which the index "
-                "looks for there: download the model again"
+                f"{self._files.directory / str(self._open_name)} does not hold {self._key_of[name]}, although the "
+                "index says so: download the model again"
             ) from error
 
     def _file(self, name: str) -> Any:
@@ -73,7 +74,9 @@ class FileWeights:
             try:
                 self._handle = safe_open(path, "pt")
             except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path} is not a whole safetensors file ({error}): download it again") from error
+                raise ModelError(
+                    f"{path} is not a complete safetensors file ({first_line(error)}): download it again"
+                ) from error
             self._open_name = wanted
         return self._handle
 
@@ -81,15 +84,15 @@ class FileWeights:
 class RandomWeights:
     """Weights as transformers would initialise them, the same on every rank and at every world size.
 
-    A twin of the network on the meta device is given memory one unit at a time (a block, or a module outside the
-    blocks), initialised under a seed of its own, and emptied again: never more than one unit is in memory.
+    Units (a block, or a module outside the blocks) are drawn one by one from a twin of the network on the meta device,
+    each under a seed of its own, so no more than one is in memory, and the order in which they are read has no effect.
     """
 
     def __init__(self, twin: PreTrainedModel, seed: int) -> None:
         self._twin = twin
         self._seed = seed
         self._units = dict(_units(twin))
-        self._unit_of = {name: unit for unit, module in self._units.items() for name in _tensor_names(module, unit)}
+        self._unit_of = {f"{unit}.{name}": unit for unit, module in self._units.items() for name in module.state_dict()}
         self._current: tuple[str, dict[str, torch.Tensor]] | None = None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -98,18 +101,20 @@ class RandomWeights:
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         unit = self._unit_of[name]
         if self._current is None or self._current[0] != unit:
-            self._current = None  # the old unit's memory goes before the new one's comes
+            self._current = None  # freed first, so that two are never in memory
             self._current = (unit, self._draw(unit))
         tensor = self._current[1][name]
         return tensor[start:stop] if tensor.ndim else tensor
 
     @torch.no_grad()
     def _draw(self, unit: str) -> dict[str, torch.Tensor]:
+        # A copy: the twin itself stays without memory.
         module = copy.deepcopy(self._units[unit]).to_empty(device="cpu")
         for tensor in module.state_dict().values():
             if tensor.is_floating_point():
-                tensor.fill_(torch.nan)  # shows what nothing initialises
+                tensor.fill_(torch.nan)  # stays in what nothing initialises
         with torch.random.fork_rng(devices=[]):
+            # By the unit's name, so that neither the rank nor the order of reading matters.
             torch.manual_seed(derive_key("weights", self._seed, unit))
             for child in reversed(list(module.modules())):  # children before parents, as transformers does
                 self._twin._init_weights(child)
@@ -134,18 +139,14 @@ def _units(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _tensor_names(module: nn.Module, prefix: str) -> list[str]:
-    return [f"{prefix}.{name}" for name in module.state_dict()]
-
-
 class GrownWeights:
-    """Weights whose embeddings have fewer rows than the network wants: the new rows are the mean of the old ones.
+    """Weights whose embeddings have fewer rows than the network needs: new rows are the mean of the old ones.
 
     The mean is summed over the whole tensor in a fixed order in float64, so every rank has the same one.
     """
 
     def __init__(self, inner: Weights, rows: Mapping[str, int]) -> None:
-        """`rows`: how many rows each grown tensor has in the network."""
+        """`rows`: the number of rows that each grown tensor has in the network."""
         self._inner = inner
         self._rows = rows
         self._means: dict[str, torch.Tensor] = {}

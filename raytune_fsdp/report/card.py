@@ -1,4 +1,4 @@
-"""The model card of an export: what it is, how good it was, from which data, by which recipe."""
+"""The model card of an export: what the model is, how good it is, from which data and by which recipe it was made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.state import RunState, read_state
-from raytune_fsdp.errors import RaytuneError
+from raytune_fsdp.errors import RaytuneError, in_one_line
 from raytune_fsdp.rundir import METRICS_FILE, RECIPE_FILE
 from raytune_fsdp.tracking.jsonl import read_metrics
 from raytune_fsdp.urls import is_url
@@ -21,24 +21,24 @@ from raytune_fsdp.urls import is_url
 logger = logging.getLogger(__name__)
 
 _LOCAL = ("/", "~", "./", "../", "file:")
-"""So begin the names of what is on some machine."""
+"""Beginnings of paths that exist only on some machine."""
 RECIPE = ("run", "model", "data", "method", "parallel", "optim", "train")
-"""The sections of a config that decide what is learned; of `run` only the name and the seed."""
+"""The sections of a config that decide what is learned. From `run`, only the name and the seed are shown."""
 
 
 def recipe_of(config: Mapping[str, Any], version: str | None, run_dir: Path) -> str:
-    """What a card will want to know of a run, to be left beside its config and tokenizer; `config` has no secrets."""
+    """What a card will say about the run, as JSON to store beside its config and tokenizer. `config` has no secrets."""
     chosen = {section: config[section] for section in RECIPE if section in config}
     chosen["run"] = {key: config["run"][key] for key in ("name", "seed")}
     path = config["model"]["path"]
-    # Known only here: where the model is used, other paths exist.
+    # Decided here, where the run reads it: where a card is written, another directory may have the name of a hub model.
     on_hub = path is not None and not is_url(path) and not Path(path).expanduser().exists()
     recipe = {"version": version, "run_dir": str(run_dir), "model_on_hub": on_hub, "config": chosen}
     return json.dumps(recipe, indent=1)
 
 
 def model_card(checkpoint: CommittedCheckpoint, model_files: Path, *, dtype: str) -> str:
-    """README.md of an export of this checkpoint."""
+    """The README.md of an export of this checkpoint."""
     state = read_state(checkpoint)
     recipe = _recipe(model_files)
     config = recipe["config"]
@@ -64,18 +64,18 @@ def model_card(checkpoint: CommittedCheckpoint, model_files: Path, *, dtype: str
 
 
 def _recipe(model_files: Path) -> Any:
-    """A card without it is better than none: older versions wrote none, and it is not the model."""
+    """The recipe. An empty one if it is missing (older versions wrote none) or broken: a card can do without it."""
     try:
         recipe = json.loads((model_files / RECIPE_FILE).read_text())
         if isinstance(recipe["config"]["model"], dict) and {"version", "run_dir", "model_on_hub"} <= recipe.keys():
             return recipe
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("%s says nothing of the training: %s", model_files / RECIPE_FILE, error)
+        logger.warning("%s says nothing about the training: %s", model_files / RECIPE_FILE, error)
     return {"version": None, "run_dir": None, "model_on_hub": False, "config": {}}
 
 
 def _metadata(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """What the hub reads: only what it can find there is named."""
+    """What the hub reads. Names only models and datasets that the hub has."""
     config = recipe["config"]
     metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if recipe["model_on_hub"] and config["model"].get("init") == "pretrained":
@@ -99,17 +99,17 @@ def _summary(hf_config: Mapping[str, Any], recipe: Mapping[str, Any], state: Run
     yield ""
     yield f"- step {state.step}, after {state.samples:,} packed samples"
     yield f"- weights in {'the type they were trained in' if dtype == 'trained' else dtype}"
-    yield f"- fingerprint of what decided the training: `{_fingerprint(state.identity)}`"
+    yield f"- fingerprint of everything that decided the training: `{_fingerprint(state.identity)}`"
 
 
 def _results(run_dir: Path | None, step: int) -> Iterator[str]:
-    """Rows of a table: the training loss at the beginning and the end, and the last evaluation up to this step."""
+    """Rows of a table: training loss at the first and the last step, and the last evaluation up to this step."""
     if run_dir is None:
         return
     try:
         lines = [line for line in read_metrics(run_dir / METRICS_FILE) if _step(line) <= step]
     except (RaytuneError, OSError, KeyError, TypeError) as error:
-        logger.warning("the card has no results: %s", error)
+        logger.warning("the model card has no results: %s", in_one_line(error))
         return
     losses = [line["trajectory"]["loss"] for line in lines if line["kind"] == "step"]
     if losses:
@@ -125,10 +125,11 @@ def _step(line: Mapping[str, Any]) -> int:
 
 
 def _data(config: Mapping[str, Any], state: RunState) -> Iterator[str]:
-    """A row for each dataset, with a fingerprint of its content, format and share."""
+    """A row for every dataset, with a fingerprint of its content, format and share."""
     yield "| dataset | fingerprint of its content |"
     yield "|---|---|"
     listed = config.get("data", {}).get("train", [])
+    # From the identity: the recipe may be missing.
     numbers = sorted({key.split(".")[2] for key in state.identity if key.startswith(("data.train.", "data.datasets."))})
     for number in numbers:
         own = {
@@ -147,20 +148,21 @@ def _fingerprint(values: Mapping[str, Any]) -> str:
 
 
 def _run_dir(checkpoint: CommittedCheckpoint, recipe: Mapping[str, Any]) -> Path | None:
-    """Where the run's metrics are, if they can be seen from here."""
+    """The directory with the run's metrics; None if it cannot be seen from here."""
+    # Beside its checkpoints, in case the run was moved. Those may be in an object store; then where the run was.
     beside = [] if is_url(checkpoint.root) else [Path(checkpoint.root).parent]
     places = [*beside, *([Path(recipe["run_dir"])] if recipe["run_dir"] else [])]
     return next((place for place in places if (place / METRICS_FILE).is_file()), None)
 
 
 def _shown(path: object) -> str:
-    """The name of what is on some machine; as it is, what others can find, too."""
+    """A local path reduced to its name; a public one unchanged."""
     text = str(path)
     return Path(text).name if text.startswith(_LOCAL) else text
 
 
 def _shortened(value: Any) -> Any:
-    """Without what is not set, and without paths of a machine."""
+    """A config without unset fields, and with local paths reduced to their names."""
     if isinstance(value, Mapping):
         short = {key: _shortened(each) for key, each in value.items() if key != "cache"}
         return {key: each for key, each in short.items() if each is not None and each != {}}

@@ -8,37 +8,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.errors import UserError
+from raytune_fsdp.report.figure import new_figure, save_png
 from raytune_fsdp.tracking.jsonl import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _SMOOTH_FROM_STEPS = 100
-"""Shorter runs are drawn as they are."""
+"""Shorter runs are drawn without smoothing."""
 
 
 def plot(metrics_path: Path, png_path: Path, *, title: str = "") -> None:
-    """Draws the curves of a run, finished or not; needs no display. The title is the run's name unless given."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("drawing curves needs matplotlib: pip install matplotlib") from error
-
+    """Draws the curves of a run, finished or not. Needs no display. The default title is the run's name."""
     lines = read_metrics(metrics_path)
     steps = [line["trajectory"] for line in lines if line["kind"] == "step"]
     if not steps:
         raise UserError(f"{metrics_path} has no steps yet, so there is nothing to draw")
-    figure = Figure(figsize=(9, 7), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 7)
     loss, grad_norm, lr = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1, 1))
     _draw_loss(loss, steps, [line for line in lines if line["kind"] == "eval"])
     loss.set_title(title or metrics_path.resolve().parent.name)
     _draw_line(grad_norm, steps, "grad_norm", "gradient norm")
     _draw_line(lr, steps, "lr", "learning rate")
     lr.set_xlabel("step")
-    png_path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png_path, format="png")
+    save_png(figure, png_path)
 
 
 def evaluations(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
@@ -53,7 +46,8 @@ def evaluations(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]
 
 
 def smoothed(values: list[float], reach: int) -> list[float]:
-    """Mean of each value and up to `reach` on either side, so without lag; passes over what is not finite."""
+    """The mean of each value and up to `reach` on either side, so it does not lag. Skips values that are not finite."""
+    # By running sums: the work does not grow with `reach`.
     totals, counts = [0.0], [0]
     for value in values:
         known = math.isfinite(value)

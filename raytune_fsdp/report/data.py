@@ -1,4 +1,4 @@
-"""What a person wants to see of the data before training on it: samples with the trained tokens marked, and counts."""
+"""The data as a person wants to see it before training: samples with the trained tokens marked, and counts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raytune_fsdp.counts import Census, DatasetCount
+from raytune_fsdp.report.figure import new_figure, save_png
 from raytune_fsdp.types import IGNORE, PADDING, PackedSample
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _SAMPLE_ROW = "{:24} {:>10} {:>10} {:>12} {:>12} {:>8} {:>8} {:>9} {:>6}"
 def preview(
     sample: PackedSample, tokenizer: PreTrainedTokenizerBase, names: Sequence[str], *, title: str, colours: bool
 ) -> Iterator[str]:
-    """A packed sample as lines: each document with its dataset, its trained tokens green, or between « and »."""
+    """A packed sample as lines: every document with its dataset; trained tokens are green, or between « and »."""
     real = sample.source_ids != PADDING
     targets = int((sample.labels != IGNORE).sum())
     starts = np.flatnonzero((sample.position_ids == 0) & real)
@@ -47,18 +48,19 @@ def _marked(
     colours: bool,
 ) -> Iterator[str]:
     """The text of runs of tokens that are trained on, and of runs that are not."""
+    # Decoded run by run: a token alone may be only a part of a character.
     before, after = (_TRAINED, _RESET) if colours else ("«", "»")
     for flag, run in groupby(range(len(ids)), key=lambda i: bool(trained[i])):
         text = str(tokenizer.decode(ids[list(run)], clean_up_tokenization_spaces=False))
         if flag:
-            # Colours end with the line in some terminals.
+            # In some terminals a colour ends with its line.
             yield before + text.replace("\n", f"{after}\n{before}" if colours else "\n") + after
         else:
             yield f"{_CONTEXT}{text}{_RESET}".replace("\n", f"{_RESET}\n{_CONTEXT}") if colours else text
 
 
 def stats(census: Census, *, title: str) -> Iterator[str]:
-    """The counts of a census as a table, one line for each dataset, and how long the documents are."""
+    """The counts of a census as a table, a line for every dataset, and the lengths of its documents."""
     epochs = "an epoch" if len(census.epochs) == 1 else f"{len(census.epochs)} epochs"
     yield f"{title}: {epochs} in {census.windows:,} window(s)"
     yield _SAMPLE_ROW.format(
@@ -89,7 +91,7 @@ def stats(census: Census, *, title: str) -> Iterator[str]:
 
 
 def _histogram(count: DatasetCount) -> Iterator[str]:
-    """Documents by length, in lines of an octave."""
+    """Documents by length, a line for every octave. The census counts them in quarters of octaves."""
     octaves: dict[int, int] = {}
     for bucket, many in count.lengths.items():
         octaves[bucket // 4] = octaves.get(bucket // 4, 0) + many
@@ -104,12 +106,8 @@ def _histogram(count: DatasetCount) -> Iterator[str]:
 
 
 def plot_lengths(censuses: Mapping[str, Census], png_path: Path) -> None:
-    """Histogram of the documents' lengths, a step line for each dataset; needs no display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    """A histogram of document lengths, with a step line for every dataset. Needs no display."""
+    figure = new_figure(9, 4.5)
     axes = figure.subplots()
     for what, census in censuses.items():
         for name, count in zip(census.names, census.datasets, strict=True):
@@ -131,5 +129,4 @@ def plot_lengths(censuses: Mapping[str, Census], png_path: Path) -> None:
     axes.set_ylabel("documents")
     axes.grid(alpha=0.3)
     axes.legend()
-    png_path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png_path, format="png")
+    save_png(figure, png_path)

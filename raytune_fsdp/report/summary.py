@@ -1,4 +1,4 @@
-"""What a person wants to know when a run has ended: did it learn, what does it say now, where is it, what next."""
+"""What a person wants to know when a run has ended: did it learn, what does it answer, where is it, what comes next."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from raytune_fsdp.report.figure import NOT_INSTALLED
 from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE
 from raytune_fsdp.tracking.jsonl import read_events, read_metrics
 from raytune_fsdp.tracking.names import ANSWERED
@@ -17,13 +18,15 @@ from raytune_fsdp.urls import is_url
 def summary(
     run_dir: Path, *, checkpoint: str, export: Path | None, curve: Path | None, pushed: str | None = None
 ) -> str:
-    """Several lines of text about a finished run, from its files."""
+    """A few lines about a finished run, from its files."""
     lines = read_metrics(run_dir / METRICS_FILE)
     steps = [line["trajectory"] for line in lines if line["kind"] == "step"]
     evals = [line["values"] for line in lines if line["kind"] == "eval"]
     answers = [e["fields"] for e in read_events(run_dir / EVENTS_FILE) if e["event"] == ANSWERED]
     parts = [f"loss {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f} in {len(steps)} steps"]
-    parts += [f"{name} {first:.4f} -> {last:.4f}" for name, first, last in _first_and_last(evals)]
+    for name in dict.fromkeys(name for values in evals for name in values):
+        series = [values[name] for values in evals if name in values]
+        parts.append(f"{name} {series[0]:.4f} -> {series[-1]:.4f}")
     parts += list(_before_and_after(answers))
     parts += [
         "",
@@ -34,13 +37,12 @@ def summary(
         parts.append(f"export      {_short(export)}")
     if pushed is not None:
         parts.append(f"pushed to   {pushed}")
-    if curve is not None:
-        parts.append(f"loss curve  {_short(curve)}")
+    parts.append(f"loss curve  {_short(curve) if curve is not None else f'none, {NOT_INSTALLED}'}")
     return "\n".join(parts)
 
 
 def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None) -> str:
-    """What to try with a finished run."""
+    """Commands to try with a finished run."""
     model = _short(export or run_dir)
     commands = [f'{_program("raytune-fsdp")} generate {model} "What does FSDP shard?"']
     if mlflow_uri is not None:
@@ -50,14 +52,8 @@ def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None)
 
 
 def _program(name: str) -> str:
-    """A command as it can be typed here: by its path where the environment it is in is not active."""
+    """A command as it can be typed here: with its path if its environment is not active."""
     return name if shutil.which(name) else _short(Path(sys.executable).parent / name)
-
-
-def _first_and_last(evals: list[Mapping[str, float]]) -> Iterator[tuple[str, float, float]]:
-    for name in dict.fromkeys(name for values in evals for name in values):
-        series = [values[name] for values in evals if name in values]
-        yield name, series[0], series[-1]
 
 
 def _before_and_after(answers: list[Mapping[str, Any]]) -> Iterator[str]:
@@ -72,12 +68,12 @@ def _before_and_after(answers: list[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _readable(text: str) -> str:
-    """An answer on one line, also an untrained model's."""
+    """An answer on one line, even that of an untrained model, which may print anything."""
     clean = "".join(c if c.isprintable() and c != "\ufffd" else "·" for c in text)
     return clean[:100] + ("..." if len(clean) > 100 else "") or "(nothing)"
 
 
 def _short(path: Path) -> str:
-    """Relative to where the user is, when it is below."""
+    """The path relative to the working directory, if it is inside."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -17,15 +17,25 @@ from raytune_fsdp.rundir import RECIPE_FILE
 def publish(
     checkpoint: CommittedCheckpoint, destination: Path, chosen: ExportConfig, *, verified: bool = False
 ) -> str | None:
-    """Write `destination` and push it to `chosen.push`; returns its address on the hub, None if it was not pushed.
+    """Export to `destination`, then push that under the name `chosen.push`.
 
-    The checkpoint is compared with its manifest first, unless it is `verified` already.
+    Returns its URL on the hub, None if no name is set.
     """
+    export_checkpoint(checkpoint, destination, chosen, verified=verified)
+    if chosen.push is None:
+        return None
+    from raytune_fsdp.model.hub import push
+
+    return push(destination, chosen.push, private=chosen.private, message=f"step {checkpoint.step}")
+
+
+def export_checkpoint(
+    checkpoint: CommittedCheckpoint, destination: Path, chosen: ExportConfig, *, verified: bool = False
+) -> None:
+    """Write a checkpoint as a model directory, after comparing it with its manifest, unless it is `verified`."""
     problem = None if verified else verify(checkpoint, hashes=True, threads=READERS)
     if problem is not None:
-        raise ResumeError(
-            f"checkpoint {checkpoint.path} is damaged, so it is not exported: {problem}; export another one"
-        )
+        raise ResumeError(f"checkpoint {checkpoint.path} is damaged, so it is not exported: {problem}; use another one")
     files = model_files(checkpoint)
     export(
         CheckpointWeights(checkpoint),
@@ -36,8 +46,3 @@ def publish(
         card=model_card(checkpoint, files, dtype=chosen.dtype),
         leave_out=[RECIPE_FILE],
     )
-    if chosen.push is None:
-        return None
-    from raytune_fsdp.model.hub import push
-
-    return push(destination, chosen.push, private=chosen.private, message=f"step {checkpoint.step}")

@@ -18,6 +18,7 @@ from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.counts import Census
 from raytune_fsdp.data.skipped import events_of_rows
 from raytune_fsdp.durable import replace_durably
+from raytune_fsdp.errors import pip_install
 from raytune_fsdp.report.card import recipe_of
 from raytune_fsdp.run.resume import changed_settings
 from raytune_fsdp.run.standing import Prepared, Standing
@@ -25,7 +26,7 @@ from raytune_fsdp.rundir import RECIPE_FILE, RunDir, mlflow_database
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.console import ConsoleTracker
 from raytune_fsdp.tracking.jsonl import JsonlTracker
-from raytune_fsdp.tracking.mlflow import MlflowTracker
+from raytune_fsdp.tracking.mlflow import MlflowTracker, mlflow_installed
 from raytune_fsdp.tracking.redaction import redact
 from raytune_fsdp.tracking.tracker import Composite, NullTracker, RunStart, Tracker, flatten
 
@@ -81,7 +82,7 @@ def start_tracker(
     trackers: list[Tracker] = [JsonlTracker(prepared.place.path)]
     if config.tracking.console:
         trackers.append(ConsoleTracker(console))
-    if config.tracking.mlflow.enabled:
+    if config.tracking.mlflow.enabled and mlflow_installed():
         trackers.append(mlflow_tracker(config, prepared.place))
     tracker = Composite(trackers)
     tracker.start(run_start(config, standing, standing.attempt))
@@ -89,6 +90,8 @@ def start_tracker(
     tracker.event(
         names.ATTEMPT_STARTED, world_size=plan.layout.world, resumed_from=standing.state.step, **plan.spread()
     )
+    if config.tracking.mlflow.enabled and not mlflow_installed():
+        tracker.event(names.NOT_SENT_TO_MLFLOW, because=f"it is not installed: {pip_install('mlflow')}")
     for fields in opened.aside:
         tracker.event(names.CHECKPOINT_DAMAGED, **fields)
     if opened.changed:

@@ -1,7 +1,16 @@
 """Where the numbers of a run go: the run directory, the terminal, MLflow.
 
-Comes in: `StepMetrics`, evaluation losses and events of rank 0. Goes out: lines, curves, an MLflow run. Knows nothing
-of torch or Ray, and never slows or stops training; only the run directory's own files may fail, as they are the truth.
+    tracker.py      what a tracker is; none, and several as one
+    names.py        the names of metrics and events
+    redaction.py    removes secrets from everything that others may read
+    jsonl.py        metrics.jsonl and events.jsonl, the truth about a run; and reading them
+    console.py      lines in the terminal
+    mlflow.py       the run in MLflow, sent by a thread, with
+    outbox.py       the queue between training and that thread, and
+    muted.py        silence for what its libraries print
+
+In: `StepMetrics`, evaluation losses and events of rank 0. Out: lines, curves, an MLflow run. Knows nothing of torch or
+Ray, and never slows or stops training; only a failure to write the run directory's own files does.
 """
 
 from raytune_fsdp.tracking.tracker import Composite, NullTracker, RunStart, Status, Tracker, flatten

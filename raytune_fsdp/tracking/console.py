@@ -1,4 +1,4 @@
-"""The run as a person follows it in a terminal: a line per step, evaluations, events in words, at the end the curve."""
+"""The run as a person follows it in a terminal: a line per step, evaluations, events in words, the curve at the end."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class ConsoleTracker:
 
     def start(self, run: RunStart) -> None:
         self._total = run.total_steps
-        where = f"continues behind step {run.resumed_from}" if run.resumed_from else "from the beginning"
+        where = f"continues after step {run.resumed_from}" if run.resumed_from else "from the beginning"
         self._print(f"{run.name}: attempt {run.attempt}, {where}", _BOLD)
 
     def steps(self, metrics: Sequence[StepMetrics], world_size: int, attempt: int) -> None:
         for step in metrics:
-            self._first_step = self._first_step or step.step
+            self._first_step = self._first_step or step.step  # steps count from 1, and an attempt may begin later
             self._losses.append(step.loss)
             self._seconds.append(step.step_seconds)
             self._print(self._step_line(step), _YELLOW if step.skipped else "")
@@ -54,7 +54,7 @@ class ConsoleTracker:
     def event(self, name: str, /, **fields: object) -> None:
         if name == names.WINDOWS_BUILT and fields.get("steps"):
             return  # the usual course of a run whose data is tokenized as it goes
-        self._print(f"     {in_words(name, redact(fields))}", _YELLOW if name != names.SAVED else "")
+        self._print(f"     {event_in_words(name, redact(fields))}", _YELLOW if name != names.SAVED else "")
 
     def state(self) -> dict[str, str]:
         return {}
@@ -94,14 +94,16 @@ class ConsoleTracker:
 
     def _print(self, text: str, colour: str = "") -> None:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        # A pipe in the C locale takes ASCII only: a question mark in a curve is better than the end of the run.
         text = text.encode(encoding, "replace").decode(encoding)
         print(f"{colour}{text}{_RESET}" if colour and self._colours else text, file=self._stream, flush=True)
 
 
-def in_words(name: str, fields: Mapping[str, object]) -> str:
-    """An event as a person would say it; one that is not known here as its name and fields."""
+def event_in_words(name: str, fields: Mapping[str, object]) -> str:
+    """An event as a person would say it; an unknown one as its name and fields."""
     get = fields.get
-    rest = ", ".join(f"{key.replace('_', ' ')} {_figure(value)}" for key, value in fields.items() if key != "step")
+    shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in fields.items()}
+    rest = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items() if key != "step")
     match name:
         case names.SAVED:
             seconds, num_bytes = get("seconds"), get("bytes")
@@ -111,7 +113,7 @@ def in_words(name: str, fields: Mapping[str, object]) -> str:
         case names.SAVE_FAILED:
             return f"checkpoint of step {get('step')} was not written, training goes on: {get('problem')}"
         case names.SAVE_POSTPONED:
-            return f"checkpoint of step {get('step')} has to wait: the one before is still being written"
+            return f"checkpoint of step {get('step')} is postponed: the previous one is still being written"
         case names.CHECKPOINT_DAMAGED:
             return f"checkpoint {get('path')} is damaged ({get('problem')}), so an older one is used"
         case names.SKIPPED_UPDATE:
@@ -141,7 +143,7 @@ def short(value: float) -> str:
     if not math.isfinite(value):
         return str(value)
     for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= 0.9995 * scale:
+        if abs(value) >= 0.9995 * scale:  # 999.5 would round to "1e+03"
             return f"{value / scale:.3g}{unit}" if abs(value) < 999.5 * scale else f"{value / scale:.0f}{unit}"
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
 
@@ -151,7 +153,7 @@ def gibibytes(num_bytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """How long, in the two largest units: 2d 3h, 1h 05m, 3m 20s, 12s."""
+    """A duration in its two largest units: 2d 3h, 1h 05m, 3m 20s, 12s."""
     if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(round(seconds), 60)
@@ -167,8 +169,9 @@ def duration(seconds: float) -> str:
 def curve(losses: Sequence[float], width: int, height: int) -> str:
     """The losses as `height` lines of at most `width` braille characters, with the scale at the left.
 
-    Where there are more losses than dots in a line, a dot is the mean of its share. A loss that is not finite is a gap.
+    If there are more losses than dots in a line, a dot is the mean of its share. A loss that is not finite is a gap.
     """
+    # A braille character has two dots across and four down.
     points = _pooled(losses, 2 * width)
     finite = [value for value in points if math.isfinite(value)]
     if not finite:
@@ -183,7 +186,7 @@ def curve(losses: Sequence[float], width: int, height: int) -> str:
             previous = None
             continue
         row = round((high - value) * scale)
-        # Joined to the point before, so that a steep curve stays one line.
+        # Joined to the previous point, so that a steep curve stays one line.
         start = row if previous is None else previous + (row > previous) - (row < previous)
         for dot in range(min(start, row), max(start, row) + 1):
             cells[dot // 4][column // 2] |= _DOTS[column % 2][dot % 4]
@@ -203,7 +206,3 @@ def _pooled(values: Sequence[float], count: int) -> list[float]:
         finite = [value for value in share if math.isfinite(value)]
         pooled.append(fmean(finite) if finite else math.nan)
     return pooled
-
-
-def _figure(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

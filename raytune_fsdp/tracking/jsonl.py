@@ -1,7 +1,7 @@
 """The run directory's own record, `metrics.jsonl` and `events.jsonl`: the truth about a run.
 
 `metrics.jsonl` has a line per optimizer step, exactly once and in order, and a line per evaluation. Floats are written
-so that reading gives the same bits. JSON has no NaN and no infinities: they are the strings "NaN", "Infinity" and
+so that reading gives the same bits. JSON has no NaN and no infinities: they are written as "NaN", "Infinity" and
 "-Infinity", as in protobuf's JSON, and the readers here turn them back. `events.jsonl` only ever grows, and other
 processes append to it too.
 """
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 # One NaN object for all: containers compare by identity first, so two runs with the same NaN have equal trajectories.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+# What is the same however often a run is interrupted or resized; no key of it may depend on the machine.
 _TRAJECTORY = ("step", "epoch", "samples", "tokens", "target_tokens", "loss", "grad_norm", "lr")
 _BESIDE = ("step_seconds", "data_seconds", "tokens_per_second", "mfu", "memory_bytes", "windows_built", "skipped")
 
@@ -36,8 +37,8 @@ _BESIDE = ("step_seconds", "data_seconds", "tokens_per_second", "mfu", "memory_b
 class JsonlTracker:
     """Writes both files. A write that fails raises `TrainingError`: a run without a record is not worth its time.
 
-    Lines are with the operating system when a call returns, and on the disk when `sync` does, which comes before every
-    commit: no committed checkpoint is ahead of its lines.
+    The operating system has a line when the call returns, and the disk has it when `sync` returns. Every commit calls
+    that first, so no committed checkpoint is ahead of its lines.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -48,7 +49,7 @@ class JsonlTracker:
         self._evaluated: set[tuple[int, str]] = set()
 
     def start(self, run: RunStart) -> None:
-        """Opens `metrics.jsonl` behind the line of step `resumed_from`; all lines past it are gone."""
+        """Opens `metrics.jsonl` after the line of step `resumed_from`, and removes all lines after that."""
         self._attempt = run.attempt
         try:
             self._metrics_path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +62,7 @@ class JsonlTracker:
         self._append(_step_line(step, world_size, attempt) for step in metrics)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """What is already on record is not written again: an attempt may repeat the evaluation at its checkpoint."""
+        """Leaves out values that are on record already: an attempt may repeat the evaluation at its checkpoint."""
         fresh = {key: value for key, value in values.items() if (step, key) not in self._evaluated}
         if fresh:
             self._evaluated |= {(step, key) for key in fresh}
@@ -107,6 +108,7 @@ def append_event(path: Path, name: str, *, attempt: int, fields: Mapping[str, ob
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Appended in one write, without a buffer: lines of several processes must not be mixed.
         with FileIO(path, "ab+") as file:
             # A line that a crash left unfinished must not swallow this one.
             torn = file.seek(0, os.SEEK_END) > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
@@ -116,10 +118,10 @@ def append_event(path: Path, name: str, *, attempt: int, fields: Mapping[str, ob
 
 
 def cut(path: Path, last_step: int) -> set[tuple[int, str]]:
-    """Removes every line past `last_step` (all of them for 0) and what a crash left unfinished, atomically.
+    """Removes every line after `last_step` (all of them for 0) and what a crash left unfinished, atomically.
 
     Returns the evaluations (step, key) that stay. The file is replaced even when nothing is cut: a process of an
-    earlier attempt that still lives then writes into a file that nobody reads.
+    earlier attempt that is still alive then writes into a file that nobody reads.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     evaluated: set[tuple[int, str]] = set()
@@ -143,7 +145,7 @@ def cut(path: Path, last_step: int) -> set[tuple[int, str]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every line of a `metrics.jsonl`, steps and evaluations; without one that is still being written."""
+    """Every line of a `metrics.jsonl`, steps and evaluations, except a last one that is still being written."""
     lines = []
     for raw, line in _parsed(path):
         if _step_of(line) is None:
@@ -153,7 +155,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_evaluations(path: Path, last_step: int) -> dict[int, dict[str, float]]:
-    """What evaluations up to a step have found, by step."""
+    """The results of evaluations up to a step, by step."""
     found: dict[int, dict[str, float]] = {}
     for line in read_metrics(path):
         if line["kind"] == "eval" and line["step"] <= last_step:
@@ -167,7 +169,7 @@ def read_trajectory(path: Path) -> list[dict[str, Any]]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Every event on record; lines that a crash left unfinished are passed over."""
+    """Every event on record, except lines that a crash left unfinished."""
     return [_decode(line) for _, line in _parsed(path) if isinstance(line, dict) and "event" in line]
 
 
@@ -182,7 +184,7 @@ def _step_line(metrics: StepMetrics, world_size: int, attempt: int) -> dict[str,
 
 
 def _parsed(path: Path) -> Iterator[tuple[bytes, Any]]:
-    """The lines with what they mean: None for one that is not JSON, except that an unfinished last line is left out."""
+    """The lines and what they mean: None for one that is not JSON; an unfinished last line is left out."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -230,14 +232,14 @@ def _decode(value: Any) -> Any:
 
 
 def _plain(value: object) -> object:
-    """A scalar of an array library as a number, anything else in words."""
+    """A scalar of an array library as a number, anything else as text."""
     item = getattr(value, "item", None)
     return _encode(item()) if callable(item) else str(value)
 
 
 def _write_all(file: FileIO, data: bytes) -> None:
     view = memoryview(data)
-    while view:
+    while view:  # an unbuffered write may take only a part, on a disk that is filling up
         view = view[file.write(view) :]
 
 

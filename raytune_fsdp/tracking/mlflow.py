@@ -1,8 +1,8 @@
 """The run in MLflow: params, metrics by step, the config and the plan. The only module that imports mlflow.
 
-A call of a client whose server is away can block for minutes, so training only ever puts parcels into a bounded outbox;
-one daemon thread imports mlflow (a second or two), opens the run and sends. A server that comes back gets what it
-missed, as far as the outbox reaches; what it never gets is in `metrics.jsonl`.
+A call to a server that is down can block for minutes, so training only puts parcels into a bounded outbox. One daemon
+thread imports mlflow (a second or two), opens the run and sends. A server that comes back gets what it missed, as far
+as the outbox reaches; `metrics.jsonl` has everything.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raytune_fsdp.errors import in_one_line
 from raytune_fsdp.tracking.muted import muted
 from raytune_fsdp.tracking.names import values_of
 from raytune_fsdp.tracking.outbox import Outbox, Parcel, Point
@@ -33,10 +35,12 @@ logger = logging.getLogger(__name__)
 RUN_ID = "mlflow_run_id"
 """Key of the run's id in `Tracker.state`."""
 
-# MLflow's limits; a batch past them is refused as a whole.
+# MLflow's limits. A batch that exceeds one is refused as a whole.
 _MAX_METRICS, _MAX_PARAMS, _MAX_TAGS = 1000, 100, 100
 _MAX_PARAM_CHARS, _MAX_TAG_CHARS, _MAX_KEY_CHARS = 6000, 5000, 250
+# A step has up to nine metrics, so a hundred steps stay below _MAX_METRICS.
 _STEPS_PER_PARCEL = 100
+# Pauses double from two seconds; the last one comes before the only try that is left once the run has ended.
 _MAX_PAUSE_SECONDS = 60.0
 _LAST_PAUSE_SECONDS = 1.0
 
@@ -53,15 +57,21 @@ _NOISY_LOGGERS = (
     "urllib3.connectionpool",
 )
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+# MLflow's codes for a run that is not there (the second: its id is not one of this server's), and for a batch that no
+# other try will help.
 _GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 _REFUSED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 
 
-class MlflowTracker:
-    """Keeps one MLflow run per run, however often that is resumed. Never raises; waits only as long as the limits say.
+def mlflow_installed() -> bool:
+    return find_spec("mlflow") is not None
 
-    `artifact_root` is used when the experiment is created; leave it out where a server decides. `id_file` remembers the
-    run's id beside the checkpoints, for an attempt that crashes before its first one.
+
+class MlflowTracker:
+    """Keeps one MLflow run per run, however often that is resumed. Never raises, and waits no longer than its timeouts.
+
+    `artifact_root` is used when the experiment is created; None where a server decides. `id_file` keeps the run's id
+    outside of the checkpoints, for an attempt that crashes before its first one.
     """
 
     def __init__(
@@ -92,6 +102,7 @@ class MlflowTracker:
         self._abandoned = False
 
     def start(self, run: RunStart) -> None:
+        # Before the thread imports mlflow, which may read them only then. What the user has set stays.
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self._run = run
@@ -112,17 +123,17 @@ class MlflowTracker:
         self._outbox.put(Parcel(tags={_name(f"event.{name}"): text}))
 
     def state(self) -> dict[str, str]:
-        """The run's id; waits for it, but only once: checkpoints must not wait for a dead server again and again."""
+        """The run's id. Waits for it, but only once: checkpoints must not wait for a dead server again and again."""
         if self._thread is not None and not self._settled.wait(self._patience_seconds):
             self._patience_seconds = 0.0
         run_id = self._run_id or self._run.state.get(RUN_ID)
         return {RUN_ID: run_id} if run_id else {}
 
     def sync(self) -> None:
-        """What is sent is sent in time, or with the next attempt."""
+        """Does nothing: a commit does not wait for MLflow. What it misses is in `metrics.jsonl`."""
 
     def finish(self, status: Status) -> None:
-        """Sends what is left and the status within the deadline, and says what was not sent."""
+        """Sends the rest, and the status, within the deadline. Warns if some could not be sent."""
         if self._thread is None or self._outbox.closed:
             return
         self._status = status
@@ -137,7 +148,7 @@ class MlflowTracker:
                 self._outbox.dropped,
             )
 
-    # ---- from here on: the thread ----
+    # ---- from here on: what the thread does ----
 
     def _work(self) -> None:
         failures = 0
@@ -150,7 +161,7 @@ class MlflowTracker:
                     failures += 1
                     self._settled.set()
                     if failures == 1:
-                        logger.warning("MLflow at %s: %s", redact_text(self._uri), _first_line(error))
+                        logger.warning("MLflow at %s: %s", redact_text(self._uri), redact_text(in_one_line(error)))
                     if self._outbox.closed and failures > 1:
                         return
                     self._outbox.wait_closed(min(2.0**failures, _MAX_PAUSE_SECONDS))
@@ -179,6 +190,7 @@ class MlflowTracker:
         run_id, params = self._resumed(client)
         if run_id is None:
             run_id = str(client.create_run(self._experiment_id(client), run_name=self._run.name).info.run_id)
+            # Known from here on: if anything below fails, the next try must not create a second run.
             self._run_id = run_id
             if self._id_file is not None:
                 self._id_file.parent.mkdir(parents=True, exist_ok=True)
@@ -205,7 +217,7 @@ class MlflowTracker:
             run = None
         if run is None or run.info.lifecycle_stage != "active":
             where = redact_text(self._uri)
-            logger.warning("MLflow at %s has no run %s any more; metrics go to a new one from here on", where, run_id)
+            logger.warning("MLflow at %s no longer has run %s; metrics go to a new one from here on", where, run_id)
             return None, {}
         client.update_run(run_id, status="RUNNING")
         return run_id, run.data.params
@@ -218,14 +230,14 @@ class MlflowTracker:
         try:
             return str(client.create_experiment(self._experiment, artifact_location=self._artifact_root))
         except MlflowException as error:
-            # Another run may have created it in between.
+            # Another run may have created it since we asked.
             found = client.get_experiment_by_name(self._experiment)
             if error.error_code == "RESOURCE_ALREADY_EXISTS" and found:
                 return str(found.experiment_id)
             raise
 
     def _describe(self, client: MlflowClient, run_id: str, *, known: Mapping[str, str]) -> None:
-        """Params, tags and artifacts. A param never changes in MLflow: a resumed run keeps the first value."""
+        """Sends params, tags and artifacts. In MLflow a param never changes: a resumed run keeps its first value."""
         from mlflow.entities import Param, RunTag
         from mlflow.exceptions import MlflowException
 
@@ -240,12 +252,12 @@ class MlflowTracker:
         except MlflowException as error:
             if error.error_code not in _REFUSED:
                 raise
-            logger.warning("MLflow did not take the params of run %s: %s", run_id, _first_line(error))
+            logger.warning("MLflow did not take the params of run %s: %s", run_id, redact_text(in_one_line(error)))
         try:
             client.log_text(run_id, redact_yaml(run.config), "config.yaml")
             client.log_text(run_id, json.dumps(redact(run.plan), indent=2, default=str), "plan.json")
         except Exception as error:  # artifacts may live in another store than metrics, and must not cost those
-            logger.warning("MLflow did not take the artifacts of run %s: %s", run_id, _first_line(error))
+            logger.warning("MLflow did not take the artifacts of run %s: %s", run_id, redact_text(in_one_line(error)))
 
     def _send(self, client: MlflowClient, run_id: str, parcels: Sequence[Parcel]) -> None:
         from mlflow.entities import Metric, RunTag
@@ -254,9 +266,10 @@ class MlflowTracker:
         metrics = [Metric(*point) for parcel in parcels for point in parcel.points]
         tags = [RunTag(*tag) for parcel in parcels for tag in parcel.tags.items()]
         try:
+            # Synchronous, or the client would keep a queue of its own, and its failures to itself.
             client.log_batch(run_id, metrics=metrics, tags=tags, synchronous=True)
         except MlflowException as error:
-            if error.error_code in _REFUSED:  # would be refused for ever, and hold up what comes behind
+            if error.error_code in _REFUSED:  # it would be refused every time, and hold up what comes after it
                 self._outbox.throw_away()
             else:
                 self._outbox.give_back()
@@ -268,7 +281,7 @@ class MlflowTracker:
 
 
 def _points(metrics: Sequence[StepMetrics]) -> Iterator[Point]:
-    """Steps arrive together but were not taken together: each gets the time at which it ended, by their durations."""
+    """The metrics of steps. They arrive together, so each gets the time at which it ended from their durations."""
     end = _now() - 1000 * sum(step.step_seconds for step in metrics)
     for step in metrics:
         end += 1000 * step.step_seconds
@@ -277,13 +290,9 @@ def _points(metrics: Sequence[StepMetrics]) -> Iterator[Point]:
 
 
 def _name(key: str) -> str:
-    """The key in the characters and the length that MLflow takes."""
+    """The key in characters and a length that MLflow accepts, and without `//`, `..` or a leading `/`."""
     return posixpath.normpath(re.sub(r"[^\w./: -]", "_", key)).lstrip("/.")[:_MAX_KEY_CHARS] or "_"
 
 
 def _now() -> int:
     return time.time_ns() // 1_000_000
-
-
-def _first_line(error: Exception) -> str:
-    return redact_text(str(error).strip().split("\n")[0][:300]) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Silence for one thread: other threads' records of the same loggers pass, and no level or handler is changed."""
+"""Silences loggers in one thread: what other threads log passes, and no level or handler is changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def muted(*names: str) -> Iterator[None]:
-    """Drops what these loggers say in the calling thread, short of errors."""
+    """Drops what these loggers say in the calling thread, except errors."""
     thread = threading.get_ident()
 
     def passes(record: logging.LogRecord) -> bool:

@@ -21,10 +21,10 @@ SAVED = "saved"
 SAVE_FAILED = "save_failed"
 """Nothing was committed, and training goes on. Fields: step, problem."""
 SAVE_POSTPONED = "save_postponed"
-"""A checkpoint was due while the one before was still being written; it is begun as soon as that has ended. Fields:
-step."""
+"""A checkpoint was due while the previous one was being written; it starts after that.
+Fields: step."""
 CHECKPOINT_DAMAGED = "checkpoint_damaged"
-"""A checkpoint was set aside, and the run continues from an older one. Fields: path, problem, now (where it is)."""
+"""A checkpoint was set aside, and the run continues from an older one. Fields: path, problem, now (its place)."""
 EXPORTED = "exported"
 """A checkpoint was exported beside training. Fields: step, path, seconds."""
 EXPORT_FAILED = "export_failed"
@@ -34,22 +34,24 @@ SKIPPED_UPDATE = "skipped_update"
 ANSWERED = "answered"
 """Fields: step, prompt, answer."""
 ROWS_DROPPED = "rows_dropped"
-"""Fields: rows that did not become a document, by reason; truncated, cut, rows."""
+"""Rows did not become a document. Fields: counts by reason; truncated, cut, rows."""
 ROWS_SKIPPED = "rows_skipped"
-"""Rows that cannot be used and were left out. Fields: rows (where, reason, message of each), reasons (counts)."""
+"""Unusable rows were left out. Fields: rows (where, reason and message of each), reasons (counts)."""
 WINDOWS_BUILT = "windows_built"
-"""Windows that had to be tokenized, because no cache had them. Fields: windows; steps, the first and the last that used
-them (null: counted before the first step)."""
+"""Windows were tokenized, because no cache had them. Fields: windows; steps, the first and the last that used them
+(null: counted before the first step)."""
 RANKS_JOINED = "ranks_joined"
-"""All ranks of an attempt are there. Fields: ranks (rank, node, node_id, pid of each)."""
+"""All ranks of an attempt have started. Fields: ranks (rank, node, node_id and pid of each)."""
+NOT_SENT_TO_MLFLOW = "not_sent_to_mlflow"
+"""The config sends the run to MLflow, but rank 0 has no MLflow. Fields: because."""
 SETTINGS_CHANGED = "settings_changed"
-"""A run goes on with other settings, none of which decides what is learned. Fields: of each its old and new value."""
+"""A run continues with other settings, which do not affect the result. Fields: old and new value of each."""
 FIRST_STEP = "first_step"
-"""An attempt trains. Fields: seconds it took until then, and of each phase, as the driver saw them."""
+"""An attempt has ended its first step. Fields: seconds until then, in total and by phase, as the driver saw them."""
 ATTEMPT_FAILED = "attempt_failed"
 """Fields: rank, node, cause, last_step (committed), logs (directory)."""
 REGISTRY_REPAIRED = "registry_repaired"
-"""Ray Train's own list of checkpoints was of no use. Fields: what (was done about it)."""
+"""Ray Train's own list of checkpoints was wrong or unreadable. Fields: what (was done about it)."""
 RESIZED = "resized"
 """Fields: before, after (world sizes)."""
 
@@ -59,7 +61,7 @@ def evaluation_loss(dataset: str) -> str:
 
 
 def values_of(metrics: StepMetrics) -> dict[str, float]:
-    """A step as named numbers; without MFU where the peak of the device is not known."""
+    """A step as named numbers; without MFU if the peak of the device is not known."""
     values = {
         LOSS: metrics.loss,
         GRAD_NORM: metrics.grad_norm,

@@ -1,4 +1,4 @@
-"""A bounded queue between training and a slow receiver: putting never waits; when full, the oldest parcel goes."""
+"""A bounded queue between training and a slow receiver. Putting never waits; a full queue drops its oldest parcel."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Point = tuple[str, float, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
-    """What is sent together."""
+    """Points and tags that are sent together."""
 
     points: tuple[Point, ...] = ()
     tags: Mapping[str, str] = field(default_factory=dict)
 
 
 class Outbox:
-    """For any number of senders, and one receiver who takes parcels, sends them and says how that went."""
+    """For any number of senders, and one receiver that takes parcels, sends them and reports the outcome."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -36,12 +36,12 @@ class Outbox:
 
     @property
     def dropped(self) -> int:
-        """Parcels that were thrown away."""
+        """How many parcels were dropped."""
         return self._dropped
 
     @property
     def left(self) -> int:
-        """Parcels that wait, and those that are being sent."""
+        """How many parcels wait or are being sent."""
         with self._changed:
             return len(self._parcels) + len(self._taken)
 
@@ -54,13 +54,13 @@ class Outbox:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """No more parcels come; wakes the receiver."""
+        """Takes no more parcels, and wakes the receiver."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def take(self, max_points: int, max_tags: int) -> list[Parcel]:
-        """The oldest parcels, at least one and up to the limits; waits for one. Empty only when closed and empty."""
+        """The oldest parcels within the limits, at least one; waits for it. An empty list: it is closed and empty."""
         with self._changed:
             while not self._parcels and not self._closed:
                 self._changed.wait()
@@ -78,14 +78,14 @@ class Outbox:
             self._taken.clear()
 
     def give_back(self) -> None:
-        """What was taken was not sent: it is first in line again."""
+        """Puts the taken parcels back at the front: they were not sent."""
         with self._changed:
             self._parcels.extendleft(reversed(self._taken))
             self._taken.clear()
             self._trim()
 
     def throw_away(self) -> None:
-        """What was taken can never be sent."""
+        """Drops the taken parcels: they can never be sent."""
         with self._changed:
             self._dropped += len(self._taken)
             self._taken.clear()

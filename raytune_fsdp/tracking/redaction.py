@@ -1,8 +1,8 @@
-"""Secrets out of what is about to be written where others read it: params, config artifacts, events.
+"""Removes secrets from everything that is written where others read it: params, config artifacts, events.
 
 By key (`password`, `api_key`, `HF_TOKEN`; not `tokenizer`, `eos_token`, `max_new_tokens`) and by the shape of the value
-(`hf_...`, `AKIA...`, a password in an URL). A key that is unclear counts as a secret. It is a net, not a proof: secrets
-belong into the environment, not into a config.
+(`hf_...`, `AKIA...`, a password in a URL). A doubtful key counts as a secret. This is a net, not a proof: secrets
+belong in the environment, not in a config.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ _BEFORE_PLAIN_TOKEN = _words(
 )
 _AFTER_PLAIN_TOKEN = _words("id ids type types count counts index length embedding embeddings loss level")
 
+# Private keys; Hugging Face; AWS; OpenAI and others; GitHub (two); GitLab; Slack; Google; NVIDIA and Databricks; JSON
+# web tokens; HTTP headers. Where ordinary words have the same shape (`sk-`, `basic`), only what has a digit counts.
 _SHAPES = tuple(
     re.compile(pattern, re.DOTALL)
     for pattern in (
@@ -69,10 +71,11 @@ def is_secret_key(key: str) -> bool:
 
 
 def redact(value: object, key: str = "") -> Any:
-    """A copy of the value without its secrets, through mappings, lists and strings; it stands under `key`."""
+    """A copy of the value, which stands under `key`, without its secrets. Looks into mappings, lists and strings."""
     if value is None or isinstance(value, bool):
         return value
     secret = [words for words in _segments(key) if _names_secret(words) or _names_token(words)]
+    # A number under `token` is a count of tokens; under `password` it is still a password.
     if secret and (not isinstance(value, int | float) or any(map(_names_secret, secret))):
         return value if value in ("", [], {}, ()) else REDACTED
     if isinstance(value, Mapping):
@@ -85,7 +88,7 @@ def redact(value: object, key: str = "") -> Any:
 
 
 def redact_text(text: str) -> str:
-    """The text without values that look like secrets and without what is assigned to a secret's name."""
+    """The text without values that look like secrets, or that are assigned to a secret's name."""
     for shape in _SHAPES:
         text = shape.sub(REDACTED, text)
     text = _USERINFO.sub(REDACTED, text)
@@ -94,7 +97,7 @@ def redact_text(text: str) -> str:
 
 
 def redact_yaml(text: str) -> str:
-    """A YAML document without its secrets; the very same text where there are none, comments included."""
+    """A YAML document without its secrets; the same text, comments included, if it has none."""
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -106,7 +109,7 @@ def redact_yaml(text: str) -> str:
 
 
 def _without_assigned(text: str) -> str:
-    """Goes on right behind a name that is no secret's: its value may hold another name, as in `error: password=...`."""
+    """Continues right after a name that is not a secret's: its value may hold another name (`error: password=...`)."""
     clean, position = [], 0
     while named := _NAMED.search(text, position):
         clean.append(text[position : named.end()])
@@ -123,7 +126,7 @@ def _without_assigned(text: str) -> str:
 
 
 def _is_harmless(value: str, key: str) -> bool:
-    """Nothing at all, or a number of tokens."""
+    """Whether it is nothing at all, or a number of tokens."""
     if value.lower() in _PLAIN:
         return True
     return value.replace(".", "").isdigit() and not any(map(_names_secret, _segments(key)))

@@ -1,7 +1,7 @@
-"""What a tracker is, none, and several as one.
+"""What a tracker is; one that does nothing, and several as one.
 
-Rank 0 calls a tracker, from one thread: `start` once, then `steps`, `evaluation`, `event` and `state` in any order, at
-last `finish`. Steps arrive in order, possibly many at once, as scalars are fetched from the device together.
+Rank 0 calls a tracker, from one thread: `start` once, then `steps`, `evaluation`, `event` and `state` in any order, and
+`finish` at the end. Steps arrive in order, possibly many at once, as scalars are fetched from the device together.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RunStart:
     params: Mapping[str, object] = field(default_factory=dict)
     """The config with dotted keys: `flatten(config)`."""
     state: Mapping[str, str] = field(default_factory=dict)
-    """What `Tracker.state` gave to the checkpoint that the attempt continues from."""
+    """What `Tracker.state` returned for the checkpoint that the attempt continues from."""
 
 
 class Tracker(Protocol):
@@ -49,19 +49,19 @@ class Tracker(Protocol):
         """Takes finished optimizer steps, in order."""
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes the result of an evaluation behind `step`, under keys such as `eval/<dataset>/loss`."""
+        """Takes the result of an evaluation after `step`, under keys such as `eval/<dataset>/loss`."""
 
     def event(self, name: str, /, **fields: object) -> None:
         """Takes anything else worth knowing; the names in use are in `tracking.names`."""
 
     def state(self) -> dict[str, str]:
-        """What has to be in a checkpoint so that a run resumed from it continues here; may wait a bounded time."""
+        """What a checkpoint must hold so that a run resumed from it continues here. May wait for a bounded time."""
 
     def sync(self) -> None:
-        """What was told so far is with the storage when this returns. May be called from another thread."""
+        """Returns when everything reported so far is on storage. May be called from another thread."""
 
     def finish(self, status: Status) -> None:
-        """Ends the attempt; may wait a bounded time. A second call does nothing."""
+        """Ends the attempt. May wait for a bounded time; a second call does nothing."""
 
 
 class NullTracker:
@@ -92,8 +92,8 @@ class NullTracker:
 class Composite:
     """Several trackers as one: each is called in turn, and a failure of one does not reach the others or training.
 
-    Errors that this package raises on purpose do reach training, after every tracker had its turn: the run directory
-    that cannot be written (`TrainingError`), and an interruption that happened to arrive in here.
+    Errors that this package raises on purpose do reach training, once every tracker has had its turn: a run directory
+    that cannot be written (`TrainingError`), and an interruption that happened to arrive here.
     """
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
@@ -134,7 +134,9 @@ class Composite:
                 if index not in self._failed:
                     self._failed.add(index)
                     name = type(tracker).__name__
-                    logger.warning("%s failed; training continues, later failures are not told", name, exc_info=True)
+                    logger.warning(
+                        "%s failed; training continues, later failures are not reported", name, exc_info=True
+                    )
         if ours is not None:
             raise ours
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,6 +21,9 @@ from tests.checkpoints import tensors_in
 from tests.ranks import PRELOAD
 from tests.tracing import Call, Tracer, traceable
 
+if TYPE_CHECKING:
+    from raytune_fsdp.optim import AdamW
+
 WORLD = 2
 OLD, NEW = 4, 8
 """Steps, and the values of the state behind them. There is an older one, so that the save prunes."""
@@ -29,21 +32,20 @@ KILLS_A_CALL = 2
 pytestmark = pytest.mark.skipif(not traceable(), reason="needs Linux and ptrace, on a machine whose calls are known")
 
 
-def state_of(step: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def state_of(step: int) -> tuple[torch.nn.Module, AdamW]:
     """A sharded model and optimizer all of whose numbers are the step."""
     from torch.distributed.fsdp import fully_shard
 
+    from raytune_fsdp.config import OptimConfig
+    from raytune_fsdp.optim import build_optimizer
+
     model = torch.nn.Sequential(torch.nn.Linear(300, 1200), torch.nn.Linear(1200, 3))  # several writes a file
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = build_optimizer(model, OptimConfig())
+    optimizer.init_state()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(step)
-            optimizer.state[parameter] = {
-                "step": torch.full((), float(step)),
-                "exp_avg": torch.full_like(parameter, step),
-                "exp_avg_sq": torch.full_like(parameter, step),
-            }
+        for tensor in [*model.parameters(), *optimizer.state_tensors().values()]:
+            tensor.fill_(step)
     return model, optimizer
 
 

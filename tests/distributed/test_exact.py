@@ -18,6 +18,7 @@ from tests.ranks import run_ranks
 from tests.runs import GPT2, LLAMA, largest_difference, make_config, trajectory
 
 STEPS = 50
+SLOW = pytest.mark.slow  # of several that would fail together, one is enough at every change
 # DESIGN's bounds: relative, over all 50 steps, for (loss, gradient norm).
 BOUNDS = {"gpt2 fp64": (1e-10, 1e-10), "llama fp64": (1e-8, 1e-6), "llama fp32": (1e-5, 1e-4)}
 
@@ -89,7 +90,7 @@ def test_one_rank_equals_a_plain_loop(gpt2: Any) -> None:
     check_against_plain(alone, plain, BOUNDS["gpt2 fp64"])
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=SLOW), 3, 4])
 def test_world_sizes_that_do_not_divide_the_batch(gpt2: Any, world: int) -> None:
     """Five blocks a step on 2, 3 and 4 ranks: fillers in every step, blocks change ranks from step to step."""
     directory, _, alone = gpt2
@@ -101,10 +102,10 @@ def test_world_sizes_that_do_not_divide_the_batch(gpt2: Any, world: int) -> None
 @pytest.mark.parametrize(
     ("world", "parallel"),
     [
-        (4, {"strategy": "shard_grad_op"}),
-        (4, {"strategy": "hybrid_shard", "shard_size": 2}),
+        pytest.param(4, {"strategy": "shard_grad_op"}, marks=SLOW),
+        pytest.param(4, {"strategy": "hybrid_shard", "shard_size": 2}, marks=SLOW),
         (3, {"strategy": "replicate"}),
-        (2, {"defer_gradient_sync": True}),
+        pytest.param(2, {"defer_gradient_sync": True}, marks=SLOW),
         (4, {"strategy": "hybrid_shard", "shard_size": 2, "defer_gradient_sync": True}),
         (2, {"strategy": "shard_grad_op", "defer_gradient_sync": True}),
         (2, {"activation_checkpointing": "full"}),
@@ -121,7 +122,7 @@ def test_strategies_and_synchronisation_modes(gpt2: Any, world: int, parallel: d
         assert largest_difference(alone, rows, key) < bound
 
 
-@pytest.mark.parametrize("defer", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("defer", [False, pytest.param(True, marks=SLOW)])
 def test_accumulation_of_four_equals_none(tmp_path: Path, defer: bool) -> None:
     """Four blocks a step: at once on four ranks, one after the other on one."""
     train = {"global_batch": 8, "micro_batch": 2, "max_steps": STEPS}
@@ -133,8 +134,11 @@ def test_accumulation_of_four_equals_none(tmp_path: Path, defer: bool) -> None:
         assert largest_difference(one, four, key) < bound
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp32"])
-def test_llama_within_its_bounds(tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "worlds"),
+    [("fp64", (4,)), ("fp32", (3,)), *(pytest.param(each, (2, 3, 4), marks=SLOW) for each in ("fp64", "fp32"))],
+)
+def test_llama_within_its_bounds(tmp_path: Path, precision: str, worlds: tuple[int, ...]) -> None:
     """The norms of Llama's family compute in float32 whatever the weights are in."""
     config = make_config(tmp_path, LLAMA, parallel={"precision": precision})
     bounds = BOUNDS[f"llama {precision}"]
@@ -148,7 +152,7 @@ def test_llama_within_its_bounds(tmp_path: Path, precision: str) -> None:
         )[0],
         bounds,
     )
-    for world in (2, 3, 4):
+    for world in worlds:
         rows = trajectory(
             make_config(tmp_path, LLAMA, run={"name": f"w{world}"}, parallel={"precision": precision}), world
         )
@@ -158,9 +162,7 @@ def test_llama_within_its_bounds(tmp_path: Path, precision: str) -> None:
 
 def test_dropout_depends_on_the_block_and_not_on_the_rank(tmp_path: Path) -> None:
     dropout = {**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-    runs = {
-        world: trajectory(make_config(tmp_path, dropout, run={"name": f"w{world}"}), world) for world in (1, 2, 3, 4)
-    }
+    runs = {world: trajectory(make_config(tmp_path, dropout, run={"name": f"w{world}"}), world) for world in (1, 3)}
     without = trajectory(make_config(tmp_path, GPT2, run={"name": "without"}), 1)
     assert abs(without[0]["loss"] - runs[1][0]["loss"]) > 1e-6, "dropout must do something"
     checkpointed = make_config(

@@ -205,7 +205,7 @@ def test_what_was_written_is_read_again(
         file._path.write_bytes(content)
 
     monkeypatch.setattr(TensorFile, "close", lossy)
-    with pytest.raises(TransientError, match=r"was not written as it should be \("):
+    with pytest.raises(TransientError, match=r"does not read back as it was written \("):
         publish(find_checkpoint(directory), tmp_path / "export", ExportConfig(dtype="bf16", max_file_bytes=SMALL))
     assert not (tmp_path / "export").exists()
 

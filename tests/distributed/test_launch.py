@@ -23,10 +23,10 @@ ROOT = Path(__file__).parents[2]
 TRAIN = {"global_batch": 4, "micro_batch": 2, "max_steps": 6}
 
 
-WITHOUT_RAY = """
+BARE = """
 import sys
 
-sys.modules["ray"] = None
+sys.modules.update(ray=None, mlflow=None, matplotlib=None)
 """
 
 
@@ -68,6 +68,8 @@ def job(*arguments: str) -> list[str]:
 
 def test_one_command_trains_exports_and_says_what_it_left(tmp_path: Path) -> None:
     """Two processes that the job starts itself, with MLflow, a question, an export and a curve."""
+    pytest.importorskip("mlflow")
+    pytest.importorskip("matplotlib")
     config = write_config(
         tmp_path,
         cluster={"launch": "local", "device": "cpu", "workers": 2},
@@ -108,15 +110,25 @@ def mlflow_runs(directory: Path) -> list[tuple[str, str, int]]:
 
 
 @pytest.mark.parametrize("launch", [pytest.param("local", marks=pytest.mark.slow), "auto"])
-def test_without_ray(tmp_path: Path, launch: str) -> None:
-    """Ray cannot be imported by any process: `import ray` fails as it does where it is not installed."""
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT_RAY)
-    config = write_config(tmp_path, cluster={"launch": launch, "device": "cpu", "workers": 2})
+def test_without_ray_and_the_extras(tmp_path: Path, launch: str) -> None:
+    """No process can import Ray, MLflow or matplotlib: it fails as it does where they are not installed."""
+    (tmp_path / "sitecustomize.py").write_text(BARE)
+    config = write_config(
+        tmp_path,
+        cluster={"launch": launch, "device": "cpu", "workers": 2},
+        tracking={"console": True, "mlflow": {"enabled": True}},
+    )
     without = {**environment(), "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     assert subprocess.run([sys.executable, "-c", "import ray"], env=without, capture_output=True).returncode == 1
     done = run(*job("--config", str(config)), env=without)
     assert done.returncode == 0, done.stderr
     assert len(read_trajectory(tmp_path / "runs" / "run" / "metrics.jsonl")) == 6
+    told = [line.strip() for line in done.stdout.splitlines() if "not installed" in line]
+    assert told == [
+        "not sent to mlflow: because it is not installed: pip install 'raytune-fsdp[mlflow]'",
+        "loss curve  none, matplotlib is not installed: pip install 'raytune-fsdp[plots]'",
+    ]
+    assert "mlflow" not in done.stderr and "mlflow ui" not in done.stdout
     refused = run(*job("--config", str(config), "--cluster.launch", "ray"), env=without)
     assert refused.returncode == 2 and "cluster.launch=ray, but Ray is not installed" in refused.stderr
 

@@ -9,10 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 import safetensors.torch
 import torch
+
+pytest.importorskip("boto3")
+pytest.importorskip("moto")
+
+import boto3
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 

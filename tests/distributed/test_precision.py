@@ -139,6 +139,46 @@ def test_fp16_recovers_from_an_overflow(tmp_path: Path, world: int) -> None:
     assert state.good_steps == 40 - bad[-1]
 
 
+class Momentum:
+    """An optimizer whose kernel knows no `found_inf`: it decides on the device, number by number."""
+
+    def __init__(self, model: torch.nn.Module, lr: float) -> None:
+        self._named = dict(model.named_parameters())
+        self._lr = lr
+        self._momenta: dict[str, torch.Tensor] = {}
+
+    def init_state(self) -> None:
+        self._momenta = {name: torch.zeros_like(parameter) for name, parameter in self._named.items()}
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        return {f"{name}.momentum": tensor for name, tensor in self._momenta.items()}
+
+    @torch.no_grad()
+    def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
+        for name, parameter in self._named.items():
+            weight, momentum, gradient = local(parameter), local(self._momenta[name]), local(parameter.grad)
+            momentum.copy_(torch.where(found_inf > 0, momentum, 0.9 * momentum + gradient))
+            weight.copy_(torch.where(found_inf > 0, weight, weight - self._lr * lr_factor * momentum))
+            parameter.grad = None
+
+
+def train_by_momentum(values: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    parts = assembled(values)
+    optimizer = Momentum(parts.model, lr=0.05)
+    optimizer.init_state()
+    return train_watched(
+        replace(parts, optimizer=optimizer, scale=LossScale.start(enabled=True, device=CPU, value=scale))
+    )
+
+
+def test_any_optimizer_skips_what_is_not_finite(tmp_path: Path) -> None:
+    config = make_config(tmp_path, LLAMA, parallel={"precision": "fp16"}, train={**SHORT, "max_steps": 12})
+    results = run_ranks(train_by_momentum, 2, config.model_dump(), 2.0**26)
+    bad = skipped_steps(config)
+    assert bad[:2] == [1, 2] and len(bad) < 11
+    assert all(result["error"] is None and result["kept"] == bad for result in results)
+
+
 def test_fp16_is_near_fp32(tmp_path: Path) -> None:
     curves = {
         precision: trajectory(
@@ -173,7 +213,7 @@ def dtypes(values: Mapping[str, Any]) -> dict[str, set[torch.dtype]]:
         "computed": computed,
         "gradients": grads,
         "weights": {p.dtype for p in parts.model.parameters()},
-        "moments": {state[key].dtype for state in parts.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")},
+        "moments": {t.dtype for name, t in parts.optimizer.state_tensors().items() if not name.endswith(".step")},
     }
 
 

@@ -207,7 +207,7 @@ def test_bad_row_reaches_the_rank_as_what_it_is(tmp_path: Path, ranks: list[Any]
     running = [ranks[rank].failure.remote(shards[rank], windows, part, rank) for rank in range(2)]
     for kind, message, reason in ray.get(running):
         assert kind is RowError and reason == "too_long"
-        assert "rows.jsonl:84: the row has 17 tokens, data.seq_len=16" in message and "\n" not in message
+        assert "rows.jsonl:84: the row has 17 tokens, more than data.seq_len=16" in message and "\n" not in message
 
 
 def test_census_on_all_cpus(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def says(line: str, *parts: Any) -> None:
         assert str(part) in line, f"{part!r} is not in: {line}"
 
 
+@pytest.mark.thorough
 def test_the_good_model_is_accepted(good: Path, tmp_path: Path) -> None:
     """Else every refusal below would prove nothing."""
     assert main(flags(tmp_path, model__path=good, tracking__console="false")) == 0
@@ -130,7 +131,7 @@ def test_a_weight_file_that_is_missing_or_cut(refused: Refused, model: Path) -> 
     content = file.read_bytes()
     for size in (0, 20, len(content) - 1):
         file.write_bytes(content[:size])
-        says(refused(model__path=model), file, "not a whole safetensors file", "download it again")
+        says(refused(model__path=model), file, "not a complete safetensors file", "download it again")
     file.unlink()
     says(refused(model__path=model), model, "lacks 1 of its weight files", file.name, "download the model again")
 
@@ -139,7 +140,7 @@ def test_a_single_weight_file_that_is_cut(refused: Refused, tmp_path: Path) -> N
     model = save_checkpoint(tmp_path / "single", "llama", tokenizer=True, vocab_size=1024)
     file = model / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    says(refused(model__path=model), file, "not a whole safetensors file", "download it again")
+    says(refused(model__path=model), file, "not a complete safetensors file", "download it again")
 
 
 def test_an_index_that_is_wrong(refused: Refused, model: Path) -> None:
@@ -180,7 +181,7 @@ def test_experts_that_are_missing(refused: Refused, tmp_path: Path) -> None:
     says(
         without("layers.1.mlp.experts.2.", "layers.1.block_sparse_moe.experts.2."),
         "experts.3.w",
-        "comes behind",
+        "comes after",
         "experts.1.w",
     )
     says(without("experts.4."), "mlp.experts.", "is [4, ", "in the files and [5, ", "in the network")
@@ -225,6 +226,7 @@ def test_configs_that_transformers_does_not_accept(refused: Refused, model: Path
         says(refused(model__path=model), f"model.path={model}", "not a config that transformers accepts")
 
 
+@pytest.mark.thorough
 def test_networks_that_are_no_causal_decoders(refused: Refused) -> None:
     bert = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     says(refused(**drawn("bert", **bert)), "'bert' is an encoder", "is_decoder: true")
@@ -267,6 +269,7 @@ def test_packing_needs_positions(refused: Refused, tmp_path: Path) -> None:
     says(line, "data.packing=best_fit", "BloomForCausalLM takes no position_ids", "set data.packing=none")
 
 
+@pytest.mark.thorough
 def test_a_wrong_request_ends_the_process_with_2(tmp_path: Path, model: Path) -> None:
     """The same through a process of its own, with nothing imported before."""
     (model / INDEX).unlink()

@@ -18,6 +18,8 @@ import pytest
 from raytune_fsdp.model.files import HUB_SECONDS
 from tests.unit.test_bad_input import flags, says
 
+pytestmark = pytest.mark.thorough
+
 LIMIT_SECONDS = 10
 
 NAMES = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tomllib
 import types
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,7 +36,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     configs: list[Any] = []
     api = types.ModuleType("raytune_fsdp.api")
     api.finetune = lambda config, progress: configs.append(config)  # type: ignore[attr-defined]
-    api.is_rank0 = lambda: False  # type: ignore[attr-defined]
+    monkeypatch.setattr("raytune_fsdp.launch.torchrun.is_rank0", lambda: False)
     monkeypatch.setitem(sys.modules, "raytune_fsdp.api", api)
     return configs
 
@@ -156,8 +155,7 @@ def test_every_command_has_its_file() -> None:
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["--version"]) == 0
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert capsys.readouterr().out == f"raytune-fsdp {version}\n"
+    assert capsys.readouterr().out == f"raytune-fsdp {raytune_fsdp.__version__}\n"
 
 
 def test_public_names() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytune_fsdp.config.describe import Field, describe, help_text
+from raytune_fsdp.config.describe import DescribedField, describe, help_text
 from raytune_fsdp.config.docs import PAGE, page
 from raytune_fsdp.config.load import ROOT
 
@@ -56,7 +56,7 @@ def test_a_field_that_not_every_type_has_says_which_do() -> None:
 
 
 def test_items_of_a_list_are_described() -> None:
-    assert FIELDS["data.train.N.path"] == Field(
+    assert FIELDS["data.train.N.path"] == DescribedField(
         "data.train.N.path", "text, or null", "null", FIELDS["data.train.N.path"].doc
     )
 

@@ -6,16 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from raytune_fsdp.config.load import load_config
+from raytune_fsdp.config.load import load_config, recipes
 from raytune_fsdp.counts import Census
+from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.plan import resolve
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "jobs" / "recipes").glob("*.yaml"))
+assert RECIPES
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_parses(recipe: Path) -> None:
     assert load_config(recipe, []).run.name
+
+
+def test_a_recipe_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(recipes().values()) == RECIPES
+    monkeypatch.chdir(tmp_path)
+    assert load_config("llama3-8b-full-8xa100").run.name == "llama3-8b-full"
+    with pytest.raises(ConfigError, match=r"llama3: no such file .*, and no recipe; there are demo, llama2-"):
+        load_config("llama3")
+    (tmp_path / "demo").write_text("run: {nme: mine}")
+    with pytest.raises(ConfigError, match="nme"):  # a file comes first
+        load_config("demo")
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

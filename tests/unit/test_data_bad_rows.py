@@ -26,7 +26,7 @@ CLASSES: dict[str, tuple[dict[str, Any], list[bytes | Any], str]] = {
     "invalid_utf8": (TEXT, [b'{"text": "a\xff"}', b"\xfe\xfe"], r"not UTF-8 at byte 11"),
     "broken_row": (TEXT, [b'{"text": "a"', b"[1, 2]"], r"not valid JSON .*text"),
     "missing_column": (TEXT, [{"body": "a"}, {}], r"no column 'text', it has 'body'"),
-    "wrong_type": (TEXT, [{"text": 5}, {"text": ["a"]}], r"text=5 is a int, not text"),
+    "wrong_type": (TEXT, [{"text": 5}, {"text": ["a"]}], r"text=5 is not text but int"),
     "empty": (TEXT, [{"text": ""}, {"text": " \n "}], r"text='' is empty"),
     "null": (TEXT, [{"text": None}, {"text": None}], r"column 'text' is null"),
     "no_targets": (CHAT, [{"messages": [USER]}, {"messages": [USER, USER]}], r"no token of the row can be trained on"),
@@ -35,7 +35,11 @@ CLASSES: dict[str, tuple[dict[str, Any], list[bytes | Any], str]] = {
         [{"messages": [USER, {"role": "robot", "content": "x"}]}, {"messages": [USER, {"content": "x"}, ASSISTANT]}],
         r"messages\[1\]\.role=.*robot.* unknown",
     ),
-    "too_long": (TOKENS, [{"input_ids": [5] * 65}, {"input_ids": [5] * 99}], r"65 tokens, data\.seq_len=64; raise"),
+    "too_long": (
+        TOKENS,
+        [{"input_ids": [5] * 65}, {"input_ids": [5] * 99}],
+        r"65 tokens, more than data\.seq_len=64; raise",
+    ),
     "outside_vocabulary": (
         TOKENS,
         [{"input_ids": [5, 10_000, 6]}, {"input_ids": [5, -1]}],

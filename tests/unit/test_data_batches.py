@@ -83,6 +83,7 @@ def test_every_document_once_in_every_epoch(lengths: list[int], extra: int, wind
         assert found == {2 + i: n for i, n in enumerate(lengths)}
 
 
+@pytest.mark.thorough
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), world=st.integers(1, 7), blocks=st.integers(1, 5), micro=st.integers(1, 3))
 def test_steps_take_the_stream_in_order(data: st.DataObject, world: int, blocks: int, micro: int) -> None:
@@ -108,6 +109,7 @@ def test_every_world_size_has_the_same_steps() -> None:
     assert len(results[0]) == 15 and all(result == results[0] for result in results)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_same_tail_from_every_step_on_every_rank(world: int) -> None:
     windows = make(LENGTHS)
@@ -226,7 +228,7 @@ def test_counts_of_a_batch() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
 def test_eval_goes_over_all_samples_once(world: int) -> None:
     windows = make(LENGTHS)
-    ranks = [list(eval_batches(windows, micro_batch=3, world=world, rank=r)) for r in range(world)]
+    ranks = [list(eval_batches(windows, micro_batch=3, data_ranks=world, data_rank=r)) for r in range(world)]
     assert len({len(blocks) for blocks in ranks}) == 1
     blocks = sorted((b for of_rank in ranks for b in of_rank if not b.is_filler), key=lambda b: b.index)
     expected = [sample.id for sample in all_samples(windows)]

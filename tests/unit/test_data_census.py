@@ -56,7 +56,7 @@ def test_damaged_counts_are_counted_again(tmp_path: Path) -> None:
 
 
 def count_and_die(directory: str) -> None:
-    """A census that is killed behind its third window, and in the middle of writing the fourth."""
+    """A census that is killed after its third window, and in the middle of writing the fourth."""
     import os
     import signal
 
@@ -74,6 +74,7 @@ def count_and_die(directory: str) -> None:
     census(make_windows([token_rows(Path(directory), [5] * 30)], cache=Dying(directory)))
 
 
+@pytest.mark.thorough
 def test_one_that_was_killed_goes_on_from_its_windows(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 0 died"):
         run_ranks(count_and_die, 1, str(tmp_path))
@@ -109,7 +110,7 @@ def test_demo_data_in_numbers(tmp_path: Path) -> None:
 def test_dataset_of_which_nothing_is_left(tmp_path: Path) -> None:
     rows = [token_rows(tmp_path, [3, 4], name="good"), token_rows(tmp_path, [20], name="long")]
     with pytest.raises(
-        DataError, match=r"dataset 'long' \(.*\): none of its 1 rows is left \(1 too_long\).*seq_len=16"
+        DataError, match=r"dataset 'long' \(.*\): none of its 1 rows can be used \(1 too_long\).*seq_len=16"
     ):
         census(make_windows(rows, cache=tmp_path, long_documents="drop"))
 

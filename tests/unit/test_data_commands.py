@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,18 +61,33 @@ def test_preview_marks_what_is_trained_on(config: Path, capsys: pytest.CaptureFi
     assert run("preview", "--config", config, "--eval", "held", "--samples", 1) == 0
     assert ", held: " in capsys.readouterr().out
     assert run("preview", "--config", config, "--eval", "hold") == 2
-    assert "--eval hold: no evaluation dataset is called so; nearest: held; all: held" in capsys.readouterr().err
+    assert "--eval hold: no evaluation dataset has this name; nearest: held; all: held" in capsys.readouterr().err
 
 
-def test_stats_count_and_draw(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("stats", "--config", config, "--png", tmp_path / "out" / "lengths.png") == 0
+def test_stats_count(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("stats", "--config", config) == 0
     shown = capsys.readouterr().out
     lines = {line.split()[0]: line.split() for line in shown.splitlines() if line[:1].isalpha()}
     assert lines["chat"][1:3] == ["8", "6"] and lines["text"][1:3] == ["4", "4"] and lines["all"][1:3] == ["12", "10"]
     assert "dropped from chat: 1 missing_column" in shown and "dropped from chat: 1 empty" in shown
     assert f"{tmp_path / 'chat.jsonl'}:8: the row has no column 'messages'" in shown
     assert "eval held: an epoch in 1 window(s)" in shown and "documents by length in tokens" in shown
+
+
+def test_stats_draw(config: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert run("stats", "--config", config, "--png", tmp_path / "out" / "lengths.png") == 0
     assert (tmp_path / "out" / "lengths.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_what_cannot_be_drawn_is_not_counted(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run("stats", "--config", config, "--png", "lengths.png") == 2
+    shown, problem = capsys.readouterr()
+    assert problem == "error: --png lengths.png: matplotlib is not installed: pip install 'raytune-fsdp[plots]'\n"
+    assert shown == ""
 
 
 def test_clean_spares_what_was_used_lately(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,9 +105,9 @@ def test_clean_spares_what_was_used_lately(config: Path, tmp_path: Path, capsys:
     assert list(cache.iterdir()) == [cache / "files"] and not [p for p in (cache / "files").iterdir() if p.is_dir()]
     capsys.readouterr()
     assert run("clean", tmp_path / "nowhere") == 2
-    assert "nowhere is no directory" in capsys.readouterr().err
+    assert "nowhere is not a directory" in capsys.readouterr().err
     assert run("clean", cache, "--keep-gb", -1) == 2
-    assert "--keep-gb -1 must be a number, and not negative" in capsys.readouterr().err
+    assert "--keep-gb -1 must be a number >= 0" in capsys.readouterr().err
 
 
 def test_the_three_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -281,7 +281,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": 3, "content": "x"}]}, "unknown_role", "messages[0].role=3 is missing or unknown"),
     ({"messages": [{"role": "user"}]}, "null", "messages[0].value is missing or null, not text"),
     (messages(("user", None)), "null", "is missing or null, not text"),
-    (messages(("user", 3)), "wrong_type", "messages[0].content=3 is a int, not text"),
+    (messages(("user", 3)), "wrong_type", "messages[0].content=3 is not text but int"),
     (messages(("user", ""), ("assistant", "y")), "empty", "messages[0].content='' is empty"),
     (messages(("tool", None), ("assistant", "y")), "null", "messages[0].value is missing or null"),
     (messages(("user", "x"), ("assistant", " \n")), "empty", "messages[1].content=' \\n' is empty"),
@@ -297,16 +297,16 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     (assistant(tool_calls=[{"id": "1"}]), "wrong_type", "messages[1].tool_calls[0]={'id': '1'} is not a call"),
     (assistant(tool_calls=[{"name": "f", "arguments": "{"}]), "wrong_type", "arguments={ is not an object as JSON"),
     (assistant(tool_calls=[{"name": "f", "arguments": "[1]"}]), "wrong_type", "arguments=[1] is not an object"),
-    (assistant(reasoning_content=["x"]), "wrong_type", "messages[1].reasoning_content=['x'] is a list, not text"),
-    ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "wrong_type", "only an assistant"),
+    (assistant(reasoning_content=["x"]), "wrong_type", "messages[1].reasoning_content=['x'] is not text but list"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "wrong_type", "only the assistant"),
     ({"messages": [{"from": "function_call", "value": "f()"}]}, "wrong_type", "value=f() is not a call as JSON"),
     ({**GOOD, "tools": 3}, "wrong_type", "tools=3 is not a list of JSON schemas; correct the row, or set"),
     ({**GOOD, "tools": "[{"}, "wrong_type", "tools=[{ is not a list of JSON schemas as JSON"),
     ({**GOOD, "tools": [3]}, "wrong_type", "tools=[3] is not a list of JSON schemas"),
     (messages(("tool", "x"), ("assistant", "y")), "template", "the chat template refused the conversation"),
     (assistant(reasoning_content="x"), "template", "leaves out the reasoning_content of messages[1]"),
-    (assistant(tool_calls=[CALL]), "template", "leaves out tool_calls of messages[1], so it"),
-    ({**GOOD, "tools": [{"name": "f"}]}, "template", "leaves out the tools, so it would be lost"),
+    (assistant(tool_calls=[CALL]), "template", "leaves out tool_calls of messages[1], which"),
+    ({**GOOD, "tools": [{"name": "f"}]}, "template", "leaves out the tools, which would be lost"),
 ]  # fmt: skip
 
 BAD_TOKENS: list[tuple[dict[str, Any], str, str]] = [
@@ -332,16 +332,16 @@ BAD_MASKS: list[tuple[dict[str, Any], str, str]] = [
     ({"input_ids": [5, 6]}, "missing_column", "no column 'mask'; name the right one in the dataset's format.mask"),
     ({"input_ids": [5, 6], "mask": [0, 2]}, "wrong_type", "mask[1]=2, input_ids[1]=6; it must be 1 where"),
     ({"input_ids": [5, 6], "mask": [0, 0.5]}, "wrong_type", "mask[1]=0.5 is not an integer"),
-    ({"input_ids": [5, 6], "mask": [1, 0]}, "no_targets", "and mask be 1"),
+    ({"input_ids": [5, 6], "mask": [1, 0]}, "no_targets", "or mask must be 1"),
 ]
 
 BAD_TEXTS: list[tuple[dict[str, Any], str, str]] = [
     ({}, "missing_column", "no column 'text', it has none; name the right one in the dataset's format.text"),
     ({"text": None}, "null", "column 'text' is null"),
-    ({"text": ["x"]}, "wrong_type", "text=['x'] is a list, not text"),
+    ({"text": ["x"]}, "wrong_type", "text=['x'] is not text but list"),
     ({"text": ""}, "empty", "text='' is empty"),
     ({"text": "\ud800"}, "invalid_utf8", "text has half a surrogate pair, '\\ud800', at character 0"),
-    ({"text": "<|endoftext|>"}, "no_targets", "a text needs two tokens at least"),
+    ({"text": "<|endoftext|>"}, "no_targets", "a text needs at least two tokens"),
 ]
 
 BAD_INSTRUCTIONS: list[tuple[dict[str, Any], str, str]] = [
@@ -349,8 +349,8 @@ BAD_INSTRUCTIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"instruction": "x"}, "missing_column", "no column 'output', it has 'instruction'; name"),
     ({"instruction": None, "output": "x"}, "null", "column 'instruction' is null"),
     ({"instruction": "x", "output": " "}, "empty", "output=' ' is empty"),
-    ({"instruction": "x", "output": 3}, "wrong_type", "output=3 is a int, not text"),
-    ({"instruction": "x", "output": "y", "input": 3}, "wrong_type", "input=3 is a int, not text"),
+    ({"instruction": "x", "output": 3}, "wrong_type", "output=3 is not text but int"),
+    ({"instruction": "x", "output": "y", "input": 3}, "wrong_type", "input=3 is not text but int"),
     ({"instruction": "x", "output": "y\ud800"}, "invalid_utf8", "output has half a surrogate pair"),
 ]  # fmt: skip
 
@@ -436,13 +436,13 @@ THOUGHT = "<think>\nIt is\n  small.\n</think>\n\nSo."
     ],
 )
 def test_the_last_turn_is_trained_as_it_is_given(template: str, keys: dict[str, str], lost: str | None) -> None:
-    """A template may drop the reasoning of earlier turns, of the last one it would be lost without a word."""
+    """A template may drop the reasoning of earlier turns; that of the last turn would be lost silently."""
     row = {"messages": [*GOOD["messages"], {"role": "user", "content": "Why?"}, {**GOOD["messages"][1], **keys}]}
     if lost is None:
         assert convert(row, ChatFormat(), demo(), template).target_tokens
     else:
         error = refusal(row, ChatFormat(), demo(), template)
-        assert error.reason == "template" and f"the chat template leaves out {lost}, so it would be" in str(error)
+        assert error.reason == "template" and f"the chat template leaves out {lost}, which would be" in str(error)
     followed = {"messages": [*row["messages"], {"role": "user", "content": "Why?"}]}
     assert convert(followed, ChatFormat(), demo(), template).target_tokens
 
@@ -501,6 +501,7 @@ def golden_documents() -> list[Document]:
     return documents
 
 
+@pytest.mark.thorough
 def test_documents_are_those_of_their_version() -> None:
     golden = xxhash.xxh3_128()
     for document in golden_documents():

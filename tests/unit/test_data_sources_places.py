@@ -34,13 +34,13 @@ def test_places_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("missing.jsonl", rf"^missing\.jsonl: no such file \(relative to {tmp_path}\); correct the dataset's path$"),
         (f"{tmp_path}/a/b.jsonl", r"a/b\.jsonl: no such file; correct"),
         ("missing/*.jsonl", r"^missing/\*\.jsonl: no file matches this pattern \(relative to .*\); correct"),
-        ("mixed", r"^mixed: has files of several kinds \(jsonl: mixed/a\.jsonl, csv: mixed/b\.csv\); name those"),
+        ("mixed", r"^mixed: has files of several kinds \(jsonl: mixed/a\.jsonl, csv: mixed/b\.csv\); make a dataset"),
         ("mixed/*", r"^mixed/\*: has files of several kinds"),
         ("mixed/a**b.jsonl", r"'\*\*' must stand alone between two slashes"),
         ("empty", r"^empty: is a directory without data files \(1 other files\); name the files with a pattern"),
-        ("pipe.jsonl", r"^pipe\.jsonl: is no regular file"),
+        ("pipe.jsonl", r"^pipe\.jsonl: is not a regular file"),
         ("nope://x/y.jsonl", r"^nope://x/y\.jsonl: cannot be read \(Protocol not known: nope\); .*install"),
-        ("", r"path='': is no path"),
+        ("", r"path='' is not a path"),
     ]:
         with pytest.raises(DataError, match=message):
             opened(path, tmp_path / "cache")

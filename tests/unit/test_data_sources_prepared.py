@@ -56,7 +56,7 @@ def test_it_is_made_once_and_used_again(path: Path) -> None:
 
     told: list[tuple[str, int, int]] = []
     first = opened(path, progress=lambda *facts: told.append(facts))
-    assert {what for what, _, _ in told} == {str(path), f"{path} (checked)"}
+    assert {what for what, _, _ in told} == {str(path), f"checking {path}"}
     assert told[-1][1] == told[-1][2] > 0
     (entry,) = entries(path)
     # `data clean` knows it by this.
@@ -88,6 +88,7 @@ def test_what_is_damaged_is_made_again(path: Path, damage: str) -> None:
     assert entries(path) == [entry]
 
 
+@pytest.mark.thorough
 def test_one_flipped_bit_is_found_and_made_again(path: Path) -> None:
     fingerprints = opened(path).fingerprints
     (entry,) = entries(path)
@@ -104,7 +105,7 @@ def test_one_flipped_bit_is_found_and_made_again(path: Path) -> None:
         facts = (entry / name).stat()
         (entry / name).write_bytes(damaged)
         os.utime(entry / name, ns=(facts.st_atime_ns, facts.st_mtime_ns))
-        handles._FOUND.clear()  # as another process
+        handles._HASHES.clear()  # as another process
         again = opened(path)
         assert again.fingerprints == fingerprints
         assert len(again) == 20_000
@@ -118,10 +119,10 @@ _ARROW = {"rows.arrow", "batches", "groups"}
 
 def test_another_process_checks_what_it_did_not_make(path: Path) -> None:
     opened(path)
-    handles._FOUND.clear()
+    handles._HASHES.clear()
     told: list[tuple[str, int, int]] = []
     opened(path, progress=lambda *facts: told.append(facts))
-    assert {what for what, _, _ in told} == {f"{path} (checked)"}
+    assert {what for what, _, _ in told} == {f"checking {path}"}
     (entry,) = entries(path)
     size = sum(file.stat().st_size for file in entry.iterdir() if file.name != "meta.json")
     assert told[-1][1:] == (size, size)
@@ -155,7 +156,7 @@ def test_a_cache_that_is_gone_is_said_so(path: Path) -> None:
     (entry,) = entries(path)
     entry.rename(entry.with_name("elsewhere"))
     with pytest.raises(
-        DataError, match=r"cache/files/.* cannot be read \(No such file.*data\.cache\.path must be seen by all"
+        DataError, match=r"cache/files/.* cannot be read \(No such file.*data\.cache\.path must be visible to all"
     ):
         source.rows([0])
 
@@ -165,7 +166,7 @@ def test_a_full_disk_leaves_nothing(path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, old[1]))
     try:
         with pytest.raises(
-            DataError, match=r"cannot be prepared in the cache .*cache \(.*\); free space there, or set"
+            DataError, match=r"cannot be prepared in the cache .*cache \(.*\); free space there, or change"
         ):
             opened(path)
     finally:
@@ -174,6 +175,7 @@ def test_a_full_disk_leaves_nothing(path: Path) -> None:
     assert opened(path).rows([5]) == [ROWS[5]]
 
 
+@pytest.mark.thorough
 def test_a_killed_process_leaves_nothing_that_counts(path: Path) -> None:
     code = f"""
 import os, pathlib
@@ -229,6 +231,7 @@ def test_many_threads_read_one_source(path: Path) -> None:
     assert not wrong
 
 
+@pytest.mark.thorough
 def test_more_files_than_may_be_open(tmp_path: Path) -> None:
     (tmp_path / "many").mkdir()
     for index in range(400):
@@ -280,6 +283,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     assert _peak_of(work) < 40
 
 
+@pytest.mark.thorough
 def test_memory_of_writing_and_reading_parquet(tmp_path: Path) -> None:
     # One row group of 200 MB: as bad as it gets.
     text = random.Random(0).randbytes(1000).hex()

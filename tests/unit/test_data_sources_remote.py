@@ -9,11 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+pytest.importorskip("boto3")
+pytest.importorskip("moto")
+
+import boto3
 from moto.server import ThreadedMotoServer
 
 from raytune_fsdp.config.data import DatasetConfig
@@ -120,7 +124,7 @@ def test_parquet_on_s3(store: Any, opened: Callable[..., Source], tmp_path: Path
 def test_what_cannot_be_read_from_s3(store: Any, opened: Callable[..., Source], server: str) -> None:
     store.put_object(Bucket="bucket", Key="a/notes.md", Body=b"x")
     for path, message in [
-        ("s3://bucket/nope.jsonl", r"^s3://bucket/nope\.jsonl: no such file; correct the dataset's path, or the cred"),
+        ("s3://bucket/nope.jsonl", r"^s3://bucket/nope\.jsonl: no such file; correct the dataset's path, or its cred"),
         ("s3://bucket/nope/*.jsonl", r"^s3://bucket/nope/\*\.jsonl: no file matches this pattern; correct"),
         ("s3://bucket/a", r"^s3://bucket/a: is a directory without data files \(1 other files\)"),
         (
@@ -180,7 +184,7 @@ def test_a_folder_of_the_datasets_library_on_a_store(opened: Callable[..., Sourc
     memory.put(str(folder), "/saved", recursive=True)
     try:
         assert opened("memory://saved").rows([4, 0]) == [ROWS[4], ROWS[0]]
-        with pytest.raises(DataError, match=r"memory://saved: split='test' is not in it; set split to one of train"):
+        with pytest.raises(DataError, match=r"memory://saved: split='test' does not exist; set split to one of train"):
             opened("memory://saved", split="test")
     finally:
         memory.rm("/saved", recursive=True)

@@ -216,10 +216,11 @@ def test_date_that_a_template_asks_for_is_always_the_same() -> None:
 def test_tokenizer_without_what_a_format_needs() -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"x": 0, "?": 1}, unk_token="?")))
     for format in (ChatFormat(), InstructionFormat(type="instruction", style="chat")):
-        with pytest.raises(DataError, match=r"has no chat template, .*data\.chat_template to chatml, .* or a file"):
+        message = r"has no chat template, .*data\.chat_template to one of chatml, .* or a file"
+        with pytest.raises(DataError, match=message):
             Formatter(format, tokenizer=bare, vocab_size=5, template=None)
     for format in (CompletionFormat(type="completion"), InstructionFormat(type="instruction")):
-        with pytest.raises(DataError, match=r"has no eos_token, which ends every document with format\.type="):
+        with pytest.raises(DataError, match=r"has no eos_token, which must end every document with format\.type="):
             Formatter(format, tokenizer=bare, vocab_size=5, template=None)
 
 

@@ -93,7 +93,8 @@ def test_long_documents(tmp_path: Path) -> None:
     def windows(policy: str) -> Windows:
         return make_windows(rows, cache=tmp_path, long_documents=policy)
 
-    with pytest.raises(DataError, match=r"rows\.jsonl:2: the row has 37 tokens, data\.seq_len=16; raise .* to 37"):
+    message = r"rows\.jsonl:2: the row has 37 tokens, more than data\.seq_len=16; raise .* to 37"
+    with pytest.raises(DataError, match=message):
         windows("error").get(0, 0)
     assert sorted(documents_in(all_samples(windows("drop")))) == [(2, 16), (4, 3)]
     assert counted(windows("drop")) == {
@@ -205,7 +206,7 @@ def test_a_window_that_takes_much_memory_is_warned_of(
     for k in range(3):
         windows.get(0, k)
     (record,) = caplog.records
-    assert "data.window=8" in record.getMessage() and "data.window=5 takes 0.8 GB" in record.getMessage()
+    assert "data.window=8" in record.getMessage() and "data.window=5 needs 0.8 GB" in record.getMessage()
 
 
 def test_fingerprint_ignores_names_and_earlier_calls(tmp_path: Path) -> None:

@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.house import House, look_at
+
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*(ROOT / "raytune_fsdp").rglob("*.py"), *(ROOT / "jobs").glob("*.py")])
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common_utils", "misc", "manager", "core"}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_files_and_functions_stay_small(file: Path) -> None:
-    text = file.read_text()
-    assert text.count("\n") <= MAX_FILE_LINES
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= MAX_FUNCTION_LINES, f"{file.name}:{node.lineno} {node.name} has {length} lines"
+@pytest.fixture(scope="module")
+def house() -> House:
+    return look_at()
+
+
+def test_files_stay_small(house: House) -> None:
+    assert house.long_files == []
+
+
+def test_functions_stay_small(house: House) -> None:
+    assert house.long_functions == []
+
+
+def test_a_name_means_one_class(house: House) -> None:
+    assert house.same_names == []
+
+
+def test_what_the_numbers_count(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text(
+        "# alone\nclass Twice:\n    def _once(self):\n        return self._often() + self._often()  # after code\n\n"
+        "    def _often(self):\n        return self._once()\n\n\ndef _never():\n    return '# no comment'\n"
+    )
+    (tmp_path / "two.py").write_text("class Twice:\n    def long(self):\n" + "        self.x = 1\n" * 400)
+    found = look_at(tmp_path)
+    assert (found.files, found.lines, found.functions) == (2, 413, 4)
+    assert found.used_once == ["one.py:3 _once"]
+    assert (found.comment_lines, found.comments_after_code) == (1, 1)
+    assert (found.long_files, found.long_functions) == (["two.py (402)"], ["two.py:2 long (401)"])
+    assert found.same_names == ["Twice in one.py, two.py"]
 
 
 def test_no_file_is_called_after_nothing() -> None:

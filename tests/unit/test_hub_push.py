@@ -16,6 +16,8 @@ import pytest
 from raytune_fsdp.model.files import HUB_SECONDS
 from tests.unit.fake_hub import TOKEN, FakeHub, Repository, fake_hub
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = HUB_SECONDS + 3
 
@@ -134,7 +136,7 @@ def test_names_and_tokens(hub: FakeHub, model: Path) -> None:
     both = [(what, "my-model", model, False) for what in ("check", "push")]
     for settings, words in (
         ({"HF_TOKEN": ""}, "needs a token with write access: set HF_TOKEN, or run `hf auth login`"),
-        ({"HF_TOKEN": f"“{TOKEN}”"}, "a character that no token has (a quote? a blank?): set HF_TOKEN anew"),
+        ({"HF_TOKEN": f"“{TOKEN}”"}, "a character that no token has (a quote? a space?): correct HF_TOKEN"),
         ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, so nothing can be pushed: unset it"),
     ):
         for line in say(hub.url, model.parent, *both, **settings):
@@ -155,7 +157,7 @@ def test_a_hub_that_refuses(hub: FakeHub, model: Path) -> None:
             assert "403" in line and line.endswith("write to, and a token with write access")
     (model / "README.md").write_text("---\nlicense: mine\n---\n")
     line = push(hub, model, "my-model")
-    assert line.startswith(f"ModelError: export.push=my-model: the hub does not take what is in {model} (")
+    assert line.startswith(f"ModelError: export.push=my-model: the hub does not accept the files in {model} (")
     assert "README.md. - license is not one" in line
     (line,) = say(hub.url, model.parent, ("push", "my-model", model / "none", False))
     assert line.startswith("ModelError: export.push=my-model: ") and "is not a directory" in line

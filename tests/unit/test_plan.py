@@ -16,6 +16,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.counts import Census
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.plan import Plan, resolve
+from raytune_fsdp.run.checks import check_first
 from raytune_fsdp.rundir import RunDir
 
 
@@ -63,6 +64,16 @@ def test_a_batch_that_leaves_ranks_idle_is_refused() -> None:
     message = str(failure.value)
     for part in ("train.global_batch=16", "train.micro_batch=2", "8 block(s)", "9 ranks", "at most 8", "at least 18"):
         assert part in message
+
+
+def test_what_does_not_depend_on_the_length_is_checked_before_the_data_is_counted(tmp_path: Path) -> None:
+    run = {"name": "a", "storage": str(tmp_path)}
+    wanted = config(run=run, train=train(epochs=2.0), optim={"warmup_steps": 5})
+    assert check_first(wanted, 2) == RunDir.of(wanted), "whether 5 steps of warmup are too many is not known yet"
+    with pytest.raises(ConfigError, match="for 9 ranks"):
+        check_first(wanted, 9)
+    with pytest.raises(ConfigError, match=r"optim.warmup_steps=101 is more than the 100 steps"):
+        check_first(config(run=run, optim={"warmup_steps": 101}), 1)
 
 
 def test_steps_count_themselves() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pickle
 
 import pytest
+
+pytest.importorskip("ray")
+
 from ray.exceptions import RayActorError, RayTaskError
 from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
 from ray.train.v2.api.exceptions import ControllerError

@@ -267,8 +267,8 @@ def test_a_node_that_grows_may_have_an_accelerator_of_its_own_name() -> None:
         (
             LAPTOP,
             {"workers": 2, "device": "cuda", "accelerator_type": "L4"},
-            "waiting for 2 workers with 1 CPU + 1 GPU each on nodes with L4; free now: nothing, as no node fits one "
-            "yet",
+            "waiting for 2 workers with 1 CPU + 1 GPU each on nodes with L4; "
+            "free now: nothing, as no node fits one yet",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raytune_fsdp.tracking import RunStart
-from raytune_fsdp.tracking.console import ConsoleTracker, curve, duration, in_words, short
+from raytune_fsdp.tracking.console import ConsoleTracker, curve, duration, event_in_words, short
 from raytune_fsdp.types import StepMetrics
 
 
@@ -45,7 +45,7 @@ def test_a_run_in_lines() -> None:
     tracker.finish("failed")
     lines = stream.getvalue().splitlines()
     assert lines[:8] == [
-        "demo: attempt 2, continues behind step 8",
+        "demo: attempt 2, continues after step 8",
         "step   9/100  loss   2.5000  grad    1.250  lr 1.00e-04   12.3k tok/s  mfu 41.2%  mem   1.50 GiB  eta 3m 02s",
         "step  10/100  loss      nan  grad    1.250  lr 1.00e-04   12.3k tok/s  mem   1.50 GiB  eta 3m 00s  skipped",
         "     step 10: update skipped (grad norm nan)",
@@ -99,8 +99,8 @@ def test_short(value: float, text: str) -> None:
 
 
 def test_words_for_incomplete_events() -> None:
-    assert in_words("saved", {"step": 3}) == "saved step 3"
-    assert in_words("dropped_rows", {}) == "dropped rows"
+    assert event_in_words("saved", {"step": 3}) == "saved step 3"
+    assert event_in_words("dropped_rows", {}) == "dropped rows"
 
 
 def test_curve_falls() -> None:

@@ -18,10 +18,15 @@ import pytest
 from raytune_fsdp.rundir import mlflow_database
 from raytune_fsdp.tracking import RunStart
 from raytune_fsdp.tracking.jsonl import JsonlTracker, read_trajectory
-from raytune_fsdp.tracking.mlflow import RUN_ID, MlflowTracker
+from raytune_fsdp.tracking.mlflow import RUN_ID, MlflowTracker, mlflow_installed
 from raytune_fsdp.tracking.outbox import Outbox, Parcel
 from raytune_fsdp.tracking.tracker import Composite
 from raytune_fsdp.types import StepMetrics
+
+pytestmark = [
+    pytest.mark.skipif(not mlflow_installed(), reason="MLflow is not installed"),
+    pytest.mark.thorough,
+]
 
 DEAD = "http://user:hunter2@127.0.0.1:9"
 

@@ -1,4 +1,4 @@
-"""A row becomes a conversation: messages as chat templates expect them, whatever the file calls their parts."""
+"""A row becomes a conversation: messages as chat templates expect them, whatever names the file uses."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _USUAL_ROLES = {
     "function_call": "assistant",
     "tool_call": "assistant",
 }
-# ShareGPT files write a call as a message of its own, whose text is the call in JSON.
+# In ShareGPT files a call is a message of its own, whose text is the call as JSON.
 _CALLS = ("function_call", "tool_call")
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a chat template gets, and which messages may be trained on."""
+    """The input of a chat template, and which messages may be trained on."""
 
     messages: list[dict[str, Any]]
     train: list[bool]
@@ -44,9 +44,9 @@ class Conversation:
 
 
 def read_conversation(row: dict[str, Any], format: ChatFormat, where: str, *, columnar: bool = False) -> Conversation:
-    """The conversation of a row, or a RowError that says what is wrong with it.
+    """The conversation of a row. Raises RowError.
 
-    `columnar`: nulls stand for keys that are missing, wherever they are; else only for those of messages and calls.
+    `columnar`: a null means a missing key everywhere in the row; otherwise only in messages and calls.
     """
     column = format.messages
     given = read_column(row, column, "messages", where)
@@ -63,8 +63,9 @@ def read_conversation(row: dict[str, Any], format: ChatFormat, where: str, *, co
         place = f"{where}: {column}[{index}]"
         if not isinstance(message, dict):
             raise RowError(
-                f"{place}={shorten(message)} is not an object; a message has a role and a content", "wrong_type"
+                f"{place}={shorten(message)} is not an object; a message needs a role and a content", "wrong_type"
             )
+        # In Arrow and Parquet every message has the keys of all messages, most of them null: "tool_calls": null.
         message = _without_nulls(message, deep=columnar)
         trained = message.pop("train", True)
         if not isinstance(trained, bool):
@@ -78,7 +79,7 @@ def read_conversation(row: dict[str, Any], format: ChatFormat, where: str, *, co
 
 
 def read_column(row: dict[str, Any], name: str, field: str, where: str) -> Any:
-    """The value of a column that every row needs. `field` is the one of the dataset's format that names it."""
+    """The value of a column that every row needs. `field`: the field of the dataset's format that names the column."""
     if name not in row:
         raise RowError(
             f"{where}: the row has no column {name!r}, it has {shorten(', '.join(map(repr, row)) or 'none')}; "
@@ -91,12 +92,12 @@ def read_column(row: dict[str, Any], name: str, field: str, where: str) -> Any:
 
 
 def check_text(value: Any, place: str, *, may_be_empty: bool = False) -> str:
-    """The text as it is, if it is one that a tokenizer can take."""
+    """The value unchanged, if it is text that a tokenizer accepts. Raises RowError otherwise."""
     if value is None:
         raise RowError(f"{place} is missing or null, not text; correct or remove the row", "null")
     if not isinstance(value, str):
         raise RowError(
-            f"{place}={shorten(value)} is a {type(value).__name__}, not text; correct or remove the row", "wrong_type"
+            f"{place}={shorten(value)} is not text but {type(value).__name__}; correct or remove the row", "wrong_type"
         )
     if not may_be_empty and (not value or value.isspace()):
         raise RowError(f"{place}={shorten(repr(value))} is empty; correct or remove the row", "empty")
@@ -105,7 +106,7 @@ def check_text(value: Any, place: str, *, may_be_empty: bool = False) -> str:
 
 
 def check_unicode(value: str, place: str) -> None:
-    """Refuse text that cannot be written as UTF-8: JSON can spell half a character, a tokenizer cannot take it."""
+    """Refuse text that UTF-8 cannot express: JSON can spell half a surrogate pair, and no tokenizer accepts one."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -126,6 +127,7 @@ def _read_message(message: dict[str, Any], format: ChatFormat, place: str) -> di
     if isinstance(content, list):
         content = _join_parts(content, place_of_content)
     if given in _CALLS and given not in format.roles:
+        # Unless the user mapped this role: then the message is words, whatever it is called.
         calls = _parse(check_text(content, place_of_content), place_of_content, "a call as JSON")
         message["tool_calls"], content = calls if isinstance(calls, list) else [calls], None
     elif "function_call" in message:
@@ -134,9 +136,9 @@ def _read_message(message: dict[str, Any], format: ChatFormat, place: str) -> di
     if calls:
         message["tool_calls"] = _read_calls(calls, role, f"{place}.tool_calls")
     if calls and (content is None or (isinstance(content, str) and not content.strip())):
-        content = content or ""
+        content = content or ""  # templates concatenate it: None would be an error, or the word None
     else:
-        # Many files have a system message in every row, and a tool may have nothing to say.
+        # Many files have a system message in every row, empty or not, and a tool may return nothing.
         check_text(content, place_of_content, may_be_empty=role in ("system", "developer", "tool"))
     for key in REASONING_KEYS:
         if key in message and not check_text(message[key], f"{place}.{key}", may_be_empty=True).strip():
@@ -151,7 +153,7 @@ def _read_role(given: Any, format: ChatFormat, place: str) -> str:
             return role
     raise RowError(
         f"{place}={shorten(given)} is missing or unknown; it must be one of {', '.join(ROLES)}, "
-        "or say in the dataset's format.roles which of these it means",
+        "or be mapped to one of them by the dataset's format.roles",
         "unknown_role",
     )
 
@@ -171,7 +173,9 @@ def _join_parts(parts: list[Any], place: str) -> str:
 
 def _read_calls(calls: Any, role: str, place: str) -> list[dict[str, Any]]:
     if role != "assistant":
-        raise RowError(f"{place}: only an assistant calls tools, this is a {role}; correct the row", "wrong_type")
+        raise RowError(
+            f"{place}: only the assistant calls tools, this message's role is {role}; correct the row", "wrong_type"
+        )
     if isinstance(calls, str):
         calls = _parse(calls, place, "a list of calls")
     if not isinstance(calls, list):
@@ -189,7 +193,7 @@ def _read_call(call: Any, place: str) -> dict[str, Any]:
         )
     arguments = function.get("arguments")
     if isinstance(arguments, str) and arguments:
-        # Templates write arguments as JSON; text would become JSON in JSON.
+        # Templates write arguments as JSON themselves: text that is already JSON would be quoted a second time.
         arguments = _parse(arguments, f"{place}.function.arguments", "an object")
     if arguments in (None, ""):
         arguments = {}
@@ -202,7 +206,7 @@ def _read_call(call: Any, place: str) -> dict[str, Any]:
 
 
 def _read_tools(tools: Any, place: str, *, columnar: bool) -> list[dict[str, Any]] | None:
-    # Before texts in them are read: these are JSON, where null is a value.
+    # Before texts in it are parsed: those are JSON, where a null is a value.
     tools = _without_nulls(tools, deep=True) if columnar else tools
     if isinstance(tools, str):
         tools = _parse(tools, place, "a list of JSON schemas") if tools.strip() else None
@@ -232,7 +236,7 @@ def _parse(text: str, place: str, what: str) -> Any:
 
 
 def _without_nulls(value: Any, *, deep: bool = False) -> Any:
-    """The object without keys that are null; `deep`: in all that is in it, too."""
+    """The object without keys whose value is null; `deep`: also inside all of its values."""
     if isinstance(value, dict):
         return {
             key: _without_nulls(item, deep=True) if deep else item for key, item in value.items() if item is not None

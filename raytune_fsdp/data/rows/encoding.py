@@ -1,8 +1,7 @@
-"""Text and the characters of it that are trained on become token ids and the tokens that are trained on.
+"""Text becomes token ids, and spans of characters that are trained on become tokens that are trained on.
 
-The text is encoded as a whole. Where one token would be partly inside of a span and partly outside (byte-level BPE
-merges across any border it may), the text is cut at that border and the pieces are encoded apart. That is also what
-generation sees: there the prompt is encoded alone.
+A text is encoded as a whole. If a token would lie across the border of a span (byte-level BPE merges wherever it can),
+the text is cut at that border and the pieces are encoded apart. Generation sees the same: it encodes the prompt alone.
 """
 
 from __future__ import annotations
@@ -26,27 +25,29 @@ if TYPE_CHECKING:
 
     BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
-# Encodings take many times the memory of their text, so not more than this is encoded at once.
+# The most characters encoded at once. An Encoding takes 25 to 55 bytes a character, so this is about 100 MB.
 _CHARACTERS_AT_ONCE = 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A text as tokens. `missed`: a span that got no token, if any."""
+    """A text as tokens."""
 
     ids: Int32Array
     trained: BoolArray | None
-    """None where all tokens are."""
+    """None: all tokens are."""
     missed: Span | None = None
+    """A span that got no token, if there is one."""
 
 
 @dataclass(slots=True)
 class _Piece:
-    """Characters of a text that are encoded together. `inner`: no space is to be put in front of them."""
+    """Characters of a text that are encoded together."""
 
     start: int
     end: int
     inner: bool = False
+    """Whether the tokenizer must not put a space in front, as it does at the start of a text."""
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ class _Text:
 
 
 class SpanEncoder:
-    """Encodes the special tokens that stand in a text, but adds none: `before` and `behind` are what would be added."""
+    """Encodes texts, special tokens in them included, but adds none: a tokenizer would add `prefix` and `suffix`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.is_fast:
@@ -66,11 +67,11 @@ class SpanEncoder:
                 "for; use a tokenizer with a tokenizer.json, or datasets with format.type=tokens"
             )
         description = tokenizer.backend_tokenizer.to_str()
-        self._whole, self._inner, self.before, self.behind = _backends(description, tokenizer.eos_token or "a")
+        self._whole, self._inner, self.prefix, self.suffix = _backends(description, tokenizer.eos_token or "a")
         self._added = np.array(sorted(self._whole.get_added_tokens_decoder()), dtype=np.int32)
 
     def encode(self, texts: Sequence[str], spans: Sequence[Sequence[Span] | None]) -> list[Tokens]:
-        """Ids of each text, and which lie in its spans; None: all of them."""
+        """The ids of each text, and which of them lie in its spans (None: all of it)."""
         results: list[Tokens] = []
         for first, end in _chunks(texts):
             results += self._encode_chunk(texts[first:end], spans[first:end])
@@ -79,6 +80,7 @@ class SpanEncoder:
     def _encode_chunk(self, texts: Sequence[str], spans: Sequence[Sequence[Span] | None]) -> list[Tokens]:
         results: list[Tokens | None] = [None] * len(texts)
         whole = [index for index, given in enumerate(spans) if given is None]
+        # Not for texts with spans: encode_batch_fast leaves out the offsets, and char_to_token would always be None.
         encodings = self._whole.encode_batch_fast([texts[index] for index in whole], add_special_tokens=False)
         for index, encoding in zip(whole, encodings, strict=True):
             results[index] = Tokens(_ids(encoding), None)
@@ -87,7 +89,7 @@ class SpanEncoder:
             for index, (text, given) in enumerate(zip(texts, spans, strict=True))
             if given is not None
         }
-        while todo:
+        while todo:  # once more for every text that had to be cut
             encoded = iter(self._encode_pieces(list(todo.values())))
             for index, text in list(todo.items()):
                 tokens = self._tokens(text, [next(encoded) for _ in text.pieces])
@@ -107,7 +109,7 @@ class SpanEncoder:
         return encodings
 
     def _tokens(self, text: _Text, encodings: Sequence[Encoding]) -> Tokens | None:
-        """The tokens of a text; None, and more pieces in it, if a token stands across a border."""
+        """The tokens of a text. If a token lies across a border: None, and the text is cut into more pieces."""
         ids = [_ids(encoding) for encoding in encodings]
         firsts = np.cumsum([0, *map(len, ids)])
         pieces: list[_Piece] = []
@@ -118,7 +120,7 @@ class SpanEncoder:
             place[piece.start] = int(first)
             for border in borders:
                 if piece.start < border < piece.end:
-                    token = self._token_behind(border, text.text, piece, encoding, own, is_end=border in ends)
+                    token = self._token_after(border, text.text, piece, encoding, own, is_end=border in ends)
                     if token is None:
                         pieces += self._cut(piece, border, encoding, own)
                         break
@@ -136,31 +138,31 @@ class SpanEncoder:
                 missed = (start, end)
         return Tokens(np.concatenate(ids) if len(ids) > 1 else ids[0], trained, missed)
 
-    def _token_behind(
+    def _token_after(
         self, border: int, text: str, piece: _Piece, encoding: Encoding, ids: Int32Array, *, is_end: bool
     ) -> int | None:
-        """Index of the first token behind the border; None if a token stands across it."""
+        """Index of the first token after the border; None if a token lies across it."""
         for at in range(border - piece.start, piece.end - piece.start):
             token = encoding.char_to_token(at)
             if token is None:
-                continue
+                continue  # a character that no token stands for, such as a space that was stripped
             start, end = _characters(encoding, token)
             if piece.start + start >= border:
                 return int(token)
             swallowed = text[border : piece.start + end]
             if is_end and swallowed.isspace() and ids[token] in self._added:
-                # The token that ends a turn takes the white space behind it, if it was added with rstrip.
+                # A turn's end token that was added with rstrip=True swallows the white space after it.
                 return int(token) + 1
             return None
         return len(ids)
 
     def _cut(self, piece: _Piece, border: int, encoding: Encoding, ids: Int32Array) -> Iterator[_Piece]:
-        """The piece in two; in three, where only the text up to the next added token is to have no space in front."""
+        """The piece cut in two; in three if the tokenizer puts a space in front again after the next added token."""
         yield _Piece(piece.start, border, piece.inner)
         end = piece.end
         if self._inner is not self._whole and not piece.inner:
             token = encoding.char_to_token(border - piece.start)
-            assert token is not None  # the one that stands across the border
+            assert token is not None  # the token across the border
             added = token + 1 + np.flatnonzero(np.isin(ids[token + 1 :], self._added))
             end = piece.start + _characters(encoding, int(added[0]))[0] if len(added) else piece.end
         yield _Piece(border, end, True)
@@ -170,7 +172,7 @@ class SpanEncoder:
 
 def _characters(encoding: Encoding, token: int) -> Span:
     span = encoding.token_to_chars(token)
-    assert span is not None  # it is None for tokens that are no part of the text, and none is added here
+    assert span is not None  # only tokens that are added around a text have none, and none are added here
     return span
 
 
@@ -188,29 +190,29 @@ def _chunks(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
     yield first, len(texts)
 
 
-# Datasets of one run share them: with large vocabularies each takes some 100 MB.
+# Shared by the datasets of a run: with a large vocabulary each tokenizer takes some 100 MB.
 @lru_cache(maxsize=2)
 def _backends(description: str, probe: str) -> tuple[Tokenizer, Tokenizer, list[int], list[int]]:
-    """What encodes whole texts, what encodes pieces behind a cut, and the special tokens put before and behind a text.
+    """A tokenizer for whole texts, one for pieces after a cut, and the special tokens that go around a text.
 
-    Copies, because whoever calls the original may change its truncation and padding.
+    Copies: truncation and padding of the original change with its callers.
     """
     content = {**json.loads(description), "truncation": None, "padding": None}
     whole = Tokenizer.from_str(json.dumps(content))
     encoding = whole.encode(probe)
     inside = [index for index, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
-    before = encoding.ids[: inside[0]] if inside else encoding.ids
-    behind = encoding.ids[inside[-1] + 1 :] if inside else []
-    # Special tokens are added by hand; and some tokenizers' leaves spaces out of the offsets of their tokens.
+    prefix = encoding.ids[: inside[0]] if inside else encoding.ids
+    suffix = encoding.ids[inside[-1] + 1 :] if inside else []
+    # The special tokens are added by hand. Besides, some post-processors leave spaces out of the offsets of tokens.
     whole.post_processor = None
-    # Tokenizers in the manner of SentencePiece put a space in front of a text. The pieces behind a cut have none.
+    # SentencePiece-like tokenizers put a space in front of a text. A piece after a cut must not get one.
     spaceless = _without_prefix(content)
     inner = whole if spaceless == content else Tokenizer.from_str(json.dumps({**spaceless, "post_processor": None}))
-    return whole, inner, before, behind
+    return whole, inner, prefix, suffix
 
 
 def _without_prefix(description: Any) -> Any:
-    """The description of a tokenizer that puts no space in front of a text."""
+    """The description of the same tokenizer, but without the space it puts in front of a text."""
     if isinstance(description, list):
         parts = [part for part in description if not (isinstance(part, dict) and part.get("type") == "Prepend")]
         return [_without_prefix(part) for part in parts]

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DOCUMENT_VERSION = 2
-"""Part of the identity of windows. Raise it whenever the tokens or the mask of any row change: the templates that are
-shipped, the rules of masks, Alpaca's text, the names of roles, the date that templates are told."""
+"""Part of the identity of windows. Raise it whenever the tokens or the mask of any row change: with the shipped
+templates, the rules for masks, Alpaca's text, the names of roles, the date given to templates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Document:
 
     @property
     def target_tokens(self) -> int:
-        """Tokens that can be trained on; the first one never is, nothing predicts it."""
+        """Number of tokens that can be trained on; the first token cannot, because nothing predicts it."""
         return int((self.labels[1:] != IGNORE).sum())
 
     def cut(self, length: int) -> Document:
@@ -51,19 +51,20 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """A row as text, the characters of it that are trained on (None: all), and whether it is a text of its own, which
-    the tokenizer's special tokens go around; chat templates write theirs themselves."""
+    """A row as text."""
 
     text: str
     spans: list[Span] | None
-    alone: bool
+    """The characters that are trained on; None: all."""
+    plain: bool
+    """Whether the tokenizer's special tokens go around the text. Chat templates write them themselves."""
 
 
 class Formatter:
     """Turns the rows of one dataset into documents. Can be pickled.
 
-    `columnar`: the rows come from columns (Parquet, Arrow), where a key that some row has is null in all others.
-    Raises DataError at once for what no row can cure: a template or special token that is missing, a slow tokenizer.
+    `columnar`: the rows come from columns (Parquet, Arrow), where a key that one row has is null in all others.
+    Raises DataError for problems of all rows: a missing template or special token, a slow tokenizer.
     """
 
     def __init__(
@@ -84,24 +85,26 @@ class Formatter:
             return
         self._encoder = SpanEncoder(tokenizer)
         if isinstance(format, ChatFormat) or (isinstance(format, InstructionFormat) and format.style == "chat"):
+            # Two, because a tokenizer may have another template for conversations with tools (Hermes, Command R).
             self._templates = [chat_template(tokenizer, template, tools=tools) for tools in (False, True)]
             if format.loss != "all" and not self._templates[0].trains_an_end():
                 logger.warning(_NO_END)
             return
         if tokenizer.eos_token_id is None:
             raise DataError(
-                f"the tokenizer {tokenizer.name_or_path!r} has no eos_token, which ends every document with "
+                f"the tokenizer {tokenizer.name_or_path!r} has no eos_token, which must end every document with "
                 f"format.type={format.type}; set eos_token in its tokenizer_config.json"
             )
         self._eos = int(tokenizer.eos_token_id)
 
     def __reduce__(self) -> Any:
-        # Without what is made of the tokenizer: that is made again, and once in a process.
+        # Without the encoder made from the tokenizer: each process makes it once (see encoding._backends).
         return _formatter, self._given
 
     def documents(self, rows: Sequence[dict[str, Any] | RowError], wheres: Sequence[str]) -> list[Document | RowError]:
-        """The document of each row, in the same order, or what is wrong with the row. `wheres` name the rows."""
+        """The document of each row, or what is wrong with the row. `wheres`: how errors name the rows."""
         read = [self._read_or_error(row, where) for row, where in zip(rows, wheres, strict=True)]
+        # All texts in one call: the tokenizer spreads a batch over its threads.
         texts = [item for item in read if isinstance(item, _Text)]
         encoded: Iterator[Tokens] = iter(())
         if texts:
@@ -147,18 +150,19 @@ class Formatter:
         if tokens.missed is not None:
             missed = text.text[slice(*tokens.missed)]
             return RowError(
-                f"{where}: the tokenizer makes no token of {shorten(missed)!r}, which is to be trained on; "
+                f"{where}: the tokenizer makes no token of {shorten(missed)!r}, which should be trained on; "
                 "correct or remove the row",
                 "no_targets",
             )
         ids, trained = tokens.ids, tokens.trained
-        if text.alone:
-            before, behind = self._encoder.before, self._encoder.behind
-            ended = self._eos in (behind[-1:] or ids[-1:])
-            behind = behind if ended else [*behind, self._eos]
-            ids = np.concatenate([before, ids, behind]).astype(np.int32)
+        if text.plain:
+            prefix, suffix = self._encoder.prefix, self._encoder.suffix
+            # The end token is there once, also if the tokenizer adds it or the text ends with it.
+            ended = self._eos in (suffix[-1:] or ids[-1:])
+            suffix = suffix if ended else [*suffix, self._eos]
+            ids = np.concatenate([prefix, ids, suffix]).astype(np.int32)
             if trained is not None:
-                trained = np.concatenate([np.zeros(len(before), bool), trained, np.ones(len(behind), bool)])
+                trained = np.concatenate([np.zeros(len(prefix), bool), trained, np.ones(len(suffix), bool)])
         return Document(ids, ids if trained is None else np.where(trained, ids, np.int32(IGNORE)))
 
     def _check(self, document: Document, where: str) -> RowError | None:
@@ -167,8 +171,8 @@ class Formatter:
             index = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
             return RowError(
                 f"{where}: token {index} has id {ids[index]}, the model's vocabulary ends at {self._vocab_size - 1}; "
-                "use the model's own tokenizer, or set model.resize_embeddings=true if the tokenizer has tokens that "
-                "were added",
+                "use the model's own tokenizer, or set model.resize_embeddings=true if tokens were added to the "
+                "tokenizer",
                 "outside_vocabulary",
             )
         if not document.target_tokens:
@@ -187,14 +191,14 @@ def _formatter(
 
 
 _NO_END = (
-    "the chat template has nothing behind the assistant's text that is trained on, so the model does not learn to end "
-    "its turn; write the token that ends it there ({{ eos_token }}; inside of {% generation %} if it has that) in a "
+    "the chat template puts nothing that is trained on after the assistant's text, so the model does not learn to end "
+    "its turn; write the token that ends a turn there ({{ eos_token }}; inside {% generation %} if there is one) in a "
     "copy of the template and name that file in data.chat_template"
 )
 
 _NO_TARGET = {
     "chat": "a conversation needs a message with role assistant that the chat template marks as generated",
-    "instruction": "an answer needs a token, remove the row",
-    "completion": "a text needs two tokens at least, remove the row",
-    "tokens": "labels must repeat the input id (and mask be 1) at some place after the first",
+    "instruction": "an answer needs at least one token: remove the row",
+    "completion": "a text needs at least two tokens: remove the row",
+    "tokens": "labels must repeat the input id (or mask must be 1) at some place after the first",
 }

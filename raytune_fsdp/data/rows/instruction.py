@@ -1,16 +1,14 @@
-"""Rows that are no conversations: questions and answers in columns of their own, and rows that are tokens already."""
+"""Rows with a question and its answer in columns of their own."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raytune_fsdp.config.formats import InstructionFormat
 from raytune_fsdp.data.rows.chat import Conversation, check_text, read_column
 
-if TYPE_CHECKING:
-    pass
-
+# Word for word as in Stanford Alpaca, because other programs prompt models tuned on this format with the same words.
 _ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
 _ALPACA_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -29,17 +27,17 @@ class Instruction:
     column: str
 
     def alpaca(self) -> str:
-        """What stands before the answer; a system message takes the place of Alpaca's introduction."""
+        """The text before the answer; a system message replaces Alpaca's introduction."""
         introduction = self.system or (_ALPACA if self.input is None else _ALPACA_INPUT)
         context = "" if self.input is None else f"### Input:\n{self.input}\n\n"
         return f"{introduction}\n\n### Instruction:\n{self.prompt}\n\n{context}### Response:\n"
 
     def plain(self) -> str:
-        """What stands before the answer: system message, question and input, an empty line between them."""
+        """The text before the answer: system message, question and input, separated by empty lines."""
         return "\n\n".join(text for text in (self.system, self.prompt, self.input) if text is not None)
 
     def conversation(self, where: str) -> Conversation:
-        """As a conversation of one turn."""
+        """The same as a conversation of one turn."""
         question = self.prompt if self.input is None else f"{self.prompt}\n\n{self.input}"
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": self.completion}]
         if self.system is not None:
@@ -48,7 +46,7 @@ class Instruction:
 
 
 def read_instruction(row: dict[str, Any], format: InstructionFormat, where: str) -> Instruction:
-    """Question and answer of a row; a RowError says what is wrong with it."""
+    """Question and answer of a row. Raises RowError."""
 
     def required(column: str, field: str) -> str:
         return check_text(read_column(row, column, field, where), f"{where}: {column}")

@@ -1,4 +1,4 @@
-"""What a row says and its rendered text does not: it would be lost without a word."""
+"""Content of a row that is missing from its rendered text: without this check it would be lost silently."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from raytune_fsdp.data.rows.chat import Conversation
-from raytune_fsdp.data.rows.marks import Mark, take_marks
+from raytune_fsdp.data.rows.marks import take_marks
 from raytune_fsdp.data.rows.templates import REASONING_KEYS
 from raytune_fsdp.data.sources import shorten
 
-# Templates that cut the reasoning out of a content find it by such tags, and some write other tags in their place.
+# Templates that cut the reasoning out of a message's content look for tags like <think>, and some write other tags in
+# their place: so only the parts between tags can be expected in the text.
 _TAG = re.compile(r"<[^<>\s]+>")
 
 
 def has_all_contents_in_order(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
-    """A check that costs nothing, for rows of nothing but contents, of which none can be there by chance."""
+    """A quick check that passes most rows: no calls, no reasoning, every content found after the one before it."""
+    # 3 us, against 80 to 150 us for rendering the row a second time with marks. A short content may be in the text by
+    # chance, so none is trusted in the roles that some templates leave out (system, developer, tool).
     place = 0
     for message in messages:
         content = message["content"].strip()
@@ -29,7 +32,10 @@ def has_all_contents_in_order(messages: Sequence[Mapping[str, Any]], text: str) 
 
 
 def lost_content(conversation: Conversation, marked: str, words: Collection[str]) -> str | None:
-    """What of the messages is not in their text, which was rendered with marks. `words` are those of the template."""
+    """The first part of the messages that is missing from their text, if any.
+
+    `marked`: the text rendered with marks. `words`: the names and literals in the template's code.
+    """
     text, marks = take_marks(marked)
     seen = Counter((mark.message, mark.kind) for mark in marks)
     knows_reasoning = not set(REASONING_KEYS).isdisjoint(words)
@@ -38,39 +44,36 @@ def lost_content(conversation: Conversation, marked: str, words: Collection[str]
         name = f"{conversation.column}[{index}]"
         if message["content"].strip() and (index, "content") not in seen:
             return f"the content of {name} (role {message['role']})"
-        # Two marks are around the name of each call.
+        # Each call's name has a mark at both ends.
         if "tool_calls" in message and seen[index, "tool_calls"] < 2 * len(message["tool_calls"]):
             return f"tool_calls of {name}"
         for key in REASONING_KEYS:
-            # A template may drop the reasoning of earlier turns, there as in what it asks the model with.
+            # A template that knows reasoning may drop it from earlier turns: it does the same at generation.
             may_drop = knows_reasoning and index != last
             if key in message and not may_drop and seen[index, "reasoning_content"] < 2:
                 return f"the {key} of {name}"
         if index == last:
-            part = _missing_part(message["content"], text[_begin(index, marks) :])
+            # Look after the last mark of an earlier message that stands in front of this one.
+            end = max((mark.at for mark in marks if mark.message == index), default=0)
+            begin = max((mark.at for mark in marks if mark.message < index and mark.at <= end), default=0)
+            part = _missing_part(message["content"], text[begin:])
             if part is not None:
                 return f"{shorten(repr(part))} in the content of {name}"
     return None
 
 
 def _last_turn(messages: Sequence[Mapping[str, Any]]) -> int | None:
-    """The message in which the assistant ends the conversation, if it does."""
+    """Index of the assistant's message that ends the conversation; None if a user's message does."""
     for index in reversed(range(len(messages))):
         if messages[index]["role"] in ("assistant", "user"):
             return index if messages[index]["role"] == "assistant" else None
     return None
 
 
-def _begin(index: int, marks: Sequence[Mark]) -> int:
-    """Behind the last thing in front of the message that is of an earlier one."""
-    end = max((mark.at for mark in marks if mark.message == index), default=0)
-    return max((mark.at for mark in marks if mark.message < index and mark.at <= end), default=0)
-
-
 def _missing_part(content: str, text: str) -> str | None:
-    """The first part of the content, between its tags, that is not in the text, whatever happened to white space.
+    """The first part of the content, between tags, that is not in the text. White space is ignored.
 
-    Marks at its ends do not say: a template may cut something out between them, or put the reasoning in front.
+    Marks cannot show this: a template may cut something out between them, or move the reasoning to the front.
     """
     place, text = 0, "".join(text.split())
     for part in _TAG.split(content):

@@ -1,4 +1,7 @@
-"""Private-use characters put around the texts of messages, to see where a template puts them."""
+"""Private-use characters put around the texts of messages: they show where a template puts each message.
+
+One character for each message and kind of text, from U+F0000 to U+FFFFD: enough for 21,844 messages.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _KINDS = ("content", "tool_calls", "reasoning_content")
 
 
 class Mark(NamedTuple):
-    """Stands in front of character `at`, at the start or the end of a text of a message."""
+    """A mark before character `at` of the text: the start or the end of a part of a message."""
 
     at: int
     message: int
@@ -22,7 +25,7 @@ class Mark(NamedTuple):
 
 
 def has_marks(text: str) -> bool:
-    """Whether the text has such characters of its own."""
+    """Whether the text has such characters already."""
     return _MARK.search(text) is not None
 
 
@@ -42,7 +45,7 @@ def with_marks(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def take_marks(marked: str) -> tuple[str, list[Mark]]:
-    """The text without marks, and the marks in the order in which they stood."""
+    """The text without marks, and the marks in order."""
     marks = []
     for count, match in enumerate(_MARK.finditer(marked)):
         message, kind = divmod(ord(match.group()) - _FIRST, len(_KINDS))
@@ -56,6 +59,7 @@ def messages_between(marked: str, start: int, end: int) -> set[int]:
 
 
 def _between(text: str, mark: str) -> str:
-    """Marks inside of the white space around the text, which templates may strip."""
+    """Mark the text inside its surrounding white space, which templates may strip."""
     inner = text.strip()
+    # Not at the ends of the text: a template that strips it would find no white space there, and render another text.
     return text.replace(inner, f"{mark}{inner}{mark}", 1) if inner else text

@@ -1,4 +1,4 @@
-"""Rows that are tokens already."""
+"""Rows that are already tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def read_tokens(row: dict[str, Any], format: TokensFormat, where: str) -> tuple[Int32Array, Int32Array]:
-    """Input ids and labels of a row; a RowError says what is wrong with it."""
+    """Input ids and labels of a row. Raises RowError."""
     ids = _integers(read_column(row, format.input_ids, "input_ids", where), format.input_ids, where)
     column = format.labels if format.mask is None else format.mask
     if column is None:
@@ -31,7 +31,7 @@ def read_tokens(row: dict[str, Any], format: TokensFormat, where: str) -> tuple[
         )
     values = read_column(row, column, "labels", where)
     if format.mask is not None and isinstance(values, list):
-        values = [int(value) if isinstance(value, bool) else value for value in values]
+        values = [int(value) if isinstance(value, bool) else value for value in values]  # JSON's true and false
     given = _integers(values, column, where)
     if len(given) != len(ids):
         raise RowError(
@@ -40,10 +40,10 @@ def read_tokens(row: dict[str, Any], format: TokensFormat, where: str) -> tuple[
         )
     if format.mask is not None:
         wrong = (given != 0) & (given != 1)
-        rule = "must be 1 where the token is trained on and 0 where not"
+        rule = "must be 1 where the token is trained on, and 0 elsewhere"
     else:
         wrong = (given != IGNORE) & (given != ids)
-        rule = f"must be {IGNORE} or equal to the input id at the same place: do not shift labels, the model does that"
+        rule = f"must be {IGNORE} or equal to the input id at the same place: do not shift labels, the model does"
     if wrong.any():
         index = int(np.flatnonzero(wrong)[0])
         raise RowError(
@@ -60,6 +60,7 @@ def _integers(values: Any, column: str, where: str) -> Int32Array:
         raise RowError(
             f"{where}: {column}={shorten(values)} is not a list of integers; correct or remove the row", "wrong_type"
         )
+    # Not isinstance: True is an int to Python. And not numpy's own check: it would cut 1.5 off to 1.
     if set(map(type, values)) != {int}:
         index = next(index for index, value in enumerate(values) if type(value) is not int)
         raise RowError(

@@ -1,11 +1,17 @@
-"""Which characters of a rendered conversation are trained on: the assistant's turns with what ends them.
+"""Which characters of a rendered conversation are trained on: the assistant's turns, each with whatever ends it.
 
-A template with `{% generation %}` says so itself. For others, and to tell which message a span belongs to, the
-conversation is rendered again with a private-use character around every text of every message. What is rendered is then
-the same but for these marks (else it is an error), so they say exactly where each message stands, and whether it stands
-there at all. A turn starts behind what the conversation before it, rendered with the generation prompt, has behind its
-last mark. It ends with what the conversation up to it has behind its last mark. Both are looked at from the marks on,
-so it does not matter if the template renders earlier turns otherwise, once others follow (Qwen3 drops their reasoning).
+A template with `{% generation %}` says so itself. For other templates, and to find the message a span belongs to, the
+conversation is rendered again with a mark (a private-use character) at both ends of every text of every message. The
+result must be the same text but for the marks, or the row is an error; so the marks show exactly where each message is,
+and whether it is there at all.
+
+    start of a turn   render the conversation before it, with the generation prompt: the turn starts after the text that
+                      follows the last mark there
+    end of a turn     render the conversation up to and including it: the turn ends with the text that follows the last
+                      mark there
+
+Only the text after the last mark is compared, because a template may render earlier turns differently once others
+follow (Qwen3 drops their reasoning).
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from __future__ import annotations
 import os.path
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, Literal
 
@@ -35,9 +42,9 @@ def trained_spans(
     loss: Literal["assistant", "last_turn", "all"],
     special: Sequence[str],
 ) -> tuple[str, list[Span] | None]:
-    """The text of the conversation and the spans that are trained on, None for all of it.
+    """The text of the conversation, and the spans that are trained on (None: all of it). Raises RowError.
 
-    `special` are the tokenizer's special tokens. Raises RowError.
+    `special`: the tokenizer's special tokens.
     """
     rendering = Rendering(template, conversation, special)
     check_unicode(rendering.text, f"{conversation.where}: the conversation")
@@ -54,7 +61,7 @@ def trained_spans(
 
 
 class Rendering:
-    """A conversation as text, and where in it things are."""
+    """A conversation as text, and where each message is in it."""
 
     def __init__(self, template: ChatTemplate, conversation: Conversation, special: Sequence[str]) -> None:
         self._template = template
@@ -63,7 +70,7 @@ class Rendering:
         self.text, self.tagged = self._render(conversation.messages)
 
     def without(self, messages: Sequence[int]) -> list[Span]:
-        """All of the text but these messages: turns of the assistant to their end, of others what they say."""
+        """All of the text except these messages: whole turns of the assistant, only the words of other roles."""
         spans, start = [], 0
         for index in messages:
             if self._conversation.messages[index]["role"] == "assistant":
@@ -77,13 +84,14 @@ class Rendering:
         return _joined([*spans, (start, len(self.text))])
 
     def turn(self, index: int) -> list[Span]:
-        """What the assistant produces in message `index`."""
+        """The spans that the assistant produces in message `index`."""
         if self._template.tags:
             return self._tagged_by_message.get(index, [])
         places = [mark.at for mark in self._marks if mark.message == index]
         if not places:
             return []
         first, last = min(places), max(places)
+        # A template may gather parts of several messages (all calls at the end, say): then no single span is the turn.
         if any((mark.at > first and mark.message < index) or (mark.at < last and mark.message > index)
                for mark in self._marks):  # fmt: skip
             raise self._unclear(index, "between parts of other messages")
@@ -93,17 +101,19 @@ class Rendering:
         return [(start, end)]
 
     def check_nothing_is_ignored(self) -> None:
-        """Refuse what is in the row and not in the text: it would be lost without a word."""
+        """Refuse a row with content that is not in the text: it would be lost silently."""
         conversation = self._conversation
         if conversation.tools is None and has_all_contents_in_order(conversation.messages, self.text):
             return
         ignored = lost_content(conversation, self._marked_text, self._template.words)
-        if ignored is None and conversation.tools is not None and self._same_without_tools():
-            ignored = "the tools"
+        if ignored is None and conversation.tools is not None:
+            with suppress(Refused):
+                if self._template.render(conversation.messages, None)[0] == self.text:
+                    ignored = "the tools"
         if ignored is not None:
             raise self._error(
-                f"the chat template leaves out {ignored}, so it would be lost; remove it from the row, or name a "
-                "template that knows it in data.chat_template"
+                f"the chat template leaves out {ignored}, which would be lost; remove it from the row, or name a "
+                "template that renders it in data.chat_template"
             )
 
     @cached_property
@@ -124,7 +134,7 @@ class Rendering:
     def _marked(self) -> list[dict[str, Any]]:
         if has_marks(self.text):
             raise self._error(
-                "the text has private-use characters (U+F0000 to U+FFFFD), which are needed to find the assistant's "
+                "the text has private-use characters (U+F0000 to U+FFFFD), which are used here to find the assistant's "
                 "turns; remove them or the row"
             )
         return [with_marks(message, index) for index, message in enumerate(self._conversation.messages)]
@@ -137,6 +147,8 @@ class Rendering:
         found: dict[int, list[Span]] = {}
         last: tuple[int, int] | None = None
         for (start, end), span in zip(spans, self.tagged, strict=True):
+            # A span without a mark belongs to the message of the span before it, if it touches that: a turn's end token
+            # in a block of its own.
             inside = messages_between(marked, start, end)
             if not inside and last is not None and last[1] == span[0]:
                 inside = {last[0]}
@@ -156,18 +168,18 @@ class Rendering:
         elif before and marks and (before[-1].message, before[-1].kind) == (marks[-1].message, marks[-1].kind):
             anchor, asked = before[-1].at, prompt[marks[-1].at :]
         else:
-            raise self._unclear(index, "differently with and without the messages behind it")
+            raise self._unclear(index, "differently with and without the messages after it")
         if self.text.startswith(asked, anchor):
             return anchor + len(asked)
-        # The prompt goes further than the header of this turn: DeepSeek's and Qwen3.5's open the reasoning, which
-        # earlier turns have no more.
+        # The generation prompt goes on after the header of this turn: DeepSeek's and Qwen3.5's also open the reasoning,
+        # which earlier turns no longer have.
         for header in (self.text[anchor:first], self._header_of_words(index)):
             if header.strip() and asked.startswith(header) and self.text.startswith(header, anchor):
                 return anchor + len(header)
-        raise self._unclear(index, "behind something else than the generation prompt")
+        raise self._unclear(index, "after something other than the generation prompt")
 
     def _header_of_words(self, index: int) -> str:
-        """What stands in front of message `index` when it has nothing but words, no call and no reasoning."""
+        """The text before message `index` if it had only words, no call and no reasoning."""
         words = with_marks({"role": "assistant", "content": "Yes."}, index)
         try:
             text, _ = self._template.render(
@@ -180,7 +192,7 @@ class Rendering:
         return text[max((mark.at for mark in marks if mark.message < index), default=0) : first]
 
     def _end(self, index: int, last: int) -> int:
-        """Behind what closes the turn: what stands behind it when the conversation ends there, and when it goes on."""
+        """After the text that closes the turn, both when the conversation ends there and when it goes on."""
         if index + 1 < len(self._conversation.messages):
             text, marks = self._render_marked(index + 1, prompt=False)
             onward: str | None = self.text[last:]
@@ -188,17 +200,18 @@ class Rendering:
             text, marks = self.text, self._marks
             onward = self._if_asked_again(index)
         if not marks or marks[-1].message != index:
-            raise self._unclear(index, "differently with and without the messages behind it")
+            raise self._unclear(index, "differently with and without the messages after it")
         closing = text[marks[-1].at :]
         if onward is not None and not onward.startswith(closing):
-            # Phi-3 ends a conversation with a token of its own, behind the one that ends a turn.
+            # Phi-3 ends a conversation with a token of its own, after the one that ends a turn: only the special tokens
+            # common to both are the turn's end.
             asked, marks = self._render_marked(index + 1, prompt=True)
             witness = asked[marks[-1].at :]
             same = re.match(self._specials, os.path.commonprefix([closing, onward, witness]))
             if witness == closing or same is None:
-                raise self._unclear(index, "with another end when the conversation goes on")
+                raise self._unclear(index, "with a different end when the conversation goes on")
             closing = same.group()
-        # The line break behind the end of a turn is not the assistant's; where it is all there is, it is the end.
+        # The line break after the end of a turn is not the assistant's, unless nothing else ends the turn.
         return last + len(closing.rstrip() or closing)
 
     def _if_asked_again(self, index: int) -> str | None:
@@ -216,12 +229,6 @@ class Rendering:
     def _specials(self) -> str:
         longest_first = sorted(self._special, key=len, reverse=True)
         return rf"(?:\s*(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'}))+"
-
-    def _same_without_tools(self) -> bool:
-        try:
-            return self._template.render(self._conversation.messages, None)[0] == self.text
-        except Refused:
-            return False
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False) -> tuple[str, list[Span]]:
         try:
@@ -242,19 +249,19 @@ class Rendering:
     def _unclear(self, index: int, how: str) -> RowError:
         return self._error(
             f"the chat template has no {{% generation %}}, and renders {self._conversation.column}[{index}] {how}, so "
-            f"the assistant's part of it cannot be told; {_WAY_OUT}"
+            f"the assistant's part of it cannot be found; {_WAY_OUT}"
         )
 
     def _unclear_tags(self) -> RowError:
         return self._error(
-            "the chat template's {% generation %} spans cannot be told apart by message, which "
-            'loss=last_turn and "train": false need; put one around each message of the assistant in a copy of the '
+            "the chat template's {% generation %} spans cannot be assigned to single messages, which "
+            'loss=last_turn and "train": false require; put one around each message of the assistant in a copy of the '
             "template and name that file in data.chat_template"
         )
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
-    """In order, without empty ones, neighbours as one."""
+    """The spans in order, without empty ones; touching or overlapping spans become one."""
     joined: list[Span] = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:

@@ -1,18 +1,22 @@
-"""Where rows come from: everything that a dataset of the config can name, opened as rows by number.
+"""Where rows come from: opens whatever a dataset of the config can name, as rows found by number.
 
-    names     the kind of a file by its ending, the name of a dataset, values as they stand in messages
-    places    the files that a path, pattern, directory or URL means, in an order that never changes
-    prepared  directories of the cache: made once, renamed into place, used by all nodes
-    handles   what a process holds open, bounded
-    scan      one pass over a text file: where each row is, and the hash of the content
-    texts     rows of text files (JSON Lines, JSON, CSV, text), read by position
-    arrow     rows of Arrow files, mapped into memory
-    parquet   rows of Parquet files: by row group in place, or written once as Arrow
-    hub       datasets of the Hugging Face hub, written once as Arrow
-    opening   all of it together
+In the order of the data:
 
-A file is never held in memory, and a source is small: offsets of rows and the like are files of the cache, so that a
-source can be sent to other processes and nodes, which open what they need of it.
+opening     opens a dataset; calls all the others
+places      the files behind a path, pattern, directory or URL, in a stable order
+remote      files in object stores and whatever else fsspec opens
+file_names  what a file's name says: its kind, its compression, the dataset's default name
+hub         datasets of the Hugging Face hub, written once as Arrow
+texts       rows of text files (JSON Lines, JSON, CSV, plain text), read by position
+scan        one pass over a text file: where each row is, and the hash of the content
+parquet     rows of Parquet files: by row group in place, or written once as Arrow
+arrow       rows of Arrow files, mapped into memory
+prepared    directories of the cache: made once, renamed into place, used by all nodes
+handles     what a process holds open, within bounds
+source      what a source is, and how the rows of several files are joined
+
+No file is ever held in memory as a whole, and a source is small to pickle: row offsets and the like are files in the
+cache. So a source can be sent to other processes and nodes, which open what they need.
 """
 
 from raytune_fsdp.data.sources.file_names import dataset_name, dataset_names, shorten

@@ -1,7 +1,7 @@
-"""Rows of Arrow files (IPC), mapped into memory: those of the user, and those that other data was written to.
+"""Rows of Arrow files (IPC), mapped into memory: the user's files, and files that other data was written to.
 
-Both forms of IPC are a row of messages, each of which can be read alone; the file form has a mark before them and a
-footer behind. So a table of where the messages are is all that reading at random takes, compressed or not.
+Both IPC formats are a sequence of messages, each of which can be read alone; the file format adds a mark in front and a
+footer at the end. So random access needs only a table of where the messages are, even if they are compressed.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raytune_fsdp.data.sources.file_names import packing_of, shorten
+from raytune_fsdp.data.sources.file_names import compression_of, shorten
 from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, check_unchanged, content_hash, local_file
 from raytune_fsdp.data.sources.places import copy
 from raytune_fsdp.data.sources.prepared import PreparedRows, prepare, touch
-from raytune_fsdp.data.sources.source import GONE, Columns, File, Row, reading
+from raytune_fsdp.data.sources.source import CACHE_GONE, Columns, File, Row, reading
 from raytune_fsdp.errors import DataError, RowError
 from raytune_fsdp.types import Progress
 
 BATCH_ROWS = 1024
 _BATCH = np.dtype([("offset", "<u8"), ("bytes", "<u8"), ("rows", "<u8")])
 _FILE_MARK = b"ARROW1\0\0"
-# From here on one take is cheaper than a slice a row.
+# From this many rows on, one take is cheaper than one slice a row: 55 us for 8 chats either way, 110 against 227 for
+# 32.
 _TAKE_ROWS = 8
 
 
@@ -39,10 +40,10 @@ class ArrowRows:
     count: int
     stored: Stored
     batches: str
-    """Where its record batches are."""
+    """File in the cache that lists where the record batches are."""
     columns: Columns
     groups: str | None = None
-    """Rows that belong together where that is not record batches."""
+    """File in the cache with the sizes of blocks, if blocks are not record batches."""
 
     def blocks(self) -> Iterable[int]:
         if self.groups is not None:
@@ -75,7 +76,7 @@ class ArrowRows:
 
     def _table(self) -> tuple[Any, Any]:
         def make() -> tuple[Any, Any]:
-            with reading(self.batches, GONE):
+            with reading(self.batches, CACHE_GONE):
                 table = np.fromfile(self.batches, dtype=_BATCH)
             return table, np.cumsum(table["rows"], dtype=np.int64)
 
@@ -84,8 +85,8 @@ class ArrowRows:
 
 
 def open_arrow(file: File, *, cache: Path, columns: Columns, progress: Progress | None) -> ArrowRows:
-    """Find the record batches of a file, unless that was done before. Copied only if it is packed or on a store."""
-    copied = file.remote or packing_of(file.url) is not None
+    """Find the record batches of a file, unless an earlier run did. Copied only if it is compressed or in a store."""
+    copied = file.remote or compression_of(file.url) is not None
 
     def make(directory: Path) -> Mapping[str, Any]:
         path = Path(file.url)
@@ -98,7 +99,7 @@ def open_arrow(file: File, *, cache: Path, columns: Columns, progress: Progress 
         check_columns(schema, shown=file.shown)
         plain = plain_schema(schema)
         if rewritten := plain != schema:
-            # Dictionaries stand in messages of their own, which every batch needs that comes after.
+            # Dictionaries are messages of their own, without which the batches after them cannot be read.
             written = directory / "plain.arrow"
             write_batches(written, plain, _batches(path, file.shown), shown=file.shown)
             path = written.replace(directory / "rows.arrow")
@@ -134,8 +135,8 @@ def prepared_rows(made: PreparedRows, *, shown: str, columns: Columns) -> ArrowR
 
 
 def write_batches(path: Path, schema: Any, batches: Iterable[Any], *, shown: str) -> None:
-    """Write rows as an Arrow file, in batches that are small enough to be decoded for the sake of one row."""
-    # Facts about the schema that are no part of the rows must not change the content.
+    """Write rows as an Arrow file, in batches small enough to be decoded for a single row."""
+    # Metadata is no part of the rows, so it must not change the content hash.
     schema = schema.remove_metadata()
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for batch in batches:
@@ -147,7 +148,7 @@ def write_batches(path: Path, schema: Any, batches: Iterable[Any], *, shown: str
 
 
 def index_batches(path: Path, directory: Path, *, shown: str) -> int:
-    """Write down where the record batches of a file are; returns the number of rows."""
+    """Write a table of where the record batches of a file are. Returns the number of rows."""
     found = []
     with reading(shown):
         reader = _reader(_map(path))
@@ -161,14 +162,14 @@ def index_batches(path: Path, directory: Path, *, shown: str) -> int:
             if message.type != "record batch":
                 raise ValueError(f"unexpected message: {message.type}")
             batch = pa.ipc.read_record_batch(message, schema)
-            batch.validate()
+            batch.validate()  # reading does not check lengths and offsets, and using wrong ones would crash the process
             found.append((start, reader.tell() - start, batch.num_rows))
     (directory / "batches").write_bytes(np.array(found, dtype=_BATCH).tobytes())
     return sum(rows for _, _, rows in found)
 
 
 def rows_of_groups(indices: Sequence[int], *, ends: Any, group: Any, where: Any) -> list[Row | RowError]:
-    """Rows by number, `group(k)` being a table or record batch of those before `ends[k]`."""
+    """Rows by number. `group(k)`: the table or record batch with rows `ends[k - 1]` to `ends[k]`."""
     numbers = np.asarray(indices, dtype=np.int64)
     places = np.searchsorted(ends, numbers, side="right")
     rows: list[Row | RowError] = [{}] * len(numbers)
@@ -187,8 +188,9 @@ def _take(table: Any, local: Any, first: int, where: Any) -> Iterator[Row | RowE
         try:
             yield from table.take(pa.array(local)).to_pylist()
             return
+        # One row with broken text or a date that Python does not have fails them all.
         except (ValueError, OverflowError, pa.ArrowNotImplementedError):
-            pass  # one of them: found below
+            pass
     for index in local.tolist():
         try:
             yield table.slice(index, 1).to_pylist()[0]
@@ -196,13 +198,13 @@ def _take(table: Any, local: Any, first: int, where: Any) -> Iterator[Row | RowE
             text = f"{where(first + index)}: not UTF-8, {shorten(error.object)}; correct or remove the row"
             yield RowError(text, "invalid_utf8")
         except (ValueError, OverflowError) as error:
-            text = f"{where(first + index)}: a value that Python cannot hold ({error}); correct or remove the row"
+            text = f"{where(first + index)}: has a value that Python cannot hold ({error}); correct or remove the row"
             yield RowError(text, "broken_row")
 
 
 def read_groups(path: str) -> list[int]:
-    """Sizes of groups of rows, as `write_groups` wrote them."""
-    with reading(path, GONE):
+    """The sizes of groups of rows that `write_groups` wrote."""
+    with reading(path, CACHE_GONE):
         return [int(rows) for rows in np.fromfile(path, dtype="<u8")]
 
 
@@ -212,22 +214,22 @@ def write_groups(path: Path, groups: Sequence[int]) -> None:
 
 
 def hash_file(path: Path, *, file: File, progress: Progress | None) -> str:
-    """Hash of what the file holds, in one pass."""
+    """Hash of the file's content."""
     with reading(file.shown), open(path, "rb") as opened:
         size = os.fstat(opened.fileno()).st_size
-        tell = None if progress is None else lambda done: progress(file.shown, done, size)
-        return content_hash(opened.fileno(), tell)
+        report = None if progress is None else lambda done: progress(file.shown, done, size)
+        return content_hash(opened.fileno(), report)
 
 
 def check_columns(schema: Any, *, shown: str) -> None:
-    """A row is a dict: two columns of a name would be one."""
+    """Refuse two columns of the same name: a row is a dict, so one of them would be lost."""
     twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
     if twice:
-        raise DataError(f"{shown}: has two columns called {', '.join(twice)}; write the file again without that")
+        raise DataError(f"{shown}: has two columns called {', '.join(twice)}; rename one and write the file again")
 
 
 def plain_schema(schema: Any) -> Any:
-    """The schema with values in place of dictionaries of them."""
+    """The schema with dictionary types replaced by the types of their values."""
     return pa.schema([field.with_type(_plain(field.type)) for field in schema], metadata=schema.metadata)
 
 

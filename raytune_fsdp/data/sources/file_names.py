@@ -1,4 +1,4 @@
-"""What files are called: their kind by their ending, the name of a dataset, values as they stand in messages."""
+"""What a file's name says: its kind, its compression, the name of a dataset. And `shorten`, for error messages."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ KINDS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-PACKINGS = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _WILDCARD = re.compile(r"[*?[]")
-# Files that stand beside data without being data.
-_BESIDE = re.compile(
+# Files that are found next to data but hold no rows.
+_NOT_DATA = re.compile(
     r"(readme|licen[sc]e|notice)(\.(md|txt|rst))?|requirements\.txt|(dataset_infos?|dataset_dict|state)\.json",
     re.IGNORECASE,
 )
 
 
 def shorten(value: object, *, limit: int = 80) -> str:
-    """`value` as it can stand in an error message."""
+    """`value` as text that is short enough for an error message."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= limit else text[:limit] + "…"
 
 
-def packing_of(path: str) -> str | None:
-    """The codec a file is packed with, by its ending."""
-    return PACKINGS.get(_name(path).suffix.lower())
+def compression_of(path: str) -> str | None:
+    """The codec a file is compressed with, by its ending; None if it is not compressed."""
+    return COMPRESSIONS.get(_name(path).suffix.lower())
 
 
 def ending_of(path: str) -> str:
-    """The ending that says what is in a file, without the one of its packing."""
+    """The ending that says what is in a file, without the ending of its compression."""
     name = _name(path)
-    return (PurePosixPath(name.stem) if packing_of(path) else name).suffix.lower()
+    return (PurePosixPath(name.stem) if compression_of(path) else name).suffix.lower()
 
 
 def _name(path: str) -> PurePosixPath:
@@ -53,7 +53,7 @@ def _name(path: str) -> PurePosixPath:
 
 
 def kind_of(path: str) -> str | None:
-    """The kind of a file by its ending; None where the ending says nothing."""
+    """The kind of a file by its ending; None if the ending says nothing."""
     return KINDS.get(ending_of(path))
 
 
@@ -63,29 +63,29 @@ def has_wildcard(path: str) -> bool:
 
 
 def data_files(names: list[str], file_type: str) -> list[str]:
-    """The names, relative to a directory, of the files in it that hold rows, sorted."""
-    seen = sorted(name for name in names if not is_hidden(name) and not _BESIDE.fullmatch(PurePosixPath(name).name))
+    """The names of the files that hold rows, sorted. `names` are relative to a directory."""
+    seen = sorted(name for name in names if not is_hidden(name) and not _NOT_DATA.fullmatch(PurePosixPath(name).name))
     known = [name for name in seen if (kind_of(name) == file_type if file_type != "auto" else kind_of(name))]
     if known or file_type == "auto":
         return known
-    # The user says what they are: files without an ending, as Spark writes them, will do.
+    # The user has said what they are, so files without an ending will do: Spark writes such files.
     return [name for name in seen if not ending_of(name)]
 
 
 def is_hidden(name: str) -> bool:
-    """`.git/x`, `_SUCCESS`, `_temporary/part-0`: what tools leave beside data."""
+    """Whether tools left it next to the data: `.git/x`, `_SUCCESS`, `_temporary/part-0`."""
     return any(part.startswith((".", "_")) for part in PurePosixPath(name).parts)
 
 
-def is_meant(path: str, pattern: str) -> bool:
-    """Whether a path that matches is wanted: `*` does not mean _SUCCESS or .part-0.crc, unless the pattern says so."""
+def is_wanted(path: str, pattern: str) -> bool:
+    """Whether a matching path is wanted: `*` does not include _SUCCESS or .part-0.crc, unless the pattern says so."""
     parts = pattern.split("/")
     fixed = next((index for index, part in enumerate(parts) if has_wildcard(part)), len(parts) - 1)
     return parts[-1].startswith((".", "_")) or not is_hidden("/".join(path.split("/")[fixed:]))
 
 
 def dataset_name(dataset: DatasetConfig) -> str:
-    """The name in metrics and messages: the one given, else that of the file, directory or hub dataset."""
+    """The name in metrics and messages: the given one, otherwise that of the file, directory or hub dataset."""
     if dataset.name is not None:
         return dataset.name
     if dataset.hub is not None:
@@ -97,25 +97,25 @@ def dataset_name(dataset: DatasetConfig) -> str:
     parts = [part for part in path.split("/") if part not in ("", ".", "..", "~")]
     fixed = next((index for index, part in enumerate(parts) if has_wildcard(part)), None)
     if fixed is not None:
-        # `data/train-*.jsonl` is data, `train-*.jsonl` is train.
+        # `data/train-*.jsonl` is called data, `train-*.jsonl` train.
         return _safe(parts[fixed - 1] if fixed else _WILDCARD.split(parts[0])[0].rstrip("-_."))
     name = parts[-1] if parts else ""
-    for endings in (PACKINGS, KINDS):
+    for endings in (COMPRESSIONS, KINDS):
         stem, dot, ending = name.rpartition(".")
         name = stem if stem and dot + ending.lower() in endings else name
     return _safe(name)
 
 
 def _safe(name: str) -> str:
-    # The rules of config.rules.safe_name, which a name in the config has to follow itself.
+    # By the rules of config.rules.safe_name, which the config applies to a name that the user gives.
     kept = re.sub(r"\.{2,}", ".", re.sub(r"[^A-Za-z0-9._-]+", "-", name))
     return re.sub(r"^[^A-Za-z0-9]+", "", kept)[:128] or "dataset"
 
 
 def dataset_names(datasets: Sequence[DatasetConfig]) -> tuple[str, ...]:
-    """Names of several datasets, all different."""
+    """The names of several datasets. Raises DataError if two are the same."""
     if not datasets:
-        raise DataError("no dataset was given; data.train needs one entry at least")
+        raise DataError("data.train has no dataset; it needs at least one")
     names = tuple(dataset_name(dataset) for dataset in datasets)
     for name, count in Counter(names).items():
         if count > 1:

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, written once as Arrow into the cache: no node downloads what another has."""
+"""Datasets of the Hugging Face hub, written once as Arrow into the cache, so that only one node downloads them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from raytune_fsdp.durable import replace_at_once
 from raytune_fsdp.errors import DataError, RaytuneError
 from raytune_fsdp.types import Progress
 
+# A hub that does not answer must not hold up a run whose data is in the cache.
 _ASK_SECONDS = 10.0
 
 
 def open_hub(dataset: DatasetConfig, *, cache: Path, columns: Columns, progress: Progress | None) -> ArrowRows:
-    """The rows of a dataset of the hub, at the commit that its revision means now.
+    """The rows of a dataset of the hub, at the commit that its revision names now.
 
-    Where the hub cannot be asked, what it said last counts: to another user of this cache, or the datasets library.
+    If the hub cannot be reached, its last answer counts: noted in this cache, or in the cache of the datasets library.
     """
     name = str(dataset.hub)
     wanted = {"hub": name, "subset": dataset.subset, "split": dataset.split, "revision": dataset.revision}
@@ -57,7 +58,7 @@ def open_hub(dataset: DatasetConfig, *, cache: Path, columns: Columns, progress:
 
 
 def _ask(dataset: DatasetConfig) -> str | None:
-    """The commit that the hub has for the revision; None if it cannot be asked."""
+    """The commit that the revision names on the hub; None if the hub cannot be reached."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -68,7 +69,7 @@ def _ask(dataset: DatasetConfig) -> str | None:
         return commit
     except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise _refused(dataset, error, "correct hub and revision, or log in with `hf auth login`") from error
-    # No network, a proxy, a hub that is down: its client has no common base for these.
+    # No network, a proxy, a hub that is down: the client's errors for these have no common base class.
     except Exception:
         return None
 
@@ -82,7 +83,7 @@ def _noted(path: Path) -> str | None:
 def _note(path: Path, commit: str) -> None:
     if _noted(path) == commit:
         return
-    with suppress(OSError):  # only a help for those who cannot ask the hub
+    with suppress(OSError):  # it only helps processes that cannot reach the hub
         replace_at_once(path, json.dumps({"commit": commit}).encode())
 
 
@@ -95,7 +96,8 @@ def _load(dataset: DatasetConfig, commit: str | None) -> Any:
         )
     except (RaytuneError, MemoryError):
         raise
-    # It raises what dozens of libraries and file systems raise; the text names subsets and splits that exist.
+    # Any Exception: it raises whatever dozens of libraries and file systems raise. The text names existing subsets and
+    # splits.
     except Exception as error:
         raise _refused(dataset, error, _way_out(error)) from error
     if commit is None and dataset.revision is not None:
@@ -105,9 +107,9 @@ def _load(dataset: DatasetConfig, commit: str | None) -> Any:
 
 def _way_out(error: Exception) -> str:
     if isinstance(error, ConnectionError):
-        return "connect to the hub, or load the dataset where there is a network with the same HF_HOME first"
+        return "connect to the hub, or first load the dataset with the same HF_HOME on a machine with a network"
     if isinstance(error, OSError):
-        return "see that the directory of HF_HOME can be written and has space"
+        return "check that the directory of HF_HOME is writable and has space"
     return "correct hub, subset, split or revision"
 
 
@@ -118,13 +120,13 @@ def _refused(dataset: DatasetConfig, error: Exception, way_out: str) -> DataErro
 
 
 def _check_revision(dataset: DatasetConfig, loaded: Any) -> None:
-    # Offline the library takes the newest of its cache, whatever revision is asked for. The directory is called after
-    # the commit.
+    # Offline, the library takes the newest dataset in its cache, whatever revision was asked for. Directories there are
+    # named after the commit.
     commits = {Path(file["filename"]).parent.name for file in loaded.cache_files}
     if commits != {dataset.revision}:
         found = ", ".join(sorted(commit for commit in commits if re.fullmatch(r"[0-9a-f]{40}", commit))) or "unknown"
         raise DataError(
-            f"hub={dataset.hub}, revision={dataset.revision}: the hub cannot be asked which commit that is, and the "
+            f"hub={dataset.hub}, revision={dataset.revision}: the hub cannot be asked which commit this is, and the "
             f"cache of the datasets library has {found}; set revision to that, leave it out, or connect to the hub"
         )
 
@@ -134,7 +136,7 @@ def _batches(loaded: Any, *, shown: str, progress: Progress | None) -> Iterator[
     size = int(loaded.data.nbytes)
     with reading(shown):
         for table in loaded.with_format("arrow").iter(BATCH_ROWS):
-            # However the library stored them, the batches and so the content are the same.
+            # One batch whatever the chunks in the library's cache, so that the content hash is always the same.
             yield from table.combine_chunks().to_batches()
             done += table.num_rows
             if progress is not None:

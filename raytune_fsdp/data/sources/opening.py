@@ -1,4 +1,4 @@
-"""Everything that a dataset of the config can name, opened as rows by number."""
+"""Opens whatever a dataset of the config can name, as rows found by number."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from raytune_fsdp.errors import DataError
 from raytune_fsdp.types import Progress
 from raytune_fsdp.urls import without_secrets
 
-# Stores and disks answer slowly, but many at a time. What is decoded to be written again takes memory.
+# Files opened at once: stores and disks answer slowly, but many requests at a time. Only two while rows are decoded to
+# be written as Arrow, which takes memory.
 _AT_ONCE = 8
 _DECODED_AT_ONCE = 2
-# The fields of each format that name a column: those that every row must have, and others.
+# The fields of each format that name a column: of columns that every row must have, and of optional ones.
 _COLUMNS: dict[str, tuple[list[str], list[str]]] = {
     "chat": (["messages"], ["tools"]),
     "instruction": (["prompt", "completion"], ["input", "system"]),
@@ -33,10 +34,10 @@ _COLUMNS: dict[str, tuple[list[str], list[str]]] = {
 
 
 def open_source(dataset: DatasetConfig, *, cache: Path, in_place: bool, progress: Progress | None = None) -> Source:
-    """Open a dataset. What is read or copied for that is kept in `cache`, for all nodes.
+    """Open a dataset. What is prepared for it is kept in `cache`, for all nodes.
 
-    With `in_place`, Parquet files are read by row group where they are: for data that is too large to be copied, read
-    in the order of its blocks. Without, they are written once as Arrow, which any order may read.
+    With `in_place`, Parquet files are read by row group where they are: for data that is too large to copy, in an order
+    that keeps blocks together. Otherwise they are written once as Arrow, which can be read in any order.
     """
     cache = Path(cache).absolute()
     columnar = True
@@ -75,19 +76,19 @@ def _open_files(
     columns = _columns(dataset.format)
     lock = Lock()
 
-    def tell(what: str, done: int, total: int) -> None:
+    def report(what: str, done: int, total: int) -> None:
         assert progress is not None
-        with lock:
+        with lock:  # progress is written for one thread
             progress(what, done, total)
 
     def open_file(file: File) -> Part:
         file = with_version(file)
-        told = None if progress is None else tell
+        reported = None if progress is None else report
         if kind == "parquet":
-            return open_parquet(file, cache=cache, in_place=in_place, columns=columns, progress=told)
+            return open_parquet(file, cache=cache, in_place=in_place, columns=columns, progress=reported)
         if kind == "arrow":
-            return open_arrow(file, cache=cache, columns=columns, progress=told)
-        return open_text(file, kind, cache=cache, progress=told)
+            return open_arrow(file, cache=cache, columns=columns, progress=reported)
+        return open_text(file, kind, cache=cache, progress=reported)
 
     decoded = kind in ("arrow", "parquet") and not in_place
     with ThreadPoolExecutor(_DECODED_AT_ONCE if decoded else _AT_ONCE) as threads:

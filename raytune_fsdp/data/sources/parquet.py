@@ -1,4 +1,4 @@
-"""Rows of Parquet files: by row group where the files are, or written once as Arrow for reading at random."""
+"""Rows of Parquet files: by row group where the files are, or written once as Arrow for random access."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from raytune_fsdp.data.sources.arrow import (
     write_batches,
     write_groups,
 )
-from raytune_fsdp.data.sources.file_names import packing_of
+from raytune_fsdp.data.sources.file_names import compression_of
 from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, check_unchanged, local_file
 from raytune_fsdp.data.sources.places import copy
 from raytune_fsdp.data.sources.prepared import prepare, touch
@@ -35,13 +35,13 @@ from raytune_fsdp.file_systems import file_system
 from raytune_fsdp.types import Progress
 
 _BUFFER_BYTES = 1 << 20
-# Of decoded rows at once, while a file is written as Arrow.
+# Decoded rows in memory at once, while a file is written as Arrow.
 _BATCH_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ParquetRows:
-    """The rows of one Parquet file, read by row group from where it is."""
+    """The rows of one Parquet file, read in place by row group."""
 
     shown: str
     fingerprint: str
@@ -89,13 +89,13 @@ class ParquetRows:
 def open_parquet(
     file: File, *, cache: Path, in_place: bool, columns: Columns, progress: Progress | None
 ) -> ArrowRows | ParquetRows:
-    """Open a file where it is, or what was written of it to the cache; packed ones are always written to it."""
-    if in_place and packing_of(file.url) is None:
+    """Open a file in place, or its Arrow copy in the cache. Compressed files are always copied."""
+    if in_place and compression_of(file.url) is None:
         return _open_in_place(file, cache=cache, columns=columns, progress=progress)
 
     def make(directory: Path) -> Mapping[str, Any]:
         path = Path(file.url)
-        if copied := file.remote or packing_of(file.url) is not None:
+        if copied := file.remote or compression_of(file.url) is not None:
             path = directory / "copy"
             copy(file, path, progress=progress)
         content = hash_file(path, file=file, progress=progress)
@@ -120,7 +120,7 @@ def open_parquet(
 
 def _open_in_place(file: File, *, cache: Path, columns: Columns, progress: Progress | None) -> ParquetRows:
     def make(directory: Path) -> Mapping[str, Any]:
-        # The content of a file on a store is known by its ETag: reading it is what is to be avoided.
+        # A file in a store is identified by its ETag: reading all of it is what `in_place` is there to avoid.
         content = file.fingerprint if file.remote else hash_file(Path(file.url), file=file, progress=progress)
         with reading(file.shown):
             opened = _open(file)
@@ -147,7 +147,8 @@ def _open(file: File) -> Any:
     if not file.remote:
         return pq.ParquetFile(file.url, pre_buffer=False)
     system, path = file_system(file.url)
-    # Many small reads become few large ones.
+    # pre_buffer turns many small reads into a few large ones: a request to a store takes milliseconds. For a local file
+    # it would only hold the raw bytes of a row group in memory.
     return pq.ParquetFile(system.open_input_file(path), pre_buffer=True)
 
 
@@ -162,7 +163,7 @@ def _batches(opened: Any, *, file: File, progress: Progress | None) -> Iterator[
         for group in range(opened.num_row_groups):
             facts = opened.metadata.row_group(group)
             size = _BATCH_BYTES * facts.num_rows // max(facts.total_byte_size, 1)
-            # Group by group: no batch has rows of two, so blocks are the same as in place.
+            # Group by group: no batch spans two groups, so the blocks are the same as in place.
             for batch in opened.iter_batches(min(max(size, 16), BATCH_ROWS), row_groups=[group]):
                 yield batch
                 done += batch.num_rows

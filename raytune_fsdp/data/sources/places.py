@@ -1,4 +1,4 @@
-"""The files that a path, a pattern, a directory or a URL means, in an order that never changes."""
+"""The files behind a path, a pattern, a directory or a URL, in a stable order."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pyarrow as pa
 
 from raytune_fsdp.config.data import DatasetConfig
 from raytune_fsdp.data.sources.file_names import (
+    compression_of,
     data_files,
     has_wildcard,
     is_hidden,
-    is_meant,
+    is_wanted,
     kind_of,
-    packing_of,
 )
 from raytune_fsdp.data.sources.remote import remote_files
 from raytune_fsdp.data.sources.source import File, reading
@@ -28,17 +28,17 @@ from raytune_fsdp.file_systems import file_system
 from raytune_fsdp.types import Progress
 from raytune_fsdp.urls import is_url, without_secrets
 
-# Also what is asked of a store at once.
+# Also the size of a request to a store.
 _CHUNK_BYTES = 8 << 20
 
 
 def find_files(dataset: DatasetConfig) -> list[File]:
-    """All files of the dataset, in order; DataError if there is none."""
+    """All files of the dataset, in order. Raises DataError if there are none."""
     assert dataset.path is not None, dataset
     path = dataset.path.removeprefix("file://")
     if not path or "\0" in path:
-        raise DataError(f"path={path!r}: is no path; name a file, a directory, a pattern or a URL with rows")
-    pattern = _spread(path)
+        raise DataError(f"path={path!r} is not a path; name a file, a directory, a pattern or a URL with rows")
+    pattern = _expand_stars(path)
 
     def choose(names: list[str], read: Callable[[str], bytes]) -> list[str]:
         return _files_with_rows(names, read, dataset=dataset, shown=without_secrets(path))
@@ -51,7 +51,7 @@ def find_files(dataset: DatasetConfig) -> list[File]:
 
 
 def one_kind(files: list[File], dataset: DatasetConfig) -> str:
-    """The kind that all files are of, from the config or their endings."""
+    """The kind of all files, from the config or their endings."""
     if dataset.file_type != "auto":
         return dataset.file_type
     kinds: dict[str, str] = {}
@@ -60,30 +60,30 @@ def one_kind(files: list[File], dataset: DatasetConfig) -> str:
         if kind is None:
             raise DataError(
                 f"{file.shown}: its ending does not say what it is; set file_type to jsonl, json, csv, text, parquet "
-                "or arrow, or narrow the dataset's path to the files meant"
+                "or arrow, or narrow the dataset's path to the files you want"
             )
         kinds.setdefault(kind, file.shown)
     if len(kinds) > 1:
         both = ", ".join(f"{kind}: {shown}" for kind, shown in kinds.items())
         raise DataError(
-            f"{without_secrets(dataset.path or '')}: has files of several kinds ({both}); name those meant with a "
-            "pattern, and make a dataset of each kind"
+            f"{without_secrets(dataset.path or '')}: has files of several kinds ({both}); make a dataset of each kind, "
+            "and name its files with a pattern"
         )
     return next(iter(kinds))
 
 
 def copy(file: File, path: Path, *, progress: Progress | None) -> None:
-    """Write the content of a file, unpacked, piece by piece."""
+    """Write the decompressed content of a file to `path`, piece by piece."""
     with open(path, "wb") as target:
         for chunk in _chunks(file, progress):
             target.write(chunk)
 
 
 def _chunks(file: File, progress: Progress | None) -> Iterator[bytes]:
-    # What `reading` explains is the file's, not what happens to the copy between two pieces.
-    packing = packing_of(file.url)
+    # A generator, so that `reading` covers errors of the file, but not those of writing the copy between two pieces.
+    codec = compression_of(file.url)
     with reading(file.shown), _stream(file) as raw:
-        stream = pa.CompressedInputStream(raw, packing) if packing else raw
+        stream = pa.CompressedInputStream(raw, codec) if codec else raw
         while chunk := stream.read(_CHUNK_BYTES):
             yield chunk
             if progress is not None:
@@ -94,13 +94,13 @@ def _stream(file: File) -> Any:
     if not file.remote:
         return pa.OSFile(file.url, "rb")
     system, path = file_system(file.url)
-    # Not as a stream: that could not say how far it is.
+    # Not open_input_stream: a stream cannot tell its position, which progress needs.
     return system.open_input_file(path)
 
 
 def _local_files(path: str, pattern: str, choose: Callable[..., list[str]]) -> list[File]:
     place = os.path.expanduser(path)
-    # What stands for the home directory is shown as the user wrote it.
+    # `~` or `~user` is shown as the user wrote it.
     home = place[: len(place) - len(path.lstrip("~"))] if path.startswith("~") else ""
 
     def to_file(found: str) -> File:
@@ -109,7 +109,7 @@ def _local_files(path: str, pattern: str, choose: Callable[..., list[str]]) -> l
             facts = os.stat(found)
         if not stat.S_ISREG(facts.st_mode):
             raise DataError(
-                f"{shown}: is no regular file, so rows cannot be read at random; write them to a file first"
+                f"{shown}: is not a regular file, so its rows cannot be read in any order; write them to a file first"
             )
         return File(shown, os.path.abspath(found), facts.st_size, str(facts.st_mtime_ns))
 
@@ -119,7 +119,7 @@ def _local_files(path: str, pattern: str, choose: Callable[..., list[str]]) -> l
         if has_wildcard(place):
             pattern = os.path.expanduser(pattern)
             matches = glob.iglob(pattern, recursive=True)
-            names = sorted(match for match in matches if os.path.isfile(match) and is_meant(match, pattern))
+            names = sorted(match for match in matches if os.path.isfile(match) and is_wanted(match, pattern))
             return [to_file(name) for name in names]
         relative = "" if os.path.isabs(place) else f" (relative to {Path.cwd()})"
         raise DataError(f"{path}: no such file{relative}; correct the dataset's path") from None
@@ -138,7 +138,7 @@ def _walk(top: str, *, shown: str) -> list[str]:
     names: list[str] = []
     seen: set[str] = set()
     with reading(shown):
-        # Directories that are links are followed, once each.
+        # Linked directories are followed, but each only once: a link may point to its own parent.
         for folder, folders, files in os.walk(top, followlinks=True, onerror=stop):
             folders[:] = [name for name in folders if not is_hidden(name)]
             if (real := os.path.realpath(folder)) in seen:
@@ -154,19 +154,20 @@ def _files_with_rows(
 ) -> list[str]:
     # Names are relative to the directory `shown`.
     def saved(name: str, key: str) -> Any:
-        # What Dataset.save_to_disk of the datasets library leaves. It writes selected rows only, in their order.
+        # A file that Dataset.save_to_disk of the datasets library wrote. It writes only the selected rows, in their
+        # order.
         way_out = "write the folder again with Dataset.save_to_disk of a newer version of the datasets library"
         with reading(f"{shown.rstrip('/')}/{name}", way_out):
             content = json.loads(read(name))
             if content.get("_indices_data_files"):
-                raise ValueError("its rows are selected by a file of indices, as before version 2 of the library")
+                raise ValueError("its rows are selected by a file of indices, from before version 2 of the library")
             return content[key]
 
     folder = ""
     if "dataset_dict.json" in names:
         splits = saved("dataset_dict.json", "splits")
         if dataset.split not in splits:
-            raise DataError(f"{shown}: split={dataset.split!r} is not in it; set split to one of {', '.join(splits)}")
+            raise DataError(f"{shown}: split={dataset.split!r} does not exist; set split to one of {', '.join(splits)}")
         folder = f"{dataset.split}/"
     if folder or {"state.json", "dataset_info.json"} <= set(names):
         return [folder + entry["filename"] for entry in saved(f"{folder}state.json", "_data_files")]
@@ -175,12 +176,12 @@ def _files_with_rows(
         kind = "" if dataset.file_type == "auto" else f" of file_type={dataset.file_type}"
         raise DataError(
             f"{shown}: is a directory without data files{kind} ({len(names)} other files); name the files with a "
-            "pattern, and what they are in file_type"
+            "pattern, and their kind in file_type"
         )
     return chosen
 
 
-def _spread(pattern: str) -> str:
+def _expand_stars(pattern: str) -> str:
     # `**.parquet`, which the hub's documentation uses, means `**/*.parquet`.
     parts: list[str] = []
     for part in pattern.split("/"):

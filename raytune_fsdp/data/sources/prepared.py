@@ -1,7 +1,7 @@
-"""Directories of the cache: made once, renamed into place when they are whole, used by all nodes.
+"""Directories of the cache: made once, renamed into place when they are complete, used by all nodes.
 
 <cache>/files/<key>/            key: hash of what was prepared, from which file (path, size, time or ETag), and how
-    meta.json                   what was prepared, size and hash of every file; its time is that of the last use
+    meta.json                   what was prepared; size and hash of every file. Its mtime is the time of the last use
     ...
 <cache>/files/<key>.<x>.tmp/    being made, or left by a process that was killed
 """
@@ -23,28 +23,28 @@ from typing import Any
 
 import xxhash
 
-from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, found_hash
+from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, hash_once
 from raytune_fsdp.durable import sync_directory, write_durably
 from raytune_fsdp.errors import DataError
 from raytune_fsdp.types import Progress
 
-# Goes into every key: raise it when what is prepared changes its form.
+# Part of every key. Raise it when the format of any prepared file changes.
 _VERSION = 2
 _META = "meta.json"
 _TOUCH_SECONDS = 3600.0
 _TOUCHED: dict[str, float] = {}
-_Tell = Callable[[int, int], None]
+_Report = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRows:
-    """A whole directory of the cache."""
+    """A complete directory of the cache."""
 
     path: Path
     meta: Mapping[str, Any]
 
     def stored(self, name: str, *, shown: str) -> Stored:
-        """A file in it."""
+        """One of its files."""
         return Stored(shown, str(self.path / name), self.meta["files"][name], None, self.meta["content"])
 
 
@@ -56,23 +56,23 @@ def prepare(
     shown: str,
     progress: Progress | None = None,
 ) -> PreparedRows:
-    """What was prepared before, or else what `make` leaves in the empty directory it is given and returns as meta.
+    """The directory prepared earlier; otherwise a new one, which `make` fills and whose meta it returns.
 
-    Every file is hashed, by each process once: what storage has damaged is made again.
+    Each process hashes every file once: a directory that storage has damaged is made again.
     """
     final = cache / "files" / key_of(identity)
-    tell = None if progress is None else partial(progress, f"{shown} (checked)")
-    while (found := _find(final, tell)) is None:
+    report = None if progress is None else partial(progress, f"checking {shown}")
+    while (found := _find(final, report)) is None:
         temporary = final.with_name(f"{final.name}.{uuid.uuid4().hex[:12]}.tmp")
         try:
             temporary.mkdir(parents=True)
             meta = {**make(temporary), "identity": dict(identity)}
-            _finish(temporary, meta, final, tell)
+            _finish(temporary, meta, final, report)
             _rename(temporary, final)
         except OSError as error:
             raise _unwritable(cache, shown, error) from error
         finally:
-            # Gone by now if all went well; another process may have been first, or something failed.
+            # Still there if another process was first, or something failed.
             shutil.rmtree(temporary, ignore_errors=True)
     return found
 
@@ -83,8 +83,10 @@ def key_of(identity: Mapping[str, object]) -> str:
 
 
 def touch(path: str) -> None:
-    """Note that the directory with this file is in use: what was not used for long may be removed. Can be called often;
-    a process does it once an hour."""
+    """Note that this file's directory is in use: a clean-up removes what was not used for long.
+
+    Can be called often; a process writes it down once an hour.
+    """
     now = time.monotonic()
     if now - _TOUCHED.get(path, -_TOUCH_SECONDS) < _TOUCH_SECONDS:
         return
@@ -97,13 +99,13 @@ def _digest(value: object) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
-def _find(final: Path, tell: _Tell | None) -> PreparedRows | None:
+def _find(final: Path, report: _Report | None) -> PreparedRows | None:
     try:
         meta = json.loads((final / _META).read_text(encoding="utf-8"))
         whole = (
             meta.pop("digest") == _digest(meta)
             and all((final / name).stat().st_size == size for name, size in meta["files"].items())
-            and _hashes(final, meta["files"], final, tell) == meta["hashes"]
+            and _hashes(final, meta["files"], final, report) == meta["hashes"]
         )
     except (FileNotFoundError, NotADirectoryError):
         whole = not final.exists()
@@ -114,34 +116,34 @@ def _find(final: Path, tell: _Tell | None) -> PreparedRows | None:
     if not whole:
         _discard(final)
         return None
-    with suppress(OSError):  # a cache that may only be read is fine
+    with suppress(OSError):  # a read-only cache will do
         os.utime(final / _META)
     return PreparedRows(final, meta)
 
 
-def _hashes(directory: Path, files: Mapping[str, int], final: Path, tell: _Tell | None) -> dict[str, str]:
-    """Hash of each file of a directory that is `final`, or will be: it need not be read again then."""
+def _hashes(directory: Path, files: Mapping[str, int], final: Path, report: _Report | None) -> dict[str, str]:
+    """The hash of each file, kept under its path in `final`, so that it is not read again after the rename."""
     found: dict[str, str] = {}
     before, total = 0, sum(files.values())
     for name, size in files.items():
 
-        def tell_all(done: int, before: int = before) -> None:
-            if tell is not None:
-                tell(before + done, total)
+        def report_all(done: int, before: int = before) -> None:
+            if report is not None:
+                report(before + done, total)
 
         with open(directory / name, "rb") as opened:
-            found[name] = found_hash(opened.fileno(), str(final / name), tell_all)
+            found[name] = hash_once(opened.fileno(), str(final / name), report_all)
         before += size
     return found
 
 
-def _finish(directory: Path, meta: Mapping[str, Any], final: Path, tell: _Tell | None) -> None:
+def _finish(directory: Path, meta: Mapping[str, Any], final: Path, report: _Report | None) -> None:
     files = {}
     for file in sorted(directory.iterdir()):
         with open(file, "rb") as opened:
             os.fsync(opened.fileno())
         files[file.name] = file.stat().st_size
-    whole = {**meta, "files": files, "hashes": _hashes(directory, files, final, tell)}
+    whole = {**meta, "files": files, "hashes": _hashes(directory, files, final, report)}
     write_durably(directory / _META, json.dumps({**whole, "digest": _digest(whole)}, indent=1))
     sync_directory(directory)
 
@@ -152,22 +154,22 @@ def _rename(temporary: Path, final: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        # Another process was faster; what it made is the same.
+        # Another process was faster, and made the same.
     else:
         sync_directory(final.parent)
 
 
 def _discard(final: Path) -> None:
-    # Renamed first, so that no other process finds a part of it.
+    # Renamed first, so that no other process finds half of it.
     away = final.with_name(f"{final.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         final.rename(away)
     except FileNotFoundError:
         return
     except OSError as error:
-        raise DataError(f"{final}: is damaged and cannot be removed ({error.strerror}); remove it") from error
+        raise DataError(f"{final} is damaged and cannot be removed ({error.strerror}); remove it yourself") from error
     shutil.rmtree(away, ignore_errors=True)
-    # What this process has open of it would go on being read.
+    # Otherwise this process would go on reading the files it has open.
     OPEN.clear()
     DECODED.clear()
 
@@ -175,5 +177,5 @@ def _discard(final: Path) -> None:
 def _unwritable(cache: Path, shown: str, error: OSError) -> DataError:
     reason = error.strerror or str(error)
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    way_out = "free space there, or set" if full else "make it writable, or set"
+    way_out = "free space there, or change" if full else "make it writable, or change"
     return DataError(f"{shown}: cannot be prepared in the cache {cache} ({reason}); {way_out} data.cache.path")

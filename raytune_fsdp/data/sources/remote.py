@@ -1,4 +1,4 @@
-"""Files of object stores and of whatever else fsspec opens."""
+"""Files in object stores and whatever else fsspec opens."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pyarrow as pa
 import pyarrow.fs
 from fsspec.utils import glob_translate
 
-from raytune_fsdp.data.sources.file_names import has_wildcard, is_meant
+from raytune_fsdp.data.sources.file_names import has_wildcard, is_wanted
 from raytune_fsdp.data.sources.source import File, reading
 from raytune_fsdp.errors import DataError
 from raytune_fsdp.file_systems import file_system
 from raytune_fsdp.urls import split_query, without_secrets
 
-# What file systems call the thing that changes with the content, best first.
+# Names that file systems give to a value that changes with the content, best first.
 _VERSIONS = ("ETag", "etag", "sha256", "blob_id", "xet_hash", "checksum", "md5Hash", "generation")
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 
 
 def with_version(file: File) -> File:
-    """The file with what changes when its content does; asks the store."""
+    """The file with its version, for which the store is asked."""
     if file.version:
         return file
     with reading(file.shown):
@@ -47,15 +47,15 @@ def _version(url: str) -> str:
 
 
 def remote_files(url: str, pattern: str, choose: Callable[..., list[str]]) -> list[File]:
-    """The file of a URL, those matching a pattern, or those that `choose` takes of a directory."""
+    """The file at a URL, the files matching a pattern, or those that `choose` picks in a directory."""
     shown = without_secrets(url)
-    with reading(shown, "check the URL and the credentials for it, and install what this kind of URL needs"):
+    with reading(shown, "check the URL and its credentials, and install the package that this kind of URL needs"):
         if has_wildcard(split_query(url)[0]):
             return _matching(pattern)
         system, path = file_system(url)
         info = system.get_file_info(path)
         if info.type == pa.fs.FileType.NotFound:
-            raise DataError(f"{shown}: no such file; correct the dataset's path, or the credentials for it")
+            raise DataError(f"{shown}: no such file; correct the dataset's path, or its credentials")
         if info.type == pa.fs.FileType.File:
             return [File(shown, url, info.size, "")]
         top = path.rstrip("/")
@@ -78,7 +78,7 @@ def _matching(url: str) -> list[File]:
         found = sorted(_list(system, "/".join(parts[:fixed]), recursive=fixed < len(parts) - 1))
     except FileNotFoundError:
         return []
-    return [_file(url, system, path, size) for path, size in found if matches(path) and is_meant(path, pattern)]
+    return [_file(url, system, path, size) for path, size in found if matches(path) and is_wanted(path, pattern)]
 
 
 def _list(system: Any, folder: str, *, recursive: bool) -> Iterator[tuple[str, int]]:
@@ -91,7 +91,7 @@ def _file(url: str, system: Any, path: str, size: int) -> File:
     if isinstance(system, pa.fs.PyFileSystem):
         found = system.handler.fs.unstrip_protocol(path)
     else:
-        # Before the path stands the bucket's user, behind it the options of the store.
+        # Keep the user before the bucket, and the options of the store after the path.
         scheme, rest = url.split("://", 1)
         rest, query = split_query(rest)
         user, at, _ = rest.partition("/")[0].rpartition("@")

@@ -1,4 +1,4 @@
-"""What a source is, and how the rows of several files become those of one."""
+"""What a source is, and how the rows of several files become the rows of one source."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from raytune_fsdp.errors import DataError, RaytuneError, RowError
 from raytune_fsdp.urls import is_url, without_secrets
 
 Row = dict[str, Any]
-GONE = "data.cache.path must be seen by all nodes, and not be cleaned during a run; start again"
+CACHE_GONE = "data.cache.path must be visible to all nodes, and not be cleaned during a run; start again"
 _URL = re.compile(r"\w+://[^\s'\"]+")
-_WHOLE = "check that it is there, whole, and may be read"
+_WHOLE = "check that it exists, is complete and may be read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,12 @@ class File:
     """A file as it is now."""
 
     shown: str
-    """As people are shown it: the way they wrote it."""
+    """The name in messages: as the user wrote it."""
     url: str
-    """Absolute path, or URL: the same from every working directory."""
+    """Absolute path or URL: the same from every working directory."""
     size: int
     version: str
-    """Changes with the content: time of a local file, ETag of an object. Empty where the store was not asked yet."""
+    """Changes with the content: mtime of a local file, ETag of an object. Empty before the store is asked for it."""
 
     @property
     def remote(self) -> bool:
@@ -42,8 +42,8 @@ class File:
 
     @property
     def identity(self) -> dict[str, object]:
-        """What tells this file from others, and from itself before a change."""
-        # The cache must not hold what may be a password.
+        """Distinguishes this file from others, and from itself before a change."""
+        # The URL may contain a password, which must not be written to the cache.
         url = {
             "url": without_secrets(self.url),
             "whole": xxhash.xxh3_128_hexdigest(self.url.encode("utf-8", "replace")),
@@ -52,26 +52,25 @@ class File:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what is known about a file without reading it."""
+        """Hash of everything known about the file without reading it."""
         return xxhash.xxh3_128_hexdigest(json.dumps([without_secrets(self.url), self.size, self.version]).encode())
 
 
 class Columns(NamedTuple):
-    """The columns that are read of rows, where a file lets one choose."""
+    """The columns to read, in files that allow reading only some."""
 
     needed: tuple[str, ...]
     optional: tuple[str, ...]
 
     def of(self, names: Sequence[str]) -> list[str] | None:
-        """Those of a file with these columns. None, all of them, where a needed one is missing: people are shown what
-        there is."""
+        """Which of a file's columns to read. None: all, so that the error for a missing one can list them."""
         if not set(self.needed) <= set(names):
             return None
         return [name for name in names if name in self.needed or name in self.optional]
 
 
 class Source(Protocol):
-    """The rows of a dataset, by number. Small to pickle; can be used from several threads, and after a fork."""
+    """The rows of a dataset, by number. Small to pickle; usable from several threads and after a fork."""
 
     @property
     def label(self) -> str:
@@ -79,15 +78,15 @@ class Source(Protocol):
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
-        """Hash of each file and how it is read, under the name that people are shown, in the order of the rows."""
+        """Each file's name in messages, and a hash of its content and how it is read, in the order of the rows."""
 
     @property
     def columnar(self) -> bool:
-        """Whether the rows come from columns, where a key that some row has is null in all others."""
+        """Whether the rows come from columns, where a key that one row has is null in all others."""
 
     @property
     def blocks(self) -> Sequence[int]:
-        """Numbers of rows that are best read together, in order; they add up to all rows."""
+        """Sizes of the groups of consecutive rows that are best read together; they add up to all rows."""
 
     def __len__(self) -> int: ...
 
@@ -95,10 +94,10 @@ class Source(Protocol):
         """`file:line` of a row, or `file, row 17`; both count from 1."""
 
     def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
-        """The rows in the order asked for; one that is broken is a RowError in its place."""
+        """The rows in the order asked for. In place of a broken row there is a RowError."""
 
     def touch(self) -> None:
-        """Note in the cache that this is in use. Can be called often."""
+        """Note in the cache that its files are in use. Can be called often."""
 
 
 class Part(Protocol):
@@ -140,6 +139,7 @@ class Files:
 
     @cached_property
     def blocks(self) -> Sequence[int]:
+        # An array: 8 bytes a block, where a list of ints takes 36.
         return array("Q", (rows for part in self.parts for rows in part.blocks() if rows))
 
     def __len__(self) -> int:
@@ -174,24 +174,24 @@ class Files:
         return self.parts[place], int(self._ends[place - 1]) if place else 0
 
     def __reduce__(self) -> tuple[type[Files], tuple[str, tuple[Part, ...], bool]]:
-        # Without what was computed from the parts.
+        # Without the cached properties, which follow from the parts.
         return Files, (self.label, self.parts, self.columnar)
 
 
 @contextmanager
 def reading(shown: str, way_out: str = _WHOLE) -> Iterator[None]:
-    """Whatever a file system or a decoder raises becomes a DataError that names the file."""
+    """Turn whatever a file system or decoder raises into a DataError that names the file."""
     try:
         yield
     except (RaytuneError, MemoryError):
         raise
-    # fsspec's file systems raise what their own libraries raise.
+    # Any Exception: fsspec's file systems raise whatever their own libraries raise.
     except Exception as error:
         raise unreadable(shown, error, way_out) from error
 
 
 def unreadable(shown: str, error: Exception, way_out: str = _WHOLE) -> DataError:
-    """The DataError for what a file system or a decoder raised."""
+    """The DataError for an error of a file system or decoder."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or repr(error)
     reason = _URL.sub(lambda url: without_secrets(url[0]), reason)
     return DataError(f"{shown}: cannot be read ({shorten(' '.join(reason.split()), limit=300)}); {way_out}")

@@ -1,5 +1,7 @@
-"""Rows of text files: JSON Lines, JSON, CSV, plain text. Read by position from the file itself, or from a copy of it in
-the cache if it was packed or on a store."""
+"""Rows of text files: JSON Lines, JSON, CSV, plain text.
+
+They are read by position: from the file itself, or from a copy in the cache if the file is compressed or in a store.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +17,22 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from raytune_fsdp.data.sources.file_names import ending_of, packing_of, shorten
+from raytune_fsdp.data.sources.file_names import compression_of, ending_of, shorten
 from raytune_fsdp.data.sources.handles import OPEN, Stored, check_unchanged, local_file
 from raytune_fsdp.data.sources.places import copy
 from raytune_fsdp.data.sources.prepared import prepare, touch
 from raytune_fsdp.data.sources.scan import SPAN, Scanned, Spans, csv_reader, json_syntax, scan
-from raytune_fsdp.data.sources.source import GONE, File, Row, reading
+from raytune_fsdp.data.sources.source import CACHE_GONE, File, Row, reading
 from raytune_fsdp.errors import DataError, RowError
 from raytune_fsdp.types import Progress
 
-# Rows of a text file that are read together when blocks of rows are shuffled.
+# Rows in a block of a text file, for data.shuffle=blocks.
 _BLOCK_ROWS = 1024
 _RULES = {
-    "jsonl": "a JSON Lines file is UTF-8 text, one JSON object a line",
+    "jsonl": "a JSON Lines file is UTF-8 text with one JSON object a line",
     "json": "a JSON file with rows is an array of objects in UTF-8",
-    "csv": "a CSV file is UTF-8 text with a header, every record as many fields as that",
-    "text": "a text file is UTF-8, one row a line",
+    "csv": "a CSV file is UTF-8 text with a header, and every record has as many fields as the header",
+    "text": "a text file is UTF-8 with one row a line",
 }
 
 
@@ -63,7 +65,7 @@ class TextRows:
         spans = self._spans()[np.asarray(indices, dtype=np.int64)]
         file = self.stored.open()
         rows: list[Row | RowError] = [{}] * len(spans)
-        # In the order of the file, which is how storage is quickest.
+        # In the order of the file: storage reads forward fastest.
         for position in np.argsort(spans["offset"], kind="stable").tolist():
             offset, length, _ = spans[position].item()
             rows[position] = self._parse(file.read(offset, length), indices[position])
@@ -72,6 +74,7 @@ class TextRows:
     def _parse(self, raw: bytes, index: int) -> Row | RowError:
         raw = raw.removesuffix(b"\n").removesuffix(b"\r")
         try:
+            # -sig: files that were joined into one may have a byte order mark in front of any line, which JSON refuses.
             text = raw.decode("utf-8-sig" if self.syntax == "jsonl" else "utf-8")
         except UnicodeDecodeError as error:
             piece = "line" if self.syntax in ("jsonl", "text") else "row"
@@ -88,10 +91,10 @@ class TextRows:
     def _json(self, text: str, index: int) -> Row | RowError:
         try:
             row = json.loads(text)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
             return self._broken(index, f"not valid JSON ({error}) in {shorten(text.strip())!r}")
         if not isinstance(row, dict):
-            return self._broken(index, f"{shorten(row)!r} is a {type(row).__name__}, not a JSON object")
+            return self._broken(index, f"{shorten(row)!r} is not a JSON object but {type(row).__name__}")
         return row
 
     def _csv(self, text: str, index: int) -> Row | RowError:
@@ -112,15 +115,15 @@ class TextRows:
 
     def _spans(self) -> Any:
         def make() -> Any:
-            with reading(self.spans, GONE):
+            with reading(self.spans, CACHE_GONE):
                 return np.memmap(self.spans, dtype=SPAN, mode="r", shape=(self.count,)).view(np.ndarray)
 
         return OPEN.get(("spans", self.spans), make)
 
 
 def open_text(file: File, kind: str, *, cache: Path, progress: Progress | None) -> TextRows:
-    """Find the rows of a file, unless that was done before."""
-    copied = file.remote or packing_of(file.url) is not None
+    """Find the rows of a file, unless an earlier run did."""
+    copied = file.remote or compression_of(file.url) is not None
     delimiter = "\t" if ending_of(file.url) == ".tsv" else ","
 
     def make(directory: Path) -> Mapping[str, Any]:
@@ -139,7 +142,7 @@ def open_text(file: File, kind: str, *, cache: Path, progress: Progress | None) 
     made = prepare(cache, identity, make, shown=file.shown, progress=progress)
     meta, content = made.meta, made.meta["content"]
     stored = made.stored("content", shown=file.shown) if copied else local_file(file, content)
-    # The same bytes are other rows where they are read in another way.
+    # The same bytes are different rows if they are read in a different way.
     read_as = [content, meta["syntax"], delimiter if meta["syntax"] == "csv" else None]
     return TextRows(
         shown=file.shown,

@@ -44,6 +44,7 @@ from raytune_fsdp.run.standing import Prepared, Standing, on_world
 from raytune_fsdp.rundir import RunDir, storage_of
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import append_event
+from raytune_fsdp.tracking.mlflow import mlflow_installed
 from raytune_fsdp.types import Progress
 
 FEW_WINDOWS = 4
@@ -227,7 +228,7 @@ def trainer_for(
 
 def _close_mlflow(config: FinetuneConfig, place: RunDir, standing: Standing, attempt: int, error: RaytuneError) -> None:
     """Record in MLflow how the run ended: rank 0, which usually does that, may have had no time."""
-    if config.tracking.mlflow.enabled and place.mlflow_id.exists():
+    if config.tracking.mlflow.enabled and place.mlflow_id.exists() and mlflow_installed():
         tracker = mlflow_tracker(config, place)
         tracker.start(run_start(config, standing, attempt))
         tracker.finish("interrupted" if isinstance(error, Interrupted) else "failed")

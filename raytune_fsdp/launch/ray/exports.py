@@ -49,7 +49,7 @@ class Exports:
         event: Callable[..., None],
         say: Callable[[str], None],
     ) -> None:
-        self._chosen = chosen.model_copy(update={"push": None})  # only the export at the end is pushed
+        self._chosen = chosen
         self._run = place
         self._token = token
         self._event = event
@@ -137,11 +137,11 @@ def _export(checkpoint: CommittedCheckpoint, destination: Path, chosen: ExportCo
     """Runs in a Ray task. Returns the seconds it took."""
     import torch
 
-    from raytune_fsdp.run.publish import publish
+    from raytune_fsdp.run.publish import export_checkpoint
 
     torch.set_num_threads(1)  # it has reserved no CPU, so it must not use many
     check_seen(token, by="an export")
     started = time.monotonic()
     destination.parent.mkdir(exist_ok=True)
-    publish(checkpoint, destination, chosen)
+    export_checkpoint(checkpoint, destination, chosen)  # not pushed: only the model at the end is
     return time.monotonic() - started

@@ -298,6 +298,7 @@ WORDS = st.text(
 ENDS = {"chatml": "<|im_end|>", "llama-2": " <|endoftext|>", "llama-3": "<|eot_id|>", "openassistant": "<|endoftext|>"}
 
 
+@pytest.mark.thorough
 @settings(max_examples=120, deadline=None)
 @given(
     name=st.sampled_from(sorted(ENDS)),
@@ -339,6 +340,7 @@ TEXT = st.lists(
 ).map("".join)
 
 
+@pytest.mark.thorough
 @settings(max_examples=200, deadline=None)
 @given(
     which=st.sampled_from(["demo", "always", "first", "prepend"]),
@@ -460,20 +462,20 @@ ONE_BLOCK = "{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor
         (
             FORGETS_WORDS,
             "assistant",
-            r"leaves out the content of messages\[2\] \(role assistant\), so it would be lost",
+            r"leaves out the content of messages\[2\] \(role assistant\), which would be lost",
         ),
         (
             FLAG,
             "assistant",
-            r"renders messages\[2\] with another end when the conversation goes on.*put \{% generation",
+            r"renders messages\[2\] with a different end when the conversation goes on.*put \{% generation",
         ),
-        (CLOSES, "assistant", r"renders messages\[2\] behind something else than the generation prompt"),
+        (CLOSES, "assistant", r"renders messages\[2\] after something other than the generation prompt"),
         (COUNTS, "assistant", r"differently when one character is added to it.*put \{% generation %\}"),
         (SWAPS, "assistant", r"renders messages\[2\] between parts of other messages"),
-        (ONE_BLOCK, "last_turn", r"spans cannot be told apart by message, which loss=last_turn"),
+        (ONE_BLOCK, "last_turn", r"spans cannot be assigned to single messages, which loss=last_turn"),
     ],
 )
-def test_turns_that_cannot_be_told_are_no_guess(source: str, loss: Any, message: str) -> None:
+def test_turns_that_cannot_be_found_are_not_guessed(source: str, loss: Any, message: str) -> None:
     error = refusal({"messages": TWO_TURNS}, ChatFormat(loss=loss), chat(), source)
     assert error.reason == "template" and re.match(rf"f\.jsonl:7: the chat template.*{message}", str(error)), error
 

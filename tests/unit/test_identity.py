@@ -1,0 +1,94 @@
+"""Identities may grow: what an old one does not name is what it was before the name existed."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from raytune_fsdp.checkpoint.state import RunState, check_identity
+from raytune_fsdp.config import FinetuneConfig, OptimConfig
+from raytune_fsdp.config.formats import Format
+from raytune_fsdp.config.method import FullMethod
+from raytune_fsdp.config.optim import Schedule
+from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.identity import ABSENT, named
+
+NAMED_FROM_THE_BEGINNING = {
+    "optim": "lr weight_decay beta1 beta2 eps max_grad_norm warmup_ratio warmup_steps schedule schedule_steps "
+    "max_skipped",
+    "optim.schedule.constant": "type",
+    "optim.schedule.linear": "type floor",
+    "optim.schedule.cosine": "type floor",
+    "optim.schedule.wsd": "type decay floor",
+    "method.full": "type",
+    "format.chat": "type messages role content roles tools loss",
+    "format.instruction": "type prompt input completion system style loss",
+    "format.completion": "type text",
+    "format.tokens": "type input_ids labels mask",
+}
+"""Never to be changed: what the first runs' identities name. A field that came later has an entry in ABSENT."""
+
+SCHEDULES = get_args(get_args(Schedule)[0])
+FORMATS = get_args(get_args(Format)[0])
+
+
+def tag(section: Any) -> str:
+    """The value of `type` that chooses a section of a union."""
+    (found,) = get_args(section.model_fields["type"].annotation)
+    return str(found)
+
+
+SECTIONS: dict[str, Any] = {
+    "optim": OptimConfig,
+    **{f"optim.schedule.{tag(each)}": each for each in SCHEDULES},
+    **{f"format.{tag(each)}": each for each in FORMATS},
+    "method.full": FullMethod,
+}
+
+
+@pytest.mark.parametrize("path", SECTIONS)
+def test_every_field_that_came_later_says_what_its_absence_means(path: str) -> None:
+    for field in SECTIONS[path].model_fields:
+        if field not in NAMED_FROM_THE_BEGINNING[path].split():
+            assert f"{path}.{field}" in ABSENT, (
+                f"{path}.{field} is new: write into identity.ABSENT what a run is that does not name it, or every run "
+                "and cache from before is lost"
+            )
+
+
+def test_every_section_of_an_identity_is_known() -> None:
+    """A new method must come into this test; schedules and formats come by themselves."""
+    method = FinetuneConfig.model_fields["method"].annotation
+    assert {f"method.{tag(each)}" for each in get_args(method) or (method,)} <= SECTIONS.keys()
+    assert SECTIONS.keys() == NAMED_FROM_THE_BEGINNING.keys(), "a section that came later names nothing: leave it empty"
+
+
+def test_a_value_equal_to_the_meaning_of_its_absence_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = named("optim", OptimConfig())
+    assert plain == OptimConfig().model_dump(), "nothing that was named before is left out"
+    monkeypatch.setitem(ABSENT, "optim.beta2", 0.999)
+    monkeypatch.setitem(ABSENT, "optim.schedule.cosine.floor", 0.0)
+    said = named("optim", OptimConfig(), exclude=("max_skipped",))
+    assert "beta2" not in said and "max_skipped" not in said and said["schedule"] == {"type": "cosine"}
+    assert named("optim", OptimConfig(beta2=0.95))["beta2"] == 0.95
+    # The meaning stays when the default of the field moves on.
+    monkeypatch.setitem(ABSENT, "optim.beta2", 0.9)
+    assert named("optim", OptimConfig())["beta2"] == 0.999
+
+
+@pytest.mark.parametrize(
+    ("key", "what"),
+    [
+        ("data.order_version", "version 1 of the order of samples"),
+        ("data.document_version", "version 1 of the tokens of documents"),
+    ],
+)
+def test_a_run_of_an_older_order_is_refused_by_name(key: str, what: str) -> None:
+    now = {"data.order_version": 2, "data.document_version": 2, "run.seed": 0}
+    saved = RunState(identity={**now, key: 1, "run.seed": 7})
+    with pytest.raises(ResumeError) as failure:
+        check_identity(saved, now, "runs/a/checkpoints/step-00000004.a1", {})
+    message = str(failure.value)
+    assert what in message and "makes version 2" in message and "under another run.name" in message
+    assert "run.seed" not in message, "this is why, whatever else differs"
