@@ -14,6 +14,7 @@ from raytune_fsdp.checkpoint.catalogue import Keep
 from raytune_fsdp.checkpoint.loading import load
 from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.checkpoint.saver import Saver, open_saver
+from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.batches import rank_batches
@@ -61,15 +62,20 @@ def assemble(
     host = host or LauncherHooks()
     plan, state = standing.plan, standing.state
     model, optimizer, architecture = _learner(config, prepared, standing, device)
+    # On the model itself: some architectures take position_ids and still let packed documents see each other.
     if config.data.packing != "none":
         check_packing(model, config.data.packing)
     host.reached("model")
-    opened = on_rank0(lambda: open_run(config, prepared, standing))  # nothing is written before this line
+    opened = on_rank0(lambda: open_run(config, prepared, standing))  # nothing is written before
     tracker = start_tracker(config, prepared, standing, opened, host.console)
     stream = Stream(prepared.train, seed=config.run.seed)
     batches = host.batches or rank_batches(
         stream, plan.division, range(state.step + 1, plan.steps + 1),
         cursor=state.cursor, data_rank=dist.get_rank(), device=device,
+    )  # fmt: skip
+    meter = Meter(
+        plan, architecture, device, windows=prepared.train.count, cursor=state.cursor,
+        max_skipped=config.optim.max_skipped, skipped_in_row=state.skipped_in_row,
     )  # fmt: skip
     return Parts(
         config=config,
@@ -86,15 +92,7 @@ def assemble(
         ),
         batches=batches,
         evals=prepared.evals,
-        meter=Meter(
-            plan,
-            architecture,
-            device,
-            windows=prepared.train.count,
-            cursor=state.cursor,
-            max_skipped=config.optim.max_skipped,
-            skipped_in_row=state.skipped_in_row,
-        ),
+        meter=meter,
         skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
         saves=Saves(
             saver=_saver(config, prepared, standing, model, optimizer),
@@ -103,14 +101,19 @@ def assemble(
             saved=host.saved,
         ),
         tracker=tracker,
-        state=replace(
-            state,
-            schedule_steps=plan.schedule_steps,
-            identity=prepared.identity,
-            files=prepared.files_of_data,
-            attempt=standing.attempt,
-            world_size=plan.layout.world,
-        ),
+        state=_next_state(prepared, standing),
+    )
+
+
+def _next_state(prepared: Prepared, standing: Standing) -> RunState:
+    """The state that this attempt starts from and saves: the checkpoint's, with the identity and the world of today."""
+    return replace(
+        standing.state,
+        schedule_steps=standing.plan.schedule_steps,
+        identity=prepared.identity,
+        files=prepared.files_of_data,
+        attempt=standing.attempt,
+        world_size=standing.plan.layout.world,
     )
 
 

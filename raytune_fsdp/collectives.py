@@ -18,7 +18,10 @@ def on_rank0(work: Callable[[], T]) -> T:
     if dist.get_rank() == 0:
         try:
             box[0] = (work(), None)
-        except (RaytuneError, OSError) as error:
+        except (
+            RaytuneError,
+            OSError,
+        ) as error:  # anything else is a bug: it ends this rank, and the launcher the others
             box[0] = (None, error)
     dist.broadcast_object_list(box, src=0)
     result, failure = box[0]

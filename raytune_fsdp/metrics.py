@@ -97,6 +97,7 @@ class Meter:
         return StepMetrics(
             step=pending.step,
             epoch=self._epoch(pending.step),
+            # Two steps with this hash have trained on the same samples in the same order.
             samples=xxhash.xxh3_64_hexdigest(np.array(counts.sample_ids, dtype="<i8").tobytes()),
             tokens=counts.tokens,
             target_tokens=counts.target_tokens,

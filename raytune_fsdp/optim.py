@@ -80,6 +80,7 @@ class AdamW:
     def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
         for group in self._adamw.param_groups:
             group["lr"] = self._peak * lr_factor
+        # The attribute through which torch's GradScaler hands the flag to the fused kernel.
         self._adamw.found_inf = found_inf  # type: ignore[attr-defined]
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)

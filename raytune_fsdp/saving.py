@@ -102,6 +102,7 @@ class Saves:
     def _start(self, state: RunState) -> None:
         if dist.get_rank() == 0:
             self.requests.take()
+        # On resume the lines of metrics.jsonl past the checkpoint are cut; all others must be on the disk before it is.
         self.saver.begin(state, before=self.tracker.sync)
 
     def _finish(self) -> Outcome | None:

@@ -124,7 +124,7 @@ def parse_index(content: bytes) -> Index:
 
 def make_layout(tensors: Mapping[str, torch.Tensor]) -> PieceLayout:
     """The layout of tensors sharded like these. Collective."""
-    planner = DefaultSavePlanner()
+    planner = DefaultSavePlanner()  # it also decides which rank writes a tensor that several ranks hold
     planner.set_up_planner(dict(tensors), is_coordinator=dist.get_rank() == 0)
     local = planner.create_local_plan()
     world = dist.get_world_size()

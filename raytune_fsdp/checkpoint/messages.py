@@ -37,7 +37,7 @@ class Messages:
             time.sleep(pause)
             pause = min(0.05, 1.5 * pause)
         value = json.loads(self._store.get(key))
-        self._store.delete_key(key)
+        self._store.delete_key(key)  # the store lives as long as the process group: messages would pile up
         return value
 
 

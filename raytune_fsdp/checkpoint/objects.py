@@ -33,11 +33,12 @@ def patiently(what: str, work: Callable[[], T]) -> T:
     for attempt in range(TRIES):
         try:
             return work()
-        except (FileNotFoundError, PermissionError):
+        except (FileNotFoundError, PermissionError):  # not transient
             raise
         except OSError as error:
             if attempt + 1 == TRIES:
                 raise
+            # Random by a factor of 0.5 to 1.5: ranks that were throttled together must not come back together.
             pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**attempt) * (0.5 + random.random())
             logger.info("%s: %s; again in %.1f s", what, error, pause)
             time.sleep(pause)

@@ -32,6 +32,7 @@ class PosixDraft:
     @contextmanager
     def create(self, file: str) -> Iterator[Sink]:
         self.staging.mkdir(parents=True, exist_ok=True)  # made by whichever rank comes first
+        # x: never into a file that exists, as another writer might have it.
         with open(self.staging / file, "xb", buffering=_BUFFER_BYTES) as sink:
             yield cast(Sink, sink)
             sink.flush()
@@ -95,7 +96,7 @@ class PosixStorage:
 
     def remove(self, name: str) -> None:
         doomed = self._root / f"{name}{STAGING}"
-        (self._root / name).rename(doomed)
+        (self._root / name).rename(doomed)  # first, so that half of a checkpoint is never taken for one
         shutil.rmtree(doomed, ignore_errors=True)  # `clean` removes what is left
 
     def clean(self) -> None:

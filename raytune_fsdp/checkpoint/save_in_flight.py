@@ -98,6 +98,7 @@ class SaveInFlight:
         self._given_up = False
         self._committing = False
         self._outcome: Outcome | None = None
+        # A daemon: a thread in storage that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=f"save-{job.step}", daemon=True)
         self._thread.start()
 
@@ -164,7 +165,7 @@ class SaveInFlight:
         self._thread.join(seconds)
 
     def _wait(self) -> Outcome:
-        """Wait until rank 0, this rank, knows the outcome."""
+        """Wait for the outcome, on rank 0."""
         while (outcome := self.outcome()) is None:
             self._thread.join(0.2 if self._committing else max(0.01, min(0.2, self._left())))
         return outcome
@@ -194,7 +195,7 @@ class SaveInFlight:
                 try:
                     outcome = self._gather()
                 finally:
-                    with self._lock:
+                    with self._lock:  # `outcome` may have given the save up before this
                         self._outcome = self._outcome or outcome
                 if outcome.saved is not None:
                     self._clean_up(job.after)

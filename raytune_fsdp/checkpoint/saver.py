@@ -56,8 +56,10 @@ class Saver:
         """
         if self._save is None:
             return None, False
-        ending = self._save.ending()
-        return ending, self._save.busy
+        # In this order: a save that ends between the two is then busy, or its ending is known. The other way round it
+        # could be neither, and the next save would begin before this one was reported.
+        busy = self._save.busy
+        return self._save.ending(), busy
 
     def begin(self, state: RunState, *, before: Callable[[], None]) -> None:
         """Save the state after a step. The caller waits only for the copy. No rank may be busy.
@@ -104,6 +106,7 @@ class Saver:
         return self._reported(self._save.finish())
 
     def _reported(self, outcome: Outcome) -> Outcome:
+        # The next save removes the draft of a failed one: a storage that failed may not have let it be removed.
         if outcome.saved is None and self._save is not None:
             self._failed.append(self._save.job.draft)
         return outcome

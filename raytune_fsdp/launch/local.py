@@ -89,10 +89,10 @@ def _start_ranks(config: FinetuneConfig, prepared: Prepared, standing: Standing,
         nproc_per_node=world,
         run_id=config.run.name,
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_endpoint="localhost:0",  # any free port
         max_restarts=0,
-        monitor_interval=0.2,
-        start_method="spawn",
+        monitor_interval=0.2,  # how soon a dead rank is noticed
+        start_method="spawn",  # a fork of a process that uses threads or CUDA may hang
         **patience,
     )
     for name in list(logging.root.manager.loggerDict):

@@ -72,6 +72,7 @@ def join(device: torch.device, *, alone: bool) -> None:
     """Make the process group: alone, or with the ranks that the environment describes."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # gloo beside nccl, so that ranks can agree on host tensors without waiting for the device.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=COLLECTIVE_MINUTES)
     if alone:

@@ -46,7 +46,7 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
     place = prepared.place
     place.path.mkdir(parents=True, exist_ok=True)
     changed = changed_settings(place, config)
-    storage_at(place.checkpoints).clean()
+    storage_at(place.checkpoints).clean()  # before the first save of this attempt: nothing else is being written
     aside = []
     if standing.checkpoint is not None:
         for found, now in set_aside(standing.damaged, standing.checkpoint):

@@ -96,7 +96,7 @@ def find_resume(
         return Resumed(state=RunState(), damaged={})
     if resume == "never":
         raise ResumeError(
-            f"run.resume=never, but {checkpoints} has a checkpoint of step {found.step}: give run.name another value, "
+            f"run.resume=never, but {checkpoints} has a checkpoint of step {found.step}: choose another run.name, "
             "or set run.resume=auto to continue it"
         )
     state = read_state(found)

@@ -55,7 +55,7 @@ def refused(home: Path) -> Refused:
 def test_always_needs_something_and_never_needs_nothing(home: Path, refused: Refused) -> None:
     (line,) = refused(run={"resume": "never"})
     assert "run.resume=never" in line and str(home / "runs" / "run") in line and "step 2" in line
-    assert "give run.name another value" in line and "run.resume=auto" in line
+    assert "choose another run.name" in line and "run.resume=auto" in line
     (line,) = refused(run={"resume": "always", "name": "another"})
     assert "run.resume=always" in line and str(home / "runs" / "another") in line and "no complete checkpoint" in line
     assert not (home / "runs" / "another").exists()
@@ -72,7 +72,7 @@ def test_every_difference_is_listed_with_both_values(home: Path, refused: Refuse
     other = write_tokens(home / "other.jsonl", seed=1)
     data = {"train": [{"path": str(other), "format": {"type": "tokens"}}]}
     lines = refused(optim={"lr": 1e-3}, run={"seed": 4}, data=data, train={"global_batch": 6})
-    assert "was trained with other settings" in lines[0] and "give run.name another value" in lines[0]
+    assert "was trained with other settings" in lines[0] and "choose another run.name" in lines[0]
     differences = {line.split(":")[0].strip(): line for line in lines[1:]}
     assert set(differences) == {"optim.lr", "run.seed", "data.train.0.files", "train.global_batch"}
     for name, was, now in (("optim.lr", 0.003, 0.001), ("run.seed", 3, 4), ("train.global_batch", 4, 6)):

@@ -117,6 +117,7 @@ def connect(config: ClusterConfig, workers: int) -> Session:
         # Find out in seconds that nothing listens there: ray.init() would try for many minutes.
         host, port = parse_address(address)
         socket.create_connection((host, int(port)), timeout=_KNOCK_SECONDS).close()
+        # log_to_driver=False: each rank writes its own file in the run directory.
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # of many types: nothing listens, another version, no token
         raise TrainingError(

@@ -69,7 +69,7 @@ def stream_dataset(stream: Stream, cursor: Cursor, *, micro_batch: int, samples:
     # Ray Data merges blocks smaller than this target and splits those larger than 1.5 times it: at three quarters of a
     # block, both leave our blocks as they are.
     context.target_max_block_size = block_bytes * 3 // 4
-    context.execution_options.preserve_order = True
+    context.execution_options.preserve_order = True  # without it, three executions gave three different orders
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     return dataset

@@ -140,4 +140,4 @@ def _why(error: Exception) -> str:
     if isinstance(error, ValidationError):  # several lines, with links: only the first field and its problem
         first = error.errors()[0]
         return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
-    return in_one_line(error)
+    return str(error) if type(error) is ValueError else in_one_line(error)  # a bare ValueError is our own
