@@ -28,7 +28,7 @@ test-all: $(VENV)/.installed-dev  ## every test
 oldest: $(OLDEST)/.installed  ## unit and distributed tests on the oldest torch and transformers, without Ray and the extras
 	$(OLDEST)/bin/python -m pytest -m "not slow" tests/unit tests/distributed
 
-check: $(VENV)/.installed-dev  ## style, types, import contracts, and the numbers of the house
+check: $(VENV)/.installed-dev  ## style, types, import contracts, and size limits
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

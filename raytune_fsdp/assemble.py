@@ -56,20 +56,24 @@ class LauncherHooks:
 
 
 def assemble(
-    config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device, host: LauncherHooks | None = None
+    config: FinetuneConfig,
+    prepared: Prepared,
+    standing: Standing,
+    device: torch.device,
+    hooks: LauncherHooks | None = None,
 ) -> Parts:
     """Build everything. Collective: needs the process group."""
-    host = host or LauncherHooks()
+    hooks = hooks or LauncherHooks()
     plan, state = standing.plan, standing.state
     model, optimizer, architecture = _learner(config, prepared, standing, device)
     # On the model itself: some architectures take position_ids and still let packed documents see each other.
     if config.data.packing != "none":
         check_packing(model, config.data.packing)
-    host.reached("model")
+    hooks.reached("model")
     opened = on_rank0(lambda: open_run(config, prepared, standing))  # nothing is written before
-    tracker = start_tracker(config, prepared, standing, opened, host.console)
+    tracker = start_tracker(config, prepared, standing, opened, hooks.console)
     stream = Stream(prepared.train, seed=config.run.seed)
-    batches = host.batches or rank_batches(
+    batches = hooks.batches or rank_batches(
         stream, plan.division, range(state.step + 1, plan.steps + 1),
         cursor=state.cursor, data_rank=dist.get_rank(), device=device,
     )  # fmt: skip
@@ -98,7 +102,7 @@ def assemble(
             saver=_saver(config, prepared, standing, model, optimizer),
             tracker=tracker,
             requests=Requests(prepared.place.path),
-            saved=host.saved,
+            saved=hooks.saved,
         ),
         tracker=tracker,
         state=_next_state(prepared, standing),

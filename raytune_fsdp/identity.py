@@ -12,14 +12,19 @@ A change of code that alters the order of samples or their packing is not a fiel
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from raytune_fsdp.config.base import Section
+from raytune_fsdp.errors import ResumeError
 
 ABSENT: dict[str, Any] = {}
-"""The meaning of a key's absence, by its path: `optim.<field>`, `optim.schedule.<type>.<field>`,
-`method.<type>.<field>`, `format.<type>.<field>`. Fields that every identity has always named are not here."""
+"""The meaning of a key's absence, by its path: `<section>.<field>`, or `<section>.<type>.<field>` where a section has a
+`type`, as in `optim.<field>`, `optim.schedule.<type>.<field>`, `method.<type>.<field>`, `format.<type>.<field>`.
+Fields that identities have named since their section exists are not here, and `type` itself is always named."""
+
+_VERSIONS = {"data.order_version": "the order of samples", "data.document_version": "the tokens of documents"}
+_ALWAYS_NAMED = object()
 
 
 def named(path: str, section: Section, *, exclude: Collection[str] = ()) -> dict[str, Any]:
@@ -30,10 +35,57 @@ def named(path: str, section: Section, *, exclude: Collection[str] = ()) -> dict
     for key, value in values.items():
         inner = getattr(section, key)
         entry = named(f"{place}.{key}", inner) if isinstance(inner, Section) else value
-        absent = ABSENT.get(f"{place}.{key}", _ALWAYS_NAMED)
+        # Never the type: two formats would have the same identity, and with it each other's windows from the cache.
+        absent = ABSENT.get(f"{place}.{key}", _ALWAYS_NAMED) if key != "type" else _ALWAYS_NAMED
         if key not in exclude and entry != absent:
             entries[key] = entry
     return entries
 
 
-_ALWAYS_NAMED = object()
+def check_identity(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    where: str,
+    *,
+    files_before: Mapping[str, Sequence[str]],
+    files_now: Mapping[str, Sequence[str]],
+) -> None:
+    """Refuse to continue a run as another one, naming every difference. Files are names by key, for the message."""
+    for key, what in _VERSIONS.items():
+        if before.get(key) != now.get(key):
+            raise ResumeError(
+                f"{where}: this run was begun with version {before.get(key, 1)} of {what}, and this raytune_fsdp makes "
+                f"version {now.get(key)}: it would continue on other samples. Continue it with the version of "
+                "raytune_fsdp that began it, or start anew under another run.name"
+            )
+    differences = [
+        f"{key}: {_changed_files(before.get(key), now.get(key), files_before[key], files_now[key])}"
+        if key in files_before and key in files_now
+        else f"{key}: was {before.get(key, 'not set')!r}, is {now.get(key, 'not set')!r}"
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key)
+    ]
+    if differences:
+        raise ResumeError(
+            f"{where} was trained with other settings: continuing it would be neither the old run nor a new one; "
+            "set these back, or choose another run.name:\n  " + "\n  ".join(differences)
+        )
+
+
+def _changed_files(
+    before: Sequence[str] | None, now: Sequence[str] | None, old_names: Sequence[str], new_names: Sequence[str]
+) -> str:
+    """Which files were added, removed or changed."""
+    old, new = dict(zip(old_names, before or (), strict=False)), dict(zip(new_names, now or (), strict=False))
+    found = {
+        "changed": [name for name in new if name in old and old[name] != new[name]],
+        "removed": [name for name in old if name not in new and old[name] not in new.values()],
+        "added": [name for name in new if name not in old and new[name] not in old.values()],
+    }
+    words = [f"{what} {_some(names)}" for what, names in found.items() if names]
+    return "; ".join(words) or "the same files in another order"
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + rest

@@ -1,6 +1,8 @@
 """Optimizers over a sharded model, and the learning rate as a pure function of the step.
 
-A new optimizer is a class with the three methods of `Optimizer`, and a branch in `build_optimizer`.
+A new optimizer is a class with the three methods of `Optimizer`, a branch in `build_optimizer`, and a field in
+`OptimConfig` that chooses it, with its entry in `identity.ABSENT`. How an optimizer whose kernel knows no `found_inf`
+skips an update: `Momentum` in tests/distributed/test_precision.py.
 """
 
 from __future__ import annotations
@@ -86,8 +88,8 @@ class AdamW:
         self._adamw.zero_grad(set_to_none=True)
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
-    """The optimizer that the config names, for a model that is already sharded."""
+def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
+    """The optimizer of a run, over a model that is already sharded."""
     return AdamW(model, config)
 
 

@@ -14,7 +14,6 @@ from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.types import Cursor
 
 FORMAT = 1
-_VERSIONS = {"data.order_version": "the order of samples", "data.document_version": "the tokens of documents"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,46 +53,3 @@ def read_state(found: CommittedCheckpoint) -> RunState:
         )
     values["cursor"] = Cursor(**values["cursor"])
     return RunState(**values)
-
-
-def check_identity(saved: RunState, now: Mapping[str, Any], where: str, files: Mapping[str, Sequence[str]]) -> None:
-    """Refuse to continue a run as another one, naming every difference. `files`: the current ones, as in RunState."""
-    before = saved.identity
-    for key, what in _VERSIONS.items():
-        if before.get(key) != now.get(key):
-            raise ResumeError(
-                f"{where}: this run was begun with version {before.get(key, 1)} of {what}, and this raytune_fsdp makes "
-                f"version {now.get(key)}: it would continue on other samples. Continue it with the version of "
-                "raytune_fsdp that began it, or start anew under another run.name"
-            )
-    differences = [
-        f"{key}: {_changed_files(before.get(key), now.get(key), saved.files[key], files[key])}"
-        if key in saved.files and key in files
-        else f"{key}: was {before.get(key, 'not set')!r}, is {now.get(key, 'not set')!r}"
-        for key in sorted({*before, *now})
-        if before.get(key) != now.get(key)
-    ]
-    if differences:
-        raise ResumeError(
-            f"{where} was trained with other settings: continuing it would be neither the old run nor a new one; "
-            "set these back, or choose another run.name:\n  " + "\n  ".join(differences)
-        )
-
-
-def _changed_files(
-    before: Sequence[str] | None, now: Sequence[str] | None, old_names: Sequence[str], new_names: Sequence[str]
-) -> str:
-    """Which files were added, removed or changed."""
-    old, new = dict(zip(old_names, before or (), strict=False)), dict(zip(new_names, now or (), strict=False))
-    found = {
-        "changed": [name for name in new if name in old and old[name] != new[name]],
-        "removed": [name for name in old if name not in new and old[name] not in new.values()],
-        "added": [name for name in new if name not in old and new[name] not in old.values()],
-    }
-    words = [f"{what} {_some(names)}" for what, names in found.items() if names]
-    return "; ".join(words) or "the same files in another order"
-
-
-def _some(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + rest

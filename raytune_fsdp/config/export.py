@@ -20,7 +20,7 @@ class ExportConfig(Section):
     """Maximum size of a safetensors file."""
 
     every: int | None = Field(default=None, ge=1)
-    """Ray: also export the checkpoints of steps that are a multiple of this to `<run>/exports/step-<step>`, in a Ray task while training goes on. Must be a multiple of `checkpoint.every`."""
+    """Ray: also export the first checkpoint at or after each multiple of this to `<run>/exports/step-<step>`, in a Ray task while training goes on. Must be a multiple of `checkpoint.every`."""
 
     push: str | None = None
     """Push the model that is exported at the end to the Hugging Face hub under this name (`owner/name`). Needs HF_TOKEN."""

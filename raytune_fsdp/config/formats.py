@@ -83,3 +83,11 @@ class TokensFormat(Section):
 
 
 Format = Annotated[ChatFormat | InstructionFormat | CompletionFormat | TokensFormat, Field(discriminator="type")]
+
+COLUMNS: dict[str, tuple[list[str], list[str]]] = {
+    "chat": (["messages"], ["tools"]),
+    "instruction": (["prompt", "completion"], ["input", "system"]),
+    "completion": (["text"], []),
+    "tokens": (["input_ids"], ["labels", "mask"]),
+}
+"""By type: the fields that name a column every row must have, and those that name an optional one."""

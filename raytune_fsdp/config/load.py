@@ -99,7 +99,6 @@ def _section(values: dict[str, Any], place: Place) -> dict[str, Any]:
     here = place.narrowed({TAG: tag.text if isinstance(tag, Plain) else tag})
     for name in here.fields():
         child = here.child(name)
-        # A required section that is not there would be one problem; empty, it names its own required fields.
         # A required section that is left out would be one problem; empty, it names the fields that it requires.
         if (
             name not in settled

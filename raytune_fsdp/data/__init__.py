@@ -13,7 +13,7 @@ packed_window  one built window: its samples, its counts, its bytes on storage
 cache          built windows on shared storage
 identity       everything that decides the windows, and its fingerprint
 census         every window built once and counted, before training
-stream         the endless sequence of packed samples, divided into steps, blocks and ranks
+stream         the endless sequence of packed samples, the same at every world size (division.py cuts it into steps)
 batches        the blocks of one rank, as tensors
 skipped        the rows left out because of `data.bad_rows=skip`, reported as training reaches them
 """

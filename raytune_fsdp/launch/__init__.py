@@ -6,7 +6,6 @@ torchrun        what torchrun tells a process in its environment
 worker          what every rank does, whatever started it
 ray/            a run on a Ray cluster
 shared_storage  is `run.storage` the same storage for every rank?
-signals         SIGTERM and SIGINT in a process that only watches others train
 phases          how long a run takes until it trains
 quiet           keeps libraries from printing
 """

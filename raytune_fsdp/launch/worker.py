@@ -88,11 +88,11 @@ def work(
     standing: Standing,
     device: torch.device,
     stop: Stop,
-    host: LauncherHooks | None = None,
+    hooks: LauncherHooks | None = None,
 ) -> int:
     """Train on this rank, whose process group exists already. Returns the last step."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    parts = assemble(config, prepared, standing, device, host)
+    parts = assemble(config, prepared, standing, device, hooks)
     status: Status = "failed"
     try:
         state = train(parts, stop)

@@ -3,7 +3,7 @@
 In the order of the data:
 
     files.py        where a model's files are (here or on the hub), and which of them holds which tensor
-    skeleton.py     its config -> the network on the meta device, and what can be read off that: blocks, shapes, types
+    network.py      its config -> the network on the meta device, and what can be read off that: blocks, shapes, types
     keys.py         which key in the files is which tensor of the network, and whether the two fit
     conversion.py   tensors that transformers builds from others (all experts in one), rows at a time, and the way back
     weights.py      tensors to be read by rows: from files, drawn at random, with grown embeddings

@@ -72,7 +72,7 @@ def export(
         shutil.copytree(model_files, staging, ignore=shutil.ignore_patterns(*leave_out, "*.safetensors*"))
         if card is not None:
             (staging / CARD_FILE).write_text(card, encoding="utf-8")
-        types = _write_weights(source, _skeleton(model_files), staging, DTYPES[dtype], max_file_bytes)
+        types = _write_weights(source, _network(model_files), staging, DTYPES[dtype], max_file_bytes)
         _set_dtype(staging / "config.json", types)
         sync_directory(staging)
         _put_in_place(staging, destination)
@@ -126,7 +126,7 @@ def _check_apart(destination: Path, model_files: Path) -> None:
             )
 
 
-def _skeleton(model_files: Path) -> PreTrainedModel | None:
+def _network(model_files: Path) -> PreTrainedModel | None:
     """The network on the meta device; None if it needs code that is not transformers' own."""
     values = json.loads((model_files / "config.json").read_text())
     if "auto_map" in values or values.get("model_type") not in CONFIG_MAPPING:

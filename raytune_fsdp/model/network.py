@@ -184,7 +184,7 @@ def _outermost(module: nn.Module, class_names: set[str]) -> Iterator[nn.Module]:
 
 
 def count_architecture(model: PreTrainedModel) -> Architecture:
-    """What the count of operations needs, from the skeleton's shapes: architectures name their sizes differently."""
+    """What the count of operations needs, from the network's shapes: architectures name their sizes differently."""
     text = model.config.get_text_config()
     output = model.get_output_embeddings()
     inputs = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}

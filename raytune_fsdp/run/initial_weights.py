@@ -107,7 +107,7 @@ def _checkpoint(path: str) -> CommittedCheckpoint | None:
     return found
 
 
-def find_origin(config: FinetuneConfig, skeleton: PreTrainedModel) -> Origin | None:
+def find_origin(config: FinetuneConfig, network: PreTrainedModel) -> Origin | None:
     """The stored weights for this network, after checking that they fit it. None if `model.init=random`."""
     if config.model.init != "pretrained" or config.model.path is None:
         return None
@@ -119,18 +119,18 @@ def find_origin(config: FinetuneConfig, skeleton: PreTrainedModel) -> Origin | N
         directory = model_directory(config, weights=True)
         assert directory is not None, "model.path is set"
         files = find_weights(directory)
-        origin = Origin(stored=files, match=match_keys(skeleton, files), grown={})
-    weights = origin.weights(skeleton)
+        origin = Origin(stored=files, match=match_keys(network, files), grown={})
+    weights = origin.weights(network)
     if checkpoint is not None:
-        _check_names(skeleton, weights, origin.where)
-    grown = grown_rows(skeleton, weights.shapes()) if config.model.resize_embeddings else {}
-    check_shapes(skeleton, GrownWeights(weights, grown))
+        _check_names(network, weights, origin.where)
+    grown = grown_rows(network, weights.shapes()) if config.model.resize_embeddings else {}
+    check_shapes(network, GrownWeights(weights, grown))
     return replace(origin, grown=grown)
 
 
-def _check_names(skeleton: PreTrainedModel, weights: Weights, where: str) -> None:
+def _check_names(network: PreTrainedModel, weights: Weights, where: str) -> None:
     """A checkpoint must have exactly the network's own names; the keys of files were matched to them."""
-    differ = sorted(set(owned_tensors(skeleton)) ^ set(weights.shapes()))
+    differ = sorted(set(owned_tensors(network)) ^ set(weights.shapes()))
     if differ:
         raise ModelError(
             f"{where} belongs to another network than its config.json describes: {differ[0]}"

@@ -12,13 +12,12 @@ from transformers import PretrainedConfig
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, newest
 from raytune_fsdp.checkpoint.state import RunState, read_state
-from raytune_fsdp.identity import check_identity
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.data.identity import files_by_key
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ResumeError, TransientError
-from raytune_fsdp.identity import named
+from raytune_fsdp.identity import check_identity, named
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import read_events
@@ -100,7 +99,7 @@ def find_resume(
             "or set run.resume=auto to continue it"
         )
     state = read_state(found)
-    check_identity(state, identity, found.path, files)
+    check_identity(state.identity, identity, found.path, files_before=state.files, files_now=files)
     return Resumed(checkpoint=found, state=state, damaged=damaged)
 
 

@@ -20,8 +20,8 @@ from datasets.packaged_modules.json.json import Json
 
 from raytune_fsdp.config.base import Section
 from raytune_fsdp.config.data import DatasetConfig
-from raytune_fsdp.config.formats import ChatFormat, CompletionFormat, InstructionFormat, TokensFormat
-from raytune_fsdp.data.sources import Source, handles, open_source, opening
+from raytune_fsdp.config.formats import COLUMNS, ChatFormat, CompletionFormat, InstructionFormat, TokensFormat
+from raytune_fsdp.data.sources import Source, handles, open_source
 from raytune_fsdp.errors import DataError, RowError
 
 ROWS = [
@@ -136,7 +136,7 @@ def test_every_column_of_the_formats_is_known() -> None:
     }
     for kind, format in formats.items():
         fields = {name for name, field in format.model_fields.items() if (field.description or "").startswith("Column")}
-        needed, optional = opening._COLUMNS[kind]
+        needed, optional = COLUMNS[kind]
         assert {*needed, *optional} == fields
 
 

@@ -6,14 +6,12 @@ from typing import Any, get_args
 
 import pytest
 
-from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.identity import check_identity
 from raytune_fsdp.config import FinetuneConfig, OptimConfig
 from raytune_fsdp.config.formats import Format
 from raytune_fsdp.config.method import FullMethod
 from raytune_fsdp.config.optim import Schedule
 from raytune_fsdp.errors import ResumeError
-from raytune_fsdp.identity import ABSENT, named
+from raytune_fsdp.identity import ABSENT, check_identity, named
 
 NAMED_FROM_THE_BEGINNING = {
     "optim": "lr weight_decay beta1 beta2 eps max_grad_norm warmup_ratio warmup_steps schedule schedule_steps "
@@ -28,7 +26,8 @@ NAMED_FROM_THE_BEGINNING = {
     "format.completion": "type text",
     "format.tokens": "type input_ids labels mask",
 }
-"""Never to be changed: what the first runs' identities name. A field that came later has an entry in ABSENT."""
+"""Never to be changed: the fields that each section had when it came, the first ones in the first version. A field that
+came later has an entry in ABSENT."""
 
 SCHEDULES = get_args(get_args(Schedule)[0])
 FORMATS = get_args(get_args(Format)[0])
@@ -62,7 +61,7 @@ def test_every_section_of_an_identity_is_known() -> None:
     """A new method must come into this test; schedules and formats come by themselves."""
     method = FinetuneConfig.model_fields["method"].annotation
     assert {f"method.{tag(each)}" for each in get_args(method) or (method,)} <= SECTIONS.keys()
-    assert SECTIONS.keys() == NAMED_FROM_THE_BEGINNING.keys(), "a section that came later names nothing: leave it empty"
+    assert SECTIONS.keys() == NAMED_FROM_THE_BEGINNING.keys(), "a section that came later: list its first fields"
 
 
 def test_a_value_equal_to_the_meaning_of_its_absence_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,9 +86,14 @@ def test_a_value_equal_to_the_meaning_of_its_absence_is_left_out(monkeypatch: py
 )
 def test_a_run_of_an_older_order_is_refused_by_name(key: str, what: str) -> None:
     now = {"data.order_version": 2, "data.document_version": 2, "run.seed": 0}
-    saved = RunState(identity={**now, key: 1, "run.seed": 7})
+    before = {**now, key: 1, "run.seed": 7}
     with pytest.raises(ResumeError) as failure:
-        check_identity(saved, now, "runs/a/checkpoints/step-00000004.a1", {})
+        check_identity(before, now, "runs/a/checkpoints/step-00000004.a1", files_before={}, files_now={})
     message = str(failure.value)
     assert what in message and "makes version 2" in message and "under another run.name" in message
     assert "run.seed" not in message, "this is why, whatever else differs"
+
+
+def test_the_type_of_a_section_is_always_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ABSENT, "optim.schedule.cosine.type", "cosine")
+    assert named("optim", OptimConfig())["schedule"]["type"] == "cosine"

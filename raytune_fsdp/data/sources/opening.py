@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import Lock
 
 from raytune_fsdp.config.data import DatasetConfig
-from raytune_fsdp.config.formats import Format
+from raytune_fsdp.config.formats import COLUMNS, Format
 from raytune_fsdp.data.sources.arrow import open_arrow
 from raytune_fsdp.data.sources.hub import open_hub
 from raytune_fsdp.data.sources.parquet import open_parquet
@@ -24,13 +24,6 @@ from raytune_fsdp.urls import without_secrets
 # be written as Arrow, which takes memory.
 _AT_ONCE = 8
 _DECODED_AT_ONCE = 2
-# The fields of each format that name a column: of columns that every row must have, and of optional ones.
-_COLUMNS: dict[str, tuple[list[str], list[str]]] = {
-    "chat": (["messages"], ["tools"]),
-    "instruction": (["prompt", "completion"], ["input", "system"]),
-    "completion": (["text"], []),
-    "tokens": (["input_ids"], ["labels", "mask"]),
-}
 
 
 def open_source(dataset: DatasetConfig, *, cache: Path, in_place: bool, progress: Progress | None = None) -> Source:
@@ -59,7 +52,7 @@ def open_source(dataset: DatasetConfig, *, cache: Path, in_place: bool, progress
 def _columns(format: Format) -> Columns:
     needed, optional = (
         tuple(name for field in fields if (name := getattr(format, field)) is not None)
-        for fields in _COLUMNS[format.type]
+        for fields in COLUMNS[format.type]
     )
     return Columns(needed, optional)
 

@@ -33,10 +33,10 @@ from raytune_fsdp.launch.ray.follow import Follow
 from raytune_fsdp.launch.ray.rank import RankJob, train_rank
 from raytune_fsdp.launch.ray.resources import Request, check, may_grow, nodes, request, scaling_config
 from raytune_fsdp.launch.ray.session import Session
+from raytune_fsdp.launch.ray.signals import Signals
 from raytune_fsdp.launch.ray.stream import build_on_ray
 from raytune_fsdp.launch.ray.train_registry import repair_registry
 from raytune_fsdp.launch.shared_storage import TOKEN_PREFIX, put_token
-from raytune_fsdp.launch.ray.signals import Signals
 from raytune_fsdp.launch.worker import COLLECTIVE_MINUTES
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.record import mlflow_tracker, run_start
@@ -153,6 +153,7 @@ def _make_up(
     config: FinetuneConfig, place: RunDir, standing: Standing, signals: Signals, say: Callable[[str], None]
 ) -> None:
     """Make the exports of a complete run that an earlier command did not get to."""
+    signals.hold()  # from here on a signal ends the wait for an export, and says so
     token = put_token(place.path, "the driver")
 
     def event(name: str, **fields: object) -> None:

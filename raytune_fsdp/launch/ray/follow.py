@@ -20,8 +20,8 @@ from raytune_fsdp.launch.ray.board import Board, Committed, Joined, Line, Lost, 
 from raytune_fsdp.launch.ray.exports import Exports
 from raytune_fsdp.launch.ray.placement_groups import Groups
 from raytune_fsdp.launch.ray.resources import Request, nodes, shortage
-from raytune_fsdp.launch.shared_storage import Token
 from raytune_fsdp.launch.ray.signals import Signals
+from raytune_fsdp.launch.shared_storage import Token
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import append_event

@@ -89,7 +89,7 @@ def train_rank(job: RankJob) -> None:
         if rank == 0:
             job.board.tell(Committed(checkpoint.step))
 
-    host = LauncherHooks(
+    hooks = LauncherHooks(
         batches=_batches(job, prepared, standing, rank=rank, key=key, device=device, reached=reached),
         console=cast(TextIO, BoardStream(job.board, tty=job.tty)),
         saved=saved,
@@ -97,7 +97,7 @@ def train_rank(job: RankJob) -> None:
     )
     stop: Stop = StopFromBoard(job.board) if rank == 0 else lambda: None
     try:
-        work(job.config, prepared, standing, device, stop, host)
+        work(job.config, prepared, standing, device, stop, hooks)
     except Interrupted:
         reports.finish()
         raise

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT in a process that only watches others train."""
+"""SIGTERM and SIGINT in the driver, which only watches others train. (Ranks without Ray: `worker.StopFlag`.)"""
 
 from __future__ import annotations
 

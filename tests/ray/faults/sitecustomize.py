@@ -43,10 +43,10 @@ def watch_join() -> None:
 
 def watch_forward() -> None:
     """Ranks import `raytune_fsdp.step` long after this."""
-    while not hasattr(sys.modules.get("raytune_fsdp.step"), "_forward"):
+    while not hasattr(sys.modules.get("raytune_fsdp.step"), "block_loss"):
         time.sleep(0.01)
     step = sys.modules["raytune_fsdp.step"]
-    calls, forward = iter(range(1, 10**9)), step._forward
+    calls, forward = iter(range(1, 10**9)), step.block_loss
 
     def counted(model, block):
         call = next(calls)
@@ -60,7 +60,7 @@ def watch_forward() -> None:
             if hook is not None:
                 hook.remove()
 
-    step._forward = counted
+    step.block_loss = counted
 
 
 def watch_writes(event: str, arguments: tuple[object, ...]) -> None:
