@@ -4,7 +4,7 @@
 
 CONFIG is a config of ours; of it are the files, the model, the batch and the steps. MARKS gets a line for each step of
 rank 0. As in Ray's guide to Transformers and in Hugging Face's example of causal language modelling: rows are read by
-Ray Data, tokenized, put one behind the other and cut into sequences of one length by `map_batches` (documents see each
+Ray Data, tokenized, concatenated and cut into sequences of one length by `map_batches` (documents see each
 other; what is left over of a batch is dropped), and reach Trainer through `prepare_trainer`.
 """
 

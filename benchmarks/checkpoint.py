@@ -6,7 +6,7 @@ Two ranks over gloo on this machine, one thread each, a Llama of 82 million para
 state, half of it on each rank. All ways of saving take turns, in one run, from the same processes; every time is that
 of the slower rank, from a barrier on. Everything is fsynced, and deleted again before the next one starts.
 
-- ours: `Store.begin` (the stall), then training steps until the outcome is known; and alone, nothing else running
+- ours: `Saver.begin` (the stall), then training steps until the outcome is known; and alone, nothing else running
 - dcp.save: torch.distributed.checkpoint, in the foreground, fsynced, one thread
 - dcp.async_save: the same with its thread and its process checkpointer, with torch's own staging, and a process group
   of its own

@@ -7,7 +7,7 @@ while they train, and train the same small Llama in fp32 on CPUs, with the same 
 a sequence, on one worker and on two. `bare` is benchmarks/bare_hf_trainer.py. What counts are tokens that are not
 padding:
 
-- tokens_s: of the steps behind the first ten, by the time that they take
+- tokens_s: over the steps after the first ten
 - whole_s: of all steps, by the time of the whole command, from its start to its end
 - wait_percent: share of the time of those steps in which rank 0 waited for its batches
 - built: windows that were tokenized for those steps (ours)

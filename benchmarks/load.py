@@ -7,11 +7,11 @@ ranks over gloo on this machine, one thread each. Every way ends with the same: 
 fp32, its weights and buffers on the CPU; what is compared at the end is one tensor of the first block, gathered.
 
 - ours, sharded and rank0: `model.fill`, with the matching of keys
-- DCP: the same skeleton, `dcp.load` with its HuggingFaceStorageReader
+- DCP: the same network, `dcp.load` with its HuggingFaceStorageReader
 - transformers: from_pretrained with DistributedConfig(fsdp_size=ranks)
 - naive: from_pretrained on every rank, then fully_shard
 - accelerate: its fsdp2_prepare_model with cpu_ram_efficient_loading. It refuses CPUs, so it is called with a stand-in
-  for its Accelerator; on GPUs the ranks behind the first would hold less host memory
+  for its Accelerator; on GPUs the other ranks would hold less host memory
 
 Memory is RssAnon, sampled every millisecond, above what the rank held after its imports; each way in processes of its
 own, once. Time is that of the slowest rank from a barrier on, the first three ways taking turns in the same processes.
@@ -146,7 +146,7 @@ def times_of(path: Path, mesh: DeviceMesh, rounds: int) -> list[dict[str, float]
 
 def ours(mode: str) -> Callable[[Path, DeviceMesh], PreTrainedModel]:
     def load(path: Path, mesh: DeviceMesh) -> PreTrainedModel:
-        model = skeleton(path)
+        model = network(path)
         weights = None
         if mode == "sharded" or dist.get_rank() == 0:
             files = find_weights(path)
@@ -159,7 +159,7 @@ def ours(mode: str) -> Callable[[Path, DeviceMesh], PreTrainedModel]:
 
 
 def with_dcp(path: Path, mesh: DeviceMesh) -> PreTrainedModel:
-    model = skeleton(path)
+    model = network(path)
     shard(model, mesh, ParallelConfig(precision="fp32"))
     model.to_empty(device="cpu")
     dcp.load(model.state_dict(), storage_reader=HuggingFaceStorageReader(str(path)))
@@ -216,7 +216,7 @@ WAYS: dict[str, Callable[[Path, DeviceMesh], PreTrainedModel]] = {
 }
 
 
-def skeleton(path: Path) -> PreTrainedModel:
+def network(path: Path) -> PreTrainedModel:
     config = ModelConfig(path=str(path))
     return build_base(load_architecture(config, path), config, "fp32")
 

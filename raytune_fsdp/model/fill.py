@@ -7,6 +7,7 @@ rows. Both are driven by the same list of targets in the same order, so that ran
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,10 @@ from raytune_fsdp.model.weights import Weights
 _READ_BYTES = 4 << 20
 
 
+FillMode = Literal["sharded", "rank0", "empty"]
+"""Who reads: every rank its own rows, rank 0 for all, or nobody, as a checkpoint follows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """A tensor of the network, and which of its rows each rank keeps."""
@@ -32,7 +37,7 @@ class Target:
 
 
 @torch.no_grad()
-def fill(model: PreTrainedModel, weights: Weights | None, mode: str, device: torch.device) -> None:
+def fill(model: PreTrainedModel, weights: Weights | None, mode: FillMode, device: torch.device) -> None:
     """Allocate every shard on `device` and fill it; with mode `empty` a checkpoint does that later. Collective.
 
     With `rank0` only rank 0 needs `weights`.

@@ -24,6 +24,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ModelError, ResumeError
 from raytune_fsdp.model.conversion import ConvertedWeights
 from raytune_fsdp.model.files import WeightFiles, find_weights, locate
+from raytune_fsdp.model.fill import FillMode
 from raytune_fsdp.model.keys import Match, check_shapes, grown_rows, match_keys, owned_tensors
 from raytune_fsdp.model.network import build_network
 from raytune_fsdp.model.weights import FileWeights, GrownWeights, RandomWeights, Weights
@@ -138,7 +139,9 @@ def _check_names(network: PreTrainedModel, weights: Weights, where: str) -> None
         )
 
 
-def first_weights(config: FinetuneConfig, origin: Origin | None, model: PreTrainedModel) -> tuple[Weights | None, str]:
+def first_weights(
+    config: FinetuneConfig, origin: Origin | None, model: PreTrainedModel
+) -> tuple[Weights | None, FillMode]:
     """The source to fill `model` from (None if rank 0 reads for this rank), and the mode of filling. Collective."""
     if origin is None:
         twin = build_network(model.config, config)
@@ -156,7 +159,7 @@ def _check_whole(config: FinetuneConfig, problem: str | None) -> None:
         raise ResumeError(f"model.path={config.model.path} is damaged: {problem}; use another checkpoint of that run")
 
 
-def fill_mode(config: FinetuneConfig, origin: Origin) -> str:
+def fill_mode(config: FinetuneConfig, origin: Origin) -> FillMode:
     """`sharded` if every rank sees the files that rank 0 sees, else `rank0`. Collective."""
     if config.model.fill == "rank0":
         return "rank0"
