@@ -42,10 +42,9 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
     from raytune_fsdp.report.curves import plot
     from raytune_fsdp.report.figure import can_draw
     from raytune_fsdp.run.publish import publish
-    from raytune_fsdp.rundir import RunDir
 
-    place = RunDir.of(config)
-    before = run(config, progress)
+    prepared, before = run(config, progress)
+    place = prepared.place  # as rank 0 sees it: under torchrun another node may resolve a relative path differently
     newest = before.checkpoint if before.complete else committed(place.checkpoints)[-1]
     assert newest is not None, "a complete run has a checkpoint"
     export = place.export if config.export.at_end else None

@@ -70,7 +70,9 @@ def assemble(
     if config.data.packing != "none":
         check_packing(model, config.data.packing)
     hooks.reached("model")
-    opened = on_rank0(lambda: open_run(config, prepared, standing))  # nothing is written before
+    opened = on_rank0(
+        lambda: open_run(config, prepared, standing), what="write to the run's storage"
+    )  # nothing is written before
     tracker = start_tracker(config, prepared, standing, opened, hooks.console)
     stream = Stream(prepared.train, seed=config.run.seed)
     batches = hooks.batches or rank_batches(

@@ -12,23 +12,25 @@ from raytune_fsdp.errors import RaytuneError, TransientError
 T = TypeVar("T")
 
 
-def on_rank0(work: Callable[[], T]) -> T:
-    """Call `work` on rank 0; return its result, or raise its error, on every rank. Collective."""
-    box: list[tuple[T | None, Exception | None]] = [(None, None)]
+def on_rank0(work: Callable[[], T], *, what: str) -> T:
+    """Call `work` on rank 0; return its result, or raise its error, on every rank. Collective.
+
+    `what` follows "rank 0 could not" where the system has refused.
+    """
+    box: list[tuple[T | None, RaytuneError | None]] = [(None, None)]
     if dist.get_rank() == 0:
         try:
             box[0] = (work(), None)
-        except (
-            RaytuneError,
-            OSError,
-        ) as error:  # anything else is a bug: it ends this rank, and the launcher the others
+        except RaytuneError as error:
             box[0] = (None, error)
+        except OSError as error:
+            # Not the error itself: other libraries have kinds of it that cannot be unpickled on the other ranks.
+            box[0] = (None, TransientError(f"rank 0 could not {what}: {error}"))
+        # Anything else is a bug: it ends this rank, and the launcher ends the others.
     dist.broadcast_object_list(box, src=0)
     result, failure = box[0]
-    if isinstance(failure, RaytuneError):
-        raise failure
     if failure is not None:
-        raise TransientError(f"rank 0 could not write to the run's storage: {failure}") from failure
+        raise failure
     return result  # type: ignore[return-value]
 
 

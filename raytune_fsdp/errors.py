@@ -16,6 +16,8 @@ Every message names the field (or file), the value, the rule, and the way out.
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, distribution
+
 
 class RaytuneError(Exception):
     """Base of everything this package raises on purpose."""
@@ -70,8 +72,15 @@ class Interrupted(RaytuneError):
     exit_code = 130
 
 
+_EXTRAS = {"mlflow": "mlflow", "plots": "matplotlib"}
+
+
 def pip_install(extra: str) -> str:
     """The command that brings what an extra of this package brings."""
+    try:
+        distribution("raytune-fsdp")
+    except PackageNotFoundError:  # run from its source, as in a Ray job: there is no extra to ask for
+        return f"pip install {_EXTRAS[extra]}"
     return f"pip install 'raytune-fsdp[{extra}]'"
 
 

@@ -45,8 +45,8 @@ def world_size(config: FinetuneConfig) -> int:
     return max(1, gpus) if config.cluster.device != "cpu" else 1
 
 
-def run(config: FinetuneConfig, progress: Progress | None = None) -> Standing:
-    """Prepare and train. Returns where the run stood before this call, once it is complete; raises what stopped it."""
+def run(config: FinetuneConfig, progress: Progress | None = None) -> tuple[Prepared, Standing]:
+    """Prepare and train. Returns the run and where it stood before this call, once it is complete; raises what stopped it."""
     if config.export.every is not None:
         raise ConfigError(
             f"export.every={config.export.every}: exports during training are Ray tasks (cluster.launch=ray); "
@@ -57,12 +57,12 @@ def run(config: FinetuneConfig, progress: Progress | None = None) -> Standing:
     world = world_size(config)
     prepared, standing = prepare(config, world, progress)
     if standing.complete:
-        return standing
+        return prepared, standing
     if world == 1:
         _alone(config, prepared, standing)
     else:
         _start_ranks(config, prepared, standing, world)
-    return standing
+    return prepared, standing
 
 
 def _alone(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> None:
@@ -121,7 +121,7 @@ def _rank_main(config: FinetuneConfig, prepared: Prepared, standing: Standing) -
     return step
 
 
-def _run_rank(config: FinetuneConfig) -> Standing:
+def _run_rank(config: FinetuneConfig) -> tuple[Prepared, Standing]:
     """Run in a process that torchrun started: rank 0 prepares for all."""
     device = choose_device(config.cluster.device, ranks_here())
     stop = StopFlag(insist=False)
@@ -133,12 +133,12 @@ def _run_rank(config: FinetuneConfig) -> Standing:
                 work(config, prepared, standing, device, stop)
         finally:
             dist.destroy_process_group()
-    return standing
+    return prepared, standing
 
 
 def prepare_on_rank0(config: FinetuneConfig) -> tuple[Prepared, Standing]:
     """Prepare on rank 0, and share the result with every rank; all verify the checkpoint together. Collective."""
-    prepared, standing = on_rank0(lambda: prepare(config, dist.get_world_size()))
+    prepared, standing = on_rank0(lambda: prepare(config, dist.get_world_size()), what="prepare the run")
     return prepared, agree(config, prepared, lambda: standing)
 
 

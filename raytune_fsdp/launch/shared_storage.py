@@ -36,10 +36,10 @@ def check_shared(run_dir: Path, *, patience_seconds: float = 10.0) -> None:
     # torch and transformers, which takes seconds.
     from raytune_fsdp.collectives import on_rank0
 
-    token = on_rank0(lambda: put_token(run_dir, "rank 0"))
+    token = on_rank0(lambda: put_token(run_dir, "rank 0"), what="write to the run's storage")
     everyone: list[_Outcome | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, _look(token, patience_seconds))
-    on_rank0(lambda: _judge(token, [each for each in everyone if each]))
+    on_rank0(lambda: _judge(token, [each for each in everyone if each]), what="write to the run's storage")
 
 
 def check_seen(token: Token, *, by: str = "rank 0", patience_seconds: float = 10.0) -> None:

@@ -15,12 +15,12 @@ from raytune_fsdp.launch.torchrun import under_torchrun
 from raytune_fsdp.run.checks import check_first
 
 if TYPE_CHECKING:
-    from raytune_fsdp.run.standing import Standing
+    from raytune_fsdp.run.standing import Prepared, Standing
     from raytune_fsdp.types import Progress
 
 
-def run(config: FinetuneConfig, progress: Progress | None = None) -> Standing:
-    """Prepare and train, following `cluster.launch`. Returns where the run stood before this call, once it is complete.
+def run(config: FinetuneConfig, progress: Progress | None = None) -> tuple[Prepared, Standing]:
+    """Prepare and train, following `cluster.launch`. Returns the run and where it stood before this call, once it is complete.
 
     Raises what stopped it.
     """
@@ -48,7 +48,7 @@ def _say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _run_on_ray(config: FinetuneConfig, progress: Progress | None) -> Standing:
+def _run_on_ray(config: FinetuneConfig, progress: Progress | None) -> tuple[Prepared, Standing]:
     workers = 1 if config.cluster.workers == "auto" else config.cluster.workers
     place = check_first(config, workers)
     phases = Phases()

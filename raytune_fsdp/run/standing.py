@@ -62,8 +62,8 @@ class Standing:
     """Newer checkpoints, and why the run does not continue from them."""
     plan: Plan
     """The plan for the attempt's number of ranks."""
-    attempt: int
-    """The number of the attempt that begins here; 1 in a new run."""
+    attempt: int = 0
+    """The number of the attempt that begins here, from 1; 0 until the ranks `agree`."""
     windows_built: int = 0
     """Windows that were tokenized while the run was prepared."""
 
@@ -79,15 +79,11 @@ def stand(
     """The standing of a run that continues from `found` on `world` ranks."""
     plan = resolve(config, world, prepared.census, planned_schedule=found.state.schedule_steps)
     _check_extension(config, plan, found.state)
-    # From both, as either may have been removed: a number used twice could give two checkpoints the same name.
-    earlier = [line["attempt"] for line in read_events(prepared.place.events)]
-    earlier += [checkpoint.attempt for checkpoint in committed(prepared.place.checkpoints)]
     return Standing(
         checkpoint=found.checkpoint,
         state=found.state,
         damaged=found.damaged,
         plan=plan,
-        attempt=1 + max(earlier, default=0),
         windows_built=windows_built,
     )
 
@@ -113,12 +109,13 @@ def agree(config: FinetuneConfig, prepared: Prepared, begin: Callable[[], Standi
     `begin` is called on rank 0 and says where the run is. All ranks then verify that checkpoint together; if it is
     damaged, rank 0 looks for an older one, until one is intact.
     """
-    standing = on_rank0(begin)
+    standing = on_rank0(lambda: _numbered(prepared, begin()), what="find where the run stands")
     while (found := standing.checkpoint) is not None:
         problem = verify_together(found, hashes=config.checkpoint.verify == "hashes")
         if problem is None:
             break
-        standing = on_rank0(partial(_look_without, config, prepared, standing, problem))
+        without = partial(_look_without, config, prepared, standing, problem)
+        standing = on_rank0(without, what="find where the run stands")
     return standing
 
 
@@ -132,13 +129,21 @@ def confirm_complete(config: FinetuneConfig, prepared: Prepared, standing: Stand
     return standing
 
 
+def _numbered(prepared: Prepared, standing: Standing) -> Standing:
+    """With the number of the attempt that begins now: as late as possible, as another start of the run may be near."""
+    # From both, as either may have been removed: a number used twice could give two checkpoints the same name.
+    earlier = [line["attempt"] for line in read_events(prepared.place.events)]
+    earlier += [checkpoint.attempt for checkpoint in committed(prepared.place.checkpoints)]
+    return replace(standing, attempt=1 + max(earlier, default=0))
+
+
 def _look_without(config: FinetuneConfig, prepared: Prepared, standing: Standing, problem: str) -> Standing:
     """Where the run is without the checkpoint of this standing, which is damaged."""
     found = standing.checkpoint
     assert found is not None
     logger.warning("checkpoint %s is damaged (%s); looking for an older one", found.path, problem)
     again = look(config, prepared, standing.plan.layout.world, {**standing.damaged, found: problem})
-    return replace(again, windows_built=standing.windows_built)
+    return replace(again, attempt=standing.attempt, windows_built=standing.windows_built)
 
 
 def _check_extension(config: FinetuneConfig, plan: Plan, state: RunState) -> None:

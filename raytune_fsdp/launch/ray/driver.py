@@ -68,8 +68,8 @@ def run(
     phases: Phases,
     progress: Progress | None,
     say: Callable[[str], None],
-) -> Standing:
-    """Prepare and train. Returns where the run stood before this call, once it is complete; raises what stopped it."""
+) -> tuple[Prepared, Standing]:
+    """Prepare and train. Returns the run and where it stood before this call, once it is complete; raises what stopped it."""
     wanted = config.cluster.workers
     phases.finished("start")
     prepared, standing = prepare(config, 1 if wanted == "auto" else wanted, progress, build=_builder(connecting))
@@ -81,14 +81,14 @@ def run(
     if standing.complete:
         if config.export.every is not None:
             _make_up(config, prepared.place, standing, signals, say)
-        return standing
+        return prepared, standing
     found = nodes()
     growing = may_grow()
     asked = request(config.cluster, found, growing=growing)
     check(asked, found, growing=growing)
     standing = on_world(config, prepared, standing, asked.workers)
     _train(config, prepared, standing, asked, signals=signals, phases=phases, say=say)
-    return standing
+    return prepared, standing
 
 
 def _builder(connecting: Future[Session]) -> Callable[[Windows, Places], Iterable[tuple[WindowCounts, bool]]]:

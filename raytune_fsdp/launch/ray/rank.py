@@ -114,7 +114,7 @@ def _agree(job: RankJob, prepared: Prepared, first: Standing, world: int) -> tup
         check_seen(job.token)  # the driver checked its storage: it must be this one
         return job.board.count_attempt()
 
-    start = on_rank0(count_start)
+    start = on_rank0(count_start, what="see the run's storage")
     standing = agree(job.config, prepared, lambda: first if start == 1 else look(job.config, prepared, world))
     assert standing.plan.layout.world == world, (standing.plan.layout, world)
     return standing, str(start)
