@@ -70,6 +70,7 @@ def assemble(
     if config.data.packing != "none":
         check_packing(model, config.data.packing)
     hooks.reached("model")
+    # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(
         lambda: open_run(config, prepared, standing), what="write to the run's storage"
     )  # nothing is written before

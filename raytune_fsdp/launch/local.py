@@ -46,7 +46,7 @@ def world_size(config: FinetuneConfig) -> int:
 
 
 def run(config: FinetuneConfig, progress: Progress | None = None) -> tuple[Prepared, Standing]:
-    """Prepare and train. Returns the run and where it stood before this call, once it is complete; raises what stopped it."""
+    """Prepare and train. Returns the run, and where it stood before, once it is complete; raises what stopped it."""
     if config.export.every is not None:
         raise ConfigError(
             f"export.every={config.export.every}: exports during training are Ray tasks (cluster.launch=ray); "

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def run(config: FinetuneConfig, progress: Progress | None = None) -> tuple[Prepared, Standing]:
-    """Prepare and train, following `cluster.launch`. Returns the run and where it stood before this call, once it is complete.
+    """Prepare and train, following `cluster.launch`. Returns the run, and where it stood before, once it is complete.
 
     Raises what stopped it.
     """

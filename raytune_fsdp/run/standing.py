@@ -1,4 +1,4 @@
-"""Where a run is now: asked anew at every start of a worker group, whatever its cause.
+"""Where a run is now: agreed at every start of a worker group, whatever its cause.
 
 `Prepared` holds what never changes during a command, a `Standing` what does. All ranks get theirs in one place,
 `agree`: rank 0 says where it believes the run to be, and all ranks verify that checkpoint together.

@@ -69,7 +69,7 @@ def run(
     progress: Progress | None,
     say: Callable[[str], None],
 ) -> tuple[Prepared, Standing]:
-    """Prepare and train. Returns the run and where it stood before this call, once it is complete; raises what stopped it."""
+    """Prepare and train. Returns the run, and where it stood before, once it is complete; raises what stopped it."""
     wanted = config.cluster.workers
     phases.finished("start")
     prepared, standing = prepare(config, 1 if wanted == "auto" else wanted, progress, build=_builder(connecting))
