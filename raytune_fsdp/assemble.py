@@ -71,9 +71,7 @@ def assemble(
         check_packing(model, config.data.packing)
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
-    opened = on_rank0(
-        lambda: open_run(config, prepared, standing), what="write to the run's storage"
-    )  # nothing is written before
+    opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")
     tracker = start_tracker(config, prepared, standing, opened, hooks.console)
     stream = Stream(prepared.train, seed=config.run.seed)
     batches = hooks.batches or rank_batches(
