@@ -41,6 +41,8 @@ def older(tmp_path: Path) -> Path:
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """An object store with the checkpoint of `objects`."""
+    pytest.importorskip("boto3")
+    pytest.importorskip("moto")
     import boto3
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
