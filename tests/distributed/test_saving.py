@@ -120,6 +120,7 @@ def change_while_writing(root: str, given_up: bool) -> list[tuple[int, bool]]:
 
     from raytune_fsdp.checkpoint.catalogue import Keep, committed
     from raytune_fsdp.checkpoint.posix import PosixDraft
+    from raytune_fsdp.checkpoint.save_in_flight import ENDINGS
     from raytune_fsdp.checkpoint.saver import open_saver
     from raytune_fsdp.checkpoint.staging import local_piece
     from raytune_fsdp.checkpoint.state import RunState
@@ -150,12 +151,12 @@ def change_while_writing(root: str, given_up: bool) -> list[tuple[int, bool]]:
                 local_piece(tensor).fill_(value)
 
     def ended() -> int:
-        """What all know behind a step, and whether a rank may not save."""
-        now, busy = saver.standing()
-        flags = torch.tensor([now, int(busy)])
+        """What all know after a step, and whether a rank may not save."""
+        ending, busy = saver.status()
+        flags = torch.tensor([0 if ending is None else 1 + ENDINGS.index(ending), int(busy)])
         dist.all_reduce(flags)
         if flags[0]:
-            saver.close(int(flags[0]))
+            saver.report(ENDINGS[int(flags[0]) - 1])
         return int(flags[1])
 
     fill(1.0)
