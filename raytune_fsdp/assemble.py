@@ -75,7 +75,7 @@ def assemble(
     tracker = start_tracker(config, prepared, standing, opened, hooks.console)
     stream = Stream(prepared.train, seed=config.run.seed)
     batches = hooks.batches or rank_batches(
-        stream, plan.division, range(state.step + 1, plan.steps + 1),
+        stream, plan.division, standing.steps_left,
         cursor=state.cursor, data_rank=dist.get_rank(), device=device,
     )  # fmt: skip
     meter = Meter(

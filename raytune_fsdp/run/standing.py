@@ -68,9 +68,13 @@ class Standing:
     """Windows that were tokenized while the run was prepared."""
 
     @property
+    def steps_left(self) -> range:
+        """The steps from here to the end of the plan; steps count from 1."""
+        return range(self.state.step + 1, self.plan.steps + 1)
+
+    @property
     def complete(self) -> bool:
-        """Whether no step is left."""
-        return self.state.step >= self.plan.steps
+        return not self.steps_left
 
 
 def stand(

@@ -56,12 +56,8 @@ class Exports:
         self._say = say
         self._waiting: list[CommittedCheckpoint] = []
         self._running: tuple[ObjectRef, CommittedCheckpoint] | None = None
-        for left in self._directory.glob(".*.export-*"):  # left by a driver that was killed
+        for left in self._run.exports.glob(".*.export-*"):  # left by a driver that was killed
             shutil.rmtree(left, ignore_errors=True)
-
-    @property
-    def _directory(self) -> Path:
-        return self._run.exports
 
     def make_up(self) -> None:
         """Ask for the exports that earlier attempts and commands did not get to."""
@@ -75,7 +71,7 @@ class Exports:
         every = self._chosen.every
         if every is None or checkpoint.step < every:
             return
-        there = [int(match[1]) for path in self._directory.glob("step-*") if (match := _PLACE.fullmatch(path.name))]
+        there = [int(match[1]) for path in self._run.exports.glob("step-*") if (match := _PLACE.fullmatch(path.name))]
         there += [found.step for found in self._asked()]
         if checkpoint.step // every not in {step // every for step in there}:
             self._waiting.append(checkpoint)
@@ -111,7 +107,7 @@ class Exports:
         return True
 
     def _place(self, checkpoint: CommittedCheckpoint) -> Path:
-        return self._directory / f"step-{checkpoint.step:08d}"
+        return self._run.exports / f"step-{checkpoint.step:08d}"
 
     def _ended(self, task: ObjectRef, checkpoint: CommittedCheckpoint) -> None:
         try:

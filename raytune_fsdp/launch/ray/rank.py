@@ -138,8 +138,8 @@ def _batches(
     from raytune_fsdp.launch.ray.batches import ray_batches
     from raytune_fsdp.launch.ray.stream import split, stream_dataset
 
-    plan, division, state = standing.plan, standing.plan.division, standing.state
-    steps = range(state.step + 1, plan.steps + 1)
+    division, state = standing.plan.division, standing.state
+    steps = standing.steps_left
     if rank == 0:
         dataset = stream_dataset(
             Stream(prepared.train, seed=job.config.run.seed),
