@@ -33,8 +33,10 @@ def run_dir(config: Any) -> Path:
     return Path(config.run.storage) / config.run.name
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("world", "precision"),
+    [(1, "fp32"), (2, "bf16"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, "bf16"), (2, "fp32")))],
+)
 def test_bit_equal_at_the_same_world_size(tmp_path: Path, precision: str, world: int) -> None:
     """Stopped behind step 21 of 40 and started again; five blocks a step, so at two ranks one is a filler."""
     parallel = {"precision": precision}

@@ -9,33 +9,33 @@ from pathlib import Path
 import psutil
 import pytest
 
+from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.tracking.jsonl import read_trajectory
 from tests.checkpoints import checkpoints
 from tests.ray.jobs import TEMPORARY, TRAIN, Command, config_of, events, is_there, mlflow_runs
 from tests.runs import trajectory
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
+LONG = {**TRAIN, "max_steps": 120}
+"""It must not be over before what is done to it."""
 
 
-def test_killed_in_forward_in_save_and_by_signal_and_the_driver_too(tmp_path: Path) -> None:
-    long = {**TRAIN, "max_steps": 150}  # it must not be over before what is done to it
-    whole = trajectory(config_of(tmp_path, run={"name": "whole"}, train=long), 2)
-    config = config_of(
-        tmp_path,
-        train=long,
-        cluster={"launch": "ray", "workers": 2, "device": "cpu", "max_failures": 2},
-        tracking={"console": True, "mlflow": {"enabled": True}},
-    )
+def test_killed_in_forward_and_in_save_and_the_driver_too(tmp_path: Path) -> None:
+    whole = trajectory(config_of(tmp_path, run={"name": "whole"}, train=LONG), 2)
+    config = disturbed(tmp_path)
     # A rank dies in the middle of a forward pass of step 6, then another while it writes the checkpoint of step 12.
     first = Command(config, tmp_path)
     (first.faults / "forward-1-15").touch()
     (first.faults / "save-0-12").touch()
     run_dir = first.run_dir
     first.until(lambda: first.steps() >= 14)
+    # Then the driver is killed, and what Ray Train has written down is torn.
     assert not list(first.faults.iterdir())
-    first.process.send_signal(signal.SIGTERM)
-    code, said = first.end()
-    assert code == 130, said
+    processes = first.all()
+    workers = [each for each in processes if "Train" in "".join(each.cmdline())]  # its ranks and its controller
+    assert workers
+    first.process.kill()
+    _, said = first.end()
     failed = [line["fields"] for line in events(run_dir, "attempt_failed")]
     assert [each["rank"] for each in failed] == [1, 0]
     reached = [each["last_step"] for each in failed]
@@ -43,36 +43,55 @@ def test_killed_in_forward_in_save_and_by_signal_and_the_driver_too(tmp_path: Pa
     assert all("its process died" in each["cause"] and each["node"] for each in failed)
     assert "rank 1 on" in said and "the logs of all ranks are in" in said
     assert f"The last committed step is {reached[1]}" in said
-    stopped = checkpoints(run_dir)[-1].step
-    assert stopped >= 14 and read_trajectory(run_dir / "metrics.jsonl")[-1]["step"] == stopped
     assert [line["fields"]["resumed_from"] for line in events(run_dir, "attempt_started")] == [0, *reached]
-    # The driver is killed, and what Ray Train has written down is torn.
-    second = Command(config, tmp_path)
-    second.until(lambda: second.steps() >= stopped + 2)
-    processes = second.all()
-    workers = [each for each in processes if "Train" in "".join(each.cmdline())]  # its ranks and its controller
-    assert workers
-    second.process.kill()
-    second.process.wait()
     _, left = psutil.wait_procs(workers, timeout=60)  # until then Ray Train may still write its list
     assert not [each for each in left if is_there(each)]
     snapshot = run_dir / SNAPSHOT
     snapshot.write_bytes(snapshot.read_bytes()[:100])
-    third = Command(config, tmp_path)
-    code, said = third.end()
+    second = Command(config, tmp_path)
+    code, said = second.end()
     assert code == 0, said
     assert read_trajectory(run_dir / "metrics.jsonl") == whole
     assert events(run_dir, "registry_repaired")
     assert [status for _, status in mlflow_runs(run_dir.parent)] == ["FINISHED"]
     latest = json.loads(snapshot.read_text())["latest_checkpoint_result"]["checkpoint_dir_name"]
     assert latest == f"checkpoints/{checkpoints(run_dir)[-1].name}"
-    for attempt in range(1, 6):
+    for attempt in range(1, 5):
         assert (run_dir / "logs" / f"attempt-{attempt}" / "rank-1.log").exists()
     assert not list(TEMPORARY.glob("raytune-ray-*"))
     # Ray's agents look for the driver that was killed for up to 80 seconds.
     _, left = psutil.wait_procs([each for each in processes if is_there(each)], timeout=100)
     assert not [each for each in left if is_there(each)]
     assert not list(run_dir.glob(".shared-*")) and not list((run_dir / "checkpoints").glob("*.tmp"))
+
+
+@pytest.mark.slow
+def test_a_signal_saves_and_the_same_command_continues(tmp_path: Path) -> None:
+    whole = trajectory(config_of(tmp_path, run={"name": "whole"}, train=LONG), 2)
+    config = disturbed(tmp_path)
+    first = Command(config, tmp_path)
+    run_dir = first.run_dir
+    first.until(lambda: first.steps() >= 14)
+    first.process.send_signal(signal.SIGTERM)
+    code, said = first.end()
+    assert code == 130, said
+    stopped = checkpoints(run_dir)[-1].step
+    assert stopped >= 14 and read_trajectory(run_dir / "metrics.jsonl")[-1]["step"] == stopped
+    code, said = Command(config, tmp_path).end()
+    assert code == 0, said
+    assert read_trajectory(run_dir / "metrics.jsonl") == whole
+    assert [line["fields"]["resumed_from"] for line in events(run_dir, "attempt_started")] == [0, stopped]
+    assert [status for _, status in mlflow_runs(run_dir.parent)] == ["FINISHED"]
+
+
+def disturbed(directory: Path) -> FinetuneConfig:
+    """A run on two workers with MLflow, which goes on after two failures."""
+    return config_of(
+        directory,
+        train=LONG,
+        cluster={"launch": "ray", "workers": 2, "device": "cpu", "max_failures": 2},
+        tracking={"console": True, "mlflow": {"enabled": True}},
+    )
 
 
 @pytest.mark.slow
