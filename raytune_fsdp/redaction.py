@@ -95,7 +95,7 @@ def redact_text(text: str) -> str:
 
 
 def redact_shapes(value: object) -> Any:
-    """A copy of the value without what looks like a secret by itself: for texts in which `token: 5` is no assignment."""
+    """A copy of the value without what looks like a secret by itself: in a text, `token: 5` is no assignment."""
     if isinstance(value, Mapping):
         return {name: redact_shapes(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

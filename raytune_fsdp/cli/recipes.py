@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,8 +55,8 @@ def _run(parser: Parser, arguments: Sequence[str]) -> int:
 
 def _about(recipe: Path) -> str:
     """The first sentence of the comment at the top."""
-    first = recipe.read_text(encoding="utf-8").split("\n", 1)[0]
-    return first.removeprefix("#").strip().partition(". ")[0]
+    lines = takewhile(lambda line: line.startswith("# "), recipe.read_text(encoding="utf-8").splitlines())
+    return " ".join(line.removeprefix("# ") for line in lines).partition(". ")[0].rstrip(".")
 
 
 def _copy(found: Namespace, text: str) -> int:
