@@ -38,6 +38,7 @@ Used by many of them, and knowing none of them:
     keyed.py         random keys that are looked up, never drawn
     file_systems.py  the file system of a URL
     urls.py          paths and URLs as text
+    redaction.py     removes secrets from everything that others may read
     bounded.py       a bounded number of open things
 
 Importing this package imports nothing heavy: the public names are loaded when they are first used.

@@ -42,6 +42,7 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
     from raytune_fsdp.report.curves import plot
     from raytune_fsdp.report.figure import can_draw
     from raytune_fsdp.run.publish import publish
+    from raytune_fsdp.run.record import clean_config
 
     prepared, before = run(config, progress)
     place = prepared.place  # as rank 0 sees it: under torchrun another node may resolve a relative path differently
@@ -50,6 +51,8 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
     export = place.export if config.export.at_end else None
     curve, pushed = None, None
     if is_rank0():
+        if before.complete:
+            clean_config(place)
         if export is not None:
             pushed = publish(newest, export, config.export)
         if can_draw():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,20 +12,37 @@ if TYPE_CHECKING:
     from pyarrow import Buffer
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Write a small file, and wait until storage has its content."""
-    with open(path, "w", encoding="utf-8") as file:
+# A group may read and write, if the umask lets it: runs live on storage that people share.
+_PRIVATE = 0o660
+
+
+def write_durably(path: Path, text: str, *, private: bool = False) -> None:
+    """Write a small file, and wait until storage has its content. `private`: a new file is not for everybody."""
+    opener = (lambda name, flags: os.open(name, flags, _PRIVATE)) if private else None
+    with open(path, "w", encoding="utf-8", opener=opener) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
 
 
-def replace_durably(path: Path, text: str) -> None:
-    """Replace a small file: a crash leaves the old content or the new."""
+def replace_durably(path: Path, text: str, *, private: bool = False) -> None:
+    """Replace a small file: a crash leaves the old content or the new. `private`: only owner and group may read it."""
     temporary = path.with_name(path.name + ".tmp")
-    write_durably(temporary, text)
+    if private:
+        temporary.unlink(missing_ok=True)  # one that a crash left would keep its own permissions
+    write_durably(temporary, text, private=private)
     temporary.replace(path)
     sync_directory(path.parent)  # without this the new content is safe, but perhaps not under its name
+
+
+def keep_private(path: Path) -> None:
+    """Make sure that a file exists, and that only its owner and group can read it, where storage has permissions."""
+    with suppress(OSError):  # the file is another user's, or storage has no permissions
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, _PRIVATE)
+        try:
+            os.fchmod(handle, os.fstat(handle).st_mode & 0o770)
+        finally:
+            os.close(handle)
 
 
 def replace_at_once(path: Path, *parts: bytes | Buffer) -> None:

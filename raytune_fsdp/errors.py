@@ -1,7 +1,7 @@
 """What can go wrong, for people.
 
     RaytuneError            exit code 1
-    ├── UserError           exit code 2: the request cannot be met; nothing was started
+    ├── UserError           exit code 2: the request cannot be met; nothing was started, only caches were written
     │   ├── ConfigError     a field, a flag or a combination of them
     │   ├── DataError       a dataset, a row, a tokenizer
     │   │   └── RowError    one row that cannot be used; data.bad_rows=skip leaves it out
@@ -26,7 +26,7 @@ class RaytuneError(Exception):
 
 
 class UserError(RaytuneError):
-    """The request is wrong: found before anything was started or written."""
+    """The request is wrong: found before anything was started, and before anything but caches was written."""
 
     exit_code = 2
 

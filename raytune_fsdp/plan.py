@@ -16,6 +16,8 @@ from raytune_fsdp.counts import Census
 from raytune_fsdp.division import Division
 from raytune_fsdp.errors import ConfigError
 
+_MAX_SAMPLES = 2**62
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -88,6 +90,9 @@ def resolve(
     train = config.train
     layout = layout_of(config, world)
     steps, total_samples = _length(config, census)
+    if steps * train.global_batch > _MAX_SAMPLES:
+        length = f"train.max_steps={steps:,}" if train.epochs is None else f"train.epochs={train.epochs:g}"
+        raise ConfigError(f"{length}: a run has at most 2**62 packed samples, which have numbers of 64 bits; lower it")
     schedule_steps = config.optim.schedule_steps or planned_schedule or steps
     warmup = config.optim.warmup_steps
     if warmup is None:

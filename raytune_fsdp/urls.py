@@ -20,9 +20,15 @@ def split_query(url: str) -> tuple[str, str]:
 
 def without_secrets(url: str) -> str:
     """The URL without what may be a password: the user before the place, and the options. Paths are left alone."""
+    return without_user(split_query(url)[0]) if is_url(url) else url
+
+
+def without_user(url: str) -> str:
+    """The URL without the user and the password before its place. Paths are left alone."""
     if not is_url(url):
         return url
-    scheme, rest = split_query(url)[0].split("://", 1)
+    url, options = split_query(url)
+    scheme, rest = url.split("://", 1)
     place = rest.partition("/")[0]
     end = place.rfind("@")
     _, colon, port = place.partition(":")
@@ -30,7 +36,7 @@ def without_secrets(url: str) -> str:
     # buckets have no port.
     if end < 0 and colon and (scheme in ("s3", "gs") or not port.isdigit()):
         end = rest.find("@")
-    return f"{scheme}://{rest[end + 1 :]}"
+    return f"{scheme}://{rest[end + 1 :]}{options}"
 
 
 def holds_credentials(place: str) -> bool:

@@ -10,6 +10,8 @@
     checkpoint.py  ask a run for a checkpoint now, list its checkpoints, verify them
     generate.py    ask a trained model
     export.py      a checkpoint -> a model directory
+    recipes.py     list, show and copy the configs that come with the package
+    schema.py      the config's JSON schema
 
 Commands import heavy packages inside their functions, so `--help` and a mistyped flag are answered without torch.
 """

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, UserError
 from raytune_fsdp.launch.torchrun import is_rank0
+from raytune_fsdp.redaction import redact_shapes
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -29,7 +30,8 @@ def exit_code(work: Callable[[], int]) -> int:
         # Under torchrun every rank finds the same mistake of the user; what fails in training may be one rank's alone.
         speaks = is_rank0() or not isinstance(error, UserError)
         for line in (str(error) or type(error).__name__).splitlines() if speaks else ():
-            print(f"error: {line}", file=sys.stderr)
+            # Libraries quote addresses in their errors, with all that is in them.
+            print(f"error: {redact_shapes(line)}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         # Whoever read our output has gone (`| head`). Python flushes stdout at exit, and would fail there once more.

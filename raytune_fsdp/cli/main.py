@@ -23,6 +23,8 @@ COMMANDS = {
     "generate": "ask a trained model",
     "checkpoint": "commit one now, list them, verify them",
     "export": "write a checkpoint as a Hugging Face model directory",
+    "recipes": "list, show and copy the configs that come with the package",
+    "schema": "print the config's JSON schema, for editors",
 }
 
 

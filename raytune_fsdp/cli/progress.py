@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -21,11 +23,19 @@ def shown(*, quiet: bool = False) -> Iterator[Progress | None]:
     """A callback that shows progress on stderr while the context lasts; None with `quiet`."""
     if quiet:
         yield None
-    elif not sys.stderr.isatty():
+    elif not sys.stderr.isatty() or _in_pipe(sys.stdout):
         yield _Lines()
     else:
         with _bars() as progress:
             yield progress
+
+
+def _in_pipe(stream: TextIO) -> bool:
+    """Whether a stream is a pipe: `| tee log` prints on the same terminal, across a bar."""
+    try:
+        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError):  # not a file at all, as in a notebook
+        return False
 
 
 class _Lines:
@@ -54,7 +64,14 @@ def _bars() -> Iterator[Progress]:
     )
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bars:
+    with Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        # rich prints on stderr, above the bar, what is printed on stdout: right in a terminal, lost for a file.
+        redirect_stdout=sys.stdout.isatty(),
+    ) as bars:
         tasks: dict[str, TaskID] = {}
 
         def show(what: str, done: int, total: int) -> None:

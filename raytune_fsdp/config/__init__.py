@@ -1,6 +1,7 @@
 """What a user may write: `FinetuneConfig` and its sections, a file each.
 
     base.py        what all sections have in common      rules.py      checks that several of them share
+    recorded.py    what of a config others may read
     run.py, model.py, data.py, formats.py, method.py, parallel.py, optim.py, train.py, checkpoint.py, eval.py,
     tracking.py, cluster.py, export.py
 
@@ -19,7 +20,9 @@ Imports no torch, ray, mlflow or transformers, which take seconds: a mistake in 
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from raytune_fsdp.config.base import Section
 from raytune_fsdp.config.checkpoint import CheckpointConfig
@@ -32,6 +35,7 @@ from raytune_fsdp.config.method import FullMethod
 from raytune_fsdp.config.model import ModelConfig
 from raytune_fsdp.config.optim import OptimConfig
 from raytune_fsdp.config.parallel import ParallelConfig
+from raytune_fsdp.config.recorded import check_no_marks
 from raytune_fsdp.config.run import RunConfig
 from raytune_fsdp.config.tracking import TrackingConfig
 from raytune_fsdp.config.train import TrainConfig
@@ -75,6 +79,11 @@ class FinetuneConfig(Section):
 
     export: ExportConfig = Field(default_factory=ExportConfig)
     """What the run leaves for others to load."""
+
+    @model_validator(mode="after")
+    def _no_marks(self) -> Self:
+        check_no_marks(self.model_dump())
+        return self
 
 
 __all__ = [

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from raytune_fsdp.config.base import Section
+from raytune_fsdp.config.recorded import filled_from_environment
 
 
 class ClusterConfig(Section):
@@ -34,8 +35,8 @@ class ClusterConfig(Section):
     placement: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
     """Ray: how workers are placed on nodes. `pack`: on as few as possible; `spread`: on as many as possible; `strict_pack`: all on one; `strict_spread`: each on its own."""
 
-    env: dict[str, str] = {}
-    """Ray: environment variables of the workers, such as `{NCCL_SOCKET_IFNAME: eth0, HF_HUB_OFFLINE: "1"}`. Ray's dashboard shows them, so they must not hold secrets."""
+    env: Annotated[dict[str, str], AfterValidator(filled_from_environment)] = Field(default={}, repr=False)
+    """Ray: environment variables of the workers, such as `{NCCL_SOCKET_IFNAME: eth0, HF_HUB_OFFLINE: "1"}`. What looks like a secret is written to the run directory as `<redacted>`, and a config with that mark takes the variable from the environment. Ray's dashboard shows all values: secrets belong in the environment of `ray start`."""
 
     max_failures: int = Field(default=3, ge=-1)
     """Ray: how many crashes of workers are answered with a new attempt from the newest checkpoint before the run fails. -1: no limit."""

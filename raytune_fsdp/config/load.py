@@ -6,6 +6,8 @@ one validation sees the result. All problems are reported together, a line each.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_origin
@@ -16,11 +18,13 @@ from pydantic import ValidationError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.overrides import apply_overrides, read_overrides
 from raytune_fsdp.config.problems import explain
+from raytune_fsdp.config.recorded import recorded
 from raytune_fsdp.config.schema import ANYTHING, TAG, Option, Place, tags
 from raytune_fsdp.config.text import Loc, Plain, dump, parse, problem_line, spelled
 from raytune_fsdp.errors import ConfigError
 
 ROOT = Place((Option(FinetuneConfig),))
+_PACKAGE = Path(__file__).parents[1]
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> FinetuneConfig:
@@ -44,11 +48,25 @@ def dump_config(config: FinetuneConfig) -> str:
     return dump(config.model_dump())  # not its JSON mode, which turns infinities in free-form maps into null
 
 
+def recorded_text(config: FinetuneConfig) -> str:
+    """The same for the run directory and for trackers: without its secrets."""
+    return dump(recorded(config.model_dump()))
+
+
 def recipes() -> dict[str, Path]:
     """The configs that come with the package, by name. An installed package has them inside, a checkout beside it."""
-    package = Path(__file__).parents[1]
-    inside, beside = package / "recipes", package.parent / "jobs" / "recipes"
+    inside, beside = _PACKAGE / "recipes", _PACKAGE.parent / "jobs" / "recipes"
     return {path.stem: path for path in sorted((inside if inside.is_dir() else beside).glob("*.yaml"))}
+
+
+def recipe_text(name: str) -> str:
+    """A recipe as it works in this directory: outside of the repository, with the package's own data where it is
+    installed."""
+    text = recipes()[name].read_text(encoding="utf-8")
+    if Path(_PACKAGE.name).is_dir():
+        return text
+    own = re.compile(rf"(?<=: ){_PACKAGE.name}/(\S+)")
+    return own.sub(lambda found: json.dumps(str(_PACKAGE / found[1]), ensure_ascii=False), text)
 
 
 def read_file(path: str | Path) -> tuple[dict[str, Any], dict[Loc, str]]:
@@ -56,12 +74,12 @@ def read_file(path: str | Path) -> tuple[dict[str, Any], dict[Loc, str]]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        if str(path) in recipes():
-            return read_file(recipes()[str(path)])
-        hint = "" if Path(path).is_absolute() else f" (relative paths start at {Path.cwd()})"
-        if not Path(path).suffix:
-            hint += f", and no recipe; there are {', '.join(recipes())}"
-        raise ConfigError(f"config file {path}: no such file{hint}") from None
+        if str(path) not in recipes():
+            hint = "" if Path(path).is_absolute() else f" (relative paths start at {Path.cwd()})"
+            if not Path(path).suffix:
+                hint += f", and no recipe; there are {', '.join(recipes())}"
+            raise ConfigError(f"config file {path}: no such file{hint}") from None
+        text = recipe_text(str(path))
     except UnicodeDecodeError as error:
         raise ConfigError(f"config file {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     except OSError as error:

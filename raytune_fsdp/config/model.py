@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from raytune_fsdp.config.base import Section
+from raytune_fsdp.config.rules import model_place, without_secret_values
 
 
 class ModelConfig(Section):
-    path: str | None = None
+    path: Annotated[str, AfterValidator(model_place)] | None = None
     """Directory in Hugging Face format, the name of a model on the Hugging Face hub, or a committed checkpoint of another
     run (path or URL), whose weights this run starts from. With `init: random` only its architecture is used."""
 
@@ -20,14 +21,14 @@ class ModelConfig(Section):
     init: Literal["pretrained", "random"] = "pretrained"
     """`pretrained` fills the network from the weights at `model.path`; `random` draws them from `run.seed`."""
 
-    architecture: dict[str, Any] | None = None
+    architecture: Annotated[dict[str, Any] | None, AfterValidator(without_secret_values)] = None
     """With `init: random`: the architecture, instead of `model.path`, as the content of a Hugging Face `config.json`
     (`model_type` and the rest)."""
 
-    overrides: dict[str, Any] = Field(default_factory=dict)
+    overrides: Annotated[dict[str, Any], AfterValidator(without_secret_values)] = Field(default_factory=dict)
     """Attributes of the Hugging Face config to change, for example `{attention_dropout: 0.1}`."""
 
-    tokenizer: str | None = None
+    tokenizer: Annotated[str, AfterValidator(model_place)] | None = None
     """Directory or hub name of the tokenizer. Default: `model.path`."""
 
     trust_remote_code: bool = False

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from raytune_fsdp.config.schema import ANYTHING, TAG, Place, find, tags
 from raytune_fsdp.config.text import Loc, Plain, parse, scalar, spelled
+from raytune_fsdp.redaction import redact_text
 
 
 class Problem(Exception):
@@ -43,7 +44,7 @@ def read_overrides(arguments: Sequence[str], root: Place) -> tuple[list[Override
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
             hint = f"--{word}" if "=" in word and "." in word else "--section.field value"
-            problems.append(f"{word}: not an override; overrides look like {hint}")
+            problems.append(redact_text(f"{word}: not an override; overrides look like {hint}"))
             continue
         try:
             found.append(_read_one(word, rest, root))
@@ -90,7 +91,8 @@ def _value(flag: str, text: str, place: Place) -> Any:
         try:
             return parse(text)[0]
         except yaml.YAMLError as error:
-            raise Problem(f"{flag}={text}: neither JSON nor YAML ({getattr(error, 'problem', error)})") from None
+            shown = redact_text(f"{flag}={text}")
+            raise Problem(f"{shown}: neither JSON nor YAML ({getattr(error, 'problem', error)})") from None
     return scalar(text)
 
 

@@ -15,6 +15,7 @@ from raytune_fsdp.config.describe import describe, type_in_words
 from raytune_fsdp.config.rules import CredentialsError
 from raytune_fsdp.config.schema import TAG, Place, find, tags
 from raytune_fsdp.config.text import Loc
+from raytune_fsdp.redaction import redact
 
 _MENTION = re.compile(r"\b[a-z_]+(?:\.[a-z0-9_]+)+")
 
@@ -83,18 +84,18 @@ def _explain_one(detail: ErrorDetails, path: Loc, place: Place | None, sources: 
         if rule.startswith(f"{name}.") or not path:
             return f"{rule}{origin}"
         hidden = section or isinstance(detail["ctx"]["error"], CredentialsError)
-        return f"{name}: {rule}{origin}" if hidden else f"{name}={shown(value)}: {rule}{origin}"
+        return f"{name}: {rule}{origin}" if hidden else f"{name}={shown(value, name)}: {rule}{origin}"
     rule = f"must be {type_in_words(place)}" if place is not None and not place.free else detail["msg"]
     near = get_close_matches(str(value), place.choices, n=1) if place is not None else []
     hint = f"; nearest: {near[0]}" if near else ""
-    return f"{name}={shown(value)}: {rule}{hint}{_origin([path], sources)}"
+    return f"{name}={shown(value, name)}: {rule}{hint}{_origin([path], sources)}"
 
 
 def _unknown(path: Loc, value: Any, holder: Place, root: Place, sources: Mapping[Loc, str]) -> str:
     """A name that does not exist: the nearest that does, and all that do in that section."""
     *parents, last = path
     names = holder.fields()
-    equals = "" if isinstance(value, (dict, list)) else f"={shown(value)}"
+    equals = "" if isinstance(value, (dict, list)) else f"={shown(value, '.'.join(path))}"
     what, known = "section", f"sections: {', '.join(names)}"
     if parents:
         what, known = "field", f"{'.'.join(parents)} has {', '.join(names)}"
@@ -156,8 +157,9 @@ def _sources_of(path: Loc, sources: Mapping[Loc, str]) -> Iterator[str]:
             return
 
 
-def shown(value: Any, limit: int = 60) -> str:
-    """A value as it would be written, cut off if it is long."""
+def shown(value: Any, name: str = "", limit: int = 60) -> str:
+    """The value of a field as it would be written, without secrets, and cut off if it is long."""
+    value = redact(value, name)
     if isinstance(value, str):
         text = value if value and not re.search(r"\s", value) else repr(value)
     else:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
+from raytune_fsdp.redaction import find_secrets
 from raytune_fsdp.urls import holds_credentials, is_url
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -37,6 +39,22 @@ def without_credentials(value: str) -> str:
             "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, HF_TOKEN and so on)"
         )
     return value
+
+
+def without_secret_values(values: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A map that goes into the `config.json` of checkpoints and exports."""
+    for name in find_secrets(values):
+        raise CredentialsError(
+            f"{name} looks like a secret, and would be written to the model's config.json: remove it"
+        )
+    return values
+
+
+def model_place(value: str) -> str:
+    """A directory, a hub name or a URL."""
+    if not value.strip():
+        raise ValueError("must not be empty: name a directory, a model on the hub, or leave it out")
+    return without_credentials(value)
 
 
 def local_path(value: str) -> str:

@@ -29,6 +29,9 @@ _NULL = re.compile(r"~|null|Null|NULL|")
 _BREAKS = re.compile("[\r\x85\u2028\u2029]")
 _MERGE = re.compile(r"<<")
 
+# Far above any config. Aliases of aliases make a billion values of a few lines, and a file may be a stranger's.
+_MAX_CHARS, _MAX_VALUES = 4_000_000, 100_000
+
 _RESOLVERS = {"bool": _BOOL, "int": _INT, "float": _FLOAT, "null": _NULL, "merge": _MERGE}
 _PREFIX = "tag:yaml.org,2002:"
 
@@ -111,6 +114,8 @@ for _kind, _pattern in _RESOLVERS.items():
 
 def parse(text: str) -> tuple[Any, dict[Loc, int]]:
     """The tree of a YAML document, and the line of every value in it. Raises `yaml.YAMLError`."""
+    if len(text) > _MAX_CHARS:
+        raise yaml.YAMLError(f"has more than {_MAX_CHARS:,} characters")
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -122,11 +127,15 @@ def parse(text: str) -> tuple[Any, dict[Loc, int]]:
         lines: dict[Loc, int] = {}
         _collect_lines(node, (), lines)
         return tree, lines
+    except RecursionError:
+        raise yaml.YAMLError("is nested too deeply") from None
     finally:
         loader.dispose()
 
 
 def _collect_lines(node: yaml.Node, path: Loc, lines: dict[Loc, int]) -> None:
+    if len(lines) > _MAX_VALUES:
+        raise yaml.YAMLError(f"has more than {_MAX_VALUES:,} values, with those that aliases repeat")
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:

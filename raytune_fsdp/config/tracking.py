@@ -11,8 +11,8 @@ class MlflowConfig(Section):
     enabled: bool = True
     """Send the run to MLflow, where it is installed (`pip install 'raytune-fsdp[mlflow]'`)."""
 
-    uri: str | None = None
-    """Tracking server or database. Default: an SQLite file `mlflow.db` in `run.storage`."""
+    uri: str | None = Field(default=None, repr=False)
+    """Tracking server or database. Default: an SQLite file `mlflow.db` in `run.storage`. It is shown and written without its user and password, which are better set in the environment: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
 
     experiment: str = "raytune_fsdp"
     """Experiment the run belongs to."""

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from raytune_fsdp.counts import Census, DatasetCount, SkippedRow, WindowCounts
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import DataError
+from raytune_fsdp.errors import ConfigError, DataError
 from raytune_fsdp.types import Progress
 
 Places = Sequence[tuple[int, int]]
@@ -23,6 +23,8 @@ Builder = Callable[[Windows, Places], Iterable[tuple[WindowCounts, bool]]]
 
 # The most skipped rows that are kept: they go into the census file and into every process's copy of the census.
 _LISTED_ROWS = 10_000
+# Epochs that are counted one by one. The counts are written again after each, so this many take a day.
+_MAX_EPOCHS = 10_000
 
 
 def build_here(windows: Windows, places: Places) -> Iterator[tuple[WindowCounts, bool]]:
@@ -44,6 +46,12 @@ def census(
     known = windows.cache.read_census()
     # If all epochs have the same windows, counting one is enough.
     distinct = 1 if windows.repeats else math.ceil(Fraction(str(epochs)))
+    if distinct > _MAX_EPOCHS:
+        raise ConfigError(
+            f"train.epochs={epochs:g}: every epoch has other windows (data.reshuffle, data.train.*.weight), so each is "
+            f"counted before training, at most {_MAX_EPOCHS:,}: set train.max_steps, which needs no count, or "
+            "data.reshuffle=windows"
+        )
     counted = [_restore(windows, known.get(str(epoch))) for epoch in range(distinct)]
     places = [(e, k) for e, found in enumerate(counted) if found is None for k in range(windows.count(e))]
     results = iter(build(windows, places)) if places else iter(())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from raytune_fsdp.errors import ModelError, first_line, in_one_line
@@ -14,6 +16,8 @@ HUB_SECONDS = 4
 
 # What a config, a tokenizer, a chat template and the code of a model come in.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "tokenizer*"]
+# Of a directory's files, those that will be read; others may be anybody's notes.
+_READ_FILES = ["*config.json", "tokenizer*", "*.model", "vocab*", "merges.txt", "*.jinja", "*.safetensors*"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +39,24 @@ def locate(path: str, revision: str | None, *, field: str, weights: bool) -> Pat
     """
     local = Path(path).expanduser()
     if local.is_dir():
+        _check_readable(local, f"{field}={path}")
         return local.absolute()
     if local.exists():
         raise ModelError(f"{field}={path} is a file; it must be a Hugging Face model directory or a hub name")
     if not is_hub_name(path):
         raise ModelError(f"{field}={path}: there is no such directory (and it is not the name of a hub model)")
     return _fetch(path, revision, field=field, weights=weights)
+
+
+def _check_readable(directory: Path, what: str) -> None:
+    """Name what this user may not read: the libraries that read these files call them broken instead."""
+    may = partial(os.access, effective_ids=os.access in os.supports_effective_ids)
+    refused = [] if may(directory, os.R_OK | os.X_OK) else [directory]
+    if not refused:
+        files = (file for pattern in _READ_FILES for file in sorted(directory.glob(pattern)))
+        refused = [file for file in files if file.is_file() and not may(file, os.R_OK)]
+    if refused:
+        raise ModelError(f"{what}: {refused[0]} may not be read by this user (permission denied); change that")
 
 
 def is_hub_name(path: str) -> bool:

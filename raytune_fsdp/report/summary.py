@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from raytune_fsdp.config.recorded import shown_uri
 from raytune_fsdp.report.figure import NOT_INSTALLED
 from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE
 from raytune_fsdp.tracking.jsonl import read_events, read_metrics
@@ -46,9 +48,18 @@ def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None)
     model = _short(export or run_dir)
     commands = [f'{_program("raytune-fsdp")} generate {model} "What does FSDP shard?"']
     if mlflow_uri is not None:
-        commands.append(f"{_program('mlflow')} ui --backend-store-uri {mlflow_uri}")
+        commands.append(_mlflow(mlflow_uri))
     commands.append(f"{_program('raytune-fsdp')} train --help   (your own model and data: README.md)")
     return "\n".join(["next:", *(f"  {command}" for command in commands)])
+
+
+def _mlflow(uri: str) -> str:
+    """How to look at the runs: a server has a page, a database needs a program that shows it."""
+    shown = shown_uri(uri)
+    if uri.startswith(("http://", "https://", "databricks")):
+        return f"{shown}   (MLflow)"
+    login = "" if shown == uri else "   (with the database's user and password)"
+    return f"{_program('mlflow')} ui --backend-store-uri {shlex.quote(shown)}{login}"
 
 
 def _program(name: str) -> str:

@@ -95,9 +95,11 @@ def _checkpoint(path: str) -> CommittedCheckpoint | None:
     place = str(Path(path).expanduser().resolve()) if local else path
     try:
         found = as_checkpoint(place)
+        whole_run = found is None and local and is_run(Path(place))
     except (OSError, ValueError) as error:  # ValueError: an unknown protocol
-        raise ModelError(f"model.path={path} cannot be read: {error}") from error
-    if found is None and local and is_run(Path(place)):
+        reason = "permission denied for this user" if isinstance(error, PermissionError) else error
+        raise ModelError(f"model.path={path} cannot be read: {reason}") from error
+    if whole_run:
         there = committed(checkpoints_of(Path(place)))
         choice = f", for example {there[-1].path}" if there else "; it has none yet"
         raise ModelError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TextIO
@@ -14,20 +15,22 @@ from raytune_fsdp.checkpoint.catalogue import set_aside
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.model_files import put_model_files
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.load import dump_config
+from raytune_fsdp.config.load import recorded_text
+from raytune_fsdp.config.recorded import recorded
+from raytune_fsdp.config.text import dump
 from raytune_fsdp.counts import Census
 from raytune_fsdp.data.skipped import events_of_rows
 from raytune_fsdp.durable import replace_durably
 from raytune_fsdp.errors import pip_install
+from raytune_fsdp.redaction import redact
 from raytune_fsdp.report.card import recipe_of
-from raytune_fsdp.run.resume import changed_settings
+from raytune_fsdp.run.resume import changed_settings, last_config
 from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.rundir import RECIPE_FILE, RunDir, mlflow_database
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.console import ConsoleTracker
 from raytune_fsdp.tracking.jsonl import JsonlTracker
 from raytune_fsdp.tracking.mlflow import MlflowTracker, mlflow_installed
-from raytune_fsdp.tracking.redaction import redact
 from raytune_fsdp.tracking.tracker import Composite, NullTracker, RunStart, Tracker, flatten
 
 
@@ -51,7 +54,7 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
     if standing.checkpoint is not None:
         for found, now in set_aside(standing.damaged, standing.checkpoint):
             aside.append({"path": found.path, "problem": standing.damaged[found], "now": now})
-    replace_durably(place.config, dump_config(config))
+    replace_durably(place.config, recorded_text(config), private=True)
     if config.checkpoint.storage is not None:
         replace_durably(place.checkpoints_at, place.checkpoints)
     replace_durably(place.plan, json.dumps(standing.plan.to_dict(), indent=1))
@@ -64,6 +67,16 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
     replace_durably(place.model_files / RECIPE_FILE, recipe)
     put_model_files(place.model_files, place.checkpoints)
     return Opened(changed=changed, aside=aside)
+
+
+def clean_config(place: RunDir) -> None:
+    """Remove secrets from the config.yaml of a complete run, which no attempt will write again: older versions wrote
+    them."""
+    tree = last_config(place)
+    clean = recorded(tree)
+    with suppress(OSError):  # another user's run
+        if tree and (clean != tree or place.config.stat().st_mode & 0o007):
+            replace_durably(place.config, dump(clean), private=True)
 
 
 def _version() -> str | None:
@@ -121,9 +134,9 @@ def run_start(config: FinetuneConfig, standing: Standing, attempt: int) -> RunSt
         attempt=attempt,
         resumed_from=standing.state.step,
         total_steps=standing.plan.steps,
-        config=dump_config(config),
+        config=recorded_text(config),
         plan=standing.plan.to_dict(),
-        params=flatten(config.model_dump()),
+        params=flatten(recorded(config.model_dump())),
         state=standing.state.tracking,
     )
 

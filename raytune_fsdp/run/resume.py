@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,15 +14,20 @@ from transformers import PretrainedConfig
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, newest
 from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.load import dump_config
+from raytune_fsdp.config.load import recorded_text
+from raytune_fsdp.config.recorded import recorded
+from raytune_fsdp.config.text import parse, spelled
 from raytune_fsdp.data.identity import files_by_key
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import ResumeError, TransientError
+from raytune_fsdp.errors import ResumeError, TransientError, in_one_line
 from raytune_fsdp.identity import check_identity, named
+from raytune_fsdp.redaction import redact_shapes
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import read_events
 from raytune_fsdp.tracking.tracker import flatten
+
+logger = logging.getLogger(__name__)
 
 
 def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Windows) -> dict[str, Any]:
@@ -44,7 +50,8 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
         "train.micro_batch": config.train.micro_batch,
         **{_data_key(key): value for key, value in train.identity.items() if key != "seed"},
     }
-    normal: dict[str, Any] = json.loads(json.dumps(identity, default=str))  # as a checkpoint will return it
+    # As a checkpoint will return it, and without what may not be in one.
+    normal: dict[str, Any] = redact_shapes(json.loads(json.dumps(identity, default=str)))
     return normal
 
 
@@ -99,7 +106,7 @@ def find_resume(
             "or set run.resume=auto to continue it"
         )
     state = read_state(found)
-    check_identity(state.identity, identity, found.path, files_before=state.files, files_now=files)
+    check_identity(redact_shapes(state.identity), identity, found.path, files_before=state.files, files_now=files)
     return Resumed(checkpoint=found, state=state, damaged=damaged)
 
 
@@ -115,10 +122,25 @@ def _check_never_saved(place: RunDir) -> None:
 
 
 def changed_settings(place: RunDir, config: FinetuneConfig) -> dict[str, list[Any]]:
-    """Old and new value of every setting that differs from the run's last attempt. None decides the trajectory."""
-    try:
-        before = flatten(yaml.safe_load(place.config.read_text()))
-    except (OSError, yaml.YAMLError, AttributeError):
+    """Old and new value of every setting that differs from the run's last attempt. None decides the trajectory.
+
+    Both without secrets: another one in the same place is no change.
+    """
+    tree = last_config(place)
+    if not tree:
         return {}
-    now = flatten(yaml.safe_load(dump_config(config)))
+    before = flatten(recorded(tree))
+    now = flatten(spelled(parse(recorded_text(config))[0]))
     return {key: [before.get(key), now.get(key)] for key in sorted({*before, *now}) if before.get(key) != now.get(key)}
+
+
+def last_config(place: RunDir) -> dict[str, Any]:
+    """The config.yaml of the run's last attempt, as a tree; an empty one if there is none, or none that can be read."""
+    try:
+        tree = spelled(parse(place.config.read_text(encoding="utf-8"))[0])
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        logger.warning("%s cannot be read, so no changed setting is reported: %s", place.config, in_one_line(error))
+        return {}
+    return tree if isinstance(tree, dict) else {}

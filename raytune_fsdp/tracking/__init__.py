@@ -2,7 +2,6 @@
 
     tracker.py      what a tracker is; none, and several as one
     names.py        the names of metrics and events
-    redaction.py    removes secrets from everything that others may read
     jsonl.py        metrics.jsonl and events.jsonl, the truth about a run; and reading them
     console.py      lines in the terminal
     mlflow.py       the run in MLflow, sent by a thread, with

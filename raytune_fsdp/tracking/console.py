@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TextIO
 
+from raytune_fsdp.redaction import redact
 from raytune_fsdp.tracking import names
-from raytune_fsdp.tracking.redaction import redact
 from raytune_fsdp.tracking.tracker import RunStart, Status
 from raytune_fsdp.types import StepMetrics
 

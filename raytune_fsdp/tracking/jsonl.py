@@ -20,8 +20,8 @@ from typing import Any
 
 from raytune_fsdp.durable import sync_directory
 from raytune_fsdp.errors import RaytuneError, TrainingError, TransientError
+from raytune_fsdp.redaction import redact
 from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE
-from raytune_fsdp.tracking.redaction import redact
 from raytune_fsdp.tracking.tracker import RunStart, Status
 from raytune_fsdp.types import StepMetrics
 

@@ -19,11 +19,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raytune_fsdp.durable import keep_private
 from raytune_fsdp.errors import in_one_line
+from raytune_fsdp.redaction import redact, redact_text, redact_yaml
 from raytune_fsdp.tracking.muted import muted
 from raytune_fsdp.tracking.names import values_of
 from raytune_fsdp.tracking.outbox import Outbox, Parcel, Point
-from raytune_fsdp.tracking.redaction import redact, redact_text, redact_yaml
 from raytune_fsdp.tracking.tracker import RunStart, Status
 from raytune_fsdp.types import StepMetrics
 
@@ -185,7 +186,9 @@ class MlflowTracker:
         from mlflow.tracking import MlflowClient
 
         if self._uri.startswith("sqlite:///"):
-            Path(self._uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+            file = Path(self._uri.removeprefix("sqlite:///").partition("?")[0])
+            file.parent.mkdir(parents=True, exist_ok=True)
+            keep_private(file)  # before MLflow makes it; an empty file is an empty database
         client = MlflowClient(self._uri)
         run_id, params = self._resumed(client)
         if run_id is None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -103,6 +106,43 @@ def test_paths_that_are_no_models(refused: Refused, tmp_path: Path, model: Path)
     says(refused(model__path=tmp_path / "empty"), "has no config.json", "must be a Hugging Face model directory")
     says(refused(model__path="a/b/c"), "model.path=a/b/c", "no such directory")
     says(refused(model__path="../models"), "model.path=../models", "no such directory")
+
+
+@contextmanager
+def kept_from_us(path: Path) -> Iterator[None]:
+    """A file or directory that this process may not read; root, who may read everything, is somebody else meanwhile."""
+    mode, user = path.stat().st_mode, os.geteuid()
+    path.chmod(0)
+    try:
+        os.seteuid(user or 65534)
+        yield
+    finally:
+        os.seteuid(user)
+        path.chmod(mode)
+
+
+def test_files_that_may_not_be_read(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with TemporaryDirectory() as directory:  # pytest's own may be entered by nobody else
+        here = Path(directory)
+        here.chmod(0o777)
+        model, data = here / "above" / "model", here / "rows.jsonl"
+        shutil.copytree(good, model)
+        shutil.copy(CONVERSATIONS, data)
+        for file in model.iterdir():
+            file.chmod(0o666)
+        for path, name, *parts in (
+            (model / "config.json", model, "config.json may not be read by this user (permission denied)"),
+            (model / "tokenizer.json", model, "tokenizer.json may not be read by this user (permission denied)"),
+            (model / INDEX, model, f"{INDEX} may not be read by this user (permission denied)"),
+            (sorted(model.glob("*.safetensors"))[1], model, "may not be read by this user (permission denied)"),
+            (model, model, "cannot be read: permission denied for this user"),
+            (model.parent, model, "cannot be read: permission denied for this user"),
+            (data, data, "cannot be read (Permission denied)"),
+        ):
+            with kept_from_us(path):
+                assert main(flags(here, model__path=model, data__train__0__path=data)) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            says(line, name, *parts)
 
 
 def test_wrong_fields_and_batches(refused: Refused, good: Path) -> None:

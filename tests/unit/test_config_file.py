@@ -150,11 +150,11 @@ def test_any_tree_survives_yaml(tree: object) -> None:
 @pytest.mark.thorough
 @given(
     overrides=st.dictionaries(TEXT, TREES, max_size=3),
-    path=TEXT,
+    path=TEXT.filter(str.strip),
     prompts=st.lists(TEXT, max_size=3),
     lr=st.floats(min_value=1e-300, max_value=1e300),
     seed=st.integers(0, 2**63 - 1),
-    tokenizer=st.none() | TEXT,
+    tokenizer=st.none() | TEXT.filter(str.strip),
     workers=st.just("auto") | st.integers(1, 10**6),
     schedule=st.sampled_from([{"type": "constant"}, {"type": "linear", "floor": 0.1}, {"type": "wsd", "decay": 1e-3}]),
 )

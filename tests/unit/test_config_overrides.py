@@ -90,9 +90,7 @@ def test_text_fields_keep_what_looks_like_something_else(base: Path, text: str) 
     assert load_config(base, ["--run.name", text]).run.name == text
 
 
-@pytest.mark.parametrize(
-    "text", ["a: b", "a #b", "{x}", "[INST]", "*a", "&a", "!a", "@a", "%a", "- a", "a,b", "", " a "]
-)
+@pytest.mark.parametrize("text", ["a: b", "a #b", "{x}", "[INST]", "*a", "&a", "!a", "@a", "%a", "- a", "a,b", " a "])
 def test_text_fields_take_characters_that_mean_something_in_yaml(base: Path, text: str) -> None:
     assert load_config(base, [f"--model.path={text}"]).model.path == text
 

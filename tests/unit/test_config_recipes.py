@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from raytune_fsdp.cli.main import main
+from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config, recipes
 from raytune_fsdp.counts import Census
 from raytune_fsdp.errors import ConfigError
@@ -42,13 +45,107 @@ def test_recipe_plans_at_its_world_size(recipe: Path) -> None:
     assert plan.division.fillers == 0, "a shipped recipe wastes nothing"
 
 
+# The options of the launch command in Hugging Face's article on fine-tuning Llama 2 70B with FSDP.
+FOUNDING = {
+    "model_name": "meta-llama/Llama-2-70b-chat-hf",
+    "max_seq_len": 2048,
+    "max_steps": 500,
+    "logging_steps": 25,
+    "eval_steps": 100,
+    "save_steps": 250,
+    "bf16": True,
+    "packing": True,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "dataset_text_field": "content",
+    "use_gradient_checkpointing": True,
+    "learning_rate": 5e-5,
+    "lr_scheduler_type": "cosine",
+    "weight_decay": 0.01,
+    "warmup_ratio": 0.03,
+    "use_flash_attn": True,
+}
+
+
 def test_the_founding_recipe_has_its_document_s_values() -> None:
-    (recipe,) = [path for path in RECIPES if path.stem == "llama2-70b-full-16xa100"]
-    config = load_config(recipe, [])
-    assert config.model.path == "meta-llama/Llama-2-70b-hf"
-    assert (config.train.max_steps, config.train.global_batch, config.train.micro_batch) == (500, 16, 1)
-    assert (config.optim.lr, config.optim.warmup_ratio, config.optim.weight_decay) == (5e-5, 0.03, 0.01)
-    assert (config.optim.schedule.type, config.data.seq_len) == ("cosine", 2048)
-    assert (config.parallel.strategy, config.parallel.precision) == ("full_shard", "bf16")
-    assert config.parallel.activation_checkpointing == "full"
-    assert config.data.train[0].format.model_dump() == {"type": "completion", "text": "content"}
+    config = load_config("llama2-70b-full-16xa100")
+    plan = resolve(config, 16)
+    texts = {getattr(dataset.format, "text", None) for dataset in (*config.data.train, *config.data.eval)}
+    ours = {
+        "model_name": config.model.path,
+        "max_seq_len": config.data.seq_len,
+        "max_steps": plan.steps,
+        "logging_steps": plan.log_every,
+        "eval_steps": plan.eval_every,
+        "save_steps": plan.save_every,
+        "bf16": config.parallel.precision == "bf16",
+        "packing": config.data.packing != "none",
+        "per_device_train_batch_size": plan.division.micro_batch,
+        "gradient_accumulation_steps": plan.division.full_rounds,
+        "dataset_text_field": ", ".join(map(str, texts)),
+        "use_gradient_checkpointing": config.parallel.activation_checkpointing == "full",
+        "learning_rate": config.optim.lr,
+        "lr_scheduler_type": config.optim.schedule.type,
+        "weight_decay": config.optim.weight_decay,
+        "warmup_ratio": config.optim.warmup_ratio,
+        "use_flash_attn": config.model.attention.startswith("flash_attention"),
+    }
+    assert len(FOUNDING) == 17 and ours == FOUNDING
+    # Its floor must be what a plain cosine ends with, and it is spread as there.
+    assert (config.optim.schedule.model_dump()["floor"], config.parallel.strategy) == (0.0, "full_shard")
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert main(["recipes", *arguments]) == code
+    out, err = capsys.readouterr()
+    return err if code else out
+
+
+def test_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = shown(capsys, "list").splitlines()
+    assert [line.split()[0] for line in listed] == [path.stem for path in RECIPES]
+    assert listed[0].endswith("  The demo: a tiny Llama learns 181 conversations about training large models, on this machine, in about a minute")  # fmt: skip
+    assert shown(capsys).splitlines() == listed
+    assert shown(capsys, "show", "llama3-8b-full-8xa100") == (RECIPES[-1]).read_text()
+
+
+def test_a_copied_recipe_works_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The demo's files are in the package, wherever that is; of the others it is said what to set."""
+    monkeypatch.chdir(tmp_path)
+    assert shown(capsys, "copy", "demo") == "copied to demo.yaml\nthen: raytune-fsdp train --config demo.yaml\n"
+    for config in (load_config("demo.yaml"), load_config("demo")):
+        places = [config.model.tokenizer, *(dataset.path for dataset in (*config.data.train, *config.data.eval))]
+        assert all(place is not None and Path(place).is_absolute() and Path(place).exists() for place in places)
+    said = shown(capsys, "copy", "llama2-70b-full-16xa100", str(tmp_path)).splitlines()
+    assert said[1:4] == [
+        "set what is yours:",
+        "  data.train.0.path: data/train.jsonl is not here",
+        "  data.eval.0.path: data/eval.jsonl is not here",
+    ]
+    assert (tmp_path / "llama2-70b-full-16xa100.yaml").read_text() == recipes()["llama2-70b-full-16xa100"].read_text()
+
+
+def test_mistakes_with_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo.yaml").write_text("mine")
+    for arguments, expected in (
+        (["copy", "demo"], "demo.yaml exists already; name another file, or remove it"),
+        (["copy", "demo", "no/where.yaml"], "no/where.yaml cannot be written: No such file or directory"),
+        (["show"], "show needs the name of a recipe: demo, llama2-"),
+        (["show", "llama3-8b"], "unknown recipe llama3-8b; nearest: llama3-8b-full-8xa100; recipes: demo"),
+        (["list", "demo"], "unexpected argument demo"),
+        (["show", "demo", "x"], "unexpected argument x; only copy takes a destination"),
+        (["sho"], "argument what: invalid choice"),
+    ):
+        said = shown(capsys, *arguments, code=2)
+        assert said.startswith(f"error: {expected}") and said.count("\n") == 1, said
+    assert (tmp_path / "demo.yaml").read_text() == "mine"
+
+
+def test_the_schema_is_pydantic_s(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == FinetuneConfig.model_json_schema()

@@ -11,7 +11,7 @@ from raytune_fsdp.config import DatasetConfig
 from raytune_fsdp.counts import Census
 from raytune_fsdp.data.census import census
 from raytune_fsdp.demo import CONVERSATIONS, HELDOUT
-from raytune_fsdp.errors import DataError
+from raytune_fsdp.errors import ConfigError, DataError
 from tests.ranks import run_ranks
 from tests.rows import make_windows, token_rows
 
@@ -92,6 +92,14 @@ def test_epochs_that_differ_are_all_counted(tmp_path: Path) -> None:
     assert counted.samples_in(Fraction("2.5")) == 3 + 2 + 2
     assert census(windows, 1).epochs == (3,)
     assert census(windows, 4).built == 1
+
+
+def test_more_epochs_than_can_be_counted_are_refused(tmp_path: Path) -> None:
+    windows = make_windows([token_rows(tmp_path, [5] * 30)], cache=tmp_path, reshuffle="full")
+    with pytest.raises(
+        ConfigError, match=r"train\.epochs=1e\+09: every epoch has other windows .*: set train\.max_steps"
+    ):
+        census(windows, 1e9)
 
 
 def test_epochs_that_are_alike_are_counted_once(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,24 @@ def test_files_that_cannot_be_used(
         write(content, name)
     assert not isinstance(raised.value, RowError)
     assert list((tmp_path / "cache").rglob("*")) in ([], [tmp_path / "cache" / "files"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rule"),
+    [
+        ("r.csv", b"a;b\n1;2\n", "';' (the header is 'a;b'); a CSV file has commas: convert it"),
+        ("r.csv", b"a|b\n1|2\n", "'|' (the header is 'a|b'); a CSV file has commas: convert it"),
+        ("r.csv", b"a\tb\n1\t2\n", "tabs (the header is 'a\\tb'); a CSV file has commas: give it the ending .tsv"),
+        ("r.tsv", b"a,b\n1,2\n", "',' (the header is 'a,b'); a .tsv file has tabs: convert it"),
+    ],
+)
+def test_a_csv_file_with_another_delimiter(write: Callable[..., Source], name: str, content: bytes, rule: str) -> None:
+    with pytest.raises(DataError, match=re.escape(f"{name}: its columns seem to be separated by {rule}")):
+        write(content, name)
+    with pytest.raises(DataError, match="seem to be separated"):
+        write(content, name)  # also when its rows were found before
+    header = content.split(b"\n")[0].decode()
+    assert write(content, name, format={"type": "completion", "text": header}).rows([0])  # a column of that name
 
 
 def test_fingerprint_is_of_the_content(write: Callable[..., Source]) -> None:

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,10 @@ def test_names(fields: dict[str, Any], name: str) -> None:
 )
 def test_secrets_are_cut_off_urls(url: str, shown: str) -> None:
     assert without_secrets(url) == shown
+
+
+def test_a_hub_that_may_not_be_asked_is_named(tmp_path: Path) -> None:
+    """And not taken for a pattern that no file matches."""
+    for path in ("hf://datasets/org/chats/**.parquet", "hf://datasets/org/chats/x.parquet"):
+        with pytest.raises(DataError, match=rf"^{re.escape(path)}: cannot be read \(.*offline mode is enabled"):
+            open_source(DatasetConfig(path=path), cache=tmp_path, in_place=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -187,3 +188,16 @@ def test_the_founding_recipe() -> None:
     assert (plan.division.blocks, plan.division.full_rounds, plan.division.fillers) == (16, 1, 0)
     assert plan.warmup_steps == 15
     assert math.prod((plan.layout.replicas, plan.layout.shard_size)) == 16
+
+
+@pytest.mark.parametrize(
+    ("length", "shown"),
+    [
+        ({"epochs": 1e300}, "train.epochs=1e+300"),
+        ({"max_steps": 10**20}, "train.max_steps=100,000,000,000,000,000,000"),
+    ],
+)
+def test_a_length_beyond_all_numbers_is_refused(length: dict[str, Any], shown: str) -> None:
+    made = config(train={"global_batch": 16, "max_steps": None, **length})
+    with pytest.raises(ConfigError, match=re.escape(f"{shown}: a run has at most 2**62 packed samples")):
+        resolve(made, 1, Census(seq_len=8, epochs=(100,)))

@@ -10,12 +10,13 @@ from threading import Lock
 from raytune_fsdp.config.data import DatasetConfig
 from raytune_fsdp.config.formats import COLUMNS, Format
 from raytune_fsdp.data.sources.arrow import open_arrow
+from raytune_fsdp.data.sources.file_names import shorten
 from raytune_fsdp.data.sources.hub import open_hub
 from raytune_fsdp.data.sources.parquet import open_parquet
 from raytune_fsdp.data.sources.places import find_files, one_kind
 from raytune_fsdp.data.sources.remote import with_version
 from raytune_fsdp.data.sources.source import Columns, File, Files, Part, Source
-from raytune_fsdp.data.sources.texts import open_text
+from raytune_fsdp.data.sources.texts import TextRows, open_text
 from raytune_fsdp.errors import DataError
 from raytune_fsdp.types import Progress
 from raytune_fsdp.urls import without_secrets
@@ -24,6 +25,7 @@ from raytune_fsdp.urls import without_secrets
 # be written as Arrow, which takes memory.
 _AT_ONCE = 8
 _DECODED_AT_ONCE = 2
+_DELIMITERS = (";", "\t", "|", ",")
 
 
 def open_source(dataset: DatasetConfig, *, cache: Path, in_place: bool, progress: Progress | None = None) -> Source:
@@ -81,7 +83,9 @@ def _open_files(
             return open_parquet(file, cache=cache, in_place=in_place, columns=columns, progress=reported)
         if kind == "arrow":
             return open_arrow(file, cache=cache, columns=columns, progress=reported)
-        return open_text(file, kind, cache=cache, progress=reported)
+        text = open_text(file, kind, cache=cache, progress=reported)
+        _check_delimiter(text, columns)
+        return text
 
     decoded = kind in ("arrow", "parquet") and not in_place
     with ThreadPoolExecutor(_DECODED_AT_ONCE if decoded else _AT_ONCE) as threads:
@@ -90,3 +94,19 @@ def _open_files(
             return tuple(future.result() for future in opened)
         finally:
             threads.shutdown(cancel_futures=True)
+
+
+def _check_delimiter(rows: TextRows, columns: Columns) -> None:
+    """Refuse a CSV file whose header is one column because its fields are separated by something else."""
+    if len(rows.columns) != 1 or rows.columns[0] in columns.needed:
+        return
+    header = rows.columns[0]
+    other = next((each for each in _DELIMITERS if each in header and each != rows.delimiter), None)
+    if other is not None:
+        named = "tabs" if other == "\t" else repr(other)
+        rule = "a .tsv file has tabs" if rows.delimiter == "\t" else "a CSV file has commas"
+        way_out = "give it the ending .tsv" if other == "\t" else "convert it"
+        raise DataError(
+            f"{rows.shown}: its columns seem to be separated by {named} (the header is {shorten(header)!r}); {rule}: "
+            f"{way_out}"
+        )

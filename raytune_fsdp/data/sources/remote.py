@@ -77,6 +77,8 @@ def _matching(url: str) -> list[File]:
     try:
         found = sorted(_list(system, "/".join(parts[:fixed]), recursive=fixed < len(parts) - 1))
     except FileNotFoundError:
+        # fsspec also says this of a store that did not answer. Asked about the folder itself, it says why.
+        system.get_file_info("/".join(parts[:fixed]))
         return []
     return [_file(url, system, path, size) for path, size in found if matches(path) and is_wanted(path, pattern)]
 

@@ -1,4 +1,4 @@
-"""Removes secrets from everything that is written where others read it: params, config artifacts, events.
+"""Removes secrets from everything that is written where others read it: configs, params, events, errors.
 
 By key (`password`, `api_key`, `HF_TOKEN`; not `tokenizer`, `eos_token`, `max_new_tokens`) and by the shape of the value
 (`hf_...`, `AKIA...`, a password in a URL). A doubtful key counts as a secret. This is a net, not a proof: secrets
@@ -8,7 +8,7 @@ belong in the environment, not in a config.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -29,6 +29,8 @@ _SECRET_WORDS = _words(
 )
 _SECRET_KEY_KINDS = _words("api access private secret encryption signing account ssh license")
 _SECRET_TOKENS_KINDS = _words("api access auth refresh bearer hf hub")
+# `DB_PASS`, but not `forward_pass`.
+_BEFORE_SECRET_PASS = _words("db database mysql pg postgres redis smtp mail user admin root proxy http ldap ssh")
 # Tokens of a vocabulary and counts of tokens: `eos_token`, `per_token_loss`, `token_ids`.
 _BEFORE_PLAIN_TOKEN = _words(
     "pad eos bos unk cls sep mask eot eom boi eoi image audio video start end stop special decoder forced per first "
@@ -89,11 +91,33 @@ def redact(value: object, key: str = "") -> Any:
 
 def redact_text(text: str) -> str:
     """The text without values that look like secrets, or that are assigned to a secret's name."""
-    for shape in _SHAPES:
-        text = shape.sub(REDACTED, text)
-    text = _USERINFO.sub(REDACTED, text)
-    text = _URL_SIGNATURE.sub(rf"\g<1>{REDACTED}", text)
-    return _without_assigned(text)
+    return _without_assigned(_without_shapes(text))
+
+
+def redact_shapes(value: object) -> Any:
+    """A copy of the value without what looks like a secret by itself: in a text, `token: 5` is no assignment."""
+    if isinstance(value, Mapping):
+        return {name: redact_shapes(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact_shapes(item) for item in value]
+    return _without_shapes(value) if isinstance(value, str) else value
+
+
+def find_secrets(value: object, key: str = "") -> Iterator[str]:
+    """The dotted keys of all values that look like secrets, or that have the name of one; not of tokens, which may be
+    those of a vocabulary."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from find_secrets(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from find_secrets(item, f"{key}.{index}" if key else str(index))
+    elif (
+        isinstance(value, str)
+        and value
+        and (_without_shapes(value) != value or any(map(_names_secret, _segments(key))))
+    ):
+        yield key
 
 
 def redact_yaml(text: str) -> str:
@@ -106,6 +130,13 @@ def redact_yaml(text: str) -> str:
     if clean == document:
         return redact_text(text)
     return str(yaml.safe_dump(clean, sort_keys=False, allow_unicode=True))
+
+
+def _without_shapes(text: str) -> str:
+    for shape in _SHAPES:
+        text = shape.sub(REDACTED, text)
+    text = _USERINFO.sub(REDACTED, text)
+    return _URL_SIGNATURE.sub(rf"\g<1>{REDACTED}", text)
 
 
 def _without_assigned(text: str) -> str:
@@ -137,8 +168,10 @@ def _segments(key: str) -> list[list[str]]:
 
 
 def _names_secret(words: list[str]) -> bool:
-    pairs = zip(words, words[1:], strict=False)
-    return not _SECRET_WORDS.isdisjoint(words) or any(a in _SECRET_KEY_KINDS and b in ("key", "keys") for a, b in pairs)
+    return not _SECRET_WORDS.isdisjoint(words) or any(
+        (a in _SECRET_KEY_KINDS and b in ("key", "keys")) or (a in _BEFORE_SECRET_PASS and b == "pass")
+        for a, b in zip(words, words[1:], strict=False)
+    )
 
 
 def _names_token(words: list[str]) -> bool:

@@ -11,24 +11,16 @@ import yaml
 
 import raytune_fsdp.config
 from raytune_fsdp.config.base import Section
-from raytune_fsdp.tracking.redaction import REDACTED, is_secret_key, redact, redact_text, redact_yaml
-
-# Assembled here, so that no scanner takes this file for a leak.
-FILL = "a1B2c3D4e5F6g7H8i9J0"
-SHAPES = {
-    "hugging face": "hf" + "_" + FILL,
-    "aws": "AK" + "IAIOSFODNN7EXAMPLE",
-    "aws session": "AS" + "IAIOSFODNN7EXAMPLE",
-    "openai": "sk" + "-proj-" + FILL,
-    "github": "gh" + "p_" + FILL * 2,
-    "github fine": "github" + "_pat_" + FILL,
-    "gitlab": "gl" + "pat-" + FILL,
-    "slack": "xo" + "xb-123456789012-" + FILL,
-    "google": "AI" + "za" + FILL * 2,
-    "nvidia": "nv" + "api-" + FILL * 2,
-    "jwt": "ey" + "JhbGciOiJIUzI1NiJ9.ey" + "JzdWIiOiIxMjM0In0." + FILL,
-    "bearer": "Bearer " + FILL,
-}
+from raytune_fsdp.redaction import (
+    REDACTED,
+    find_secrets,
+    is_secret_key,
+    redact,
+    redact_shapes,
+    redact_text,
+    redact_yaml,
+)
+from tests.planted import FILL, SHAPES
 
 
 def words(text: str) -> list[str]:
@@ -68,7 +60,7 @@ def test_a_secret_is_found_inside_a_text(text: str, secret: str) -> None:
     words(
         "HF_TOKEN token hub_token auth_token accessToken api_key apiKey OPENAI_API_KEY aws_secret_access_key "
         "AWS_ACCESS_KEY_ID password db.password credentials private_key Authorization api_tokens "
-        "cluster.env.MLFLOW_TRACKING_PASSWORD"
+        "cluster.env.MLFLOW_TRACKING_PASSWORD DB_PASS MYSQL_PWD"
     ),
 )
 def test_secret_keys(key: str) -> None:
@@ -81,7 +73,8 @@ def test_secret_keys(key: str) -> None:
     "key",
     words(
         "tokenizer tokens target_tokens max_new_tokens pad_token eos_token bos_token_id token_ids tokens_per_second "
-        "per_token_loss tokenizer_fast keep_last key key_value_heads monkey RAY_AUTH_MODE author passes compass"
+        "per_token_loss tokenizer_fast keep_last key key_value_heads monkey RAY_AUTH_MODE author passes compass "
+        "forward_pass"
     ),
 )
 def test_keys_that_only_sound_alike(key: str) -> None:
@@ -122,6 +115,18 @@ def test_only_values_that_can_be_secrets_go() -> None:
     kept = {"token": 17, "auth_token": None, "use_auth_token": True, "password": "", "tokens": 5, "loss": 0.25}
     assert redact(kept) == kept
     assert redact({"password": 1234, "credentials": {"user": "x"}}) == {"password": REDACTED, "credentials": REDACTED}
+
+
+def test_by_shape_alone_sentences_stay() -> None:
+    texts = ["the token: a word", f"key={SHAPES['openai']}", ["https://alice:hunter2@host/x"], {"password": "hunter2"}]
+    assert redact_shapes(texts) == [
+        "the token: a word", f"key={REDACTED}", [f"https://{REDACTED}@host/x"], {"password": "hunter2"},
+    ]  # fmt: skip
+
+
+def test_secrets_are_named_by_their_places() -> None:
+    tree = {"a": [{"b": SHAPES["aws"]}], "note": "plain", "db": {"password": "x", "pad_token": "<pad>"}, "n": 3}
+    assert list(find_secrets(tree)) == ["a.0.b", "db.password"]
 
 
 def test_yaml_keeps_comments_unless_something_goes() -> None:

@@ -1,0 +1,95 @@
+"""`raytune-fsdp recipes`: list, show and copy the configs that come with the package."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raytune_fsdp.cli.common import Parser, exit_code, nearest
+from raytune_fsdp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raytune_fsdp.config import FinetuneConfig
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp recipes") -> int:
+    """List, show or copy; returns the exit code."""
+    parser = Parser(prog, "The configs that come with the package. `--config NAME` of other commands takes them, too.")
+    parser.add_argument(
+        "what", nargs="?", default="list", choices=("list", "show", "copy"), help="default: list all of them"
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="of the recipe to show or copy")
+    parser.add_argument(
+        "destination", nargs="?", type=Path, metavar="DEST", help="file or directory to copy to (default: NAME.yaml)"
+    )
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda: _run(parser, arguments))
+
+
+def _run(parser: Parser, arguments: Sequence[str]) -> int:
+    found = parser.parse(arguments)
+    from raytune_fsdp.config.load import recipe_text, recipes
+
+    known = recipes()
+    if found.what == "list":
+        if found.name is not None:
+            parser.error(f"unexpected argument {found.name}; a recipe is shown with `show {found.name}`")
+        for name, path in known.items():
+            print(f"{name:24} {_about(path)}")
+        return 0
+    if found.name is None:
+        parser.error(f"{found.what} needs the name of a recipe: {', '.join(known)}")
+    if found.name not in known:
+        parser.error(f"unknown recipe {found.name}{nearest(found.name, known)}; recipes: {', '.join(known)}")
+    if found.what == "copy":
+        return _copy(found, recipe_text(found.name))
+    if found.destination is not None:
+        parser.error(f"unexpected argument {found.destination}; only copy takes a destination")
+    print(recipe_text(found.name), end="")
+    return 0
+
+
+def _about(recipe: Path) -> str:
+    """The first sentence of the comment at the top."""
+    lines = takewhile(lambda line: line.startswith("# "), recipe.read_text(encoding="utf-8").splitlines())
+    return " ".join(line.removeprefix("# ") for line in lines).partition(". ")[0].rstrip(".")
+
+
+def _copy(found: Namespace, text: str) -> int:
+    from raytune_fsdp.config.load import load_config
+
+    target = found.destination or Path(f"{found.name}.yaml")
+    if target.is_dir():
+        target = target / f"{found.name}.yaml"
+    try:
+        with open(target, "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{target} exists already; name another file, or remove it") from None
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror}; name another file") from None
+    print(f"copied to {target}")
+    yours = list(_yours(load_config(target)))
+    if yours:
+        print("set what is yours:")
+        print("\n".join(f"  {line}" for line in yours))
+    print(f"then: raytune-fsdp train --config {target}")
+    return 0
+
+
+def _yours(config: FinetuneConfig) -> Iterator[str]:
+    """The fields of a recipe that name files which are not here, and models that the hub must have."""
+    for kind, datasets in (("train", config.data.train), ("eval", config.data.eval)):
+        for index, dataset in enumerate(datasets):
+            if dataset.path is not None and not Path(dataset.path).exists():
+                yield f"data.{kind}.{index}.path: {dataset.path} is not here"
+    if config.model.path is not None and not Path(config.model.path).exists():
+        yield f"model.path: {config.model.path} comes from the hub, or give a directory"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

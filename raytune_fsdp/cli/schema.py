@@ -1,0 +1,28 @@
+"""`raytune-fsdp schema`: the config's JSON schema, for editors that complete and check YAML files with one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from raytune_fsdp.cli.common import Parser, exit_code
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp schema") -> int:
+    """Print the schema; returns the exit code."""
+    parser = Parser(prog, "Print the JSON schema of a run's config, for editors.")
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda: _schema(parser, arguments))
+
+
+def _schema(parser: Parser, arguments: Sequence[str]) -> int:
+    parser.parse(arguments)
+    from raytune_fsdp.config import FinetuneConfig
+
+    print(json.dumps(FinetuneConfig.model_json_schema(), indent=2, ensure_ascii=False))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

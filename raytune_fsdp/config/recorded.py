@@ -1,0 +1,71 @@
+"""What of a config others may read, and what the mark in place of a secret means when it is read again.
+
+A config is written to the run directory and sent to MLflow. In place of a secret it then has a mark, which is not a
+value: `cluster.env` takes the variable from the environment, and every other field refuses it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from raytune_fsdp.redaction import REDACTED, redact, redact_shapes
+from raytune_fsdp.urls import without_user
+
+
+def recorded(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A config, as a tree, without its secrets. The tree may come from an old file, and so be anything."""
+    # Other fields only by the shape of a value: a prompt such as `the token: a word` is no secret.
+    clean: dict[str, Any] = redact_shapes(tree)
+    cluster, tracking = clean.get("cluster"), clean.get("tracking")
+    if isinstance(cluster, dict) and isinstance(cluster.get("env"), dict):
+        # Whole values: half a value with a mark in it could not be completed from the environment.
+        cluster["env"] = {
+            name: REDACTED if REDACTED in str(redact(value, str(name))) else value
+            for name, value in cluster["env"].items()
+        }
+    if isinstance(tracking, dict) and isinstance(tracking.get("mlflow"), dict):
+        uri = tree["tracking"]["mlflow"].get("uri")
+        tracking["mlflow"]["uri"] = shown_uri(uri) if isinstance(uri, str) else uri
+    return clean
+
+
+def shown_uri(uri: str) -> str:
+    """A tracking URI without its user."""
+    shown: str = redact_shapes(without_user(uri))
+    return shown
+
+
+def filled_from_environment(env: dict[str, str]) -> dict[str, str]:
+    """`cluster.env` with this process's variables in place of marks. ValueError names those that are not set."""
+    marked = [name for name, value in env.items() if value == REDACTED]
+    missing = [name for name in marked if name not in os.environ]
+    if missing:
+        fields = " and ".join(f"cluster.env.{name}" for name in missing)
+        raise ValueError(
+            f"{fields}: {REDACTED} stands for a secret that this config does not hold: set {', '.join(missing)} in the "
+            "environment, or write the value"
+        )
+    return {**env, **{name: os.environ[name] for name in marked}}
+
+
+def check_no_marks(tree: Mapping[str, Any]) -> None:
+    """ValueError for marks in other fields than `cluster.env`."""
+    texts = _texts({name: value for name, value in tree.items() if name != "cluster"}, "")
+    marked = [path for path, text in texts if REDACTED in text]
+    if marked:
+        raise ValueError(
+            f"{', '.join(marked)}: {REDACTED} stands for a secret that this config does not hold: write the value"
+        )
+
+
+def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _texts(item, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _texts(item, f"{path}.{index}")
+    elif isinstance(value, str):
+        yield path, value
