@@ -51,7 +51,7 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
     curve, pushed = None, None
     if is_rank0():
         if export is not None:
-            pushed = publish(newest, export, config.export)
+            pushed = publish(newest, export, config.export, trust_remote_code=config.model.trust_remote_code)
         if can_draw():
             curve = place.loss_curve
             plot(place.metrics, curve, title=config.run.name)
