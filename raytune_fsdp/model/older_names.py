@@ -25,6 +25,8 @@ _OF_LAYERS = {
     "modernbert-decoder": ("global_rope_theta", "local_rope_theta"),
 }
 """Base of full and of sliding attention, where they are apart. Scaling was that of full attention."""
+_FIELDS = {"qwen3_moe": {"num_experts": "num_local_experts"}}
+"""Older names of other fields. Of the decoders that both versions have, only this one was renamed."""
 _GENERIC_TOKENIZER = "PreTrainedTokenizerFast"
 """In both versions the class that does what tokenizer.json says, and nothing else."""
 
@@ -34,6 +36,9 @@ def add_older_names(config: dict[str, Any], dtype: str) -> None:
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
             _add_rope(part)
+            for older, newer in _FIELDS.get(str(part.get("model_type")), {}).items():
+                if newer in part:
+                    part[older] = part[newer]
     config["dtype"] = config["torch_dtype"] = dtype
 
 
