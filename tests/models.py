@@ -117,7 +117,8 @@ TIED = ("qwen3", "gemma3_text", "gpt2", "starcoder2")
 
 def architecture(model_type: str, **changes: Any) -> dict[str, Any]:
     """The content of a config.json."""
-    return {"model_type": model_type, **{**ARCHITECTURES, **EXPERTS, **REARRANGED, **PARTICULAR, **ROTATED}[model_type], **changes}
+    known = {**ARCHITECTURES, **EXPERTS, **REARRANGED, **PARTICULAR, **ROTATED}
+    return {"model_type": model_type, **known[model_type], **changes}
 
 
 def build(model_type: str, *, seed: int = 1, **changes: Any) -> Any:
