@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
+COMPAT := .venv-compat
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: help demo quick test test-all same oldest check format docs lock clean
+.PHONY: help demo quick test test-all same oldest compat check format docs lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -28,6 +29,9 @@ test-all: $(VENV)/.installed-dev  ## every test
 oldest: $(OLDEST)/.installed  ## unit and distributed tests on the oldest torch and transformers, without Ray and the extras
 	$(OLDEST)/bin/python -m pytest -m "not slow" tests/unit tests/distributed
 
+compat: $(VENV)/.installed-dev $(COMPAT)/.installed  ## exports as transformers 4.57 reads them
+	RAYTUNE_COMPAT_PYTHON=$(COMPAT)/bin/python $(BIN)/python -m pytest tests/compat
+
 check: $(VENV)/.installed-dev  ## style, types, import contracts, and size limits
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -42,7 +46,7 @@ format: $(VENV)/.installed-dev  ## let ruff mend the style
 docs: $(VENV)/.installed-dev  ## write docs/configuration.md from the config's docstrings
 	$(BIN)/python -m raytune_fsdp.config.docs
 
-$(VENV)/bin/python $(OLDEST)/bin/python:
+$(VENV)/bin/python $(OLDEST)/bin/python $(COMPAT)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \
 	  || { echo "raytune_fsdp needs Python 3.11 or 3.12; choose one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 2; }
 	$(PYTHON) -m venv $(@D:/bin=)
@@ -62,6 +66,12 @@ $(OLDEST)/.installed: requirements-oldest.lock | $(OLDEST)/bin/python
 	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-oldest.lock
 	@touch $@
 
+# Its only task is to load models; our tests run in the other environment and call it.
+$(COMPAT)/.installed: requirements-compat.lock | $(COMPAT)/bin/python
+	$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --constraint requirements-compat.lock torch
+	$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --requirement requirements-compat.lock
+	@touch $@
+
 lock:  ## write requirements.lock anew, with the newest versions that pyproject.toml allows
 	rm -rf .lock-venv && $(PYTHON) -m venv .lock-venv
 	.lock-venv/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
@@ -70,4 +80,4 @@ lock:  ## write requirements.lock anew, with the newest versions that pyproject.
 	rm -rf .lock-venv build *.egg-info
 
 clean:  ## remove the environments and everything else that is made
-	rm -rf $(VENV) $(OLDEST) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(COMPAT) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -54,7 +54,7 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
         if before.complete:
             clean_config(place)
         if export is not None:
-            pushed = publish(newest, export, config.export)
+            pushed = publish(newest, export, config.export, trust_remote_code=config.model.trust_remote_code)
         if can_draw():
             curve = place.loss_curve
             plot(place.metrics, curve, title=config.run.name)

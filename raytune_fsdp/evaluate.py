@@ -19,6 +19,7 @@ from raytune_fsdp.data.rows.templates import DATE
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ConfigError, DataError
 from raytune_fsdp.model.attention import leak_between_documents, positions_of
+from raytune_fsdp.model.network import class_name
 from raytune_fsdp.parallel import release_gathered
 from raytune_fsdp.step import eval_step
 
@@ -128,6 +129,6 @@ def check_packing(model: PreTrainedModel, packing: str) -> None:
     dist.all_reduce(leaks)
     if leaks:
         raise ConfigError(
-            f"data.packing={packing}: in {type(model).__name__} with {model.config._attn_implementation} attention, "
+            f"data.packing={packing}: in {class_name(model)} with {model.config._attn_implementation} attention, "
             f"packed documents see each other (logits change by {change:.1e}); set data.packing=none"
         )

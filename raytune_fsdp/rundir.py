@@ -126,6 +126,13 @@ def is_run(path: Path) -> bool:
     return (path / PLAN_FILE).is_file()
 
 
+def is_place_of_exports(path: Path) -> bool:
+    """Whether a run exports to this path: `export/` of a run directory, or a directory in its `exports/`."""
+    return (path.name == "export" and is_run(path.parent)) or (
+        path.parent.name == "exports" and is_run(path.parent.parent)
+    )
+
+
 def mlflow_database(storage: Path) -> tuple[str, str]:
     """Tracking URI and artifact root of the SQLite file in a storage directory."""
     storage = storage.resolve()

@@ -105,12 +105,20 @@ PARTICULAR: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """With tensors that stay in fp32, or configs of which JSON needs help."""
 
+ROTATED: dict[str, dict[str, Any]] = {
+    "olmo3": {**_LIKE_LLAMA, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {**_LIKE_LLAMA, "tie_word_embeddings": False},
+    "glm4": {**_LIKE_LLAMA, **_HEAD},
+}
+"""Whose rotary embeddings older versions of transformers described in their own way."""
+
 TIED = ("qwen3", "gemma3_text", "gpt2", "starcoder2")
 
 
 def architecture(model_type: str, **changes: Any) -> dict[str, Any]:
     """The content of a config.json."""
-    return {"model_type": model_type, **{**ARCHITECTURES, **EXPERTS, **REARRANGED, **PARTICULAR}[model_type], **changes}
+    known = {**ARCHITECTURES, **EXPERTS, **REARRANGED, **PARTICULAR, **ROTATED}
+    return {"model_type": model_type, **known[model_type], **changes}
 
 
 def build(model_type: str, *, seed: int = 1, **changes: Any) -> Any:

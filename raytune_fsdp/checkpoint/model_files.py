@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -14,8 +17,11 @@ from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.errors import ModelError, ResumeError, first_line
+from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.keys import owned_tensors
-from raytune_fsdp.rundir import MODEL_FILES, checkpoints_below, checkpoints_of
+from raytune_fsdp.model.known_files import CONFIG_FILE, is_known, travelling
+from raytune_fsdp.model.network import NEEDS_CODE, wants_code
+from raytune_fsdp.rundir import MODEL_FILES, RECIPE_FILE, checkpoints_below, checkpoints_of
 from raytune_fsdp.urls import is_url
 
 READERS = 4
@@ -43,7 +49,18 @@ def find_checkpoint(place: Path | str) -> CommittedCheckpoint:
 
 def model_files(checkpoint: CommittedCheckpoint) -> Path:
     """The directory with config and tokenizer of a checkpoint's run; for an object store, a local copy."""
-    return _copied(checkpoint.root) if is_url(checkpoint.root) else Path(checkpoint.root).parent / MODEL_FILES
+    if is_url(checkpoint.root):
+        files, where = _copied(checkpoint.root), f"{checkpoint.root.rpartition('/')[0]}/{MODEL_FILES}"
+    else:
+        files = Path(checkpoint.root).parent / MODEL_FILES
+        where = str(files)
+    if files.is_symlink() or not (files / CONFIG_FILE).exists():
+        raise ModelError(
+            f"{checkpoint.path} is without its run: {where} should be a directory with the run's {CONFIG_FILE} and "
+            f"tokenizer; copy {MODEL_FILES}/ of the run there"
+        )
+    travelling(files, code=True)  # none of them is a link
+    return files
 
 
 def _copied(root: str) -> Path:
@@ -51,44 +68,77 @@ def _copied(root: str) -> Path:
     copy = Path(tempfile.mkdtemp(prefix="raytune-model-"))
     atexit.register(shutil.rmtree, copy, ignore_errors=True)
     for name in beside.sizes(MODEL_FILES):
-        (copy / name).write_bytes(beside.read(MODEL_FILES, name))
+        # Keys of an object store are any text, `../` included.
+        if is_known(name) or name == RECIPE_FILE or re.fullmatch(r"\w+\.py", name):
+            (copy / name).parent.mkdir(exist_ok=True)
+            (copy / name).write_bytes(beside.read(MODEL_FILES, name))
     return copy
 
 
 def put_model_files(model: Path, checkpoints: str) -> None:
     """Copy config and tokenizer to where `model_files` looks, if the checkpoints are not in the run's directory."""
+    names = [*travelling(model, code=True), RECIPE_FILE]
     if is_url(checkpoints):
         beside = ObjectStorage(checkpoints.rpartition("/")[0])
-        for file in model.iterdir():
-            beside.put(MODEL_FILES, file.name, file.read_bytes())
+        for name in names:
+            beside.put(MODEL_FILES, name, (model / name).read_bytes())
     elif Path(checkpoints).parent != model.parent:
-        shutil.copytree(model, Path(checkpoints).parent / MODEL_FILES, dirs_exist_ok=True)
+        for name in names:
+            target = Path(checkpoints).parent / MODEL_FILES / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(model / name, target)
 
 
-def load_for_inference(path: Path, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_for_inference(
+    path: Path, device: torch.device, *, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer of a run, a checkpoint or a Hugging Face directory, in the stored type."""
     if not path.is_dir():
         raise ModelError(
             f"{path}: there is no such directory; name a run, a checkpoint, or a Hugging Face model directory"
         )
-    if (path / "config.json").is_file():
-        try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-            return model.to(device).eval(), AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ModelError(f"{path} is not a complete Hugging Face model directory: {first_line(error)}") from error
+    trust = trust_remote_code  # said in every call: where it is not, transformers asks on standard input
+    if (path / CONFIG_FILE).is_file():
+        find_weights(path)  # safetensors, under names that do not lead out of the directory
+        tokenizer = _tokenizer(path, trust)
+        model: PreTrainedModel = _loaded(
+            lambda: AutoModelForCausalLM.from_pretrained(
+                path, dtype="auto", use_safetensors=True, trust_remote_code=trust
+            ),
+            f"{path} is not a complete Hugging Face model directory",
+        )
+        return model.to(device).eval(), tokenizer
     checkpoint = find_checkpoint(path)
     files = model_files(checkpoint)
-    if not (files / "config.json").is_file():
-        raise ModelError(f"{checkpoint.path} is not in a run directory: {files} has no config.json")
+    what = f"{files} does not describe a model that transformers can build"
+    hf_config = _loaded(lambda: AutoConfig.from_pretrained(files, trust_remote_code=trust), what)
+    tokenizer = _tokenizer(files, trust)
     weights = CheckpointWeights(checkpoint)
     tensors = weights.read_all(list(weights.shapes()))
-    hf_config = AutoConfig.from_pretrained(files)
-    model = AutoModelForCausalLM.from_config(hf_config, dtype=next(iter(tensors.values())).dtype)
+    dtype = next(iter(tensors.values())).dtype
+    model = _loaded(lambda: AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust), what)
     wanted = set(owned_tensors(model))
     if wanted != set(tensors):
         raise ModelError(
-            f"{checkpoint.path} does not have the tensors of {files / 'config.json'}: {wanted ^ set(tensors)} differ"
+            f"{checkpoint.path} does not have the tensors of {files / CONFIG_FILE}: {wanted ^ set(tensors)} differ"
         )
     model.load_state_dict(tensors, strict=False)  # not strict: a tied weight is stored under one name only
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(files)
+    return model.to(device).eval(), tokenizer
+
+
+def _tokenizer(directory: Path, trust: bool) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = _loaded(
+        lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=trust),
+        f"{directory} has no tokenizer that transformers can load",
+    )
+    return tokenizer
+
+
+def _loaded(load: Callable[[], Any], otherwise: str) -> Any:
+    """What `load` returns, or why it cannot, in one line."""
+    try:
+        return load()
+    except Exception as error:  # its checks of a stranger's files, and code that comes with a model, may raise anything
+        if wants_code(error):
+            raise ModelError(f"{otherwise}: it {NEEDS_CODE}, then add --trust-remote-code") from error
+        raise ModelError(f"{otherwise}: {first_line(error)}") from error

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
 
 
+TRUST = "the model may bring Python code of its own; only for models whose code you have read"
+
+
 def exit_code(work: Callable[[], int]) -> int:
     """Do the work; errors meant for users become one line per problem on stderr and the exit code they carry."""
     try:

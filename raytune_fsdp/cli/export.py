@@ -7,7 +7,7 @@ from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import Parser, exit_code
+from raytune_fsdp.cli.common import TRUST, Parser, exit_code
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp export") -> int:
@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp export") -
         default=True,
         help="make a repository that --push creates private (default); --no-private: as its owner's account decides",
     )
+    parser.add_argument("--trust-remote-code", action="store_true", help=f"{TRUST} It is copied, not run")
     return exit_code(lambda: _export(parser, arguments))
 
 
@@ -44,7 +45,7 @@ def _export(parser: Parser, arguments: Sequence[str]) -> int:
 
         check_push(chosen.push)  # before the export, which may take long
     checkpoint = find_checkpoint(found.source)
-    pushed = publish(checkpoint, found.destination, chosen, verified=True)
+    pushed = publish(checkpoint, found.destination, chosen, verified=True, trust_remote_code=found.trust_remote_code)
     print(f"exported {checkpoint.path} to {found.destination}")
     if pushed is not None:
         print(f"pushed to {pushed}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import json
+import logging
 import os
 import shutil
 import socket
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -25,12 +26,23 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from raytune_fsdp.durable import sync_directory
 from raytune_fsdp.errors import ModelError, TransientError, first_line
 from raytune_fsdp.model.conversion import Outgoing, outgoing
+from raytune_fsdp.model.exported import MARK_FILE, check_replaceable, put_mark
+from raytune_fsdp.model.known_files import (
+    CARD_FILE,
+    CONFIG_FILE,
+    TOKENIZER_CONFIG_FILE,
+    code_files,
+    read_json,
+    travelling,
+)
 from raytune_fsdp.model.network import kept_in_fp32
+from raytune_fsdp.model.older_names import add_older_names, rename_tokenizer
 from raytune_fsdp.model.tensorfile import TensorFile
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "trained": None}
 
-CARD_FILE = "README.md"
+logger = logging.getLogger(__name__)
+
 _HOST = socket.gethostname()
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -54,27 +66,34 @@ def export(
     dtype: str,
     max_file_bytes: int,
     card: str | None = None,
-    leave_out: Sequence[str] = (),
+    trust_remote_code: bool = False,
+    adopt: bool = False,
 ) -> None:
     """Write a model directory: weights from `source`, config and tokenizer from the directory `model_files`.
 
-    It is written under a temporary name, read again, and renamed: `destination` is complete or not there. `leave_out`:
-    files in `model_files` that are not the model's.
+    It is written under a temporary name, read again, and renamed: `destination` is complete or not there. Code that
+    comes with the model is copied only if the user trusts it, and never run. `adopt`: an older export without a mark
+    is replaced, too.
     """
-    if not (model_files / "config.json").is_file():
-        raise ModelError(f"{model_files} has no config.json, so the model of this run cannot be exported")
+    if not (model_files / CONFIG_FILE).is_file():
+        raise ModelError(f"{model_files} has no {CONFIG_FILE}, so the model of this run cannot be exported")
     destination = Path(os.path.realpath(destination))  # a link is followed, not replaced
-    _check_replaceable(destination)
     _check_apart(destination, model_files)
+    check_replaceable(destination, adopt=adopt)
+    _check_code(model_files, trust_remote_code)
     _remove_left(destination)
     staging = _beside(destination, "export")
     try:
-        shutil.copytree(model_files, staging, ignore=shutil.ignore_patterns(*leave_out, "*.safetensors*"))
+        _copy_known(model_files, staging, code=trust_remote_code)
         if card is not None:
             (staging / CARD_FILE).write_text(card, encoding="utf-8")
         types = _write_weights(source, _network(model_files), staging, DTYPES[dtype], max_file_bytes)
-        _set_dtype(staging / "config.json", types)
+        _write_configs(staging, types, code=trust_remote_code)
+        put_mark(staging)
         sync_directory(staging)
+        check_replaceable(destination, adopt=adopt)  # again: writing may have taken an hour
+        if any(destination.glob("*")) and not (destination / MARK_FILE).exists():
+            logger.warning("%s: the export of an older version, which left no mark, is replaced", destination)
         _put_in_place(staging, destination)
     except OSError as error:
         raise TransientError(
@@ -82,6 +101,22 @@ def export(
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _check_code(model_files: Path, trusted: bool) -> None:
+    """Refuse to spread Python code that nobody has read. A tokenizer may name code that never came with it."""
+    named = code_files(model_files)
+    if not trusted and (named or "auto_map" in read_json(model_files / CONFIG_FILE)):
+        raise ModelError(
+            f"{model_files} has a model with Python code of its own ({', '.join(named) or 'auto_map in config.json'}), "
+            "which an export contains: read it, then add --trust-remote-code (in a run: model.trust_remote_code=true)"
+        )
+
+
+def _copy_known(model_files: Path, staging: Path, *, code: bool) -> None:
+    for name in travelling(model_files, code=code):
+        (staging / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(model_files / name, staging / name, follow_symlinks=False)
 
 
 def _put_in_place(staging: Path, destination: Path) -> None:
@@ -128,16 +163,16 @@ def _check_apart(destination: Path, model_files: Path) -> None:
 
 def _network(model_files: Path) -> PreTrainedModel | None:
     """The network on the meta device; None if it needs code that is not transformers' own."""
-    values = json.loads((model_files / "config.json").read_text())
+    values = read_json(model_files / CONFIG_FILE)
     if "auto_map" in values or values.get("model_type") not in CONFIG_MAPPING:
         return None
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_files))
+            hf_config = AutoConfig.from_pretrained(model_files, trust_remote_code=False)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
     except Exception as error:  # its checks may raise anything
         raise ModelError(
-            f"{model_files / 'config.json'} is not a config that the installed transformers accepts: "
-            f"{first_line(error)}"
+            f"{model_files / CONFIG_FILE} is not a config that the installed transformers accepts: {first_line(error)}"
         ) from error
     return model
 
@@ -225,14 +260,6 @@ def _finish(path: Path, file: TensorFile) -> None:
         )
 
 
-def _check_replaceable(destination: Path) -> None:
-    """Refuse to delete anything but a model: a mistyped path may name something else."""
-    if destination.exists() and not (destination / "config.json").is_file():
-        if destination.is_dir() and not any(destination.iterdir()):
-            return
-        raise ModelError(f"{destination} exists and is not a model directory; export to another path, or remove it")
-
-
 def _split(shapes: Shapes, types: Mapping[str, torch.dtype], max_file_bytes: int) -> list[list[str]]:
     """Keys by file, in their order: a new file begins where the next tensor does not fit, so a huge one has its own."""
     files: list[list[str]] = []
@@ -251,9 +278,20 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
-def _set_dtype(config_file: Path, types: Mapping[str, torch.dtype]) -> None:
-    """Put the type of most weights into config.json: from_pretrained loads all of them in that type."""
-    config = json.loads(config_file.read_text())
+def _write_configs(staging: Path, types: Mapping[str, torch.dtype], *, code: bool) -> None:
+    """Put the type of most weights into config.json, in which from_pretrained loads all, and transformers 4's names."""
+    config = read_json(staging / CONFIG_FILE)
     main = max(set(types.values()), key=list(types.values()).count)
-    config["dtype"] = str(main).removeprefix("torch.")
-    config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    add_older_names(config, str(main).removeprefix("torch."))
+    _write_json(staging / CONFIG_FILE, config)
+    tokenizer_config = staging / TOKENIZER_CONFIG_FILE
+    if tokenizer_config.exists():
+        values = read_json(tokenizer_config)
+        if not code:
+            values.pop("auto_map", None)  # the tokenizer was loaded without that code, which is not here
+        rename_tokenizer(values, staging)
+        _write_json(tokenizer_config, values)
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -159,6 +159,10 @@ def find_weights(directory: Path) -> WeightFiles:
         file_of = dict.fromkeys(_keys_of(single), single.name)
     else:
         raise _no_safetensors(directory)
+    for name in file_of.values():
+        # As text, not where it leads: the files of a hub model are links out of its directory.
+        if not name or "\0" in name or "\\" in name or name.startswith("/") or ".." in name.split("/"):
+            raise ModelError(f"{index} names {name!r}, which is not a file in its directory: download it again")
     missing = sorted({name for name in file_of.values() if not (directory / name).is_file()})
     if missing:
         raise ModelError(

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from fnmatch import fnmatchcase
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, TypeVar
 
 from raytune_fsdp.errors import ModelError, RaytuneError, TransientError, in_one_line
 from raytune_fsdp.model.files import HUB_SECONDS, is_hub_name
+from raytune_fsdp.model.known_files import is_weights, travelling
 
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-_NEVER = {".git", ".cache"}
-"""Directories that the hub refuses. git and the hub's own library leave them in a model directory."""
+_ANY_WEIGHTS = (".safetensors", ".safetensors.index.json")
 _LATER = {408, 409, 412, 429}
 """Answers below 500 that another try may change: too slow, too many requests, or another commit came first."""
 _MAX_REASON = 300
@@ -32,7 +30,9 @@ def check_push(name: str) -> None:
 
 
 def push(directory: Path, name: str, *, private: bool, message: str) -> str:
-    """Push `directory` to the model `name` on the hub and return the URL of the commit; network.
+    """Push the export in `directory` to the model `name` on the hub and return the URL of the commit; network.
+
+    The mark of the export stays here, and so does whatever else lies in the directory.
 
     A repository that does not exist is created: private if asked, else with the default of its owner's account. An
     existing one keeps its visibility and its files, except weights of an earlier push that are no longer part of the
@@ -43,6 +43,8 @@ def push(directory: Path, name: str, *, private: bool, message: str) -> str:
     token = _token(name)
     if not directory.is_dir():
         raise ModelError(f"export.push={name}: {directory} is not a directory, so there is no model to push")
+    weights = [path.name for path in sorted(directory.iterdir()) if is_weights(path.name) and not path.is_symlink()]
+    files = {file: directory / file for file in [*travelling(directory, code=True), *weights]}
     api = HfApi(token=token)
     try:
         # First, with a short deadline: can the hub be reached? Its answer also gives a name without an owner its owner.
@@ -50,7 +52,7 @@ def push(directory: Path, name: str, *, private: bool, message: str) -> str:
         repository = name if "/" in name else f"{user}/{name}"
         api.create_repo(repository, private=private or None, exist_ok=True)
         # Not upload_folder: with hf_xet it may make several commits of a push that is large or slow, or needs retries.
-        commit = api.create_commit(repository, _operations(api, repository, directory), commit_message=message)
+        commit = api.create_commit(repository, _operations(api, repository, files), commit_message=message)
     except Exception as error:  # which HTTP library raises it depends on the version of huggingface_hub
         raise _as_line(error, name, directory, token) from error
     return str(commit.commit_url)
@@ -100,15 +102,12 @@ def _soon(call: Callable[[], T]) -> T:
     return answer.result()
 
 
-def _operations(api: Any, repository: str, directory: Path) -> list[Any]:
+def _operations(api: Any, repository: str, files: Mapping[str, Path]) -> list[Any]:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-    names = {path.relative_to(directory): path for path in sorted(directory.rglob("*")) if path.is_file()}
-    files = {name.as_posix(): path for name, path in names.items() if _NEVER.isdisjoint(name.parts)}
     # An earlier push put its weights at the top. Those in a subdirectory are somebody else's.
     top = [name for name in api.list_repo_files(repository) if "/" not in name]
-    weights = [name for name in top if any(fnmatchcase(name, pattern) for pattern in _WEIGHTS)]
-    gone = [name for name in weights if name not in files]
+    gone = [name for name in top if name.endswith(_ANY_WEIGHTS) and name not in files]
     deletions = [CommitOperationDelete(path_in_repo=name) for name in gone]
     return [*deletions, *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items())]
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -94,9 +95,26 @@ def _checked(read: Callable[[], Any], what: str) -> Any:
     try:
         return read()
     except Exception as error:  # its checks, and code that comes with a model, may raise anything
+        if wants_code(error):
+            raise ModelError(f"{what} {NEEDS_CODE}, then set model.trust_remote_code=true") from error
         # The first line of this one only names the field; the reason is its cause.
         cause = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
         raise ModelError(f"{what} is not a config that transformers accepts: {first_line(cause)}") from error
+
+
+NEEDS_CODE = "needs Python code that comes with it (auto_map in config.json or tokenizer_config.json): read that code"
+"""Part of a message, followed by the way to trust it."""
+
+
+def wants_code(error: BaseException) -> bool:
+    """Whether transformers refuses because the user has not allowed code that comes with a model."""
+    return isinstance(error, ValueError) and "trust_remote_code=True" in str(error)
+
+
+def class_name(model: nn.Module) -> str:
+    """The name of a network's class. `fully_shard` puts one of its own, FSDP<name>, before it."""
+    kind = type(model)
+    return (kind.__bases__[-1] if isinstance(model, FSDPModule) else kind).__name__
 
 
 def build_network(hf_config: PretrainedConfig, config: FinetuneConfig) -> PreTrainedModel:
@@ -226,7 +244,7 @@ def init_buffers(model: PreTrainedModel, device: torch.device) -> None:
             buffer = module.get_buffer(name)
             if buffer.is_floating_point() and buffer.isnan().any():
                 raise ModelError(
-                    f"model: {type(owner).__name__} does not compute its buffer {_join(prefix, name)} in "
+                    f"model: {class_name(owner)} does not compute its buffer {_join(prefix, name)} in "
                     "_init_weights, where a network that is built on the meta device gets it: compute it there, or use "
                     "another model"
                 )

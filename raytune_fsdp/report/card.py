@@ -14,6 +14,8 @@ import yaml
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.errors import RaytuneError, in_one_line
+from raytune_fsdp.model.files import find_weights
+from raytune_fsdp.model.known_files import CARD_FILE, CONFIG_FILE, read_json
 from raytune_fsdp.rundir import METRICS_FILE, RECIPE_FILE
 from raytune_fsdp.tracking.jsonl import read_metrics
 from raytune_fsdp.urls import is_url
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _LOCAL = ("/", "~", "./", "../", "file:")
 """Beginnings of paths that exist only on some machine."""
+_FINGERPRINT = "- fingerprint of everything that decided the training"
 RECIPE = ("run", "model", "data", "method", "parallel", "optim", "train")
 """The sections of a config that decide what is learned. From `run`, only the name and the seed are shown."""
 
@@ -42,7 +45,7 @@ def model_card(checkpoint: CommittedCheckpoint, model_files: Path, *, dtype: str
     state = read_state(checkpoint)
     recipe = _recipe(model_files)
     config = recipe["config"]
-    hf_config = json.loads((model_files / "config.json").read_text())
+    hf_config = read_json(model_files / CONFIG_FILE)
     name = config.get("run", {}).get("name", "fine-tuned model")
     parts = [
         "---",
@@ -61,6 +64,20 @@ def model_card(checkpoint: CommittedCheckpoint, model_files: Path, *, dtype: str
         shown = yaml.safe_dump(_shortened(config), sort_keys=False, allow_unicode=True).rstrip()
         parts += ["", "## Recipe", "", "```yaml", shown, "```"]
     return "\n".join(parts) + "\n"
+
+
+def is_of_same_run(export: Path, card: str) -> bool:
+    """Whether a model directory has a card with this card's fingerprint, and the weights that its index names.
+
+    The fingerprint is a hash of all that decided the training: no other run has it, nor a model from elsewhere.
+    """
+    try:
+        there = (export / CARD_FILE).read_text(encoding="utf-8")
+        named = set(find_weights(export).file_of.values())
+    except (RaytuneError, OSError, ValueError):
+        return False
+    line = next(line for line in card.splitlines() if line.startswith(_FINGERPRINT))
+    return line in there.splitlines() and named == {path.name for path in export.glob("*.safetensors")}
 
 
 def _recipe(model_files: Path) -> Any:
@@ -99,7 +116,7 @@ def _summary(hf_config: Mapping[str, Any], recipe: Mapping[str, Any], state: Run
     yield ""
     yield f"- step {state.step}, after {state.samples:,} packed samples"
     yield f"- weights in {'the type they were trained in' if dtype == 'trained' else dtype}"
-    yield f"- fingerprint of everything that decided the training: `{_fingerprint(state.identity)}`"
+    yield f"{_FINGERPRINT}: `{_fingerprint(state.identity)}`"
 
 
 def _results(run_dir: Path | None, step: int) -> Iterator[str]:

@@ -12,19 +12,23 @@ from pathlib import Path
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.model.exported import check_replaceable
 from raytune_fsdp.plan import Plan, layout_of, resolve
-from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.rundir import RunDir, is_place_of_exports
 from raytune_fsdp.urls import is_url
 
 
 def check_first(config: FinetuneConfig, world: int) -> RunDir:
-    """Check what needs only the config, and that its storage can be written. Returns the run's places."""
+    """The run's places. Checks what needs only the config, and that its storage can be written."""
     if config.train.max_steps is None:
         layout_of(config, world)
     else:
         resolve(config, world)
     place = RunDir.of(config)
     _check_storage("run.storage", place.path)
+    if config.export.at_end:
+        export = Path(os.path.realpath(place.export))
+        check_replaceable(export, adopt=is_place_of_exports(export))  # here, not after hours of training
     if not is_url(place.checkpoints):
         _check_storage("checkpoint.storage" if config.checkpoint.storage else "run.storage", Path(place.checkpoints))
     return place

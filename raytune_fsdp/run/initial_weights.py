@@ -26,6 +26,7 @@ from raytune_fsdp.model.conversion import ConvertedWeights
 from raytune_fsdp.model.files import WeightFiles, find_weights, locate
 from raytune_fsdp.model.fill import FillMode
 from raytune_fsdp.model.keys import Match, check_shapes, grown_rows, match_keys, owned_tensors
+from raytune_fsdp.model.known_files import CONFIG_FILE, travelling
 from raytune_fsdp.model.network import build_network
 from raytune_fsdp.model.weights import FileWeights, GrownWeights, RandomWeights, Weights
 from raytune_fsdp.rundir import RunDir, checkpoints_of, is_run
@@ -73,8 +74,9 @@ def own_model_files(config: FinetuneConfig, place: RunDir) -> Path | None:
     if path is None or config.model.init != "pretrained" or not looks_like_checkpoint(path):
         return None
     own = place.model_files
-    if config.run.resume == "never" or not (own / "config.json").is_file() or not committed(place.checkpoints):
+    if config.run.resume == "never" or not (own / CONFIG_FILE).is_file() or not committed(place.checkpoints):
         return None
+    travelling(own, code=True)  # none of them is a link
     return own
 
 

@@ -24,7 +24,14 @@ from raytune_fsdp.evaluate import encode_prompt
 from raytune_fsdp.model.attention import positions_of, takes_position_ids
 from raytune_fsdp.model.files import locate
 from raytune_fsdp.model.hub import check_push
-from raytune_fsdp.model.network import build_network, fit_vocabulary, init_buffers, load_architecture
+from raytune_fsdp.model.network import (
+    NEEDS_CODE,
+    build_network,
+    fit_vocabulary,
+    init_buffers,
+    load_architecture,
+    wants_code,
+)
 from raytune_fsdp.run.checks import check_best, check_export, check_first
 from raytune_fsdp.run.initial_weights import find_origin, model_directory, own_model_files
 from raytune_fsdp.run.resume import files_of, find_resume, identity_of
@@ -115,6 +122,8 @@ def load_tokenizer(config: FinetuneConfig, directory: Path | None) -> PreTrained
             directory, trust_remote_code=config.model.trust_remote_code
         )
     except Exception as error:  # many libraries read tokenizers, and each has errors of its own
+        if wants_code(error):
+            raise ModelError(f"{field}={name} {NEEDS_CODE}, then set model.trust_remote_code=true") from error
         first = first_line(error).rstrip(": ")
         raise ModelError(
             f"{field}={name}: no tokenizer could be loaded from {directory} ({first}); set model.tokenizer to one"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, verify
@@ -10,18 +11,23 @@ from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import ExportConfig
 from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.model.export import export
-from raytune_fsdp.report.card import model_card
-from raytune_fsdp.rundir import RECIPE_FILE
+from raytune_fsdp.report.card import is_of_same_run, model_card
+from raytune_fsdp.rundir import is_place_of_exports
 
 
 def publish(
-    checkpoint: CommittedCheckpoint, destination: Path, chosen: ExportConfig, *, verified: bool = False
+    checkpoint: CommittedCheckpoint,
+    destination: Path,
+    chosen: ExportConfig,
+    *,
+    trust_remote_code: bool = False,
+    verified: bool = False,
 ) -> str | None:
     """Export to `destination`, then push that under the name `chosen.push`.
 
     Returns its URL on the hub, None if no name is set.
     """
-    export_checkpoint(checkpoint, destination, chosen, verified=verified)
+    export_checkpoint(checkpoint, destination, chosen, trust_remote_code=trust_remote_code, verified=verified)
     if chosen.push is None:
         return None
     from raytune_fsdp.model.hub import push
@@ -30,19 +36,31 @@ def publish(
 
 
 def export_checkpoint(
-    checkpoint: CommittedCheckpoint, destination: Path, chosen: ExportConfig, *, verified: bool = False
+    checkpoint: CommittedCheckpoint,
+    destination: Path,
+    chosen: ExportConfig,
+    *,
+    trust_remote_code: bool = False,
+    verified: bool = False,
 ) -> None:
     """Write a checkpoint as a model directory, after comparing it with its manifest, unless it is `verified`."""
     problem = None if verified else verify(checkpoint, hashes=True, threads=READERS)
     if problem is not None:
         raise ResumeError(f"checkpoint {checkpoint.path} is damaged, so it is not exported: {problem}; use another one")
     files = model_files(checkpoint)
+    card = model_card(checkpoint, files, dtype=chosen.dtype)
     export(
         CheckpointWeights(checkpoint),
         files,
         destination,
         dtype=chosen.dtype,
         max_file_bytes=chosen.max_file_bytes,
-        card=model_card(checkpoint, files, dtype=chosen.dtype),
-        leave_out=[RECIPE_FILE],
+        card=card,
+        trust_remote_code=trust_remote_code,
+        adopt=_is_older_export(Path(os.path.realpath(destination)), card),
     )
+
+
+def _is_older_export(destination: Path, card: str) -> bool:
+    """Whether an export of a version that left no mark may have written this: by its place, or by its card's hash."""
+    return is_place_of_exports(destination) or is_of_same_run(destination, card)

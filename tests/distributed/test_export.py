@@ -217,7 +217,7 @@ def test_only_a_model_is_replaced(trained: tuple[str, Path], tmp_path: Path, mon
     (tmp_path / "thesis" / "chapter.tex").write_text("three years of work")
     monkeypatch.chdir(tmp_path / "thesis")
     for destination in (Path("."), tmp_path / "thesis", tmp_path / "thesis" / "chapter.tex"):
-        with pytest.raises(ModelError, match="is not a model directory; export to another path"):
+        with pytest.raises(ModelError, match="is not replaced, as .*: export to another path, or move it away"):
             publish(checkpoint, destination, ExportConfig(dtype="bf16", max_file_bytes=SMALL))
     assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter.tex"]
     (tmp_path / "empty").mkdir()

@@ -41,7 +41,7 @@ def place(tmp_path: Path) -> RunDir:
 def _exports(place: RunDir, told: Told, every: int) -> Exports:
     token = put_token(place.path, "the driver")
     chosen = ExportConfig(every=every, dtype="trained", push="never/pushed")
-    return Exports(chosen, place, token, event=told.event, say=told.lines.append)
+    return Exports(chosen, place, token, trust_remote_code=False, event=told.event, say=told.lines.append)
 
 
 def test_what_was_left_out_is_made_up_for_and_failures_are_told(place: RunDir) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from raytune_fsdp.model.exported import MARK_FILE
 from raytune_fsdp.model.files import HUB_SECONDS
 from tests.unit.fake_hub import TOKEN, FakeHub, Repository, fake_hub
 
@@ -51,8 +52,8 @@ def model(tmp_path: Path) -> Path:
     files = {
         "config.json": b'{"model_type": "llama"}\n',
         "README.md": "# Größe\n".encode(),
-        "empty.txt": b"",
-        "chat/template.jinja": b"{{ messages }}",
+        "vocab.txt": b"",
+        "additional_chat_templates/rag.jinja": b"{{ messages }}",
         "model-00001-of-00002.safetensors": os.urandom(200_000),
         "model-00002-of-00002.safetensors": os.urandom(100_000),
         "model.safetensors.index.json": b"{}",
@@ -89,13 +90,15 @@ def push(hub: FakeHub, model: Path, name: str, *, private: bool = False, **setti
     return said
 
 
-def test_the_hub_has_what_is_here(hub: FakeHub, model: Path) -> None:
+def test_the_hub_has_the_model_and_nothing_else(hub: FakeHub, model: Path) -> None:
+    here = content(model)
     (model / ".cache" / "huggingface").mkdir(parents=True)
-    (model / ".cache" / "huggingface" / "config.json.metadata").write_text("left by a download")
+    for name in (".cache/huggingface/config.json.metadata", "notes.txt", "evil.py", "model.gguf", ".netrc", MARK_FILE):
+        (model / name).write_text("not the model's")
+    (model / "model-00003-of-00003.safetensors").symlink_to(model / "notes.txt")
     url = push(hub, model, "my-model", private=True)
     there = hub.repositories["someone/my-model"]
     assert url == f"{hub.url}/someone/my-model/commit/{1:040x}"
-    here = {name: file for name, file in content(model).items() if not name.startswith(".cache/")}
     assert {name: file for name, file in there.files.items() if name != ".gitattributes"} == here
     assert there.large == {name for name in here if name.endswith(".safetensors")}
     assert [commit["message"] for commit in there.commits] == ["A model"]

@@ -160,7 +160,8 @@ def _make_up(
         append_event(place.events, name, attempt=standing.state.attempt, fields=fields)
 
     try:
-        _finish(Exports(config.export, place, token, event=event, say=say), signals)
+        trust = config.model.trust_remote_code
+        _finish(Exports(config.export, place, token, trust_remote_code=trust, event=event, say=say), signals)
     finally:
         token.remove(refused=False)
 

@@ -46,12 +46,14 @@ class Exports:
         place: RunDir,
         token: Token,
         *,
+        trust_remote_code: bool,
         event: Callable[..., None],
         say: Callable[[str], None],
     ) -> None:
         self._chosen = chosen
         self._run = place
         self._token = token
+        self._trust_remote_code = trust_remote_code
         self._event = event
         self._say = say
         self._waiting: list[CommittedCheckpoint] = []
@@ -90,8 +92,10 @@ class Exports:
         if self._waiting:
             checkpoint = self._waiting.pop(0)
             here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-            task = ray.remote(num_cpus=0, label_selector=here)(_export)
-            self._running = task.remote(checkpoint, self._place(checkpoint), self._chosen, self._token), checkpoint
+            task = ray.remote(num_cpus=0, label_selector=here)(_export).remote(
+                checkpoint, self._place(checkpoint), self._chosen, self._token, self._trust_remote_code
+            )
+            self._running = task, checkpoint
 
     def finish(self, stop: Callable[[], bool]) -> bool:
         """Wait for all exports that are due. False if `stop` ended the wait."""
@@ -129,7 +133,9 @@ class Exports:
         return in_words(error)
 
 
-def _export(checkpoint: CommittedCheckpoint, destination: Path, chosen: ExportConfig, token: Token) -> float:
+def _export(
+    checkpoint: CommittedCheckpoint, destination: Path, chosen: ExportConfig, token: Token, trust_remote_code: bool
+) -> float:
     """Runs in a Ray task. Returns the seconds it took."""
     import torch
 
@@ -139,5 +145,6 @@ def _export(checkpoint: CommittedCheckpoint, destination: Path, chosen: ExportCo
     check_seen(token, by="an export")
     started = time.monotonic()
     destination.parent.mkdir(exist_ok=True)
-    export_checkpoint(checkpoint, destination, chosen)  # not pushed: only the model at the end is
+    # Not pushed: only the model at the end is.
+    export_checkpoint(checkpoint, destination, chosen, trust_remote_code=trust_remote_code)
     return time.monotonic() - started

@@ -70,7 +70,8 @@ class Follow:
         self._over = False
         """Whether the present attempt has failed."""
         self.groups = Groups(asked)
-        self.exports = Exports(config.export, place, token, event=self._event, say=say)
+        trust = config.model.trust_remote_code
+        self.exports = Exports(config.export, place, token, trust_remote_code=trust, event=self._event, say=say)
         self._next_look = 0.0
         self._logs: str | None = None
         self._waiting_since = time.monotonic()

@@ -1,0 +1,120 @@
+"""The mark that an export leaves in its directory, by which a later one knows what it may replace.
+
+The mark lists every file with its size, and the hash of all but the weights. A directory with anything else in it, or
+with a file that was edited since, holds somebody's work, and is not replaced. The mark is not pushed to the hub: it
+says something about this directory only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from raytune_fsdp.errors import ModelError
+from raytune_fsdp.model.known_files import CONFIG_FILE, code_files, is_known, is_weights
+
+MARK_FILE = "raytune_fsdp_export.json"
+_FORMAT = 1
+_ABOUT = "Written by raytune_fsdp. Its next export to this place replaces these files, and refuses if there are others."
+_MAX_BYTES = 64 << 20
+_CHUNK = 1 << 20
+
+
+def put_mark(directory: Path) -> None:
+    """Mark a directory that an export has just written."""
+    files = {name: _seen(directory / name) for name in sorted(_files(directory))}
+    values = {"format": _FORMAT, "about": _ABOUT, "files": files}
+    (directory / MARK_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def check_replaceable(destination: Path, *, adopt: bool) -> None:
+    """Refuse a destination that holds anything but what an export made.
+
+    Older versions left no mark. `adopt`: without one, a model directory counts as an export if it holds nothing but
+    files that an export writes.
+    """
+    if not destination.exists():
+        return
+    try:
+        why = _problem(destination, adopt=adopt) if destination.is_dir() else "it is not a directory"
+    except OSError as error:
+        why = f"it cannot be read ({error})"
+    if why is not None:
+        raise ModelError(f"{destination} is not replaced, as {why}: export to another path, or move it away")
+
+
+def _problem(destination: Path, *, adopt: bool) -> str | None:
+    """Why a directory may not be replaced; None if it may be."""
+    there = _files(destination)
+    if not there:
+        return None
+    if MARK_FILE in there:
+        listed = _read_mark(destination)
+        if isinstance(listed, str):
+            return listed
+        strange = sorted(name for name in there if name != MARK_FILE and name not in listed)
+        changed = sorted(name for name in listed if name in there and _differs(destination / name, listed[name]))
+        if strange:
+            return f"it holds {_some(strange)}, which no export wrote"
+        return f"{_some(changed)} changed since the export that wrote it" if changed else None
+    if not adopt or CONFIG_FILE not in there:
+        return f"no export made it (it has no {MARK_FILE})"
+    code = code_files(destination)
+    strange = sorted(name for name in there if not (is_known(name) or is_weights(name) or name in code))
+    return f"it holds {_some(strange)}, which no export writes" if strange else None
+
+
+def _some(names: list[str]) -> str:
+    return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+
+
+def _read_mark(directory: Path) -> dict[str, Any] | str:
+    """The files that the mark lists, or what is wrong with it."""
+    path = directory / MARK_FILE
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode) or path.stat().st_size > _MAX_BYTES:
+            raise ValueError
+        values = json.loads(path.read_text(encoding="utf-8"))
+        number, files = values["format"], values["files"]
+        if not isinstance(number, int) or not isinstance(files, dict):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return f"its {MARK_FILE} is not what an export writes"
+    return files if number == _FORMAT else f"its {MARK_FILE} has format {number}, and this version knows {_FORMAT}"
+
+
+def _files(directory: Path) -> list[str]:
+    """Every entry below a directory that is not itself a directory, by relative name. Links are not followed."""
+    found: list[str] = []
+
+    def unreadable(error: OSError) -> None:
+        raise error  # os.walk would take the directory for an empty one
+
+    for folder, folders, files in os.walk(directory, onerror=unreadable):  # lists links to directories among these
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        empty = [] if files or folders or Path(folder) == directory else ["."]
+        found += [os.path.relpath(os.path.join(folder, name), directory) for name in [*files, *links, *empty]]
+    return found
+
+
+def _differs(path: Path, listed: Any) -> bool:
+    about = path.lstat()
+    same_size = isinstance(listed, dict) and stat.S_ISREG(about.st_mode) and about.st_size == listed.get("bytes")
+    return not same_size or _seen(path) != listed
+
+
+def _seen(path: Path) -> dict[str, Any]:
+    """Size and hash of a file. Weights are not hashed: reading 140 GB again takes minutes."""
+    size = path.stat().st_size
+    if path.suffix == ".safetensors":
+        return {"bytes": size}
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while piece := file.read(_CHUNK):
+            digest.update(piece)
+    return {"bytes": size, "xxh3_128": digest.hexdigest()}

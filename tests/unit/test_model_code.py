@@ -1,0 +1,170 @@
+"""Python code that comes with a model runs for those who ask for it by a flag, and never because of an answer."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from raytune_fsdp.cli import data, export, generate, train
+from tests.models import save_checkpoint
+from tests.unit.test_bad_input import flags
+
+ROOT = Path(__file__).parents[2]
+OLDER = ROOT / "tests" / "fixtures" / "aae7294" / "runs" / "steps"
+
+CODE = """
+from pathlib import Path
+Path({marker!r}).write_text("ran")
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from .parts import Part
+
+class Config(LlamaConfig):
+    model_type = "evil"
+
+class Model(LlamaForCausalLM):
+    config_class = Config
+
+class Words(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that the code leaves when it runs. Standard input would say yes to it."""
+    import transformers.dynamic_module_utils as dynamic
+
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\na prompt\n"))
+    return tmp_path / "the-code-ran"
+
+
+def _infect(model: Path, marker: Path) -> Path:
+    """Make config and weights need code that lies beside them."""
+    (model / "evil.py").write_text(CODE.format(marker=str(marker)))
+    (model / "parts.py").write_text("class Part: pass\n")
+    config = json.loads((model / "config.json").read_text())
+    auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "evil", "auto_map": auto_map}))
+    return model
+
+
+def _infect_tokenizer(model: Path, marker: Path) -> Path:
+    (model / "evil.py").write_text(CODE.format(marker=str(marker)))
+    (model / "parts.py").write_text("class Part: pass\n")
+    words = json.loads((model / "tokenizer_config.json").read_text())
+    auto_map = {"AutoTokenizer": ["evil.Words", "evil.Words"]}
+    (model / "tokenizer_config.json").write_text(json.dumps({**words, "tokenizer_class": "Evil", "auto_map": auto_map}))
+    return model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    # Of a type that transformers has no tokenizer for; else it takes that instead of one that needs code.
+    return save_checkpoint(tmp_path / "stranger", "llama", tokenizer=True, vocab_size=1024)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(OLDER, tmp_path / "run"))
+
+
+def _command(name: str, place: Path, tmp_path: Path) -> int:
+    if name == "generate":
+        return generate.main([str(place), "--max-new-tokens", "1"])
+    if name == "export":
+        return export.main([str(place), str(tmp_path / "out")])
+    fields = flags(tmp_path, model__path=place)
+    return train.main(fields) if name == "train" else data.main(["stats", *fields])
+
+
+@pytest.mark.parametrize("infect", [_infect, _infect_tokenizer], ids=["config", "tokenizer"])
+@pytest.mark.parametrize("command", ["generate", "train", "data"])
+def test_no_reader_of_a_model_directory_runs_its_code(
+    command: str,
+    infect: Callable[[Path, Path], Path],
+    model: Path,
+    marker: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    infect(model, marker)
+    assert _command(command, model, tmp_path) == 2
+    assert not marker.exists()
+    output = capsys.readouterr()
+    assert output.out == "" and len(output.err.splitlines()) == 1
+    assert "needs Python code that comes with it" in output.err
+    assert ("add --trust-remote-code" if command == "generate" else "model.trust_remote_code=true") in output.err
+
+
+@pytest.mark.parametrize("infect", [_infect, _infect_tokenizer], ids=["config", "tokenizer"])
+@pytest.mark.parametrize("command", ["generate", "export"])
+def test_no_reader_of_a_run_runs_its_code(
+    command: str,
+    infect: Callable[[Path, Path], Path],
+    run: Path,
+    marker: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Neither does what its config.yaml says count as the consent of whoever reads it now."""
+    infect(run / "model", marker)
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("trust_remote_code: false", "trust_remote_code: true"))
+    assert "trust_remote_code: true" in (run / "config.yaml").read_text()
+    assert _command(command, run, tmp_path) == 2
+    assert not marker.exists() and not (tmp_path / "out").exists()
+    output = capsys.readouterr()
+    assert output.out == "" and len(output.err.splitlines()) == 1 and "--trust-remote-code" in output.err
+
+
+@pytest.mark.thorough
+def test_those_who_trust_the_code_say_so_by_a_flag(
+    run: Path, model: Path, marker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _infect(model, marker)
+    assert generate.main([str(model), "hello", "--max-new-tokens", "1", "--trust-remote-code"]) in (0, 2)
+    assert marker.exists()
+    marker.unlink()
+    _infect(run / "model", marker)
+    assert export.main([str(run), str(tmp_path / "out"), "--trust-remote-code"]) == 0
+    assert not marker.exists(), "an export copies code, and does not run it"
+    exported = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"evil.py", "parts.py", "model.safetensors"} <= exported, "also what the named file imports"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]["AutoConfig"] == "evil.Config"
+
+
+def test_every_call_says_whether_code_may_run() -> None:
+    """transformers asks on standard input where `trust_remote_code` is not given."""
+    silent = []
+    for file in sorted((ROOT / "raytune_fsdp").rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        if ".from_" not in text:
+            continue
+        tree = ast.parse(text)
+        said = {
+            call.func
+            for call in ast.walk(tree)
+            if isinstance(call, ast.Call)
+            and any(
+                each.arg == "trust_remote_code" or (each.arg is None and ast.unparse(each.value) == "kwargs")
+                for each in call.keywords
+            )
+        }
+        silent += [
+            f"{file.relative_to(ROOT)}:{node.lineno}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute)
+            and node.attr in ("from_pretrained", "from_config")
+            and ast.unparse(node.value).startswith("Auto")
+            and node not in said
+        ]
+    assert not silent, "these leave it to transformers"
