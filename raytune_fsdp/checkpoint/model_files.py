@@ -14,10 +14,14 @@ from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.errors import ModelError, ResumeError, first_line
+from raytune_fsdp.model.bounds import bounded_building, check_tokenizer_files
+from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.rundir import MODEL_FILES, checkpoints_below, checkpoints_of
+from raytune_fsdp.untrusted import UnsoundError, is_file_name, shown
 from raytune_fsdp.urls import is_url
 
+_COPIED_BYTES = 128 << 20  # a tokenizer's largest file; weights are never there
 READERS = 4
 """Files of a checkpoint that are read at the same time when one process reads them all: neither reading nor hashing
 holds Python's lock."""
@@ -51,7 +55,12 @@ def _copied(root: str) -> Path:
     copy = Path(tempfile.mkdtemp(prefix="raytune-model-"))
     atexit.register(shutil.rmtree, copy, ignore_errors=True)
     for name in beside.sizes(MODEL_FILES):
-        (copy / name).write_bytes(beside.read(MODEL_FILES, name))
+        if not is_file_name(name):
+            raise ModelError(f"{beside.where(MODEL_FILES)} has {shown(name)}, which is not the name of a model's file")
+        try:
+            (copy / name).write_bytes(beside.read(MODEL_FILES, name, _COPIED_BYTES))
+        except UnsoundError as error:
+            raise ModelError(f"{beside.where(MODEL_FILES)}/{name} {error}") from error
     return copy
 
 
@@ -72,23 +81,37 @@ def load_for_inference(path: Path, device: torch.device) -> tuple[PreTrainedMode
             f"{path}: there is no such directory; name a run, a checkpoint, or a Hugging Face model directory"
         )
     if (path / "config.json").is_file():
+        check_tokenizer_files(path)
+        find_weights(path)
         try:
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
             return model.to(device).eval(), AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # each of the libraries below has errors of its own
             raise ModelError(f"{path} is not a complete Hugging Face model directory: {first_line(error)}") from error
     checkpoint = find_checkpoint(path)
     files = model_files(checkpoint)
     if not (files / "config.json").is_file():
         raise ModelError(f"{checkpoint.path} is not in a run directory: {files} has no config.json")
+    check_tokenizer_files(files)
     weights = CheckpointWeights(checkpoint)
-    tensors = weights.read_all(list(weights.shapes()))
-    hf_config = AutoConfig.from_pretrained(files)
-    model = AutoModelForCausalLM.from_config(hf_config, dtype=next(iter(tensors.values())).dtype)
-    wanted = set(owned_tensors(model))
-    if wanted != set(tensors):
+    try:
+        hf_config = AutoConfig.from_pretrained(files)
+        dtype = next(iter(weights.dtypes().values()), None)
+        with torch.device("meta"), bounded_building():  # compared before it takes any memory
+            shapes = {n: tuple(t.shape) for n, t in owned_tensors(AutoModelForCausalLM.from_config(hf_config)).items()}
+        if shapes == weights.shapes():
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+            tokenizer = AutoTokenizer.from_pretrained(files)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{files} does not hold a model's config and tokenizer: {first_line(error)}") from error
+    if shapes != weights.shapes():
+        differ = sorted(name for name, _ in shapes.items() ^ weights.shapes().items())
         raise ModelError(
-            f"{checkpoint.path} does not have the tensors of {files / 'config.json'}: {wanted ^ set(tensors)} differ"
+            f"{checkpoint.path} does not have the tensors of {files / 'config.json'}: {differ[0]} differs"
+            + (f" (and {len(set(differ)) - 1} more)" if len(set(differ)) > 1 else "")
         )
-    model.load_state_dict(tensors, strict=False)  # not strict: a tied weight is stored under one name only
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(files)
+    # Not strict: a tied weight is stored under one name only.
+    model.load_state_dict(weights.read_all(list(shapes)), strict=False)
+    return model.to(device).eval(), tokenizer

@@ -24,6 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from raytune_fsdp.durable import sync_directory
 from raytune_fsdp.errors import ModelError, TransientError, first_line
+from raytune_fsdp.model.bounds import bounded_building, read_config
 from raytune_fsdp.model.conversion import Outgoing, outgoing
 from raytune_fsdp.model.network import kept_in_fp32
 from raytune_fsdp.model.tensorfile import TensorFile
@@ -128,12 +129,14 @@ def _check_apart(destination: Path, model_files: Path) -> None:
 
 def _network(model_files: Path) -> PreTrainedModel | None:
     """The network on the meta device; None if it needs code that is not transformers' own."""
-    values = json.loads((model_files / "config.json").read_text())
+    values = read_config(model_files)
     if "auto_map" in values or values.get("model_type") not in CONFIG_MAPPING:
         return None
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), bounded_building():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_files))
+    except ModelError:
+        raise
     except Exception as error:  # its checks may raise anything
         raise ModelError(
             f"{model_files / 'config.json'} is not a config that the installed transformers accepts: "
