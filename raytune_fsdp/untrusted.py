@@ -92,6 +92,10 @@ def parse_json(content: bytes, *, doubles: bool = False, constants: bool = False
         parsed = _DECODERS[doubles, constants].decode(content.decode())
     except RecursionError as error:
         raise UnsoundError("is nested too deeply") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, UnsoundError):
+        raise
+    except ValueError as error:
+        raise UnsoundError("has a number of thousands of digits") from error
     if openers > MAX_DEPTH:  # fewer cannot be deeper
         _check_depth(parsed)
     return parsed
@@ -165,6 +169,12 @@ def is_file_name(name: object) -> bool:
 def is_count(value: object) -> TypeGuard[int]:
     """Whether this is an integer that fits 63 bits and is not negative. True is not 1 here."""
     return type(value) is int and 0 <= value < 1 << 63
+
+
+def check_format(version: object) -> None:
+    """Refuse a file of ours that another version has written."""
+    if type(version) is not int or version != 1:
+        raise UnsoundError(f"has format {shown(version)}, but this version reads only format 1")
 
 
 def shown(value: object) -> str:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from raytune_fsdp.checkpoint.manifest import PIECES
-from raytune_fsdp.untrusted import MAX_VALUES, MIB, UnsoundError, is_count, parse_json, shown
+from raytune_fsdp.untrusted import MAX_VALUES, MIB, UnsoundError, check_format, is_count, parse_json, shown
 
 Place = tuple[str, int, int]
 """Where the numbers of a piece are: a file, the offset in it, and the number of bytes."""
@@ -74,8 +74,7 @@ def parse_index(content: bytes, sizes: Mapping[str, int]) -> Index:
     read = parse_json(content, values=max(MAX_VALUES, _piece_bytes(sizes) // _BYTES_PER_VALUE))
     if not isinstance(read, dict) or not isinstance(read.get("tensors"), dict):
         raise UnsoundError("has no tensors")
-    if read.get("format") != 1:
-        raise UnsoundError(f"has format {shown(read.get('format'))}, but this version reads only format 1")
+    check_format(read.get("format"))
     places: dict[MetadataIndex, Place] = {}
     tensors: dict[str, Any] = {}
     used: dict[str, tuple[array[int], array[int]]] = defaultdict(lambda: (array("q"), array("q")))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, MANIFEST_BYTES, MANIFEST_FILE, STATE_FILE, Storage
-from raytune_fsdp.untrusted import UnsoundError, is_count, is_file_name, parse_json, reason, shown
+from raytune_fsdp.untrusted import UnsoundError, check_format, is_count, is_file_name, parse_json, reason, shown
 
 if TYPE_CHECKING:
     from raytune_fsdp.checkpoint.writing import Sum
@@ -39,8 +39,7 @@ def read_manifest(storage: Storage, name: str) -> Listed:
     read = parse_json(storage.read(name, MANIFEST_FILE, MANIFEST_BYTES))
     if not isinstance(read, dict) or not isinstance(read.get("files"), dict):
         raise UnsoundError("has no list of files")
-    if read.get("format") != 1:
-        raise UnsoundError(f"has format {shown(read.get('format'))}, but this version reads only format 1")
+    check_format(read.get("format"))
     found = {}
     for file, each in read["files"].items():
         if not is_file_name(file) or file == MANIFEST_FILE:

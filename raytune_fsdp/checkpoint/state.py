@@ -14,7 +14,7 @@ from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.storage import STATE_BYTES, STATE_FILE
 from raytune_fsdp.errors import ResumeError, TransientError
 from raytune_fsdp.types import Cursor
-from raytune_fsdp.untrusted import UnsoundError, is_count, parse_json, reason, shown
+from raytune_fsdp.untrusted import UnsoundError, check_format, is_count, parse_json, reason, shown
 
 FORMAT = 1
 
@@ -51,9 +51,10 @@ def read_state(found: CommittedCheckpoint) -> RunState:
     try:
         content = storage_at(found.root).read(found.name, STATE_FILE, STATE_BYTES)
         values = parse_json(content, constants=True)  # an identity may name an infinity, as some configs do
-        version = values.pop("format", None) if isinstance(values, dict) else None
-        if version == FORMAT:
-            return _checked(values, found)
+        if not isinstance(values, dict):
+            raise UnsoundError("is not a JSON object")
+        check_format(values.pop("format", None))
+        return _checked(values, found)
     except OSError as error:
         raise TransientError(f"{file} could not be read: {error}") from error
     except ValueError as error:
@@ -61,10 +62,6 @@ def read_state(found: CommittedCheckpoint) -> RunState:
             f"{file} is not the state of a checkpoint ({reason(error)}); use another checkpoint, or the version that "
             "wrote this one"
         ) from error
-    raise ResumeError(
-        f"{found.path} has checkpoint format {shown(version)}, but this version reads format {FORMAT}: use the "
-        "version that wrote it"
-    )
 
 
 def _is_text(value: Any) -> bool:

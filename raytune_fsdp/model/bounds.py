@@ -24,7 +24,7 @@ _CONFIG_BYTES = 8 * MIB
 """A config.json has 1 to 10 kB; those of classifiers, with the names of 20,000 classes, 1 MB."""
 _TOKENIZER_BYTES = 128 * MIB
 """A tokenizer.json has up to 35 MB; a vocabulary of a million tokens would take 100."""
-_TOKENIZER_VALUES = 8_000_000
+_TOKENIZER_VALUES = 4_000_000
 """The 35 MB of Gemma's tokenizer.json are 2 million values."""
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",

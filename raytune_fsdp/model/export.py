@@ -24,8 +24,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from raytune_fsdp.durable import sync_directory
 from raytune_fsdp.errors import ModelError, TransientError, first_line
-from raytune_fsdp.model.bounds import bounded_building, read_config
+from raytune_fsdp.model.bounds import bounded_building, check_tokenizer_files, read_config
 from raytune_fsdp.model.conversion import Outgoing, outgoing
+from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.network import kept_in_fp32
 from raytune_fsdp.model.tensorfile import TensorFile
 
@@ -64,6 +65,7 @@ def export(
     """
     if not (model_files / "config.json").is_file():
         raise ModelError(f"{model_files} has no config.json, so the model of this run cannot be exported")
+    check_tokenizer_files(model_files)
     destination = Path(os.path.realpath(destination))  # a link is followed, not replaced
     _check_replaceable(destination)
     _check_apart(destination, model_files)
@@ -145,10 +147,21 @@ def _network(model_files: Path) -> PreTrainedModel | None:
     return model
 
 
+def _check_own(shapes: Shapes, model: PreTrainedModel) -> None:
+    """Refuse weights that are not those of the network that config.json describes: nothing could load the export."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in owned_tensors(model).items()}
+    differ = sorted({name for name, _ in wanted.items() ^ shapes.items()})
+    if differ:
+        more = f" (and {len(differ) - 1} more)" if len(differ) > 1 else ""
+        raise ModelError(f"the checkpoint is not of the network that config.json describes: {differ[0]} differs{more}")
+
+
 def _write_weights(
     source: WholeTensors, model: PreTrainedModel | None, staging: Path, target: torch.dtype | None, max_file_bytes: int
 ) -> dict[str, torch.dtype]:
     """Write every tensor to its file, and the index. Returns the types in the files, by key."""
+    if model is not None:
+        _check_own(source.shapes(), model)
     groups = outgoing(source.shapes(), model)
     stored_types = source.dtypes()
     shapes = {key: shape for group in groups for key, shape in group.stored.items()}

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from raytune_fsdp.durable import sync_directory
-from raytune_fsdp.errors import RaytuneError, TrainingError, TransientError
+from raytune_fsdp.errors import RaytuneError, ResumeError, TrainingError, TransientError
 from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE
 from raytune_fsdp.tracking.redaction import redact
 from raytune_fsdp.tracking.tracker import RunStart, Status
 from raytune_fsdp.types import StepMetrics
-from raytune_fsdp.untrusted import is_count, lines_of, parse_json
+from raytune_fsdp.untrusted import UnsoundError, is_count, lines_of, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -195,14 +195,17 @@ def _parsed(path: Path) -> Iterator[tuple[bytes, Any]]:
     """The lines and what they mean: None for one that is not JSON; an unfinished last line is left out."""
     if not path.exists():
         return
-    for raw in lines_of(path):
-        try:
-            line = parse_json(raw, doubles=True)
-        except ValueError:
-            if raw.endswith(b"\n"):
-                yield raw.rstrip(b"\n"), None
-            continue
-        yield raw.rstrip(b"\n"), line
+    try:
+        for raw in lines_of(path):
+            try:
+                line = parse_json(raw, doubles=True)
+            except ValueError:
+                if raw.endswith(b"\n"):
+                    yield raw.rstrip(b"\n"), None
+                continue
+            yield raw.rstrip(b"\n"), line
+    except UnsoundError as error:
+        raise ResumeError(f"{path} {error}: it is the record of the run, so move away what is there") from error
 
 
 def _step_of(line: Any) -> int | None:
