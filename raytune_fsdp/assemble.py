@@ -80,7 +80,8 @@ def assemble(
     )  # fmt: skip
     meter = Meter(
         plan, architecture, device, windows=prepared.train.count, cursor=state.cursor,
-        max_skipped=config.optim.max_skipped, skipped_in_row=state.skipped_in_row,
+        max_skipped=config.optim.max_skipped, checkpoints=prepared.place.checkpoints,
+        skipped_in_row=state.skipped_in_row,
     )  # fmt: skip
     return Parts(
         config=config,

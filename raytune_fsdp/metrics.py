@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import xxhash
 
+from raytune_fsdp.checkpoint.catalogue import way_out
 from raytune_fsdp.errors import TrainingError
 from raytune_fsdp.estimate.flops import Architecture, mfu, peak_flops, training_flops
 from raytune_fsdp.plan import Plan
@@ -39,6 +40,7 @@ class Meter:
         windows: Callable[[int], int],
         cursor: Cursor,
         max_skipped: int,
+        checkpoints: str,
         skipped_in_row: int = 0,
     ) -> None:
         self._plan = plan
@@ -48,6 +50,7 @@ class Meter:
         self.cursor = cursor
         """The sample after the last fetched step: a run that stops there continues from it."""
         self._max_skipped = max_skipped
+        self._checkpoints = checkpoints
         self.skipped_in_row = skipped_in_row
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._peak = peak_flops(name)
@@ -84,8 +87,8 @@ class Meter:
             if self.skipped_in_row >= self._max_skipped:
                 raise TrainingError(
                     f"step {row.step}: loss {row.loss} or gradient norm {row.grad_norm} has not been finite for "
-                    f"{self.skipped_in_row} steps in a row (optim.max_skipped={self._max_skipped}): lower optim.lr, "
-                    "raise optim.warmup_ratio, or look for broken rows in the data"
+                    f"{self.skipped_in_row} steps in a row (optim.max_skipped={self._max_skipped}); "
+                    f"{way_out(self._checkpoints, row.step - self.skipped_in_row)}"
                 )
 
     def _metrics(self, pending: _Pending, packed: list[int], values: list[float], seconds: float) -> StepMetrics:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.untrusted import UnsoundError, read_file, reason
 from raytune_fsdp.urls import is_url
 
 CONFIG_FILE = "config.yaml"
@@ -31,6 +33,7 @@ RECIPE_FILE = "recipe.json"
 """In MODEL_FILES: how the model was trained, for the model card."""
 CHECKPOINTS = "checkpoints"
 _CHECKPOINTS_AT = "checkpoints_at"
+_PLACE_BYTES = 16 << 10  # a path has up to 4 KiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +113,18 @@ def cache_of(config: FinetuneConfig) -> Path:
 
 def checkpoints_of(run_dir: Path) -> str:
     """The directory or URL of an existing run's checkpoints: `checkpoints_at`, if it has one."""
+    file = run_dir / _CHECKPOINTS_AT
     try:
-        return (run_dir / _CHECKPOINTS_AT).read_text()
+        place = read_file(file, limit=_PLACE_BYTES).decode()
+        if not place.isprintable():
+            raise UnsoundError("is not a path or URL")
+        return place
     except FileNotFoundError:
         return str(run_dir / CHECKPOINTS)
+    except ValueError as error:
+        raise ResumeError(
+            f"{file} does not name a place ({reason(error)}); write the path or URL of the run's checkpoints into it"
+        ) from error
 
 
 def checkpoints_below(url: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from raytune_fsdp.checkpoint.catalogue import way_out
 from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.checkpoint.save_in_flight import ENDINGS, Outcome
 from raytune_fsdp.checkpoint.saver import Saver
@@ -137,8 +138,7 @@ class Saves:
         elif outcome.ending == "not_finite":
             raise TrainingError(
                 f"step {outcome.step}: a weight or moment is not finite ({outcome.problem}), so it was not saved; "
-                f"continue from the last checkpoint in {self.saver.storage.location} with a lower optim.lr or "
-                "optim.max_grad_norm"
+                f"{way_out(self.saver.storage.location, outcome.step - 1)}"
             )
         else:
             self.tracker.event(names.SAVE_FAILED, step=outcome.step, problem=outcome.problem)

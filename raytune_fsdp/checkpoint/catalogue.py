@@ -139,6 +139,15 @@ def to_remove(
     return [each for each in found if each not in kept]
 
 
+def way_out(root: str, step: int) -> str:
+    """What a person can do if training has gone wrong after a step: the same run again would take the same course."""
+    return (
+        "the same settings would end here again, and others make another run: give it a new run.name, lower optim.lr, "
+        "raise optim.warmup_ratio or mend the data, and set model.init=pretrained and model.path to a checkpoint of "
+        f"step {step} or earlier in {root}, or leave them as they are to start over"
+    )
+
+
 def prune(storage: Storage, keep: Keep, scores: Mapping[int, float]) -> None:
     """Delete the checkpoints that are not kept."""
     for found in to_remove(committed(storage.location), keep, scores):

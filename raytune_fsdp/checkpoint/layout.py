@@ -1,4 +1,4 @@
-"""Which rank writes which piece of which tensor, and the index that says where each piece is.
+"""Which rank writes which piece of which tensor, and the index that says where each piece is. index.py reads that.
 
 Both follow from how the tensors are sharded, which does not change during an attempt, so they are worked out once, with
 the planner of torch.distributed.checkpoint. Two indexes are written. `tensors.json` is the one that is read here: JSON,
@@ -17,22 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
 METADATA_FILE = ".metadata"
 
 Span = tuple[int, int, int, int]
 """A piece in its rank's file: offset and length of what torch.save wrote, offset and length of the numbers in it."""
-
-Place = tuple[str, int, int]
-"""Where the numbers of a piece are: a file, the offset in it, and the number of bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,48 +68,6 @@ class PieceLayout:
             self.metadata, storage_data=entries, storage_meta=StorageMeta(checkpoint_id=checkpoint), version="1.0.0"
         )
         return pickle.dumps(whole)
-
-
-@dataclass(frozen=True, slots=True)
-class Index:
-    """Which tensors a checkpoint has, and where their pieces are."""
-
-    metadata: Metadata
-    places: Mapping[MetadataIndex, Place]
-
-    @property
-    def tensors(self) -> Mapping[str, TensorStorageMetadata]:
-        return self.metadata.state_dict_metadata  # type: ignore[return-value]
-
-
-def parse_index(content: bytes) -> Index:
-    """Parse a `tensors.json`. Raises ValueError, KeyError or TypeError if it is not one."""
-    read = json.loads(content)
-    if read["format"] != 1:
-        raise ValueError(f"its format is {read['format']}, but this version reads only format 1")
-    places: dict[MetadataIndex, Place] = {}
-    tensors: dict[str, Any] = {}
-    for name, entry in read["tensors"].items():
-        dtype = getattr(torch, entry["dtype"])
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{name} has the unknown type {entry['dtype']}")
-        chunks = []
-        for piece in entry["pieces"]:
-            offset, shape = torch.Size(piece["offset"]), torch.Size(piece["shape"])
-            if piece["bytes"] != shape.numel() * dtype.itemsize:
-                raise ValueError(
-                    f"a piece of {name} has {piece['bytes']} bytes, which is not the size of {list(shape)} {dtype}"
-                )
-            if "/" in piece["file"] or piece["file"].startswith("."):
-                raise ValueError(f"{piece['file']} is not a valid name of a file in a checkpoint")
-            chunks.append(ChunkStorageMetadata(offset, shape))
-            if shape.numel() and MetadataIndex(name, offset) in places and places[MetadataIndex(name, offset)][2]:
-                raise ValueError(f"two pieces of {name} begin at {list(offset)}")
-            places[MetadataIndex(name, offset)] = piece["file"], piece["start"], piece["bytes"]
-        if sum(chunk.sizes.numel() for chunk in chunks) != torch.Size(entry["shape"]).numel():
-            raise ValueError(f"the pieces of {name} do not add up to the whole tensor")
-        tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry["shape"]), chunks)
-    return Index(Metadata(tensors), places)
 
 
 def make_layout(tensors: Mapping[str, torch.Tensor]) -> PieceLayout:

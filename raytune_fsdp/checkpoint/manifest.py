@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import xxhash
 
-from raytune_fsdp.checkpoint.storage import INDEX_FILE, MANIFEST_FILE, STATE_FILE, Storage
-from raytune_fsdp.errors import in_one_line
+from raytune_fsdp.checkpoint.storage import INDEX_FILE, MANIFEST_BYTES, MANIFEST_FILE, STATE_FILE, Storage
+from raytune_fsdp.untrusted import UnsoundError, check_format, is_count, is_file_name, parse_json, reason, shown
 
 if TYPE_CHECKING:
     from raytune_fsdp.checkpoint.writing import Sum
@@ -18,11 +19,39 @@ if TYPE_CHECKING:
 PIECES = ".distcp"
 """Suffix of the files that hold tensors."""
 _CHUNK_BYTES = 1 << 20
+_DIGEST = re.compile("[0-9a-f]{32}")
 
 
 def make_manifest(sums: Mapping[str, Sum]) -> str:
     files = {name: {"bytes": each.bytes, "xxh3": each.xxh3} for name, each in sorted(sums.items())}
     return json.dumps({"format": 1, "files": files}, indent=1)
+
+
+Listed = Mapping[str, tuple[int, str]]
+"""Size and hash of every file of a checkpoint."""
+
+
+def read_manifest(storage: Storage, name: str) -> Listed:
+    """The files of a checkpoint as its manifest lists them. ValueError if it is not a manifest, OSError if unreadable.
+
+    Whoever could write a checkpoint has written this, too: it says what belongs together, not who made it.
+    """
+    read = parse_json(storage.read(name, MANIFEST_FILE, MANIFEST_BYTES))
+    if not isinstance(read, dict) or not isinstance(read.get("files"), dict):
+        raise UnsoundError("has no list of files")
+    check_format(read.get("format"))
+    found = {}
+    for file, each in read["files"].items():
+        if not is_file_name(file) or file == MANIFEST_FILE:
+            raise UnsoundError(f"names {shown(file)}, which is not the name of a file in a checkpoint")
+        size, digest = (each.get("bytes"), each.get("xxh3")) if isinstance(each, dict) else (None, None)
+        if not is_count(size) or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            raise UnsoundError(f"has no size and hash of {file}")
+        found[file] = size, digest
+    missing = {STATE_FILE, INDEX_FILE} - found.keys()
+    if missing:
+        raise UnsoundError(f"does not list {sorted(missing)[0]}")
+    return found
 
 
 def check(
@@ -35,19 +64,15 @@ def check(
     nothing about the checkpoint.
     """
     try:
-        read = json.loads(storage.read(name, MANIFEST_FILE))
-        files = read["files"]
-        if read["format"] != 1 or not {STATE_FILE, INDEX_FILE} <= set(files):
-            raise ValueError("it has another version")
-        wanted = {file: (int(each["bytes"]), str(each["xxh3"])) for file, each in files.items()}
+        wanted = read_manifest(storage, name)
     except FileNotFoundError:
         return f"{MANIFEST_FILE} is gone"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST_FILE} is not what was written: {in_one_line(error)}"
+    except ValueError as error:
+        return f"{MANIFEST_FILE} is not what was written: {reason(error)}"
     present = storage.sizes(name)
     for file, (size, _) in wanted.items():
         if file not in present:
-            return f"{file} is gone"
+            return f"{file} is gone, or is not a regular file"
         if present[file] != size:
             return f"{file} has {present[file]} bytes instead of {size}"
     to_hash = {file: size for file, (size, _) in wanted.items() if hashes or not file.endswith(PIECES)}
@@ -58,6 +83,8 @@ def check(
             digest = hash_file(storage, name, file, present[file])
         except FileNotFoundError:
             return f"{file} is gone"
+        except UnsoundError as error:
+            return f"{file} {error}"
         return None if digest == wanted[file][1] else f"the content of {file} is not what was written"
 
     if threads == 1:

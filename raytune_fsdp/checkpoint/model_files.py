@@ -17,13 +17,16 @@ from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.errors import ModelError, ResumeError, first_line
+from raytune_fsdp.model.bounds import bounded_building, check_tokenizer_files
 from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.known_files import CONFIG_FILE, is_known, travelling
 from raytune_fsdp.model.network import NEEDS_CODE, wants_code
 from raytune_fsdp.rundir import MODEL_FILES, RECIPE_FILE, checkpoints_below, checkpoints_of
+from raytune_fsdp.untrusted import UnsoundError
 from raytune_fsdp.urls import is_url
 
+_COPIED_BYTES = 128 << 20  # a tokenizer's largest file; weights are never there
 READERS = 4
 """Files of a checkpoint that are read at the same time when one process reads them all: neither reading nor hashing
 holds Python's lock."""
@@ -71,7 +74,10 @@ def _copied(root: str) -> Path:
         # Keys of an object store are any text, `../` included.
         if is_known(name) or name == RECIPE_FILE or re.fullmatch(r"\w+\.py", name):
             (copy / name).parent.mkdir(exist_ok=True)
-            (copy / name).write_bytes(beside.read(MODEL_FILES, name))
+            try:
+                (copy / name).write_bytes(beside.read(MODEL_FILES, name, _COPIED_BYTES))
+            except UnsoundError as error:
+                raise ModelError(f"{beside.where(MODEL_FILES)}/{name} {error}") from error
     return copy
 
 
@@ -110,23 +116,36 @@ def load_for_inference(
         return model.to(device).eval(), tokenizer
     checkpoint = find_checkpoint(path)
     files = model_files(checkpoint)
+    tokenizer = _tokenizer(files, trust)
+    return _of_checkpoint(checkpoint, files, trust).to(device).eval(), tokenizer
+
+
+def _of_checkpoint(checkpoint: CommittedCheckpoint, files: Path, trust: bool) -> PreTrainedModel:
     what = f"{files} does not describe a model that transformers can build"
     hf_config = _loaded(lambda: AutoConfig.from_pretrained(files, trust_remote_code=trust), what)
-    tokenizer = _tokenizer(files, trust)
     weights = CheckpointWeights(checkpoint)
-    tensors = weights.read_all(list(weights.shapes()))
-    dtype = next(iter(tensors.values())).dtype
-    model = _loaded(lambda: AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust), what)
-    wanted = set(owned_tensors(model))
-    if wanted != set(tensors):
+    dtype = next(iter(weights.dtypes().values()), None)
+
+    def build() -> PreTrainedModel:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust)
+        return model
+
+    with torch.device("meta"), bounded_building():  # compared before it takes any memory
+        shapes = {name: tuple(tensor.shape) for name, tensor in owned_tensors(_loaded(build, what)).items()}
+    differ = sorted({name for name, _ in shapes.items() ^ weights.shapes().items()})
+    if differ:
         raise ModelError(
-            f"{checkpoint.path} does not have the tensors of {files / CONFIG_FILE}: {wanted ^ set(tensors)} differ"
+            f"{checkpoint.path} does not have the tensors of {files / CONFIG_FILE}: {differ[0]} differs"
+            + (f" (and {len(differ) - 1} more)" if len(differ) > 1 else "")
         )
-    model.load_state_dict(tensors, strict=False)  # not strict: a tied weight is stored under one name only
-    return model.to(device).eval(), tokenizer
+    model: PreTrainedModel = _loaded(build, what)
+    # Not strict: a tied weight is stored under one name only.
+    model.load_state_dict(weights.read_all(list(shapes)), strict=False)
+    return model
 
 
 def _tokenizer(directory: Path, trust: bool) -> PreTrainedTokenizerBase:
+    check_tokenizer_files(directory)
     tokenizer: PreTrainedTokenizerBase = _loaded(
         lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=trust),
         f"{directory} has no tokenizer that transformers can load",
@@ -138,7 +157,10 @@ def _loaded(load: Callable[[], Any], otherwise: str) -> Any:
     """What `load` returns, or why it cannot, in one line."""
     try:
         return load()
-    except Exception as error:  # its checks of a stranger's files, and code that comes with a model, may raise anything
+    except (ModelError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    # A stranger's files and code may raise anything; what a library in Rust panics with is no Exception.
+    except BaseException as error:
         if wants_code(error):
             raise ModelError(f"{otherwise}: it {NEEDS_CODE}, then add --trust-remote-code") from error
         raise ModelError(f"{otherwise}: {first_line(error)}") from error

@@ -16,8 +16,9 @@ from typing import Any, TypeVar, cast
 
 import pyarrow.fs
 
-from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_FILE, Sink, StoredFile
+from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_BYTES, MANIFEST_FILE, Sink, StoredFile
 from raytune_fsdp.file_systems import file_system
+from raytune_fsdp.untrusted import UnsoundError, check_size
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +65,10 @@ class ObjectStorage:
     def sizes(self, name: str) -> dict[str, int]:
         return self._below(name)
 
-    def read(self, name: str, file: str) -> bytes:
+    def read(self, name: str, file: str, limit: int) -> bytes:
         def read() -> bytes:
             with self._system().open_input_file(self._path(name, file)) as source:
+                check_size(source.size(), limit)
                 content: bytes = source.read()
                 return content
 
@@ -81,7 +83,10 @@ class ObjectStorage:
             yield _ObjectSource(source, what)
 
     def set_aside(self, name: str) -> str:
-        self.put(name, MANIFEST_FILE + DAMAGED, self.read(name, MANIFEST_FILE))
+        content = b""
+        with suppress(UnsoundError):  # only a name to find it by; one that is too large to be a manifest is left out
+            content = self.read(name, MANIFEST_FILE, MANIFEST_BYTES)
+        self.put(name, MANIFEST_FILE + DAMAGED, content)
         self._delete(name, MANIFEST_FILE)
         return f"{self.where(name)}, whose manifest is now {MANIFEST_FILE}{DAMAGED}"
 

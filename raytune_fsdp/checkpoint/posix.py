@@ -11,11 +11,13 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import cast
 
 from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_FILE, Sink, StoredFile
 from raytune_fsdp.durable import sync_directory, write_durably
+from raytune_fsdp.untrusted import open_regular, read_file
 
 STAGING = ".tmp"
 """Suffix of directories that are unfinished or being deleted."""
@@ -74,16 +76,20 @@ class PosixStorage:
 
     def sizes(self, name: str) -> dict[str, int]:
         try:
-            return {entry.name: entry.stat().st_size for entry in os.scandir(self._root / name)}
+            return {
+                entry.name: entry.stat(follow_symlinks=False).st_size
+                for entry in os.scandir(self._root / name)
+                if entry.is_file(follow_symlinks=False)
+            }
         except FileNotFoundError:
             return {}
 
-    def read(self, name: str, file: str) -> bytes:
-        return (self._root / name / file).read_bytes()
+    def read(self, name: str, file: str, limit: int) -> bytes:
+        return read_file(self._root / name / file, limit=limit)
 
     @contextmanager
     def open(self, name: str, file: str) -> Iterator[StoredFile]:
-        with open(self._root / name / file, "rb", buffering=0) as source:
+        with os.fdopen(open_regular(self._root / name / file), "rb", buffering=0) as source:
             yield _PosixSource(source)
 
     def set_aside(self, name: str) -> str:
@@ -107,7 +113,7 @@ class PosixStorage:
 
 
 class _PosixSource:
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: FileIO) -> None:
         self._handle = file.fileno()
 
     def read_into(self, offset: int, target: memoryview) -> None:

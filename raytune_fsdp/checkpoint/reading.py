@@ -13,21 +13,26 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from raytune_fsdp.checkpoint.layout import Index, Place, parse_index
+from raytune_fsdp.checkpoint.index import Index, Place, index_limit, parse_index
+from raytune_fsdp.checkpoint.manifest import read_manifest
 from raytune_fsdp.checkpoint.staging import local_piece
-from raytune_fsdp.checkpoint.storage import INDEX_FILE, Readable, Storage, StoredFile
+from raytune_fsdp.checkpoint.storage import INDEX_FILE, MANIFEST_FILE, Readable, Storage, StoredFile
 from raytune_fsdp.errors import ResumeError, TransientError
+from raytune_fsdp.untrusted import UnsoundError, reason
 
 
 def read_index(storage: Storage, name: str) -> Index:
-    """The index of a checkpoint."""
+    """The index of a checkpoint, checked against the sizes in its manifest."""
+    file, kind = MANIFEST_FILE, "a manifest"
     try:
-        return parse_index(storage.read(name, INDEX_FILE))
+        sizes = {each: size for each, (size, _) in read_manifest(storage, name).items()}
+        file, kind = INDEX_FILE, "an index"
+        return parse_index(storage.read(name, file, index_limit(sizes)), sizes)
     except OSError as error:
-        raise TransientError(f"{storage.where(name)}/{INDEX_FILE} could not be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TransientError(f"{storage.where(name)}/{file} could not be read: {error}") from error
+    except ValueError as error:
         raise ResumeError(
-            f"{storage.where(name)}/{INDEX_FILE} is not an index of a checkpoint ({error}); use another checkpoint, or "
+            f"{storage.where(name)}/{file} is not {kind} of a checkpoint ({reason(error)}); use another checkpoint, or "
             "the version that wrote this one"
         ) from error
 
@@ -81,6 +86,7 @@ def _read_items(
         place = index.places[item.storage_index]
         by_file.setdefault(place[0], []).append((place, item))
     room = _Room()
+    file = ""
     try:
         for file, items in by_file.items():
             items.sort(key=lambda each: each[0][1])
@@ -89,6 +95,8 @@ def _read_items(
                     _read(source, place, index, item, tensors[item.dest_index.fqn], room)
     except OSError as error:
         raise TransientError(f"checkpoint {storage.where(name)} could not be read: {error}") from error
+    except UnsoundError as error:
+        raise ResumeError(f"checkpoint {storage.where(name)}: {file} {error}; use another checkpoint") from error
 
 
 class _Room:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -89,10 +89,19 @@ class Saver:
             messages=self.messages,
             leftovers=tuple(self._failed),
             before=before,
-            after=lambda: prune(self.storage, self.keep, dict(self.scores)),
+            after=self._pruning(state),
         )
         self._failed.clear()
         self._save = SaveInFlight(job)
+
+    def _pruning(self, state: RunState) -> Callable[[], None]:
+        """What removes older checkpoints once this state is committed."""
+        keep, scores = self.keep, dict(self.scores)
+        if state.skipped_in_row:
+            # Whatever has made the values infinite may be in the weights of this checkpoint, and of the ones before.
+            # The run may have to be begun again from one before that, so none is removed until an update is done again.
+            keep = replace(keep, last=None)
+        return lambda: prune(self.storage, keep, scores)
 
     def report(self, ending: Ending) -> Outcome:
         """The outcome of the last save, after rank 0 has announced this `ending`. Collective."""

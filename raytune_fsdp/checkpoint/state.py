@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.location import storage_at
-from raytune_fsdp.checkpoint.storage import STATE_FILE
-from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.checkpoint.storage import STATE_BYTES, STATE_FILE
+from raytune_fsdp.errors import ResumeError, TransientError
 from raytune_fsdp.types import Cursor
+from raytune_fsdp.untrusted import UnsoundError, check_format, is_count, parse_json, reason, shown
 
 FORMAT = 1
 
@@ -44,12 +47,68 @@ class RunState:
 
 def read_state(found: CommittedCheckpoint) -> RunState:
     """The state in a committed checkpoint."""
-    values = json.loads(storage_at(found.root).read(found.name, STATE_FILE))
-    version = values.pop("format")
-    if version != FORMAT:
+    file = f"{found.path}/{STATE_FILE}"
+    try:
+        content = storage_at(found.root).read(found.name, STATE_FILE, STATE_BYTES)
+        values = parse_json(content, constants=True)  # an identity may name an infinity, as some configs do
+        if not isinstance(values, dict):
+            raise UnsoundError("is not a JSON object")
+        check_format(values.pop("format", None))
+        return _checked(values, found)
+    except OSError as error:
+        raise TransientError(f"{file} could not be read: {error}") from error
+    except ValueError as error:
         raise ResumeError(
-            f"{found.path} has checkpoint format {version}, but this version reads format {FORMAT}: use the "
-            "version that wrote it"
-        )
-    values["cursor"] = Cursor(**values["cursor"])
-    return RunState(**values)
+            f"{file} is not the state of a checkpoint ({reason(error)}); use another checkpoint, or the version that "
+            "wrote this one"
+        ) from error
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _is_map_of(inner: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, dict) and all(map(inner, value.values()))
+
+
+def _is_scale(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and 0 < value < math.inf)
+
+
+_RULES: dict[str, Callable[[Any], bool]] = {
+    "step": is_count,
+    "samples": is_count,
+    "cursor": lambda value: _is_map_of(is_count, value) and value.keys() == {each.name for each in fields(Cursor)},
+    "schedule_steps": lambda value: value is None or (is_count(value) and value > 0),
+    "skipped_in_row": is_count,
+    "loss_scale": _is_scale,
+    "good_steps": is_count,
+    "identity": lambda value: isinstance(value, dict) and all(key.isprintable() for key in value),
+    "files": partial(_is_map_of, _is_texts),
+    "tracking": partial(_is_map_of, _is_text),
+    "attempt": is_count,
+    "world_size": is_count,
+}
+
+
+def _checked(values: dict[str, Any], found: CommittedCheckpoint) -> RunState:
+    """The state, from the values in its file; older versions wrote fewer. UnsoundError if they cannot be one."""
+    for key, value in values.items():
+        if key not in _RULES:
+            raise UnsoundError(f"has the unknown entry {shown(key)}")
+        if not _RULES[key](value):
+            raise UnsoundError(f"has the {key} {shown(value)}")
+    missing = {"step", "samples", "cursor", "identity"} - values.keys()
+    if missing:
+        raise UnsoundError(f"has no {sorted(missing)[0]}")
+    if values["step"] != found.step or values.get("attempt", found.attempt) != found.attempt:
+        raise UnsoundError(f"is that of step {values['step']} of attempt {values.get('attempt')}")
+    # For messages, the names of files are put beside their hashes.
+    if not all(_is_texts(values["identity"].get(key, [])) for key in values.get("files", {})):
+        raise UnsoundError("has files without hashes")
+    return RunState(**{**values, "cursor": Cursor(**values["cursor"])})

@@ -16,6 +16,10 @@ STATE_FILE = "state.json"
 """Everything that is not a tensor."""
 INDEX_FILE = "tensors.json"
 """Which tensors there are, and in which files."""
+MANIFEST_BYTES = 16 << 20
+"""The largest manifest that is read: a file of a rank takes 100 bytes in it, and a hundred thousand ranks 10 MB."""
+STATE_BYTES = 64 << 20
+"""The largest state: that of a run over a hundred thousand files, with names and hashes, takes 20 MB; most, 5 kB."""
 DAMAGED = ".damaged"
 """Suffix of what was set aside."""
 
@@ -57,7 +61,7 @@ class Readable(Protocol):
         """The checkpoint's path or URL, for messages."""
 
     def open(self, name: str, file: str) -> AbstractContextManager[StoredFile]:
-        """Open a large file."""
+        """Open a large file. UnsoundError if it is no regular file."""
 
 
 class Storage(Readable, Protocol):
@@ -76,10 +80,10 @@ class Storage(Readable, Protocol):
         """Whether something was set aside here."""
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Sizes of all files of a checkpoint; empty if it does not exist."""
+        """Sizes of all files of a checkpoint; empty if it does not exist. Links, pipes and directories are no files."""
 
-    def read(self, name: str, file: str) -> bytes:
-        """Read a small file."""
+    def read(self, name: str, file: str, limit: int) -> bytes:
+        """Read a small file. UnsoundError if it is no regular file, or has more bytes than `limit`."""
 
     def set_aside(self, name: str) -> str:
         """Rename a damaged checkpoint so that it no longer counts; return its new location, for messages."""

@@ -34,6 +34,9 @@ class CheckpointWeights:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(shape) for name, (shape, _) in self._stored.items()}
 
+    def where(self, name: str) -> str:
+        return f"{name} in {self._found.path}"
+
     def dtypes(self) -> dict[str, torch.dtype]:
         return {name: dtype for name, (_, dtype) in self._stored.items()}
 

@@ -18,7 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key
 
 from raytune_fsdp.errors import ModelError, first_line
-from raytune_fsdp.model.weights import Weights
+from raytune_fsdp.model.weights import Weights, all_finite
 
 # Converted at a time, but at least a row (an expert). Pieces this small keep a rank with 201 MiB of a Mixtral's weights
 # at 229 MiB, although its largest tensor has 80 (docs/results.md).
@@ -113,6 +113,14 @@ class ConvertedWeights:
             last = min(stop, first + at_once)
             rows[first - start : last - start] = self._converted(conversion, first, last)[name]
         return rows
+
+    def where(self, name: str) -> str:
+        conversion = self._by_target.get(name)
+        if conversion is None:
+            return self._stored.where(name)
+        keys = [key for each in conversion.sources.values() for key in each]
+        broken = (key for key in keys if not all_finite(self._stored_whole(key)))  # asked only where something is wrong
+        return self._stored.where(next(broken, keys[0]))
 
     def _dtype(self, conversion: Conversion) -> torch.dtype:
         """The type that all of its sources together promote to. A few experts may have only one of several types."""

@@ -25,14 +25,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from raytune_fsdp.durable import sync_directory
 from raytune_fsdp.errors import ModelError, TransientError, first_line
+from raytune_fsdp.model.bounds import bounded_building, check_tokenizer_files, read_config
 from raytune_fsdp.model.conversion import Outgoing, outgoing
 from raytune_fsdp.model.exported import MARK_FILE, check_replaceable, put_mark
+from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.known_files import (
     CARD_FILE,
     CONFIG_FILE,
     TOKENIZER_CONFIG_FILE,
     code_files,
-    read_json,
+    read_object,
     travelling,
 )
 from raytune_fsdp.model.network import kept_in_fp32
@@ -77,6 +79,7 @@ def export(
     """
     if not (model_files / CONFIG_FILE).is_file():
         raise ModelError(f"{model_files} has no {CONFIG_FILE}, so the model of this run cannot be exported")
+    check_tokenizer_files(model_files)
     destination = Path(os.path.realpath(destination))  # a link is followed, not replaced
     _check_apart(destination, model_files)
     check_replaceable(destination, adopt=adopt)
@@ -106,7 +109,7 @@ def export(
 def _check_code(model_files: Path, trusted: bool) -> None:
     """Refuse to spread Python code that nobody has read. A tokenizer may name code that never came with it."""
     named = code_files(model_files)
-    if not trusted and (named or "auto_map" in read_json(model_files / CONFIG_FILE)):
+    if not trusted and (named or "auto_map" in read_config(model_files)):
         raise ModelError(
             f"{model_files} has a model with Python code of its own ({', '.join(named) or 'auto_map in config.json'}), "
             "which an export contains: read it, then add --trust-remote-code (in a run: model.trust_remote_code=true)"
@@ -163,13 +166,15 @@ def _check_apart(destination: Path, model_files: Path) -> None:
 
 def _network(model_files: Path) -> PreTrainedModel | None:
     """The network on the meta device; None if it needs code that is not transformers' own."""
-    values = read_json(model_files / CONFIG_FILE)
+    values = read_config(model_files)
     if "auto_map" in values or values.get("model_type") not in CONFIG_MAPPING:
         return None
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), bounded_building():
             hf_config = AutoConfig.from_pretrained(model_files, trust_remote_code=False)
             model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
+    except ModelError:
+        raise
     except Exception as error:  # its checks may raise anything
         raise ModelError(
             f"{model_files / CONFIG_FILE} is not a config that the installed transformers accepts: {first_line(error)}"
@@ -177,10 +182,21 @@ def _network(model_files: Path) -> PreTrainedModel | None:
     return model
 
 
+def _check_own(shapes: Shapes, model: PreTrainedModel) -> None:
+    """Refuse weights that are not those of the network that config.json describes: nothing could load the export."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in owned_tensors(model).items()}
+    differ = sorted({name for name, _ in wanted.items() ^ shapes.items()})
+    if differ:
+        more = f" (and {len(differ) - 1} more)" if len(differ) > 1 else ""
+        raise ModelError(f"the checkpoint is not of the network that config.json describes: {differ[0]} differs{more}")
+
+
 def _write_weights(
     source: WholeTensors, model: PreTrainedModel | None, staging: Path, target: torch.dtype | None, max_file_bytes: int
 ) -> dict[str, torch.dtype]:
     """Write every tensor to its file, and the index. Returns the types in the files, by key."""
+    if model is not None:
+        _check_own(source.shapes(), model)
     groups = outgoing(source.shapes(), model)
     stored_types = source.dtypes()
     shapes = {key: shape for group in groups for key, shape in group.stored.items()}
@@ -280,13 +296,13 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 def _write_configs(staging: Path, types: Mapping[str, torch.dtype], *, code: bool) -> None:
     """Put the type of most weights into config.json, in which from_pretrained loads all, and transformers 4's names."""
-    config = read_json(staging / CONFIG_FILE)
+    config = read_object(staging / CONFIG_FILE)
     main = max(set(types.values()), key=list(types.values()).count)
     add_older_names(config, str(main).removeprefix("torch."))
     _write_json(staging / CONFIG_FILE, config)
     tokenizer_config = staging / TOKENIZER_CONFIG_FILE
     if tokenizer_config.exists():
-        values = read_json(tokenizer_config)
+        values = read_object(tokenizer_config)
         if not code:
             values.pop("auto_map", None)  # the tokenizer was loaded without that code, which is not here
         rename_tokenizer(values, staging)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from dataclasses import dataclass
@@ -10,9 +9,14 @@ from functools import partial
 from pathlib import Path
 
 from raytune_fsdp.errors import ModelError, first_line, in_one_line
+from raytune_fsdp.model.bounds import check_index
+from raytune_fsdp.untrusted import MIB, read_json, reason
 
 HUB_SECONDS = 4
 """How long a hub may take for its first answer, before it counts as unreachable."""
+
+_INDEX_BYTES = 64 * MIB
+"""A model.safetensors.index.json of DeepSeek-V3, with 91,000 tensors, has 9 MB."""
 
 # What a config, a tokenizer, a chat template and the code of a model come in.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "tokenizer*"]
@@ -150,10 +154,10 @@ def find_weights(directory: Path) -> WeightFiles:
     single = directory / "model.safetensors"
     if index.is_file():
         try:
-            file_of = {str(key): str(name) for key, name in json.loads(index.read_text())["weight_map"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            file_of = check_index(read_json(index, limit=_INDEX_BYTES, links=True))
+        except ValueError as error:
             raise ModelError(
-                f"{index} is not a safetensors index with a weight_map ({in_one_line(error)}): download it again"
+                f"{index} is not a safetensors index with a weight_map ({reason(error)}): download it again"
             ) from error
     elif single.is_file():
         file_of = dict.fromkeys(_keys_of(single), single.name)

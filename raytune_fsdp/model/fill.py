@@ -6,6 +6,7 @@ rows. Both are driven by the same list of targets in the same order, so that ran
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,9 +15,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
+from raytune_fsdp.collectives import on_all_ranks
+from raytune_fsdp.errors import ModelError
 from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.network import init_buffers
-from raytune_fsdp.model.weights import Weights
+from raytune_fsdp.model.weights import Weights, all_finite
 
 # Copied at a time. Mapped files take no memory before they are copied; a checkpoint's or a conversion's tensors do.
 _READ_BYTES = 4 << 20
@@ -40,30 +43,59 @@ class Target:
 def fill(model: PreTrainedModel, weights: Weights | None, mode: FillMode, device: torch.device) -> None:
     """Allocate every shard on `device` and fill it; with mode `empty` a checkpoint does that later. Collective.
 
-    With `rank0` only rank 0 needs `weights`.
+    With `rank0` only rank 0 needs `weights`. Values that are not finite are refused, on every rank alike.
     """
     owned = list(owned_tensors(model))
     _allocate(model, device)
+    wrong: dict[str, str] = {}
     if mode == "rank0":
-        _scatter(_targets(model), weights, device)
+        wrong = _scatter(_targets(model), weights, device)
     elif mode == "sharded":
         assert weights is not None, "every rank reads in sharded mode"
         rank = dist.get_rank()
         for target in _targets(model):
-            _read(target, weights, *target.rows_of[rank])
+            if problem := _read(target, weights, *target.rows_of[rank]):
+                wrong[target.name] = problem
+    if mode != "empty":
+        on_all_ranks(lambda: _refuse(wrong, weights))
     init_buffers(model, device)
     assert list(owned_tensors(model)) == owned, "filling must keep tied weights tied"
 
 
-def _read(target: Target, weights: Weights, start: int, stop: int) -> None:
+def _refuse(wrong: Mapping[str, str], weights: Weights | None) -> None:
+    if wrong:
+        assert weights is not None, "this rank has read them"
+        name, problem = next(iter(wrong.items()))
+        raise ModelError(
+            f"{weights.where(name)} {problem}"
+            + (f" (and {len(wrong) - 1} more tensors)" if len(wrong) > 1 else "")
+            + ", so nothing can be learned from there: download the model again, or use another one"
+        )
+
+
+def _problem(rows: torch.Tensor, local: torch.Tensor) -> str | None:
+    """Why these rows cannot be the values of a tensor of the network."""
+    if rows.is_floating_point() != local.is_floating_point():
+        return f"has the type {rows.dtype}, where the network has {local.dtype}"
+    return None if all_finite(rows) else "has values that are not finite (NaN or infinity)"
+
+
+def _read(target: Target, weights: Weights, start: int, stop: int) -> str | None:
+    """Read these rows; returns what is wrong with them."""
     local = target.local
     if not local.ndim:
-        local.copy_(weights.read(target.name, start, stop))
-        return
+        value = weights.read(target.name, start, stop)
+        local.copy_(value)
+        return _problem(value, local)
+    problem = None
     at_once = max(1, _READ_BYTES // max(1, local[:1].nbytes))
     for first in range(start, stop, at_once):
         last = min(stop, first + at_once)
-        local[first - start : last - start].copy_(weights.read(target.name, first, last))
+        rows = weights.read(target.name, first, last)
+        local[first - start : last - start].copy_(rows)
+        # Of 4 MiB that were just copied, so that it reads the processor's cache, not memory.
+        problem = problem or _problem(rows, local)
+    return problem
 
 
 def _allocate(model: PreTrainedModel, device: torch.device) -> None:
@@ -99,8 +131,8 @@ def _target(name: str, tensor: torch.Tensor, world: int) -> Target:
     return Target(name=name, local=local, rows_of=rows_of)
 
 
-def _scatter(targets: list[Target], weights: Weights | None, device: torch.device) -> None:
-    """Rank 0 reads a tensor, and every rank receives its rows of it.
+def _scatter(targets: list[Target], weights: Weights | None, device: torch.device) -> dict[str, str]:
+    """Rank 0 reads a tensor, and every rank receives its rows of it. Returns, on rank 0, what is wrong with which.
 
     Rows travel as bytes of the stored type. Pieces that are shorter than the longest (the last rank's) are padded.
     """
@@ -112,24 +144,30 @@ def _scatter(targets: list[Target], weights: Weights | None, device: torch.devic
     # MiB of weights peak at 963; the largest tensor has 125 (docs/results.md).
     buffer = torch.empty(max(r * m for r, m in zip(row_bytes, most, strict=True)), dtype=torch.uint8, device=device)
     spare = torch.empty_like(buffer) if rank == 0 else None
+    wrong: dict[str, str] = {}
     for target, dtype, bytes_per_row, rows in zip(targets, dtypes, row_bytes, most, strict=True):
         received = buffer[: rows * bytes_per_row]
         pieces = None
         if rank == 0:
             assert weights is not None and spare is not None
-            pieces = _pieces(target, weights, rows * bytes_per_row, spare, world, device)
+            whole = weights.read(target.name, 0, max(stop for _, stop in target.rows_of))
+            if problem := _problem(whole, target.local):
+                wrong[target.name] = problem
+            pieces = _pieces(target, whole, rows * bytes_per_row, spare, world, device)
+            del whole
         dist.scatter(received, pieces, src=0)
         start, stop = target.rows_of[rank]
         mine = received[: (stop - start) * bytes_per_row].view(dtype)
         target.local.copy_(mine.view(target.local.shape))
+    return wrong
 
 
 def _pieces(
-    target: Target, weights: Weights, size: int, spare: torch.Tensor, world: int, device: torch.device
+    target: Target, whole: torch.Tensor, size: int, spare: torch.Tensor, world: int, device: torch.device
 ) -> list[torch.Tensor]:
     """One tensor's bytes for every rank: views of the tensor, except where a piece is short and needs padding."""
     rows = max(stop for _, stop in target.rows_of)
-    flat = weights.read(target.name, 0, rows).contiguous().to(device).reshape(-1).view(torch.uint8)
+    flat = whole.contiguous().to(device).reshape(-1).view(torch.uint8)
     per_row = flat.numel() // max(1, rows)
     padded: dict[tuple[int, int], torch.Tensor] = {}
     pieces = []

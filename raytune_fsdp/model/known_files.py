@@ -6,7 +6,6 @@ links to files of this machine.
 
 from __future__ import annotations
 
-import json
 import re
 import stat
 from collections.abc import Iterator
@@ -14,7 +13,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from raytune_fsdp.errors import ModelError, in_one_line
+from raytune_fsdp.errors import ModelError
+from raytune_fsdp.untrusted import MIB, read_file, read_json, reason
 
 CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"
@@ -35,7 +35,7 @@ _TEMPLATES = "additional_chat_templates"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _MODULE = re.compile(r"\w+")
 _BESIDE = re.compile(r"^\s*from\s+\.(\w+)\s+import|^\s*from\s+\.\s+import\s+([\w, ]+)", re.MULTILINE)
-_MAX_BYTES = 64 << 20
+_MAX_BYTES = 64 * MIB
 """Of a JSON or Python file that is read here."""
 
 
@@ -98,27 +98,25 @@ def code_files(directory: Path) -> list[str]:
 def _references(directory: Path) -> Iterator[str]:
     for file in (CONFIG_FILE, TOKENIZER_CONFIG_FILE):
         if (directory / file).exists():
-            auto_map = read_json(directory / file).get("auto_map")
+            auto_map = read_object(directory / file).get("auto_map")
             values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
             for value in values:
                 yield from (each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str))
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a model directory. ModelError if it is none."""
     try:
-        values = json.loads(_text(path))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON ({in_one_line(error)}): restore it, or download it again") from error
+        values = read_json(path, limit=_MAX_BYTES, links=True)
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON ({reason(error)}): restore it, or download it again") from error
     if not isinstance(values, dict):
         raise ModelError(f"{path} is not a JSON object but {type(values).__name__}: restore it, or download it again")
     return values
 
 
 def _text(path: Path) -> str:
-    if path.stat().st_size > _MAX_BYTES:
-        raise ModelError(f"{path} has {path.stat().st_size:,} bytes, and such a file has at most {_MAX_BYTES:,}")
     try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ModelError(f"{path} is not UTF-8 text ({error.reason}): restore it, or download it again") from error
+        return read_file(path, limit=_MAX_BYTES).decode()
+    except ValueError as error:
+        raise ModelError(f"{path} is not a file of code ({reason(error)}): restore it, or download it again") from error

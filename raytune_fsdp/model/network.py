@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from raytune_fsdp.config import FinetuneConfig, ModelConfig
 from raytune_fsdp.errors import ModelError, first_line
 from raytune_fsdp.estimate.flops import Architecture
+from raytune_fsdp.model.bounds import bounded_building, check_buffers, read_config
 
 MASTER_DTYPE = {
     "fp64": torch.float64,
@@ -84,6 +85,7 @@ def _read(config: ModelConfig, directory: Path | None) -> PretrainedConfig:
         raise ModelError(
             f"model.path={config.path}: {directory} has no config.json; it must be a Hugging Face model directory"
         )
+    _checked(partial(read_config, directory), f"model.path={config.path}")
     return _checked(
         lambda: AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code),
         f"model.path={config.path}",
@@ -128,8 +130,10 @@ def build_base(hf_config: PretrainedConfig, config: ModelConfig, precision: str)
     if config.attention != "auto":
         kwargs["attn_implementation"] = config.attention
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), bounded_building():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, **kwargs)
+    except ModelError:
+        raise
     except Exception as error:  # as in `_checked`
         raise ModelError(
             f"model: transformers cannot build a causal LM of type {hf_config.model_type!r}: {first_line(error)}"
@@ -229,6 +233,7 @@ def init_buffers(model: PreTrainedModel, device: torch.device) -> None:
     transformers computes them in `_init_weights`, module by module. It draws weights there too, and leaves alone only
     tensors that are marked as initialised.
     """
+    check_buffers(model)
     for tensor in [*model.parameters(), *model.state_dict(keep_vars=True).values()]:
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     persistent = set(model.state_dict())
@@ -239,7 +244,7 @@ def init_buffers(model: PreTrainedModel, device: torch.device) -> None:
             empty = torch.empty_like(module.get_buffer(name), device="cpu")
             module._buffers[name] = empty.fill_(torch.nan) if empty.is_floating_point() else empty.zero_()
         if names:
-            owner._init_weights(module)
+            _checked(partial(owner._init_weights, module), f"model: what {_join(prefix, names[0])} is computed from")
         for name in names:
             buffer = module.get_buffer(name)
             if buffer.is_floating_point() and buffer.isnan().any():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, Protocol
@@ -29,6 +30,19 @@ class Weights(Protocol):
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) on the CPU, in the stored type. A tensor without dimensions is read whole."""
+
+    def where(self, name: str) -> str:
+        """Where this tensor is stored, for messages."""
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has neither infinities nor NaNs."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    if tensor.itemsize == 1:  # of no 8-bit type is there a minimum
+        tensor = tensor.to(torch.float16)
+    low, high = torch.aminmax(tensor)  # reads once and allocates nothing, unlike isfinite; both are NaN if anything is
+    return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 class FileWeights:
@@ -57,6 +71,10 @@ class FileWeights:
             return whole
         rows: torch.Tensor = piece[start:stop]
         return rows
+
+    def where(self, name: str) -> str:
+        key = self._key_of[name]
+        return f"{key} in {self._files.directory / self._files.file_of[key]}"
 
     def _slice(self, name: str) -> Any:
         try:
@@ -105,6 +123,9 @@ class RandomWeights:
             self._current = (unit, self._draw(unit))
         tensor = self._current[1][name]
         return tensor[start:stop] if tensor.ndim else tensor
+
+    def where(self, name: str) -> str:
+        return f"{name}, drawn at random,"
 
     @torch.no_grad()
     def _draw(self, unit: str) -> dict[str, torch.Tensor]:
@@ -166,6 +187,9 @@ class GrownWeights:
             return old
         mean = self._mean(name, stored).to(old.dtype)
         return torch.cat([old, mean.expand(new, *mean.shape)])
+
+    def where(self, name: str) -> str:
+        return self._inner.where(name)
 
     def _mean(self, name: str, stored: int) -> torch.Tensor:
         if name not in self._means:

@@ -14,10 +14,12 @@ import yaml
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.errors import RaytuneError, in_one_line
+from raytune_fsdp.model.bounds import read_config
 from raytune_fsdp.model.files import find_weights
-from raytune_fsdp.model.known_files import CARD_FILE, CONFIG_FILE, read_json
+from raytune_fsdp.model.known_files import CARD_FILE
 from raytune_fsdp.rundir import METRICS_FILE, RECIPE_FILE
 from raytune_fsdp.tracking.jsonl import read_metrics
+from raytune_fsdp.untrusted import MIB, UnsoundError, read_json, reason
 from raytune_fsdp.urls import is_url
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,7 @@ logger = logging.getLogger(__name__)
 _LOCAL = ("/", "~", "./", "../", "file:")
 """Beginnings of paths that exist only on some machine."""
 _FINGERPRINT = "- fingerprint of everything that decided the training"
+_RECIPE_BYTES = 4 * MIB  # the whole config of a run: 5 kB
 RECIPE = ("run", "model", "data", "method", "parallel", "optim", "train")
 """The sections of a config that decide what is learned. From `run`, only the name and the seed are shown."""
 
@@ -45,7 +48,7 @@ def model_card(checkpoint: CommittedCheckpoint, model_files: Path, *, dtype: str
     state = read_state(checkpoint)
     recipe = _recipe(model_files)
     config = recipe["config"]
-    hf_config = read_json(model_files / CONFIG_FILE)
+    hf_config = read_config(model_files)
     name = config.get("run", {}).get("name", "fine-tuned model")
     parts = [
         "---",
@@ -83,12 +86,25 @@ def is_of_same_run(export: Path, card: str) -> bool:
 def _recipe(model_files: Path) -> Any:
     """The recipe. An empty one if it is missing (older versions wrote none) or broken: a card can do without it."""
     try:
-        recipe = json.loads((model_files / RECIPE_FILE).read_text())
-        if isinstance(recipe["config"]["model"], dict) and {"version", "run_dir", "model_on_hub"} <= recipe.keys():
-            return recipe
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("%s says nothing about the training: %s", model_files / RECIPE_FILE, error)
+        recipe = read_json(model_files / RECIPE_FILE, limit=_RECIPE_BYTES, links=True)
+        _check_recipe(recipe)
+        return recipe
+    except (OSError, ValueError) as error:
+        logger.warning("%s says nothing about the training: %s", model_files / RECIPE_FILE, reason(error))
     return {"version": None, "run_dir": None, "model_on_hub": False, "config": {}}
+
+
+def _check_recipe(recipe: Any) -> None:
+    """Refuse what this version cannot read: a recipe comes with a checkpoint, perhaps from somebody else."""
+    config = recipe.get("config") if isinstance(recipe, dict) else None
+    if not isinstance(config, dict) or not all(isinstance(config.get(section, {}), dict) for section in RECIPE):
+        raise UnsoundError("has no config")
+    texts = [recipe.get("version"), recipe.get("run_dir"), config.get("model", {}).get("path")]
+    rows = config.get("data", {}).get("train", [])
+    if not all(isinstance(text, str | None) for text in texts) or not isinstance(recipe.get("model_on_hub"), bool):
+        raise UnsoundError("has numbers where names belong")
+    if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows) or "model" not in config:
+        raise UnsoundError("describes neither model nor data")
 
 
 def _metadata(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,10 +140,12 @@ def _results(run_dir: Path | None, step: int) -> Iterator[str]:
     if run_dir is None:
         return
     try:
-        lines = [line for line in read_metrics(run_dir / METRICS_FILE) if _step(line) <= step]
-    except (RaytuneError, OSError, KeyError, TypeError) as error:
+        yield from list(_rows([line for line in read_metrics(run_dir / METRICS_FILE) if _step(line) <= step]))
+    except (RaytuneError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("the model card has no results: %s", in_one_line(error))
-        return
+
+
+def _rows(lines: list[dict[str, Any]]) -> Iterator[str]:
     losses = [line["trajectory"]["loss"] for line in lines if line["kind"] == "step"]
     if losses:
         yield f"| training loss, first and last step | {losses[0]:.4f}, {losses[-1]:.4f} |"
@@ -147,8 +165,8 @@ def _data(config: Mapping[str, Any], state: RunState) -> Iterator[str]:
     yield "|---|---|"
     listed = config.get("data", {}).get("train", [])
     # From the identity: the recipe may be missing.
-    numbers = sorted({key.split(".")[2] for key in state.identity if key.startswith(("data.train.", "data.datasets."))})
-    for number in numbers:
+    numbers = {key.split(".")[2] for key in state.identity if key.startswith(("data.train.", "data.datasets."))}
+    for number in sorted(number for number in numbers if number.isdecimal()):
         own = {
             key: value
             for key, value in state.identity.items()

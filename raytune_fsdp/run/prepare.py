@@ -22,6 +22,7 @@ from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ConfigError, ModelError, first_line
 from raytune_fsdp.evaluate import encode_prompt
 from raytune_fsdp.model.attention import positions_of, takes_position_ids
+from raytune_fsdp.model.bounds import MOST_TOKENS, check_tokenizer_files
 from raytune_fsdp.model.files import locate
 from raytune_fsdp.model.hub import check_push
 from raytune_fsdp.model.network import (
@@ -117,11 +118,16 @@ def load_tokenizer(config: FinetuneConfig, directory: Path | None) -> PreTrained
     field = "model.tokenizer" if config.model.tokenizer else "model.path"
     if config.model.tokenizer:
         directory = locate(name, None, field=field, weights=False)
+    if directory is not None:
+        check_tokenizer_files(directory)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             directory, trust_remote_code=config.model.trust_remote_code
         )
-    except Exception as error:  # many libraries read tokenizers, and each has errors of its own
+        vocabulary_of(tokenizer)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # many libraries read tokenizers; what one in Rust panics with is no Exception
         if wants_code(error):
             raise ModelError(f"{field}={name} {NEEDS_CODE}, then set model.trust_remote_code=true") from error
         first = first_line(error).rstrip(": ")
@@ -136,7 +142,10 @@ def load_tokenizer(config: FinetuneConfig, directory: Path | None) -> PreTrained
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
     """The largest id plus one, not the number of tokens: ids may have gaps."""
-    return int(max(tokenizer.get_vocab().values())) + 1
+    most = max(tokenizer.get_vocab().values(), default=-1)
+    if not 0 <= most < MOST_TOKENS:
+        raise ModelError(f"its largest id is {most}")
+    return int(most) + 1
 
 
 def _generation_config(network: PreTrainedModel, directory: Path | None) -> GenerationConfig | None:
@@ -144,8 +153,8 @@ def _generation_config(network: PreTrainedModel, directory: Path | None) -> Gene
     if directory is not None and (directory / GENERATION_CONFIG_NAME).is_file():
         try:
             return GenerationConfig.from_pretrained(directory)
-        except (OSError, ValueError, TypeError) as error:
-            logger.warning("%s is ignored: %s", directory / GENERATION_CONFIG_NAME, error)
+        except Exception as error:  # its checks may raise anything
+            logger.warning("%s is ignored: %s", directory / GENERATION_CONFIG_NAME, first_line(error))
     return network.generation_config
 
 

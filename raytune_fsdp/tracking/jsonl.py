@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from raytune_fsdp.durable import sync_directory
-from raytune_fsdp.errors import RaytuneError, TrainingError, TransientError
+from raytune_fsdp.errors import RaytuneError, ResumeError, TrainingError, TransientError
 from raytune_fsdp.redaction import redact
 from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE
 from raytune_fsdp.tracking.tracker import RunStart, Status
 from raytune_fsdp.types import StepMetrics
+from raytune_fsdp.untrusted import UnsoundError, is_count, lines_of, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -169,8 +170,15 @@ def read_trajectory(path: Path) -> list[dict[str, Any]]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Every event on record, except lines that a crash left unfinished."""
-    return [_decode(line) for _, line in _parsed(path) if isinstance(line, dict) and "event" in line]
+    """Every event on record, except lines that a crash left unfinished, and what is no event."""
+    return [_decode(line) for _, line in _parsed(path) if _is_event(line)]
+
+
+def _is_event(line: Any) -> bool:
+    if not isinstance(line, dict) or not isinstance(line.get("event"), str):
+        return False
+    # The next attempt has the next number, which is part of the name of a directory.
+    return is_count(line.get("attempt")) and line["attempt"] < 1 << 31 and isinstance(line.get("fields"), dict)
 
 
 def _step_line(metrics: StepMetrics, world_size: int, attempt: int) -> dict[str, object]:
@@ -187,15 +195,17 @@ def _parsed(path: Path) -> Iterator[tuple[bytes, Any]]:
     """The lines and what they mean: None for one that is not JSON; an unfinished last line is left out."""
     if not path.exists():
         return
-    with path.open("rb") as file:
-        for raw in file:
+    try:
+        for raw in lines_of(path):
             try:
-                line = json.loads(raw)
+                line = parse_json(raw, doubles=True)
             except ValueError:
                 if raw.endswith(b"\n"):
                     yield raw.rstrip(b"\n"), None
                 continue
             yield raw.rstrip(b"\n"), line
+    except UnsoundError as error:
+        raise ResumeError(f"{path} {error}: it is the record of the run, so move away what is there") from error
 
 
 def _step_of(line: Any) -> int | None:

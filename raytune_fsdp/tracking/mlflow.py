@@ -27,6 +27,7 @@ from raytune_fsdp.tracking.names import values_of
 from raytune_fsdp.tracking.outbox import Outbox, Parcel, Point
 from raytune_fsdp.tracking.tracker import RunStart, Status
 from raytune_fsdp.types import StepMetrics
+from raytune_fsdp.untrusted import read_file
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -209,7 +210,7 @@ class MlflowTracker:
 
         run_id = self._run_id or self._run.state.get(RUN_ID)
         if run_id is None and self._id_file is not None and self._id_file.exists():
-            run_id = self._id_file.read_text().strip()
+            run_id = read_file(self._id_file, limit=1024).decode().strip()
         if not run_id:
             return None, {}
         try:

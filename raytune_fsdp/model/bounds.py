@@ -1,0 +1,145 @@
+"""What the files of a stranger's model may ask for. Checked before a library acts on them.
+
+transformers builds what a config says: with `num_hidden_layers: 10000000` that never ends, and with `num_labels:
+1000000000` it fills the memory. The bounds are far above every model there is: they refuse damage and malice only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from raytune_fsdp.errors import ModelError, first_line
+from raytune_fsdp.model.known_files import CONFIG_FILE
+from raytune_fsdp.untrusted import MIB, UnsoundError, check_values, read_file, read_json, shown
+
+_CONFIG_BYTES = 8 * MIB
+"""A config.json has 1 to 10 kB; those of classifiers, with the names of 20,000 classes, 1 MB."""
+_TOKENIZER_BYTES = 128 * MIB
+"""A tokenizer.json has up to 35 MB; a vocabulary of a million tokens would take 100."""
+_TOKENIZER_VALUES = 4_000_000
+"""The 35 MB of Gemma's tokenizer.json are 2 million values."""
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+    "chat_template.jinja", "chat_template.json", "processor_config.json", "generation_config.json",
+)  # fmt: skip
+"""What a tokenizer, and the way a model generates, are read from."""
+
+MOST_TOKENS = 1 << 24  # XLM-V has a vocabulary of a million
+_MOST_LAYERS = 1024  # Llama 3.1 405B has 126
+_MOST = {
+    "vocab_size": MOST_TOKENS,
+    "hidden_size": 1 << 20,  # 18,432 in PaLM
+    "intermediate_size": 1 << 22,
+    "num_attention_heads": 1 << 16,
+    "num_labels": 1 << 18,  # transformers makes a name for each
+}
+_LAYERS = re.compile(r"(n|num|number_of)_(\w+_)?(layers?|blocks)|(enc|dec)oder_layers")
+_SAME = {
+    "n_embd": "hidden_size", "d_model": "hidden_size", "dim": "hidden_size", "n_head": "num_attention_heads",
+    "n_heads": "num_attention_heads", "num_heads": "num_attention_heads", "n_inner": "intermediate_size",
+    "ffn_dim": "intermediate_size", "d_ff": "intermediate_size",
+}  # fmt: skip
+
+_MOST_TENSORS = 200_000
+"""Tensors of a network. The 384 experts of each of Kimi K2's 60 layers are 70,000, each in a module of its own."""
+_BUFFER_BYTES = 1 << 30
+"""What a network may compute for itself. The masks of a GPT-J, its largest buffers, are 117 MB."""
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The values of a `config.json`, none of which asks for more than any model needs."""
+    file = directory / CONFIG_FILE
+    try:
+        values = read_json(file, limit=_CONFIG_BYTES, links=True)
+        if not isinstance(values, dict):
+            raise UnsoundError("is not a JSON object")
+        if not isinstance(values.get("model_type", ""), str):
+            raise UnsoundError(f"has the model_type {shown(values['model_type'])}")
+        _check_counts(values)
+    except UnsoundError as error:
+        raise ModelError(f"{file} {error}, so it is not the config of a model: download it again") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read ({first_line(error)}): download it again") from error
+    found: dict[str, Any] = values
+    return found
+
+
+def _check_counts(values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict):  # of the language model in a model that also sees or hears
+            _check_counts(value)
+        most = _MOST_LAYERS if _LAYERS.fullmatch(key) else _MOST.get(_SAME.get(key, key))
+        if most is not None and isinstance(value, int | float) and value > most:
+            raise UnsoundError(f"has {key}={shown(value)}, more than the {most} that any model has")
+
+
+def check_tokenizer_files(directory: Path) -> None:
+    """Refuse what is no regular file, or larger than any tokenizer's, among the files that a tokenizer is read from."""
+    if (directory / CONFIG_FILE).exists():
+        read_config(directory)  # it may name the tokenizer's class
+    for name in _TOKENIZER_FILES:
+        file = directory / name
+        try:
+            if name.endswith(".json") and name != "tokenizer.json":
+                read_json(file, limit=_TOKENIZER_BYTES, links=True)
+            else:  # the library that reads it has a limit of depth
+                content = read_file(file, limit=_TOKENIZER_BYTES, links=True)
+                if name.endswith(".json"):
+                    check_values(content, _TOKENIZER_VALUES)
+        except FileNotFoundError:
+            continue
+        except UnsoundError as error:
+            raise ModelError(f"{file} {error}, so it is not that of a tokenizer: download it again") from error
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{file} cannot be read ({first_line(error)}): download it again") from error
+
+
+@contextmanager
+def bounded_building() -> Iterator[None]:
+    """Within this block a network that is being built may have so many tensors, and no more."""
+    count = 0
+
+    # One of torch's own hooks, called for every parameter of every module.
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal count
+        count += 1
+        if count > _MOST_TENSORS:
+            raise ModelError(
+                f"config.json describes a network of more than {_MOST_TENSORS} tensors, more than any model has: "
+                "download it again"
+            )
+
+    handle = register_module_parameter_registration_hook(registered)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Refuse a network on the meta device whose buffers would take more memory than those of any model."""
+    buffers = {name: buffer.nbytes for name, buffer in model.named_buffers()}
+    if sum(buffers.values()) > _BUFFER_BYTES:
+        largest = max(buffers, key=lambda name: buffers[name])
+        raise ModelError(
+            f"model: the buffers of this {type(model).__name__} would take {sum(buffers.values()) / 1e9:.1f} GB, the "
+            f"largest of them {largest}: correct its config.json, whose sizes no model has"
+        )
+
+
+def check_index(values: Any) -> dict[str, str]:
+    """The file of every tensor, from the content of a `model.safetensors.index.json`."""
+    found = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise UnsoundError("has no weight_map that names a file for each tensor")
+    if len(found) > 2 * _MOST_TENSORS:
+        raise UnsoundError(f"names {len(found)} tensors, more than any model has")
+    return found

@@ -1,0 +1,186 @@
+"""Files that a stranger may have written: read within limits, without waiting for what is not a file.
+
+Checkpoints, models and run directories travel between people. What has the name of a file of ours may be a pipe that
+nobody writes to, a device, a link to another place, a terabyte, or JSON that is a hundred thousand lists deep. Readers
+of a file say what it may contain; this module says what any file may be.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeGuard
+
+MIB = 1 << 20
+MAX_DEPTH = 64
+"""Levels of nesting. The configs and tokenizers of real models have up to 8; Python's functions give up at 1,000."""
+MAX_VALUES = 2_000_000
+"""Values in a file that is parsed here. Each may take 200 bytes of memory: empty lists, three bytes each, take twenty
+times the size of their file. The 128,000 added tokens of a speech model are 1,000,000 values."""
+_LINE_BYTES = 16 * MIB
+"""The longest line of a record. One with the answers to every prompt of an evaluation has some 100 KB."""
+
+
+class UnsoundError(ValueError):
+    """What a file is, as the end of a sentence that begins with its name: "is not a regular file"."""
+
+
+def reason(error: Exception) -> str:
+    """Why a file is not what it should be, in one clause, from what reading or parsing it has raised."""
+    text = f"it {error}" if isinstance(error, UnsoundError) else str(error)
+    return (text.strip() or type(error).__name__).splitlines()[0][:500]
+
+
+def open_regular(path: str | os.PathLike[str], *, links: bool = False) -> int:
+    """A handle to read a regular file. `links`: its name may be a symbolic link, as in the hub's cache."""
+    # Before it is opened, since opening a device may do something; a pipe would wait for somebody who writes.
+    _check_kind(os.stat(path, follow_symlinks=links))
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
+    try:
+        handle = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not links:
+            raise UnsoundError("is a symbolic link, not a regular file") from error
+        raise
+    try:
+        _check_kind(os.fstat(handle))  # again: it may have been replaced meanwhile
+    except UnsoundError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _check_kind(facts: os.stat_result) -> None:
+    kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe"}
+    if not stat.S_ISREG(facts.st_mode):
+        raise UnsoundError(f"is {kinds.get(stat.S_IFMT(facts.st_mode), 'a device or socket')}, not a regular file")
+
+
+def read_file(path: str | os.PathLike[str], *, limit: int, links: bool = False) -> bytes:
+    """The content of a regular file of at most `limit` bytes."""
+    with os.fdopen(open_regular(path, links=links), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        check_size(size, limit)
+        content = file.read(size + 1)
+    check_size(len(content), limit)
+    return content
+
+
+def check_size(size: int, limit: int) -> None:
+    """Refuse a file of this size if that is more than one of its kind ever has."""
+    if size > limit:
+        raise UnsoundError(f"has {size} bytes, more than the {limit} that such a file may have")
+
+
+def read_json(path: str | os.PathLike[str], *, limit: int, links: bool = False) -> Any:
+    """The content of a JSON file, as transformers would read it: the last of equal keys counts, and NaN is a number."""
+    return parse_json(read_file(path, limit=limit, links=links), doubles=True, constants=True)
+
+
+def parse_json(content: bytes, *, doubles: bool = False, constants: bool = False, values: int = MAX_VALUES) -> Any:
+    """Parse JSON of at most so many values.
+
+    Unless allowed, a key that comes twice in an object (`doubles`), and NaN and infinities (`constants`) are refused.
+    """
+    openers = content.count(b"[") + content.count(b"{")
+    check_values(content, values)
+    try:
+        parsed = _DECODERS[doubles, constants].decode(content.decode())
+    except RecursionError as error:
+        raise UnsoundError("is nested too deeply") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, UnsoundError):
+        raise
+    except ValueError as error:
+        raise UnsoundError("has a number of thousands of digits") from error
+    if openers > MAX_DEPTH:  # fewer cannot be deeper
+        _check_depth(parsed)
+    return parsed
+
+
+def check_values(content: bytes, limit: int = MAX_VALUES) -> None:
+    """Refuse JSON that may have more than so many values, before it is parsed; commas in its texts count, too."""
+    if content.count(b",") + content.count(b"[") + content.count(b"{") > limit:
+        raise UnsoundError(f"has more than {limit} values, more than such a file may have")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UnsoundError(f"has the key {shown(twice)} twice")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise UnsoundError(f"has {name} where a number belongs")
+
+
+# Made once: a record has a million lines.
+_DECODERS = {
+    (doubles, constants): json.JSONDecoder(
+        object_pairs_hook=None if doubles else _unique, parse_constant=None if constants else _no_constant
+    )
+    for doubles in (False, True)
+    for constants in (False, True)
+}
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                inner += (child for child in each.values() if isinstance(child, dict | list))
+            elif isinstance(each, list):
+                inner += (child for child in each if isinstance(child, dict | list))
+        if not inner:
+            return
+        level = inner
+    raise UnsoundError(f"is nested deeper than {MAX_DEPTH} levels")
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """The lines of a record that grows. Of a line that no record has, because it is too long, only the beginning."""
+    with os.fdopen(open_regular(path, links=True), "rb") as file:
+        while line := file.readline(_LINE_BYTES):
+            rest = line
+            while not rest.endswith(b"\n") and (rest := file.readline(_LINE_BYTES)):
+                pass
+            yield line if rest is line else line[: _LINE_BYTES - 1] + b"\n" * rest.endswith(b"\n")
+
+
+def is_file_name(name: object) -> bool:
+    """Whether this is a name inside a directory: text without separators, not `.` or `..`."""
+    return (
+        isinstance(name, str)
+        and 0 < len(name) <= 255
+        and name.isprintable()
+        and not {name} & {".", ".."}
+        and ("/" not in name and "\\" not in name)
+    )
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether this is an integer that fits 63 bits and is not negative. True is not 1 here."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def check_format(version: object) -> None:
+    """Refuse a file of ours that another version has written."""
+    if type(version) is not int or version != 1:
+        raise UnsoundError(f"has format {shown(version)}, but this version reads only format 1")
+
+
+def shown(value: object) -> str:
+    """A stranger's value in a message: short, and on one line."""
+    try:
+        text = ascii(value)
+    except (ValueError, RecursionError):  # an integer of more digits than Python prints
+        text = type(value).__name__
+    return text if len(text) <= 80 else f"{text[:77]}..."

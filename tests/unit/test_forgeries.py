@@ -1,0 +1,283 @@
+"""Whatever somebody puts into a file that this package reads: one line and exit code 2, at once, within its memory.
+
+Or, where that is the contract: an older checkpoint, a record without that line, a card without a recipe. Never another
+value, a traceback, or a wait for something that does not come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import forgeries
+from tests.forgeries import Forge
+from tests.models import save_checkpoint
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.thorough
+
+RUN = Path(__file__).parents[1] / "fixtures" / "aae7294" / "runs" / "steps"
+CHECKPOINT = "checkpoints/step-00000006.a1"
+SECONDS, BYTES = 5.0, 500 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How reading a forgery has ended."""
+
+    code: int | None
+    """None: it was read, and had the right values."""
+    said: list[str]
+    seconds: float
+    """Of the processor, as other tests may run beside this one."""
+    grown: int
+
+
+def endings(kind: str, good: Path) -> dict[str, Ending]:
+    """On a process of its own: forge copies of a good directory, one after the other, and read them."""
+    from raytune_fsdp.cli.common import exit_code
+    from raytune_fsdp.launch.quiet import quiet
+
+    quiet()
+    table, reader = KINDS[kind]
+    found = {}
+    for name in ["", *table]:  # the first one is good, and imports everything
+        with tempfile.TemporaryDirectory() as folder:
+            place = Path(shutil.copytree(good, Path(folder) / "place"))
+            if name:
+                table[name](place)
+            read: list[int] = []
+
+            def work(place: Path = place, read: list[int] = read) -> int:
+                reader(place, good)
+                read.append(1)
+                return 0
+
+            Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+            before, start = memory("VmRSS"), time.process_time()
+            with printed() as said:
+                try:
+                    code = exit_code(work)
+                except BaseException as error:  # what Rust panics with is no Exception
+                    code = -1
+                    print(repr(error), file=sys.stderr)
+            seconds, grown = time.process_time() - start, memory("VmHWM") - before
+            found[name] = Ending(None if read else code, said, seconds, grown)
+    genuine = found.pop("")
+    assert genuine.code is None, f"every refusal would prove nothing: {genuine}"
+    return found
+
+
+def memory(what: str) -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what)]
+    return int(line.split()[1]) * 1024
+
+
+@contextlib.contextmanager
+def printed() -> Iterator[list[str]]:
+    """The lines that reach standard error, also those of libraries that are not Python's."""
+    lines: list[str] = []
+    sys.stderr.flush()
+    before = os.dup(2)
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, 2)
+            os.close(before)
+            file.seek(0)
+            lines += file.read().splitlines()
+
+
+def all_of(kind: str, good: Path, code: int | None, lines: tuple[int, ...]) -> None:
+    """Every forgery of this kind ends so, within its time and memory."""
+    (found,) = run_ranks(endings, 1, kind, good, seconds=200)
+    wrong = [
+        f"{name}: {each}"
+        for name, each in found.items()
+        if each.code != code or len(each.said) not in lines or each.seconds > SECONDS or each.grown > BYTES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@functools.cache
+def tensors_of(checkpoint: str) -> dict[str, Any]:
+    from raytune_fsdp.checkpoint.catalogue import as_checkpoint
+    from tests.checkpoints import tensors_in
+
+    found = as_checkpoint(checkpoint)
+    assert found is not None
+    return tensors_in(found)
+
+
+def read_checkpoint(place: Path, good: Path) -> None:
+    """As a resume, an export or a branch does. What is accepted must be what it was."""
+    import torch
+
+    from raytune_fsdp.checkpoint.catalogue import as_checkpoint
+    from raytune_fsdp.checkpoint.location import storage_at
+    from raytune_fsdp.checkpoint.model_files import find_checkpoint
+    from raytune_fsdp.checkpoint.reading import compare, read_index
+    from raytune_fsdp.checkpoint.state import read_state
+    from tests.checkpoints import tensors_in
+
+    found, genuine = find_checkpoint(place / CHECKPOINT), as_checkpoint(str(good / CHECKPOINT))
+    assert genuine is not None
+    assert read_state(found) == read_state(genuine), "another state was read"
+    right = tensors_of(genuine.path)
+    compare(right, read_index(storage_at(found.root), found.name), found.path, whole=True)
+    tensors = tensors_in(found)
+    assert all(torch.equal(tensors[name], right[name]) for name in right), "other values were read"
+
+
+def read_newest(place: Path, good: Path) -> None:
+    """The forged checkpoint is newer than a good one, whose values are read."""
+    import torch
+
+    from raytune_fsdp.checkpoint.catalogue import newest
+    from tests.checkpoints import tensors_in
+
+    found, _ = newest(str(place / "checkpoints"), hashes=True)
+    assert found is not None
+    tensors, right = tensors_in(found), tensors_of(str(good / CHECKPOINT))
+    assert all(torch.equal(tensors[name], right[name]) for name in right), "other values were read"
+
+
+def read_model(place: Path, good: Path) -> None:
+    """As the beginning of a run does, up to the values of all tensors."""
+    import torch
+    from safetensors.torch import load_file
+
+    from raytune_fsdp.config import FinetuneConfig
+    from raytune_fsdp.model.fill import fill
+    from raytune_fsdp.model.keys import owned_tensors
+    from raytune_fsdp.model.network import build_network, fit_vocabulary, init_buffers, load_architecture
+    from raytune_fsdp.run.initial_weights import find_origin, model_directory
+    from raytune_fsdp.run.prepare import load_tokenizer, vocabulary_of
+
+    config = FinetuneConfig.model_validate(
+        {
+            "model": {"path": str(place), "resize_embeddings": True},
+            "data": {"train": [{"path": "rows.jsonl"}], "seq_len": 16},
+            "train": {"global_batch": 1, "max_steps": 1},
+            "parallel": {"precision": "fp32"},
+            "run": {"name": "run"},
+        }
+    )
+    directory = model_directory(config, weights=False)
+    hf_config = load_architecture(config.model, directory)
+    tokenizer = load_tokenizer(config, directory)
+    fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=True)
+    network = build_network(hf_config, config)
+    init_buffers(network, torch.device("cpu"))
+    origin = find_origin(config, network)
+    assert origin is not None
+    network = build_network(hf_config, config)
+    fill(network, origin.weights(network), "sharded", torch.device("cpu"))
+    right = {name: tensor for file in good.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert all(torch.equal(tensor, right[name]) for name, tensor in owned_tensors(network).items()), "other values"
+
+
+def read_events(place: Path, good: Path) -> None:
+    from raytune_fsdp.tracking.jsonl import read_events
+
+    assert read_events(place / "events.jsonl") == read_events(good / "events.jsonl"), "other events were read"
+
+
+def read_run(place: Path, good: Path) -> None:
+    """As an export does, and a person who asks the model."""
+    import torch
+
+    from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
+    from raytune_fsdp.config import ExportConfig
+    from raytune_fsdp.run.publish import export_checkpoint
+    from raytune_fsdp.tracking.jsonl import read_events, read_metrics
+
+    read_events(place / "events.jsonl")
+    read_metrics(place / "metrics.jsonl")
+    export_checkpoint(find_checkpoint(place), place.parent / "export", ExportConfig(), verified=True)
+    load_for_inference(place, torch.device("cpu"))
+
+
+def read_card(place: Path, good: Path) -> None:
+    from raytune_fsdp.checkpoint.catalogue import as_checkpoint
+    from raytune_fsdp.report.card import model_card
+
+    found = as_checkpoint(str(place / CHECKPOINT))
+    assert found is not None
+    assert "fine-tuned" in model_card(found, place / "model", dtype="bf16")
+
+
+def inside(folder: str, table: Mapping[str, Forge], *, fit: bool) -> dict[str, Forge]:
+    """The same forgeries of a checkpoint in a run; `fit`: with a manifest that fits them."""
+
+    def forged(forge: Forge) -> Forge:
+        def work(place: Path) -> None:
+            if not (place / folder).exists():
+                shutil.copytree(place / CHECKPOINT, place / folder)
+            forge(place / folder)
+            if fit:
+                forgeries.with_hashes(place / folder)
+
+        return work
+
+    return {name: forged(forge) for name, forge in table.items()}
+
+
+NEWER = "checkpoints/step-00000007.a1"
+Reader = Callable[[Path, Path], None]
+KINDS: dict[str, tuple[Mapping[str, Forge], Reader]] = {
+    "index": (inside(CHECKPOINT, forgeries.INDEX, fit=True), read_checkpoint),
+    "state": (inside(CHECKPOINT, forgeries.STATE, fit=True), read_checkpoint),
+    "files": (inside(CHECKPOINT, forgeries.FILES, fit=True), read_checkpoint),
+    "manifest": (inside(CHECKPOINT, forgeries.MANIFEST, fit=False), read_checkpoint),
+    "newer files": (inside(NEWER, forgeries.FILES, fit=False), read_newest),
+    "newer manifest": (inside(NEWER, forgeries.MANIFEST, fit=False), read_newest),
+    "config": (forgeries.CONFIG, read_model),
+    "weights": (forgeries.WEIGHTS, read_model),
+    "tokenizer": (forgeries.TOKENIZER, read_model),
+    "run": ({**forgeries.RECORD, **forgeries.MODEL_OF_RUN}, read_run),
+    "events": (forgeries.EVENTS, read_events),
+    "recipe": (forgeries.RECIPE, read_card),
+}
+"""Forgeries, and who reads them."""
+
+
+@pytest.mark.parametrize("kind", ["index", "state", "files", "manifest", "run"])
+def test_what_is_forged_in_a_run_is_refused_in_one_line(kind: str) -> None:
+    all_of(kind, RUN, code=2, lines=(1,))
+
+
+@pytest.mark.parametrize("kind", ["newer files", "newer manifest"])
+def test_a_run_goes_back_to_the_checkpoint_before_a_forged_one(kind: str) -> None:
+    all_of(kind, RUN, code=None, lines=(0, 1))
+
+
+@pytest.mark.parametrize("kind", ["events", "recipe"])
+def test_what_a_run_can_do_without_is_passed_over(kind: str) -> None:
+    all_of(kind, RUN, code=None, lines=(0, 1))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("good") / "model"
+    save_checkpoint(directory, "llama", tokenizer=True, vocab_size=1024, max_shard_size="200KB")
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["config", "weights", "tokenizer"])
+def test_what_is_forged_in_a_model_is_refused_in_one_line(kind: str, model: Path) -> None:
+    all_of(kind, model, code=2, lines=(1,))
