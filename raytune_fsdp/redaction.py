@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
-import yaml
-
 REDACTED = "<redacted>"
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
@@ -122,6 +120,8 @@ def find_secrets(value: object, key: str = "") -> Iterator[str]:
 
 def redact_yaml(text: str) -> str:
     """A YAML document without its secrets; the same text, comments included, if it has none."""
+    import yaml  # here, as `raytune-fsdp --help` answers where nothing is installed
+
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError:

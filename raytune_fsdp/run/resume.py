@@ -16,7 +16,7 @@ from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import recorded_text
 from raytune_fsdp.config.recorded import recorded
-from raytune_fsdp.config.text import parse, spelled
+from raytune_fsdp.config.text import parse, problem_line, spelled
 from raytune_fsdp.data.identity import files_by_key
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ResumeError, TransientError, in_one_line
@@ -141,6 +141,7 @@ def last_config(place: RunDir) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        logger.warning("%s cannot be read, so no changed setting is reported: %s", place.config, in_one_line(error))
+        reason = problem_line(error) if isinstance(error, yaml.YAMLError) else in_one_line(error)
+        logger.warning("%s cannot be read, so no changed setting is reported: %s", place.config, reason)
         return {}
     return tree if isinstance(tree, dict) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import types
@@ -56,6 +57,15 @@ def test_train_reads_a_file(started: list[Any]) -> None:
     recipe = ROOT / "jobs/recipes/llama3-8b-full-8xa100.yaml"
     assert main.main(["train", f"--config={recipe}", "--run.name", "other"]) == 0
     assert (started[0].run.name, started[0].data.seq_len) == ("other", 4096)
+
+
+def test_ray_does_not_colour_what_is_no_terminal(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_COLOR_PREFIX", raising=False)
+    assert main.main(["train", *FLAGS]) == 0  # pytest's stderr is none
+    assert os.environ["RAY_COLOR_PREFIX"] == "0"
+    monkeypatch.setenv("RAY_COLOR_PREFIX", "1")
+    assert main.main(["train", *FLAGS]) == 0
+    assert os.environ["RAY_COLOR_PREFIX"] == "1", "the user's own choice"
 
 
 def test_the_default_config_is_used_where_none_is_given(started: list[Any], tmp_path: Path) -> None:

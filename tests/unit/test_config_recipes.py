@@ -104,7 +104,8 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) ->
 def test_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     listed = shown(capsys, "list").splitlines()
     assert [line.split()[0] for line in listed] == [path.stem for path in RECIPES]
-    assert listed[0].endswith("  The demo: a tiny Llama learns 181 conversations about training large models, on this machine, in about a minute")  # fmt: skip
+    about = "  The demo: a tiny Llama learns 181 conversations about training large models, on this machine, in about a"
+    assert listed[0].endswith(f"{about} minute")
     assert shown(capsys).splitlines() == listed
     assert shown(capsys, "show", "llama3-8b-full-8xa100") == (RECIPES[-1]).read_text()
 

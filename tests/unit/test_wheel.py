@@ -119,3 +119,14 @@ def test_configs_need_only_light_packages(program: Path, light: Path) -> None:
 def test_recipes_are_found_by_name(program: Path, light: Path) -> None:
     shown = run(program, "plan", "--config", "llama2-70b-full-16xa100", "--world-size", "16", path=light)
     assert "llama2-70b-full" in shown
+
+
+def test_a_recipe_that_is_copied_names_the_package_s_own_data(program: Path, light: Path, tmp_path: Path) -> None:
+    """From a wheel there is no repository whose relative paths it could name."""
+    copy = tmp_path / "mine.yaml"
+    assert f"copied to {copy}" in run(program, "recipes", "copy", "demo", str(copy), path=light)
+    config = yaml.safe_load(copy.read_text())
+    places = [config["model"]["tokenizer"], config["data"]["train"][0]["path"], config["data"]["eval"][0]["path"]]
+    assert all(Path(place).exists() and Path(place).is_relative_to(program.parents[1]) for place in places)
+    assert run(program, "recipes", "show", "demo", path=light) == copy.read_text()
+    assert '"FinetuneConfig"' in run(program, "schema", path=light)

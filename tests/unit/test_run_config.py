@@ -1,0 +1,100 @@
+"""The config.yaml of a run: who may read it, what of it is compared, and what becomes of an old or broken one."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.load import dump_config, recorded_text
+from raytune_fsdp.durable import keep_private, replace_durably
+from raytune_fsdp.redaction import REDACTED
+from raytune_fsdp.run.record import clean_config
+from raytune_fsdp.run.resume import changed_settings
+from raytune_fsdp.rundir import RunDir
+from tests.runs import make_config
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" for n in range(60))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> RunDir:
+    found = RunDir.of(config(tmp_path))
+    found.path.mkdir(parents=True)
+    return found
+
+
+def config(directory: Path, **sections: Any) -> FinetuneConfig:
+    return make_config(directory, **sections)
+
+
+def secret(value: str) -> dict[str, Any]:
+    uri = f"http://alice:{value}@host"
+    return {"cluster": {"env": {"DB_PASSWORD": value}}, "tracking": {"mlflow": {"enabled": False, "uri": uri}}}
+
+
+def test_another_secret_is_no_change(tmp_path: Path, place: RunDir) -> None:
+    """Whether a secret was written down, as by older versions, or a mark."""
+    for text in (dump_config, recorded_text):
+        place.config.write_text(text(config(tmp_path, **secret("hunter2"))))
+        assert changed_settings(place, config(tmp_path, **secret("other"))) == {}
+    changed = changed_settings(place, config(tmp_path, cluster={"env": {"PLAIN": "1"}}))
+    assert changed["cluster.env.DB_PASSWORD"] == [REDACTED, None] and changed["cluster.env.PLAIN"] == [None, "1"]
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"run: {name: \xff\xfe}\n", "can't decode"),
+        (b"run: {name\n", "expected"),
+        (BOMB.encode(), "more than 100,000 values"),
+        (b"[" * 1000, "nested too deeply"),
+        (b"a: " + b"x" * 5_000_000, "more than 4,000,000 characters"),
+    ],
+    ids=["not UTF-8", "broken", "a bomb", "deep", "long"],
+)  # fmt: skip
+def test_a_config_that_cannot_be_read_is_named_and_does_not_stop_the_run(
+    tmp_path: Path, place: RunDir, caplog: pytest.LogCaptureFixture, content: bytes, why: str
+) -> None:
+    place.config.write_bytes(content)
+    before = time.perf_counter()
+    assert changed_settings(place, config(tmp_path)) == {}
+    clean_config(place)
+    assert time.perf_counter() - before < 10 and place.config.read_bytes() == content
+    assert str(place.config) in caplog.messages[0] and why in caplog.messages[0]
+
+
+def test_the_config_of_a_complete_run_is_cleaned_once(tmp_path: Path, place: RunDir) -> None:
+    made = config(tmp_path, **secret("hunter2"))
+    place.config.write_text(dump_config(made))
+    clean_config(place)
+    assert place.config.read_text() == recorded_text(made)
+    before = place.config.stat()
+    clean_config(place)
+    assert place.config.stat() == before
+    place.config.unlink()
+    clean_config(place)
+    assert not place.config.exists()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o640), (0o002, 0o660), (0o077, 0o600), (0, 0o660)])
+def test_private_files_are_for_their_owner_and_group(tmp_path: Path, umask: int, mode: int) -> None:
+    file, database, old = (tmp_path / name for name in ("config.yaml", "mlflow.db", "old.db"))
+    (tmp_path / "config.yaml.tmp").write_text("left by a crash")
+    for path, before in ((old, 0o644), (tmp_path / "config.yaml.tmp", 0o644)):
+        path.touch()
+        path.chmod(before)
+    previous = os.umask(umask)
+    try:
+        replace_durably(file, "run: {}\n", private=True)
+        keep_private(database)
+        keep_private(old)
+    finally:
+        os.umask(previous)
+    assert [path.stat().st_mode & 0o777 for path in (file, database, old)] == [mode, mode, 0o640]
+    assert yaml.safe_load(file.read_text()) == {"run": {}} and database.read_bytes() == b""
