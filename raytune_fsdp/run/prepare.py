@@ -24,7 +24,13 @@ from raytune_fsdp.evaluate import encode_prompt
 from raytune_fsdp.model.attention import positions_of, takes_position_ids
 from raytune_fsdp.model.files import locate
 from raytune_fsdp.model.hub import check_push
-from raytune_fsdp.model.network import build_network, fit_vocabulary, init_buffers, load_architecture
+from raytune_fsdp.model.network import (
+    build_network,
+    count_parameters,
+    fit_vocabulary,
+    init_buffers,
+    load_architecture,
+)
 from raytune_fsdp.run.checks import check_best, check_export, check_first
 from raytune_fsdp.run.initial_weights import find_origin, model_directory, own_model_files
 from raytune_fsdp.run.resume import files_of, find_resume, identity_of
@@ -81,6 +87,7 @@ def prepare(
         origin=origin,
         identity=identity,
         files_of_data=files_of_data,
+        parameters=count_parameters(network),
     )
     standing = stand(config, prepared, world, found, windows_built=built)
     check_best(config, standing.plan, map(evaluation_loss, evals))
