@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -45,6 +46,7 @@ from raytune_fsdp.launch.worker import join
 from raytune_fsdp.loop import train
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import read_trajectory
 
 SEQ_LEN, BATCH, VOCABULARY, LR = 512, 4, 8192, 1e-4
@@ -156,8 +158,16 @@ def ours(directory: Path, ids: np.ndarray, on_step: Callable[[], bool], *, mlflo
         }
     )
     parts = assemble(config, *prepare(config, 1), torch.device("cpu"))
-    parts.tracker.state()  # waits until MLflow is imported and its run open: that is start-up, not training
-    train(parts, stop=on_step)
+    steps = itertools.count()
+
+    def committed() -> bool:
+        # MLflow gets what is committed: here every step.
+        parts.tracker.event(names.SAVED, step=next(steps))
+        return on_step()
+
+    while mlflow and not parts.tracker.state():
+        time.sleep(0.1)  # until MLflow is imported and its run open: that is start-up, not training
+    train(parts, stop=committed if mlflow else on_step)
     parts.tracker.finish("finished")
     losses = [line["loss"] for line in read_trajectory(RunDir.of(config).metrics)]
     shutil.rmtree(storage)

@@ -8,6 +8,9 @@ from pathlib import Path
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.types import Progress
 
+WAIT_FOR_TRACKING = 30.0
+"""Seconds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinetuneResult:
@@ -25,13 +28,17 @@ class FinetuneResult:
     """Address of the export on the hub; None if it was not pushed."""
     curve: Path | None
     """Loss curve as PNG; None where matplotlib is not installed, and on ranks other than 0."""
+    unsent: str | None = None
+    """What MLflow has not got, in a sentence; None if it has everything, or is not used."""
 
 
-def finetune(config: FinetuneConfig, progress: Progress | None = None) -> FinetuneResult:
+def finetune(
+    config: FinetuneConfig, progress: Progress | None = None, *, wait_for_tracking: float = WAIT_FOR_TRACKING
+) -> FinetuneResult:
     """Train to the end, from the newest checkpoint if there is one, export, and draw the curve. Raises RaytuneError.
 
-    `progress(what, done, total)` is called while the data is prepared and counted. Under torchrun every rank calls
-    this.
+    `progress(what, done, total)` is called while the data is prepared and counted, and while this waits for MLflow to
+    take what it has missed: at most `wait_for_tracking` seconds. Under torchrun every rank calls this.
     """
     from raytune_fsdp.launch.quiet import quiet
 
@@ -42,22 +49,28 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
     from raytune_fsdp.report.curves import plot
     from raytune_fsdp.report.figure import can_draw
     from raytune_fsdp.run.publish import publish
-    from raytune_fsdp.run.record import clean_config
+    from raytune_fsdp.run.record import clean_config, make_up_tracking, mend_record
 
     prepared, before = run(config, progress)
     place = prepared.place  # as rank 0 sees it: under torchrun another node may resolve a relative path differently
     newest = before.checkpoint if before.complete else committed(place.checkpoints)[-1]
     assert newest is not None, "a complete run has a checkpoint"
     export = place.export if config.export.at_end else None
-    curve, pushed = None, None
+    curve, pushed, unsent = None, None, None
     if is_rank0():
         if before.complete:
             clean_config(place)
+            mend_record(place, before)
+        # It sends while the export is written.
+        tracker = make_up_tracking(config, prepared, before, seconds=wait_for_tracking, progress=progress)
         if export is not None:
             pushed = publish(newest, export, config.export, trust_remote_code=config.model.trust_remote_code)
         if can_draw():
             curve = place.loss_curve
             plot(place.metrics, curve, title=config.run.name)
+        if tracker is not None:
+            tracker.finish("finished")
+            unsent = tracker.unsent
     return FinetuneResult(
         run_dir=place.path,
         steps=before.plan.steps,
@@ -66,4 +79,5 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
         export=export,
         pushed=pushed,
         curve=curve,
+        unsent=unsent,
     )

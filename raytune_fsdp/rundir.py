@@ -2,7 +2,7 @@
 
 <run.storage>/<run.name>/
   config.yaml, plan.json       the config of the last attempt; what follows from it
-  metrics.jsonl, events.jsonl  the history of the run
+  metrics.jsonl, events.jsonl  the history of the run; metrics.jsonl.aN.damaged as attempt N found it, if it was broken
   checkpoints/                 or elsewhere; then the file checkpoints_at names the place
   model/                       config and tokenizer: everything an export needs besides the weights
   export/, exports/step-N/     model directories: the one at the end, and those made during training
@@ -28,6 +28,7 @@ CONFIG_FILE = "config.yaml"
 PLAN_FILE = "plan.json"
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
+MLFLOW_ID_FILE = "mlflow_run_id"
 MODEL_FILES = "model"
 RECIPE_FILE = "recipe.json"
 """In MODEL_FILES: how the model was trained, for the model card."""
@@ -92,7 +93,7 @@ class RunDir:
 
     @property
     def mlflow_id(self) -> Path:
-        return self.path / "mlflow_run_id"
+        return self.path / MLFLOW_ID_FILE
 
     def logs(self, attempt: int) -> Path:
         return self.path / "logs" / f"attempt-{attempt}"

@@ -114,6 +114,21 @@ class StepMetrics:
     """Windows that had to be tokenized for this step, because they were not in the cache."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCount:
+    """How many numbers a network has; shared ones count once."""
+
+    total: int
+    trainable: int
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        if self.trainable == self.total:
+            return f"{self.total:,} parameters, all of them trained"
+        return f"{self.total:,} parameters, {self.trainable:,} of them trained ({self.trainable / self.total:.2%})"
+
+
 class StopReason(IntEnum):
     """Why a run stops before its last step. If ranks have different reasons, all take the highest number."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -15,13 +16,25 @@ def main(
     argv: Sequence[str] | None = None, prog: str = "raytune-fsdp train", default_config: str | Path | None = None
 ) -> int:
     """Run a fine-tuning job; returns the exit code. `default_config` is the file used where no --config is given."""
+    from raytune_fsdp.api import WAIT_FOR_TRACKING
+
     parser = ConfigParser(prog, "Fine-tune a model.", default_config)
+    parser.add_argument(
+        "--wait-for-tracking",
+        type=float,
+        default=WAIT_FOR_TRACKING,
+        metavar="SECONDS",
+        help="how long to wait at the end for MLflow to take what it has missed; the same command sends what is left "
+        f"(default: {WAIT_FOR_TRACKING:g})",
+    )
     arguments = sys.argv[1:] if argv is None else argv
     return exit_code(lambda: _train(parser, arguments))
 
 
 def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
-    _, config = parser.parse_with_config(arguments)
+    found, config = parser.parse_with_config(arguments)
+    if not 0 <= found.wait_for_tracking < math.inf:
+        parser.error(f"--wait-for-tracking {found.wait_for_tracking:g} must be 0 or more seconds")
     if not sys.stderr.isatty() or "NO_COLOR" in os.environ:
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colours `(raylet)` in files, too
     # Not before the config is valid: importing torch and transformers takes about three seconds (docs/results.md).
@@ -29,7 +42,7 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
     from raytune_fsdp.launch.torchrun import is_rank0
 
     with shown(quiet=not is_rank0()) as progress:
-        result = finetune(config, progress)
+        result = finetune(config, progress, wait_for_tracking=found.wait_for_tracking)
     if is_rank0():
         from raytune_fsdp.report.summary import next_commands, summary
         from raytune_fsdp.rundir import mlflow_database
@@ -52,4 +65,7 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
         )
         print()
         print(next_commands(result.run_dir, export=result.export, mlflow_uri=uri))
+        if result.unsent is not None:
+            print()
+            print(result.unsent)
     return 0

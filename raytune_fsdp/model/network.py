@@ -20,6 +20,7 @@ from raytune_fsdp.config import FinetuneConfig, ModelConfig
 from raytune_fsdp.errors import ModelError, first_line
 from raytune_fsdp.estimate.flops import Architecture
 from raytune_fsdp.model.bounds import bounded_building, check_buffers, read_config
+from raytune_fsdp.types import ParameterCount
 
 MASTER_DTYPE = {
     "fp64": torch.float64,
@@ -203,6 +204,14 @@ def _outermost(module: nn.Module, class_names: set[str]) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _outermost(child, class_names)
+
+
+def count_parameters(model: nn.Module) -> ParameterCount:
+    """How many numbers a network has, and how many of them are trained. Before sharding: of whole tensors."""
+    parameters = list(model.parameters())
+    return ParameterCount(
+        total=sum(p.numel() for p in parameters), trainable=sum(p.numel() for p in parameters if p.requires_grad)
+    )
 
 
 def count_architecture(model: PreTrainedModel) -> Architecture:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.known_files import CARD_FILE
 from raytune_fsdp.rundir import METRICS_FILE, RECIPE_FILE
 from raytune_fsdp.tracking.jsonl import read_metrics
+from raytune_fsdp.tracking.names import with_perplexity
+from raytune_fsdp.types import ParameterCount
 from raytune_fsdp.untrusted import MIB, UnsoundError, read_json, reason
 from raytune_fsdp.urls import is_url
 
@@ -32,14 +36,20 @@ RECIPE = ("run", "model", "data", "method", "parallel", "optim", "train")
 """The sections of a config that decide what is learned. From `run`, only the name and the seed are shown."""
 
 
-def recipe_of(config: Mapping[str, Any], version: str | None, run_dir: Path) -> str:
+def recipe_of(config: Mapping[str, Any], version: str | None, run_dir: Path, parameters: ParameterCount) -> str:
     """What a card will say about the run, as JSON to store beside its config and tokenizer. `config` has no secrets."""
     chosen = {section: config[section] for section in RECIPE if section in config}
     chosen["run"] = {key: config["run"][key] for key in ("name", "seed")}
     path = config["model"]["path"]
     # Decided here, where the run reads it: where a card is written, another directory may have the name of a hub model.
     on_hub = path is not None and not is_url(path) and not Path(path).expanduser().exists()
-    recipe = {"version": version, "run_dir": str(run_dir), "model_on_hub": on_hub, "config": chosen}
+    recipe = {
+        "version": version,
+        "run_dir": str(run_dir),
+        "model_on_hub": on_hub,
+        "parameters": asdict(parameters),
+        "config": chosen,
+    }
     return json.dumps(recipe, indent=1)
 
 
@@ -130,6 +140,8 @@ def _summary(hf_config: Mapping[str, Any], recipe: Mapping[str, Any], state: Run
         origin = f" from `{path if recipe['model_on_hub'] else _shown(path)}`"
     yield f"A `{kind}`, fine-tuned{origin} with raytune_fsdp{f' {version}' if version else ''}."
     yield ""
+    with suppress(KeyError, TypeError, ValueError, ArithmeticError):  # older versions wrote none
+        yield f"- {ParameterCount(**recipe['parameters']).words}"
     yield f"- step {state.step}, after {state.samples:,} packed samples"
     yield f"- weights in {'the type they were trained in' if dtype == 'trained' else dtype}"
     yield f"{_FINGERPRINT}: `{_fingerprint(state.identity)}`"
@@ -151,7 +163,7 @@ def _rows(lines: list[dict[str, Any]]) -> Iterator[str]:
         yield f"| training loss, first and last step | {losses[0]:.4f}, {losses[-1]:.4f} |"
     last = max((_step(line) for line in lines if line["kind"] == "eval"), default=None)
     evals = [line["values"] for line in lines if line["kind"] == "eval" and _step(line) == last]
-    for key, value in {key: value for values in evals for key, value in values.items()}.items():
+    for key, value in with_perplexity({key: value for values in evals for key, value in values.items()}).items():
         yield f"| {key} (step {last}) | {value:.4f} |"
 
 

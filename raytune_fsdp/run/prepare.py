@@ -28,6 +28,7 @@ from raytune_fsdp.model.hub import check_push
 from raytune_fsdp.model.network import (
     NEEDS_CODE,
     build_network,
+    count_parameters,
     fit_vocabulary,
     init_buffers,
     load_architecture,
@@ -89,6 +90,7 @@ def prepare(
         origin=origin,
         identity=identity,
         files_of_data=files_of_data,
+        parameters=count_parameters(network),
     )
     standing = stand(config, prepared, world, found, windows_built=built)
     check_best(config, standing.plan, map(evaluation_loss, evals))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TextIO
 
@@ -28,10 +29,17 @@ from raytune_fsdp.run.resume import changed_settings, last_config
 from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.rundir import RECIPE_FILE, RunDir, mlflow_database
 from raytune_fsdp.tracking import names
-from raytune_fsdp.tracking.console import ConsoleTracker
-from raytune_fsdp.tracking.jsonl import JsonlTracker
+from raytune_fsdp.tracking.console import ConsoleTracker, event_in_words
+from raytune_fsdp.tracking.jsonl import JsonlTracker, append_event, read_events, repair_event
 from raytune_fsdp.tracking.mlflow import MlflowTracker, mlflow_installed
+from raytune_fsdp.tracking.repair import cut, is_whole
 from raytune_fsdp.tracking.tracker import Composite, NullTracker, RunStart, Tracker, flatten
+from raytune_fsdp.types import Progress
+
+logger = logging.getLogger(__name__)
+
+RANKS_WAIT_SECONDS = 10.0
+"""How long rank 0 waits for MLflow after its last step, when all ranks hold their devices. The command waits longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +65,13 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
     replace_durably(place.config, recorded_text(config), private=True)
     if config.checkpoint.storage is not None:
         replace_durably(place.checkpoints_at, place.checkpoints)
-    replace_durably(place.plan, json.dumps(standing.plan.to_dict(), indent=1))
+    replace_durably(place.plan, json.dumps(_plan_in_full(prepared, standing), indent=1))
     prepared.hf_config.save_pretrained(place.model_files)
     prepared.tokenizer.save_pretrained(place.model_files)
     if prepared.generation_config is not None:
         # Not save_pretrained: it refuses combinations of settings that well-known models ship with.
         prepared.generation_config.to_json_file(place.model_files / "generation_config.json")
-    recipe = recipe_of(redact(config.model_dump(mode="json")), _version(), place.path)
+    recipe = recipe_of(redact(config.model_dump(mode="json")), _version(), place.path, prepared.parameters)
     replace_durably(place.model_files / RECIPE_FILE, recipe)
     put_model_files(place.model_files, place.checkpoints)
     return Opened(changed=changed, aside=aside)
@@ -92,13 +100,16 @@ def start_tracker(
     """Rank 0's trackers; the other ranks get one that does nothing."""
     if dist.get_rank() != 0:
         return NullTracker()
-    trackers: list[Tracker] = [JsonlTracker(prepared.place.path)]
+    record = JsonlTracker(prepared.place.path)
+    trackers: list[Tracker] = []
     if config.tracking.console:
         trackers.append(ConsoleTracker(console))
     if config.tracking.mlflow.enabled and mlflow_installed():
         trackers.append(mlflow_tracker(config, prepared.place))
-    tracker = Composite(trackers)
-    tracker.start(run_start(config, standing, standing.attempt))
+    tracker = Composite(trackers, record=record)
+    tracker.start(run_start(config, prepared, standing, standing.attempt))
+    if record.repaired:
+        tracker.event(names.RECORD_REPAIRED, **record.repaired)
     plan = standing.plan
     tracker.event(
         names.ATTEMPT_STARTED, world_size=plan.layout.world, resumed_from=standing.state.step, **plan.spread()
@@ -116,18 +127,23 @@ def start_tracker(
     return tracker
 
 
-def mlflow_tracker(config: FinetuneConfig, place: RunDir) -> MlflowTracker:
+def mlflow_tracker(
+    config: FinetuneConfig, place: RunDir, *, seconds: float = RANKS_WAIT_SECONDS, progress: Progress | None = None
+) -> MlflowTracker:
+    """A tracker for this run, which at the end waits `seconds` at most."""
     uri, artifacts = mlflow_database(place.path.parent)
     chosen = config.tracking.mlflow.uri
     return MlflowTracker(
         chosen or uri,
         experiment=config.tracking.mlflow.experiment,
+        directory=place.path,
         artifact_root=None if chosen else artifacts,
-        id_file=place.mlflow_id,
+        finish_seconds=seconds,
+        progress=progress,
     )
 
 
-def run_start(config: FinetuneConfig, standing: Standing, attempt: int) -> RunStart:
+def run_start(config: FinetuneConfig, prepared: Prepared, standing: Standing, attempt: int) -> RunStart:
     """What trackers are given when an attempt starts."""
     return RunStart(
         name=config.run.name,
@@ -135,10 +151,47 @@ def run_start(config: FinetuneConfig, standing: Standing, attempt: int) -> RunSt
         resumed_from=standing.state.step,
         total_steps=standing.plan.steps,
         config=recorded_text(config),
-        plan=standing.plan.to_dict(),
+        plan=_plan_in_full(prepared, standing),
         params=flatten(recorded(config.model_dump())),
         state=standing.state.tracking,
+        parameters=prepared.parameters,
     )
+
+
+def mend_record(place: RunDir, standing: Standing) -> None:
+    """Mend the record of a complete run, which no attempt will look at, if it is broken."""
+    steps = standing.state.step
+    if not is_whole(place.metrics, steps):
+        aside = place.metrics.with_name(f"{place.metrics.name}.damaged")
+        fields = repair_event(cut(place.metrics, steps, aside=aside).problems, aside)
+        append_event(place.events, names.RECORD_REPAIRED, attempt=standing.state.attempt, fields=fields)
+        logger.warning("%s", event_in_words(names.RECORD_REPAIRED, fields))
+
+
+def make_up_tracking(
+    config: FinetuneConfig, prepared: Prepared, before: Standing, *, seconds: float, progress: Progress | None
+) -> MlflowTracker | None:
+    """A tracker that sends what MLflow has not got of a run that is complete, from now on; None if it has everything.
+
+    `before` is where the run stood when the command began. If it was complete then, MLflow is asked what it has; if
+    not, rank 0 has recorded whether it could send everything, and asking would cost the seconds of importing MLflow.
+    """
+    if not (config.tracking.mlflow.enabled and mlflow_installed()):
+        return None
+    events = read_events(prepared.place.events)
+    attempt = max((event["attempt"] for event in events), default=0)
+    missed = any(event["event"] == names.NOT_SENT_TO_MLFLOW and event["attempt"] == attempt for event in events)
+    if not (before.complete or missed):
+        return None
+    tracker = mlflow_tracker(config, prepared.place, seconds=seconds, progress=progress)
+    start = run_start(config, prepared, before, attempt)
+    tracker.start(replace(start, over=True, committed=before.plan.steps))
+    return tracker
+
+
+def _plan_in_full(prepared: Prepared, standing: Standing) -> dict[str, Any]:
+    """The plan, and what of the network a plan, which reads no path, cannot know."""
+    return {**standing.plan.to_dict(), "parameters": asdict(prepared.parameters)}
 
 
 def _report_lost_rows(tracker: Tracker, census: Census) -> None:

@@ -27,6 +27,7 @@ from raytune_fsdp.run.initial_weights import Origin
 from raytune_fsdp.run.resume import Resumed, find_resume
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking.jsonl import read_events
+from raytune_fsdp.types import ParameterCount
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class Prepared:
     identity: Mapping[str, Any]
     files_of_data: Mapping[str, Sequence[str]]
     """Names of the files whose hashes are in the identity, by its keys."""
+    parameters: ParameterCount
+    """The size of the network."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TextIO
@@ -19,6 +19,15 @@ _WINDOW = 20
 """Steps that the remaining time is estimated from."""
 _BOLD, _YELLOW, _RESET = "\033[1m", "\033[33m", "\033[0m"
 _LAST_WORDS = {"finished": "finished", "failed": "failed", "interrupted": "interrupted; the same command continues"}
+_WORDS = {
+    names.ATTEMPT_STARTED: "started on {world_size} workers",
+    names.SAVE_FAILED: "checkpoint of step {step} was not written, training goes on: {problem}",
+    names.SAVE_POSTPONED: "checkpoint of step {step} is postponed: the previous one is still being written",
+    names.CHECKPOINT_DAMAGED: "checkpoint {path} is damaged ({problem}), so an older one is used",
+    names.WINDOWS_BUILT: "tokenized {windows} windows of data",
+    names.NOT_SENT_TO_MLFLOW: "not sent to MLflow: {because}",
+    names.RESIZED: "resized from {before} to {after} workers",
+}
 # Bits of a braille character, by dot: left and right column, from the top.
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
@@ -39,6 +48,8 @@ class ConsoleTracker:
         self._total = run.total_steps
         where = f"continues after step {run.resumed_from}" if run.resumed_from else "from the beginning"
         self._print(f"{run.name}: attempt {run.attempt}, {where}", _BOLD)
+        if run.parameters is not None:
+            self._print(f"     {run.parameters.words}")
 
     def steps(self, metrics: Sequence[StepMetrics], world_size: int, attempt: int) -> None:
         for step in metrics:
@@ -48,7 +59,11 @@ class ConsoleTracker:
             self._print(self._step_line(step), _YELLOW if step.skipped else "")
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        shown = "  ".join(f"{key.removeprefix('eval/')} {value:.4f}" for key, value in values.items())
+        shown = "  ".join(
+            f"{key.removeprefix('eval/')} {value:.4f}"
+            + (f" (perplexity {names.perplexity(value):.4g})" if key.endswith("/loss") else "")
+            for key, value in values.items()
+        )
         self._print(f"eval {self._place(step)}  {shown}", _BOLD)
 
     def event(self, name: str, /, **fields: object) -> None:
@@ -104,18 +119,14 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
     get = fields.get
     shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in fields.items()}
     rest = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items() if key != "step")
+    if name in _WORDS:
+        return _WORDS[name].format_map(defaultdict(lambda: "?", fields))
     match name:
         case names.SAVED:
             seconds, num_bytes = get("seconds"), get("bytes")
             took = f" in {seconds:.1f} s" if isinstance(seconds, int | float) else ""
             size = f", {gibibytes(num_bytes)}" if isinstance(num_bytes, int) else ""
             return f"saved step {get('step')}{took}{size}"
-        case names.SAVE_FAILED:
-            return f"checkpoint of step {get('step')} was not written, training goes on: {get('problem')}"
-        case names.SAVE_POSTPONED:
-            return f"checkpoint of step {get('step')} is postponed: the previous one is still being written"
-        case names.CHECKPOINT_DAMAGED:
-            return f"checkpoint {get('path')} is damaged ({get('problem')}), so an older one is used"
         case names.SKIPPED_UPDATE:
             return f"step {get('step')}: update skipped" + (f" ({rest})" if rest else "")
         case names.ANSWERED:
@@ -125,15 +136,13 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
             counts = ", ".join(f"{n} {reason}" for reason, n in reasons.items()) if isinstance(reasons, dict) else ""
             first = f"; the first: {rows[0]['message']}" if isinstance(rows, list) and rows else ""
             return f"rows left out: {counts}{first}"
-        case names.WINDOWS_BUILT:
-            return f"tokenized {get('windows')} windows of data"
         case names.SETTINGS_CHANGED:
             changes = ((key, *value) for key, value in fields.items() if isinstance(value, list) and len(value) == 2)
             return "settings changed: " + ", ".join(f"{key} {old} -> {new}" for key, old, new in changes)
-        case names.RESIZED:
-            return f"resized from {get('before')} to {get('after')} workers"
-        case names.ATTEMPT_STARTED:
-            return f"started on {get('world_size')} workers"
+        case names.RECORD_REPAIRED:
+            problems = get("problems")
+            what = "; ".join(map(str, problems)) if isinstance(problems, list) else str(problems)
+            return f"metrics.jsonl was broken: {what}" + (f" (as it was: {get('kept')})" if get("kept") else "")
     step = f" at step {fields['step']}" if "step" in fields else ""
     return name.replace("_", " ") + step + (f": {rest}" if rest else "")
 

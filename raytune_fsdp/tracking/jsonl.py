@@ -1,38 +1,25 @@
 """The run directory's own record, `metrics.jsonl` and `events.jsonl`: the truth about a run.
 
-`metrics.jsonl` has a line per optimizer step, exactly once and in order, and a line per evaluation. Floats are written
-so that reading gives the same bits. JSON has no NaN and no infinities: they are written as "NaN", "Infinity" and
-"-Infinity", as in protobuf's JSON, and the readers here turn them back. `events.jsonl` only ever grows, and other
-processes append to it too.
+`metrics.jsonl` has a line per optimizer step, exactly once and in order, and a line per evaluation. `events.jsonl` only
+ever grows, and other processes append to it too.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from raytune_fsdp.durable import sync_directory
 from raytune_fsdp.errors import RaytuneError, ResumeError, TrainingError, TransientError
 from raytune_fsdp.redaction import redact
 from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE
+from raytune_fsdp.tracking.lines import evaluation_line, from_bytes, now, read_line, step_lines, to_bytes
+from raytune_fsdp.tracking.repair import cut
 from raytune_fsdp.tracking.tracker import RunStart, Status
 from raytune_fsdp.types import StepMetrics
-from raytune_fsdp.untrusted import UnsoundError, is_count, lines_of, parse_json
-
-logger = logging.getLogger(__name__)
-
-# One NaN object for all: containers compare by identity first, so two runs with the same NaN have equal trajectories.
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-# What is the same however often a run is interrupted or resized; no key of it may depend on the machine.
-_TRAJECTORY = ("step", "epoch", "samples", "tokens", "target_tokens", "loss", "grad_norm", "lr")
-_BESIDE = ("step_seconds", "data_seconds", "tokens_per_second", "mfu", "memory_bytes", "windows_built", "skipped")
+from raytune_fsdp.untrusted import UnsoundError, is_count, lines_of
 
 
 class JsonlTracker:
@@ -48,26 +35,31 @@ class JsonlTracker:
         self._file: FileIO | None = None
         self._attempt = 0
         self._evaluated: set[tuple[int, str]] = set()
+        self.repaired: dict[str, object] = {}
+        """What was mended at the start, as fields of the event: problems, and where the broken file is."""
 
     def start(self, run: RunStart) -> None:
         """Opens `metrics.jsonl` after the line of step `resumed_from`, and removes all lines after that."""
         self._attempt = run.attempt
+        aside = self._metrics_path.with_name(f"{METRICS_FILE}.a{run.attempt}.damaged")
         try:
             self._metrics_path.parent.mkdir(parents=True, exist_ok=True)
-            self._evaluated = cut(self._metrics_path, run.resumed_from)
+            taken = cut(self._metrics_path, run.resumed_from, aside=aside)
             self._file = FileIO(self._metrics_path, "ab")
         except OSError as error:
             raise _cannot_write(self._metrics_path, error) from error
+        self._evaluated = set(taken.evaluated)
+        self.repaired = repair_event(taken.problems, aside)
 
     def steps(self, metrics: Sequence[StepMetrics], world_size: int, attempt: int) -> None:
-        self._append(_step_line(step, world_size, attempt) for step in metrics)
+        self._append(step_lines(metrics, world_size, attempt))
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Leaves out values that are on record already: an attempt may repeat the evaluation at its checkpoint."""
         fresh = {key: value for key, value in values.items() if (step, key) not in self._evaluated}
         if fresh:
             self._evaluated |= {(step, key) for key in fresh}
-            self._append([{"kind": "eval", "step": step, "values": fresh, "attempt": self._attempt}])
+            self._append([evaluation_line(step, fresh, self._attempt)])
 
     def event(self, name: str, /, **fields: object) -> None:
         append_event(self._events_path, name, attempt=self._attempt, fields=fields)
@@ -84,7 +76,7 @@ class JsonlTracker:
     def _append(self, lines: Iterable[Mapping[str, object]]) -> None:
         assert self._file is not None, "steps and evaluations come between start and finish"
         try:
-            _write_all(self._file, b"".join(_to_line(line) for line in lines))
+            _write_all(self._file, b"".join(map(to_bytes, lines)))
         except OSError as error:
             raise _cannot_write(self._metrics_path, error) from error
 
@@ -102,7 +94,7 @@ class JsonlTracker:
 def append_event(path: Path, name: str, *, attempt: int, fields: Mapping[str, object]) -> None:
     """Appends a line to an `events.jsonl`, with the time and without secrets. Any process may do so at any time."""
     line = {
-        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "time": now(),
         "attempt": attempt,
         "event": name,
         "fields": redact(dict(fields)),
@@ -113,52 +105,30 @@ def append_event(path: Path, name: str, *, attempt: int, fields: Mapping[str, ob
         with FileIO(path, "ab+") as file:
             # A line that a crash left unfinished must not swallow this one.
             torn = file.seek(0, os.SEEK_END) > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
-            _write_all(file, b"\n" * torn + _to_line(line))
+            _write_all(file, b"\n" * torn + to_bytes(line))
     except OSError as error:
         raise _cannot_write(path, error) from error
 
 
-def cut(path: Path, last_step: int) -> set[tuple[int, str]]:
-    """Removes every line after `last_step` (all of them for 0) and what a crash left unfinished, atomically.
-
-    Returns the evaluations (step, key) that stay. The file is replaced even when nothing is cut: a process of an
-    earlier attempt that is still alive then writes into a file that nobody reads.
-    """
-    temporary = path.with_name(f"{path.name}.tmp")
-    evaluated: set[tuple[int, str]] = set()
-    num_steps = 0
-    with temporary.open("wb") as output:
-        for raw, line in _parsed(path):
-            step = _step_of(line)
-            if step is None or step > last_step or last_step == 0:
-                continue
-            num_steps += line["kind"] == "step"
-            if line["kind"] == "eval":
-                evaluated |= {(step, key) for key in line["values"]}
-            output.write(raw + b"\n")
-        output.flush()
-        os.fsync(output.fileno())
-    os.replace(temporary, path)
-    sync_directory(path.parent)
-    if num_steps != last_step:
-        logger.warning("%s has %d lines for the first %d steps; the missing ones are lost", path, num_steps, last_step)
-    return evaluated
+def repair_event(problems: Sequence[str], aside: Path) -> dict[str, object]:
+    """The fields of the event that says what was mended in a record; empty if nothing was."""
+    if not problems:
+        return {}
+    return {"problems": [*problems], "kept": str(aside) if aside.exists() else None}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Every line of a `metrics.jsonl`, steps and evaluations, except a last one that is still being written."""
-    lines = []
-    for raw, line in _parsed(path):
-        if _step_of(line) is None:
-            raise RaytuneError(f"{path} has a line that is neither a step nor an evaluation: {raw[:80]!r}")
-        lines.append(_decode(line))
-    return lines
+    return [_known(path, raw) for raw in _finished(path)]
 
 
 def read_evaluations(path: Path, last_step: int) -> dict[int, dict[str, float]]:
     """The results of evaluations up to a step, by step."""
     found: dict[int, dict[str, float]] = {}
-    for line in read_metrics(path):
+    for raw in _finished(path):
+        if raw.startswith(b'{"kind": "step"'):  # most lines: they are not parsed
+            continue
+        line = _known(path, raw)
         if line["kind"] == "eval" and line["step"] <= last_step:
             found.setdefault(line["step"], {}).update(line["values"])
     return found
@@ -170,8 +140,8 @@ def read_trajectory(path: Path) -> list[dict[str, Any]]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Every event on record, except lines that a crash left unfinished, and what is no event."""
-    return [_decode(line) for _, line in _parsed(path) if _is_event(line)]
+    """Every event on record, except lines that a crash left unfinished, and any that nobody here has written."""
+    return [line for line in map(from_bytes, _finished(path)) if _is_event(line)]
 
 
 def _is_event(line: Any) -> bool:
@@ -181,70 +151,23 @@ def _is_event(line: Any) -> bool:
     return is_count(line.get("attempt")) and line["attempt"] < 1 << 31 and isinstance(line.get("fields"), dict)
 
 
-def _step_line(metrics: StepMetrics, world_size: int, attempt: int) -> dict[str, object]:
-    return {
-        "kind": "step",
-        "trajectory": {name: getattr(metrics, name) for name in _TRAJECTORY},
-        "world_size": world_size,
-        "attempt": attempt,
-        **{name: getattr(metrics, name) for name in _BESIDE},
-    }
-
-
-def _parsed(path: Path) -> Iterator[tuple[bytes, Any]]:
-    """The lines and what they mean: None for one that is not JSON; an unfinished last line is left out."""
+def _finished(path: Path) -> Iterator[bytes]:
+    """The lines, but not a last one that is still being written."""
     if not path.exists():
         return
     try:
         for raw in lines_of(path):
-            try:
-                line = parse_json(raw, doubles=True)
-            except ValueError:
-                if raw.endswith(b"\n"):
-                    yield raw.rstrip(b"\n"), None
-                continue
-            yield raw.rstrip(b"\n"), line
+            if raw.endswith(b"\n") or from_bytes(raw) is not None:
+                yield raw
     except UnsoundError as error:
         raise ResumeError(f"{path} {error}: it is the record of the run, so move away what is there") from error
 
 
-def _step_of(line: Any) -> int | None:
-    try:
-        step = line["trajectory"]["step"] if line["kind"] == "step" else line["step"]
-        return step if isinstance(step, int) and line["kind"] in ("step", "eval") else None
-    except (TypeError, KeyError):
-        return None
-
-
-def _to_line(value: object) -> bytes:
-    text = json.dumps(_encode(value), allow_nan=False, default=_plain, ensure_ascii=False)
-    return text.encode(errors="replace") + b"\n"
-
-
-def _encode(value: object) -> object:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {str(key): _encode(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_encode(item) for item in value]
-    return value
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, str):
-        return _NON_FINITE.get(value, value)
-    if isinstance(value, dict):
-        return {key: _decode(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    return value
-
-
-def _plain(value: object) -> object:
-    """A scalar of an array library as a number, anything else as text."""
-    item = getattr(value, "item", None)
-    return _encode(item()) if callable(item) else str(value)
+def _known(path: Path, raw: bytes) -> dict[str, Any]:
+    line = read_line(raw)
+    if line is None:
+        raise RaytuneError(f"{path} has a line that is neither a step nor an evaluation: {raw[:80]!r}")
+    return line
 
 
 def _write_all(file: FileIO, data: bytes) -> None:

@@ -1,8 +1,13 @@
-"""The run in MLflow: params, metrics by step, the config and the plan. The only module that imports mlflow.
+"""The run in MLflow: params, metrics by step, the config and the plan.
 
-A call to a server that is down can block for minutes, so training only puts parcels into a bounded outbox. One daemon
-thread imports mlflow (a second or two), opens the run and sends. A server that comes back gets what it missed, as far
-as the outbox reaches; `metrics.jsonl` has everything.
+`metrics.jsonl` is the record, and MLflow gets a copy of it. A call to a server that is down can block for minutes, so
+training only says how far its record is committed; one daemon thread opens the run and sends what is missing, in order.
+How far it is stands in a tag of the MLflow run, which is in the same request as the points before it: a server that was
+away gets everything when it is back, however long that was, from this process or from the next one.
+
+MLflow keeps a point for every (key, time, step, value), and takes none back. So the time of a point is the one in its
+line, which makes a point that is sent twice the same point; and only lines up to the newest checkpoint are sent, as a
+resume cuts the others.
 """
 
 from __future__ import annotations
@@ -14,37 +19,49 @@ import posixpath
 import re
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from raytune_fsdp.durable import keep_private
-from raytune_fsdp.errors import in_one_line
+from raytune_fsdp.durable import replace_at_once
+from raytune_fsdp.errors import RaytuneError, in_one_line
 from raytune_fsdp.redaction import redact, redact_text, redact_yaml
+from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE, MLFLOW_ID_FILE
+from raytune_fsdp.tracking.cursor import Place, Reader, Sent
+from raytune_fsdp.tracking.jsonl import append_event, read_events
+from raytune_fsdp.tracking.lines import step_of, time_of
+from raytune_fsdp.tracking.mlflow_run import (
+    MAX_POINTS,
+    GoneError,
+    MlflowRun,
+    Point,
+    RefusedError,
+    connect,
+    create_run,
+    find_run,
+)
 from raytune_fsdp.tracking.muted import muted
-from raytune_fsdp.tracking.names import values_of
-from raytune_fsdp.tracking.outbox import Outbox, Parcel, Point
+from raytune_fsdp.tracking.names import NOT_SENT_TO_MLFLOW, SAVED, step_values, with_perplexity
 from raytune_fsdp.tracking.tracker import RunStart, Status
-from raytune_fsdp.types import StepMetrics
+from raytune_fsdp.types import Progress, StepMetrics
 from raytune_fsdp.untrusted import read_file
-
-if TYPE_CHECKING:
-    from mlflow.tracking import MlflowClient
 
 logger = logging.getLogger(__name__)
 
 RUN_ID = "mlflow_run_id"
 """Key of the run's id in `Tracker.state`."""
-
-# MLflow's limits. A batch that exceeds one is refused as a whole.
-_MAX_METRICS, _MAX_PARAMS, _MAX_TAGS = 1000, 100, 100
+CURSOR = "raytune_fsdp.sent"
+"""Tag with the cursor."""
+_ATTEMPT, _RESUMED_FROM = "raytune_fsdp.attempt", "raytune_fsdp.resumed_from"
 _MAX_PARAM_CHARS, _MAX_TAG_CHARS, _MAX_KEY_CHARS = 6000, 5000, 250
-# A step has up to nine metrics, so a hundred steps stay below _MAX_METRICS.
-_STEPS_PER_PARCEL = 100
-# Pauses double from two seconds; the last one comes before the only try that is left once the run has ended.
-_MAX_PAUSE_SECONDS = 60.0
-_LAST_PAUSE_SECONDS = 1.0
+_MAX_PAUSE_SECONDS = 60.0  # pauses after failures double from two seconds up to this
+_LAST_PAUSES_SECONDS = 1.0
+_SHOW_SECONDS = 0.5
+_ALL = 2**62  # a step that no run reaches
 
 # The client's own retries would keep `finish` waiting: 7 of them, 246 s in all. Telemetry is not ours to send.
 _ENVIRONMENT = {
@@ -59,10 +76,6 @@ _NOISY_LOGGERS = (
     "urllib3.connectionpool",
 )
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-# MLflow's codes for a run that is not there (the second: its id is not one of this server's), and for a batch that no
-# other try will help.
-_GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
-_REFUSED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 
 
 def mlflow_installed() -> bool:
@@ -70,10 +83,10 @@ def mlflow_installed() -> bool:
 
 
 class MlflowTracker:
-    """Keeps one MLflow run per run, however often that is resumed. Never raises, and waits no longer than its timeouts.
+    """Keeps one MLflow run per run, however often that is resumed. Never raises, and waits only in `finish`.
 
-    `artifact_root` is used when the experiment is created; None where a server decides. `id_file` keeps the run's id
-    outside of the checkpoints, for an attempt that crashes before its first one.
+    `directory` is that of the run, with its record. `artifact_root` is used when the experiment is created; None where
+    a server decides. `finish` waits `finish_seconds` at most, and tells `progress` how far it is.
     """
 
     def __init__(
@@ -81,74 +94,119 @@ class MlflowTracker:
         uri: str,
         *,
         experiment: str,
+        directory: Path,
         artifact_root: str | None = None,
-        id_file: Path | None = None,
-        queue_batches: int = 1000,
-        state_timeout_seconds: float = 20.0,
-        finish_timeout_seconds: float = 30.0,
+        finish_seconds: float = 10.0,
+        progress: Progress | None = None,
     ) -> None:
         self._uri = uri
         self._experiment = experiment
+        self._directory = directory
         self._artifact_root = artifact_root
-        self._id_file = id_file
-        self._outbox = Outbox(queue_batches)
-        self._patience_seconds = state_timeout_seconds
-        self._finish_timeout_seconds = finish_timeout_seconds
+        self._finish_seconds = finish_seconds
+        self._progress = progress
+        self._start = RunStart(name="", attempt=0)
         self._thread: threading.Thread | None = None
-        self._settled = threading.Event()  # the run is open, or a first attempt at it has failed
-        self._run = RunStart(name="", attempt=0)
-        self._run_id: str | None = None
-        self._client: MlflowClient | None = None
+        self._changed = threading.Condition()
+        # What training says to the thread, guarded by `_changed`.
+        self._committed = -1
+        self._tags: dict[str, str] = {}
         self._status: Status = "finished"
-        self._ended = False
+        self._closed = False
         self._abandoned = False
+        # The thread's own.
+        self._run: MlflowRun | None = None
+        self._run_id: str | None = None
+        self._token = uuid.uuid4().hex
+        self._reader = Reader(directory / METRICS_FILE)
+        self._first = self._sent = Sent()
+        self._asked = False
+        """Whether `_sent` is what MLflow says."""
+        self._unsure = False
+        """Whether the last request may have arrived, although it failed."""
+        self._known: dict[str, bytearray] | None = None
+        self._careful_until = Place()
+        self._hopeless: set[Place] = set()
+        self._ended = False
+        self._problem = ""
 
     def start(self, run: RunStart) -> None:
         # Before the thread imports mlflow, which may read them only then. What the user has set stays.
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        self._run = run
+        self._start = run
+        committed = run.resumed_from if run.committed is None else run.committed
+        self._committed = committed or -1  # at step 0 nothing is committed: an evaluation there may come again
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
         self._thread.start()
 
     def steps(self, metrics: Sequence[StepMetrics], world_size: int, attempt: int) -> None:
-        for first in range(0, len(metrics), _STEPS_PER_PARCEL):
-            self._outbox.put(Parcel(points=tuple(_points(metrics[first : first + _STEPS_PER_PARCEL]))))
+        """Does nothing: the thread reads the record."""
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        now = _now()
-        self._outbox.put(Parcel(points=tuple((_name(key), float(value), now, step) for key, value in values.items())))
+        """Does nothing, as `steps`."""
 
     def event(self, name: str, /, **fields: object) -> None:
-        """Keeps the last event of every name, as a tag."""
-        text = json.dumps(redact(fields), default=str)[:_MAX_TAG_CHARS]
-        self._outbox.put(Parcel(tags={_name(f"event.{name}"): text}))
+        """Keeps the last event of every name, as a tag. After a commit the thread may send the lines up to it."""
+        with self._changed:
+            self._tags.update([_event_tag(name, redact(fields))])
+            if name == SAVED and isinstance(step := fields.get("step"), int):
+                self._committed = max(self._committed, step)
+            self._changed.notify_all()
 
     def state(self) -> dict[str, str]:
-        """The run's id. Waits for it, but only once: checkpoints must not wait for a dead server again and again."""
-        if self._thread is not None and not self._settled.wait(self._patience_seconds):
-            self._patience_seconds = 0.0
-        run_id = self._run_id or self._run.state.get(RUN_ID)
+        """The run's id, if it is known by now; the run's directory has it, too."""
+        run_id = self._run_id or self._start.state.get(RUN_ID)
         return {RUN_ID: run_id} if run_id else {}
 
     def sync(self) -> None:
-        """Does nothing: a commit does not wait for MLflow. What it misses is in `metrics.jsonl`."""
+        """Does nothing: a commit does not wait for MLflow."""
 
     def finish(self, status: Status) -> None:
-        """Sends the rest, and the status, within the deadline. Warns if some could not be sent."""
-        if self._thread is None or self._outbox.closed:
+        """Sends the rest, and the status, within the deadline. Says what is left, also as an event."""
+        if self._thread is None or self._closed:
             return
-        self._status = status
-        self._outbox.close()
-        self._thread.join(self._finish_timeout_seconds)
+        with self._changed:
+            self._status = status
+            if status == "finished":
+                # Nothing of a run that has reached its end will be cut. What a failed run has not committed will: it
+                # would be there twice when the run continues.
+                self._committed = _ALL
+            self._closed = True
+            self._changed.notify_all()
+        deadline = time.monotonic() + self._finish_seconds
+        while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+            self._thread.join(min(_SHOW_SECONDS, left))
+            if self._progress is not None and self._thread.is_alive():
+                self._progress("steps sent to MLflow", *self._reached())
         self._abandoned = not self._ended
-        if self._outbox.left or self._outbox.dropped or not self._ended:
-            logger.warning(
-                "MLflow at %s did not take everything: %d batches left at the end, %d dropped; metrics.jsonl has all",
-                redact_text(self._uri),
-                self._outbox.left,
-                self._outbox.dropped,
-            )
+        unsent = self.unsent
+        if unsent is not None and not self._start.over:  # otherwise the command says it
+            logger.warning("%s", unsent)
+            with suppress(RaytuneError):  # the run has ended, however that was; this must not end it in another way
+                append_event(
+                    self._directory / EVENTS_FILE,
+                    NOT_SENT_TO_MLFLOW,
+                    attempt=self._start.attempt,
+                    fields={"because": unsent},
+                )
+
+    @property
+    def unsent(self) -> str | None:
+        """After `finish`: what MLflow has not got, in a sentence; None if it has everything."""
+        if self._ended:
+            return None
+        sent, wanted = self._reached()
+        has = f"has {sent:,} of {wanted:,} steps of this run" if sent < wanted else "does not know how this run ended"
+        has = has if self._asked else "has not answered"
+        because = f" ({self._problem})" if self._problem else ""
+        return f"MLflow at {redact_text(self._uri)} {has}{because}; the same command sends the rest"
+
+    def _reached(self) -> tuple[int, int]:
+        """The last step that MLflow has, and the last one that it may have."""
+        total = self._start.total_steps
+        wanted = max(0, self._committed if total is None else min(self._committed, total))
+        return min(self._sent.place.step, wanted), wanted
 
     # ---- from here on: what the thread does ----
 
@@ -158,145 +216,190 @@ class MlflowTracker:
             while not self._ended and not self._abandoned:
                 try:
                     self._advance()
-                    failures = 0
+                    failures, self._problem = 0, ""
                 except Exception as error:  # foreign code; whatever it raises must not reach training
                     failures += 1
-                    self._settled.set()
+                    self._unsure = True
+                    self._problem = redact_text(in_one_line(error))
                     if failures == 1:
-                        logger.warning("MLflow at %s: %s", redact_text(self._uri), redact_text(in_one_line(error)))
-                    if self._outbox.closed and failures > 1:
-                        return
-                    self._outbox.wait_closed(min(2.0**failures, _MAX_PAUSE_SECONDS))
-                    if self._outbox.closed and failures == 1:
-                        time.sleep(_LAST_PAUSE_SECONDS)
+                        logger.warning("MLflow at %s: %s", redact_text(self._uri), self._problem)
+                    if self._closed:
+                        time.sleep(_LAST_PAUSES_SECONDS)
+                    self._pause(min(2.0 ** min(failures, 10), _MAX_PAUSE_SECONDS))
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, but not once the run has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed, timeout=seconds)
 
     def _advance(self) -> None:
-        """Opens the run, or sends what waits, or ends the run."""
-        if self._client is None:
-            self._client = self._open()
-            self._settled.set()
+        """Opens the run, or sends what comes next, or ends the run, or waits until there is something to do."""
+        if self._run is None:
+            self._run = self._open()
             return
-        run_id = self._run_id or ""
-        if parcels := self._outbox.take(_MAX_METRICS, _MAX_TAGS):
-            self._send(self._client, run_id, parcels)
-        else:
-            self._client.set_terminated(run_id, _STATUS[self._status])
+        if self._unsure:
+            try:
+                self._run.look()
+            except GoneError:
+                self._run = None
+                return
+            self._go_to(self._cursor(self._run, otherwise=self._first))
+        with self._changed:
+            tags, committed, closed = dict(self._tags), self._committed, self._closed
+        began = time.monotonic()
+        points, sent, num_lines = self._next(self._run, committed)
+        if sent != self._sent:
+            self._send(self._run, points, sent, num_lines)
+            # At most half of the time, so that training has Python's lock for as long, whatever there is to send.
+            self._pause(time.monotonic() - began)
+        elif tags:
+            self._send_tags(self._run, tags)
+        elif closed:
+            self._run.end(_STATUS[self._status])
             self._ended = True
+        else:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._tags or self._committed != committed)
 
-    def _open(self) -> MlflowClient:
-        from mlflow.tracking import MlflowClient
+    def _open(self) -> MlflowRun:
+        """The run of this attempt, of the run's directory, or of the checkpoint; else a new one."""
+        client = connect(self._uri)
+        file = self._directory / MLFLOW_ID_FILE
+        written = read_file(file, limit=1024).decode().strip() if file.exists() else self._start.state.get(RUN_ID)
+        run_id = self._run_id or written
+        run = find_run(client, self._uri, run_id) if run_id else None
+        if run is None:
+            run = create_run(
+                client, experiment=self._experiment, artifact_root=self._artifact_root, name=self._start.name,
+                token=self._token, again=self._unsure,
+            )  # fmt: skip
+            self._directory.mkdir(parents=True, exist_ok=True)
+        # Known from here on: if anything below fails, the next try must not create another run.
+        self._run_id = run.id
+        replace_at_once(file, f"{run.id}\n".encode())
+        if not self._start.over:
+            run.set_running()
+        self._describe(run)
+        self._go_to(self._cursor(run, otherwise=None))
+        self._first = self._sent
+        logger.info("MLflow run %s (%s) at %s", run.id, self._experiment, redact_text(self._uri))
+        return run
 
-        if self._uri.startswith("sqlite:///"):
-            file = Path(self._uri.removeprefix("sqlite:///").partition("?")[0])
-            file.parent.mkdir(parents=True, exist_ok=True)
-            keep_private(file)  # before MLflow makes it; an empty file is an empty database
-        client = MlflowClient(self._uri)
-        run_id, params = self._resumed(client)
-        if run_id is None:
-            run_id = str(client.create_run(self._experiment_id(client), run_name=self._run.name).info.run_id)
-            # Known from here on: if anything below fails, the next try must not create a second run.
-            self._run_id = run_id
-            if self._id_file is not None:
-                self._id_file.parent.mkdir(parents=True, exist_ok=True)
-                self._id_file.write_text(f"{run_id}\n")
-        self._run_id = run_id
-        self._describe(client, run_id, known=params)
-        logger.info("MLflow run %s (%s) at %s", run_id, self._experiment, redact_text(self._uri))
-        return client
+    def _describe(self, run: MlflowRun) -> None:
+        """Sends params, artifacts, tags and the events on record, unless they are there."""
+        start = self._start
+        if not start.over or _ATTEMPT not in run.tags:
+            params = {key: str(redact(value, key)) for key, value in start.params.items()}
+            if start.parameters is not None:
+                params["parameters.total"] = str(start.parameters.total)
+                params["parameters.trainable"] = str(start.parameters.trainable)
+            try:
+                run.add_params({_name(key): value[:_MAX_PARAM_CHARS] for key, value in params.items()})
+            except RefusedError as error:
+                logger.warning("MLflow did not take the params of run %s: %s", run.id, redact_text(str(error)))
+            try:
+                run.add_text(redact_yaml(start.config), "config.yaml")
+                run.add_text(json.dumps(redact(start.plan), indent=2, default=str), "plan.json")
+            except Exception as error:  # artifacts may live in another store than metrics, and must not cost those
+                problem = redact_text(in_one_line(error))
+                logger.warning("MLflow did not take the artifacts of run %s: %s", run.id, problem)
+            # Last, as a sign that the others are there.
+            run.set_tags({_ATTEMPT: str(start.attempt), _RESUMED_FROM: str(start.resumed_from)})
+        events = dict(_event_tag(each["event"], each["fields"]) for each in read_events(self._directory / EVENTS_FILE))
+        with self._changed:
+            self._tags = {**{key: text for key, text in events.items() if run.tags.get(key) != text}, **self._tags}
 
-    def _resumed(self, client: MlflowClient) -> tuple[str | None, Mapping[str, str]]:
-        """Id and params of the run to continue: the one of this attempt, of the checkpoint, or of the run directory."""
-        from mlflow.exceptions import MlflowException
+    def _cursor(self, run: MlflowRun, *, otherwise: Sent | None) -> Sent:
+        """How far the record is in MLflow, by what the run there says; `otherwise` if it says nothing."""
+        with self._changed:
+            committed = max(self._committed, 0)
+        sent = Sent.from_text(run.tags.get(CURSOR)) or otherwise
+        if sent is None:
+            # Nothing has been sent, or a version without cursors has sent it, which dropped what a server that was away
+            # for long did not get. Those points have other times than the lines: what is there is not sent again.
+            self._known = self._history(run)
+            return Sent(highest=max(map(len, self._known.values()), default=0) - 1)
+        if sent.place.step > committed:
+            # The newest checkpoint was damaged, and its steps are trained again. MLflow keeps what it has of them; only
+            # what it lacks is sent.
+            return Sent(Place(committed), max(sent.highest, sent.place.step))
+        return sent
 
-        run_id = self._run_id or self._run.state.get(RUN_ID)
-        if run_id is None and self._id_file is not None and self._id_file.exists():
-            run_id = read_file(self._id_file, limit=1024).decode().strip()
-        if not run_id:
-            return None, {}
+    def _history(self, run: MlflowRun) -> dict[str, bytearray]:
+        """By key, the steps that MLflow has: a byte for each."""
+        found: dict[str, bytearray] = {}
+        limit = self._start.total_steps or _ALL
+        for key in run.keys:
+            steps = [step for step in run.steps_of(key) if 0 <= step <= limit]
+            found[key] = bytearray(max(steps, default=-1) + 1)
+            for step in steps:
+                found[key][step] = 1
+        return found
+
+    def _go_to(self, sent: Sent) -> None:
+        self._sent, self._unsure, self._asked = sent, False, True
+        self._reader.seek(sent.place)
+
+    def _next(self, run: MlflowRun, last_step: int) -> tuple[list[Point], Sent, int]:
+        """The next points up to a step, where they end, and of how many lines they are."""
+        points: list[Point] = []
+        place, num_lines, highest = self._sent.place, 0, self._sent.highest
+        for place, line in self._reader.lines(last_step):
+            num_lines += 1
+            if place not in self._hopeless:
+                found = _points(line, run.start_time)
+                points += [point for point in found if point[3] > highest or not self._has(run, point)]
+            if len(points) > MAX_POINTS - 10 or place <= self._careful_until:  # a step has up to nine
+                break
+        return points, Sent(place, highest), num_lines
+
+    def _has(self, run: MlflowRun, point: Point) -> bool:
+        """Whether MLflow has a value of this key for this step."""
+        if self._known is None:
+            self._known = self._history(run)
+        key, _, _, step = point
+        steps = self._known.get(key, b"")
+        return step < len(steps) and steps[step] == 1
+
+    def _send(self, run: MlflowRun, points: Sequence[Point], sent: Sent, num_lines: int) -> None:
         try:
-            run = client.get_run(run_id)
-        except MlflowException as error:
-            if error.error_code not in _GONE:
-                raise
-            run = None
-        if run is None or run.info.lifecycle_stage != "active":
-            where = redact_text(self._uri)
-            logger.warning("MLflow at %s no longer has run %s; metrics go to a new one from here on", where, run_id)
-            return None, {}
-        client.update_run(run_id, status="RUNNING")
-        return run_id, run.data.params
-
-    def _experiment_id(self, client: MlflowClient) -> str:
-        from mlflow.exceptions import MlflowException
-
-        if found := client.get_experiment_by_name(self._experiment):
-            return str(found.experiment_id)
-        try:
-            return str(client.create_experiment(self._experiment, artifact_location=self._artifact_root))
-        except MlflowException as error:
-            # Another run may have created it since we asked.
-            found = client.get_experiment_by_name(self._experiment)
-            if error.error_code == "RESOURCE_ALREADY_EXISTS" and found:
-                return str(found.experiment_id)
-            raise
-
-    def _describe(self, client: MlflowClient, run_id: str, *, known: Mapping[str, str]) -> None:
-        """Sends params, tags and artifacts. In MLflow a param never changes: a resumed run keeps its first value."""
-        from mlflow.entities import Param, RunTag
-        from mlflow.exceptions import MlflowException
-
-        run = self._run
-        tags = {"raytune_fsdp.attempt": str(run.attempt), "raytune_fsdp.resumed_from": str(run.resumed_from)}
-        params = {_name(key): str(redact(value, key))[:_MAX_PARAM_CHARS] for key, value in run.params.items()}
-        new = [Param(key, value) for key, value in params.items() if key not in known]
-        try:
-            client.log_batch(run_id, tags=[RunTag(*tag) for tag in tags.items()], synchronous=True)
-            for first in range(0, len(new), _MAX_PARAMS):
-                client.log_batch(run_id, params=new[first : first + _MAX_PARAMS], synchronous=True)
-        except MlflowException as error:
-            if error.error_code not in _REFUSED:
-                raise
-            logger.warning("MLflow did not take the params of run %s: %s", run_id, redact_text(in_one_line(error)))
-        try:
-            client.log_text(run_id, redact_yaml(run.config), "config.yaml")
-            client.log_text(run_id, json.dumps(redact(run.plan), indent=2, default=str), "plan.json")
-        except Exception as error:  # artifacts may live in another store than metrics, and must not cost those
-            logger.warning("MLflow did not take the artifacts of run %s: %s", run_id, redact_text(in_one_line(error)))
-
-    def _send(self, client: MlflowClient, run_id: str, parcels: Sequence[Parcel]) -> None:
-        from mlflow.entities import Metric, RunTag
-        from mlflow.exceptions import MlflowException
-
-        metrics = [Metric(*point) for parcel in parcels for point in parcel.points]
-        tags = [RunTag(*tag) for parcel in parcels for tag in parcel.tags.items()]
-        try:
-            # Synchronous, or the client would keep a queue of its own, and its failures to itself.
-            client.log_batch(run_id, metrics=metrics, tags=tags, synchronous=True)
-        except MlflowException as error:
-            if error.error_code in _REFUSED:  # it would be refused every time, and hold up what comes after it
-                self._outbox.throw_away()
+            # MLflow's database has the points before the tag: if the server dies between the two, they are sent once
+            # more, and it knows them by their time and value.
+            run.add_points(points, {CURSOR: sent.to_text()})
+        except RefusedError:
+            # It would be refused every time, and hold up what comes after it. Line by line the culprit is found.
+            if num_lines == 1:
+                self._hopeless.add(sent.place)
+                logger.warning("MLflow does not take a line of step %d, so it is left out there", sent.place.step)
             else:
-                self._outbox.give_back()
+                self._careful_until = sent.place
             raise
-        except BaseException:
-            self._outbox.give_back()
-            raise
-        self._outbox.delivered()
+        self._sent = sent
+        if sent.place.step > sent.highest:
+            self._known = None
+
+    def _send_tags(self, run: MlflowRun, tags: Mapping[str, str]) -> None:
+        try:
+            run.set_tags(tags)
+        except RefusedError as error:
+            logger.warning("MLflow did not take tags of run %s: %s", run.id, redact_text(str(error)))
+        with self._changed:
+            self._tags = {key: text for key, text in self._tags.items() if tags.get(key) != text}
 
 
-def _points(metrics: Sequence[StepMetrics]) -> Iterator[Point]:
-    """The metrics of steps. They arrive together, so each gets the time at which it ended from their durations."""
-    end = _now() - 1000 * sum(step.step_seconds for step in metrics)
-    for step in metrics:
-        end += 1000 * step.step_seconds
-        for name, value in values_of(step).items():
-            yield name, float(value), int(end), step.step
+def _points(line: Mapping[str, Any], otherwise: int) -> Iterator[Point]:
+    """The points of a line. Lines of older versions have no time: theirs is `otherwise`."""
+    step, at = step_of(line), time_of(line)
+    values = step_values(line) if line["kind"] == "step" else with_perplexity(line["values"])
+    for name, value in {_name(name): float(value) for name, value in values.items()}.items():
+        yield name, value, otherwise if at is None else at, step
 
 
+def _event_tag(name: str, fields: object) -> tuple[str, str]:
+    return _name(f"event.{name}"), json.dumps(fields, default=str)[:_MAX_TAG_CHARS]
+
+
+@lru_cache(1000)
 def _name(key: str) -> str:
     """The key in characters and a length that MLflow accepts, and without `//`, `..` or a leading `/`."""
     return posixpath.normpath(re.sub(r"[^\w./: -]", "_", key)).lstrip("/.")[:_MAX_KEY_CHARS] or "_"
-
-
-def _now() -> int:
-    return time.time_ns() // 1_000_000

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from raytune_fsdp.types import StepMetrics
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from raytune_fsdp.tracking.lines import is_number
 
 LOSS = "train/loss"
 GRAD_NORM = "train/grad_norm"
@@ -43,7 +47,9 @@ WINDOWS_BUILT = "windows_built"
 RANKS_JOINED = "ranks_joined"
 """All ranks of an attempt have started. Fields: ranks (rank, node, node_id and pid of each)."""
 NOT_SENT_TO_MLFLOW = "not_sent_to_mlflow"
-"""The config sends the run to MLflow, but rank 0 has no MLflow. Fields: because."""
+"""The config sends the run to MLflow, but rank 0 has no MLflow, or could not send everything. Fields: because."""
+RECORD_REPAIRED = "record_repaired"
+"""metrics.jsonl was broken; what can be trusted was kept. Fields: problems, kept (the file as it was)."""
 SETTINGS_CHANGED = "settings_changed"
 """A run continues with other settings, which do not affect the result. Fields: old and new value of each."""
 FIRST_STEP = "first_step"
@@ -60,18 +66,35 @@ def evaluation_loss(dataset: str) -> str:
     return f"eval/{dataset}/loss"
 
 
-def values_of(metrics: StepMetrics) -> dict[str, float]:
-    """A step as named numbers; without MFU if the peak of the device is not known."""
+def with_perplexity(values: Mapping[str, float]) -> dict[str, float]:
+    """The values of an evaluation, and after each loss the perplexity: not on record, as it follows from the loss."""
+    found: dict[str, float] = {}
+    for key, value in values.items():
+        found[key] = value
+        if key.endswith("/loss"):
+            found[f"{key.removesuffix('loss')}perplexity"] = perplexity(value)
+    return found
+
+
+def perplexity(loss: float) -> float:
+    """Of a loss per token: between how many tokens, all equally likely, the model could as well have had to guess."""
+    try:
+        return math.exp(loss)
+    except OverflowError:  # a loss over 709
+        return math.inf
+
+
+def step_values(line: Mapping[str, Any]) -> dict[str, float]:
+    """The line of a step as named numbers; without those that it does not have, such as MFU on unknown devices."""
     values = {
-        LOSS: metrics.loss,
-        GRAD_NORM: metrics.grad_norm,
-        LR: metrics.lr,
-        EPOCH: metrics.epoch,
-        TOKENS_PER_SECOND: metrics.tokens_per_second,
-        STEP_SECONDS: metrics.step_seconds,
-        DATA_SECONDS: metrics.data_seconds,
-        MEMORY_BYTES: float(metrics.memory_bytes),
+        LOSS: line["trajectory"]["loss"],
+        GRAD_NORM: line["trajectory"]["grad_norm"],
+        LR: line["trajectory"]["lr"],
+        EPOCH: line["trajectory"]["epoch"],
+        TOKENS_PER_SECOND: line.get("tokens_per_second"),
+        STEP_SECONDS: line.get("step_seconds"),
+        DATA_SECONDS: line.get("data_seconds"),
+        MEMORY_BYTES: line.get("memory_bytes"),
+        MFU: line.get("mfu"),
     }
-    if metrics.mfu is not None:
-        values[MFU] = metrics.mfu
-    return values
+    return {name: float(value) for name, value in values.items() if value is not None and is_number(value)}

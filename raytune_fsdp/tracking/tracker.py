@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from raytune_fsdp.errors import RaytuneError
-from raytune_fsdp.types import StepMetrics
+from raytune_fsdp.errors import RaytuneError, TrainingError, in_one_line
+from raytune_fsdp.types import ParameterCount, StepMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,12 @@ class RunStart:
     """The config with dotted keys: `flatten(config)`."""
     state: Mapping[str, str] = field(default_factory=dict)
     """What `Tracker.state` returned for the checkpoint that the attempt continues from."""
+    parameters: ParameterCount | None = None
+    """The size of the network."""
+    over: bool = False
+    """No step will follow: the tracker makes up for what it has not got, and for how the run ended."""
+    committed: int | None = None
+    """Step of the newest checkpoint, if that is not `resumed_from`."""
 
 
 class Tracker(Protocol):
@@ -93,11 +99,13 @@ class Composite:
     """Several trackers as one: each is called in turn, and a failure of one does not reach the others or training.
 
     Errors that this package raises on purpose do reach training, once every tracker has had its turn: a run directory
-    that cannot be written (`TrainingError`), and an interruption that happened to arrive here.
+    that cannot be written (`TrainingError`), and an interruption that happened to arrive here. So does whatever
+    `record` raises, which is called first: a run is not trained without its record.
     """
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = tuple(trackers)
+    def __init__(self, trackers: Sequence[Tracker], *, record: Tracker | None = None) -> None:
+        self._record = record
+        self._trackers = (*([record] if record is not None else []), *trackers)
         self._failed: set[int] = set()
 
     def start(self, run: RunStart) -> None:
@@ -130,8 +138,14 @@ class Composite:
                 call(tracker)
             except RaytuneError as error:
                 ours = ours or error
-            except Exception:  # a tracker is foreign code to training, whatever it raises
-                if index not in self._failed:
+            except Exception as error:  # a tracker is foreign code to training, whatever it raises
+                if tracker is self._record:
+                    ours = TrainingError(
+                        f"the record of the run cannot be kept, so training stops: {in_one_line(error)}. The same "
+                        "command continues from the newest checkpoint"
+                    )
+                    ours.__cause__ = error
+                elif index not in self._failed:
                     self._failed.add(index)
                     name = type(tracker).__name__
                     logger.warning(

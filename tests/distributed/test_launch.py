@@ -126,7 +126,7 @@ def test_without_ray_and_the_extras(tmp_path: Path, launch: str) -> None:
     assert len(read_trajectory(tmp_path / "runs" / "run" / "metrics.jsonl")) == 6
     told = [line.strip() for line in done.stdout.splitlines() if "not installed" in line]
     assert told == [
-        "not sent to mlflow: because it is not installed: pip install 'raytune-fsdp[mlflow]'",
+        "not sent to MLflow: it is not installed: pip install 'raytune-fsdp[mlflow]'",
         "loss curve  none, matplotlib is not installed: pip install 'raytune-fsdp[plots]'",
     ]
     assert "mlflow" not in done.stderr and "mlflow ui" not in done.stdout

@@ -10,7 +10,8 @@ import pytest
 
 from raytune_fsdp.tracking import RunStart
 from raytune_fsdp.tracking.console import ConsoleTracker, curve, duration, event_in_words, short
-from raytune_fsdp.types import StepMetrics
+from raytune_fsdp.tracking.names import perplexity, with_perplexity
+from raytune_fsdp.types import ParameterCount, StepMetrics
 
 
 def step(number: int, *, loss: float = 2.5, mfu: float | None = 0.412, skipped: bool = False) -> StepMetrics:
@@ -49,7 +50,7 @@ def test_a_run_in_lines() -> None:
         "step   9/100  loss   2.5000  grad    1.250  lr 1.00e-04   12.3k tok/s  mfu 41.2%  mem   1.50 GiB  eta 3m 02s",
         "step  10/100  loss      nan  grad    1.250  lr 1.00e-04   12.3k tok/s  mem   1.50 GiB  eta 3m 00s  skipped",
         "     step 10: update skipped (grad norm nan)",
-        "eval  10/100  chat/loss 1.2346  code/loss 2.0000",
+        "eval  10/100  chat/loss 1.2346 (perplexity 3.437)  code/loss 2.0000 (perplexity 7.389)",
         "     saved step 10 in 1.2 s, 2.00 GiB",
         "     resized from 4 to 3 workers",
         "     node lost at step 11: node n1",
@@ -57,6 +58,34 @@ def test_a_run_in_lines() -> None:
     assert lines[8] == "loss, steps 9 to 10"
     assert lines[-1] == "interrupted; the same command continues"
     assert "\033" not in stream.getvalue()
+
+
+def test_the_size_of_the_network_is_said_at_the_start() -> None:
+    stream = io.StringIO()
+    count = ParameterCount(total=3_212_800, trainable=3_212_800)
+    ConsoleTracker(stream).start(RunStart(name="demo", attempt=1, parameters=count))
+    assert stream.getvalue().splitlines()[1] == "     3,212,800 parameters, all of them trained"
+    partly = ParameterCount(total=3_212_800, trainable=32_128)
+    assert partly.words == "3,212,800 parameters, 32,128 of them trained (1.00%)"
+
+
+def test_perplexity_follows_from_the_loss_whatever_that_is() -> None:
+    assert perplexity(0.0) == 1.0 and perplexity(2.0) == math.exp(2.0)
+    assert perplexity(1e9) == math.inf and math.isnan(perplexity(math.nan))
+    named = with_perplexity({"eval/a/loss": 1.0, "eval/a/accuracy": 0.5})
+    assert named == {"eval/a/loss": 1.0, "eval/a/perplexity": math.e, "eval/a/accuracy": 0.5}
+    assert [*named] == ["eval/a/loss", "eval/a/perplexity", "eval/a/accuracy"]
+
+
+def test_a_broken_record_is_said_in_a_line() -> None:
+    fields = {"problems": ["1 line was there twice", "step 3 is missing"], "kept": "/runs/x/metrics.jsonl.a2.damaged"}
+    said = event_in_words("record_repaired", fields)
+    assert said == "metrics.jsonl was broken: 1 line was there twice; step 3 is missing (as it was: " + (
+        "/runs/x/metrics.jsonl.a2.damaged)"
+    )
+    assert event_in_words("not_sent_to_mlflow", {"because": "it is not installed"}) == (
+        "not sent to MLflow: it is not installed"
+    )
 
 
 def test_colours_only_on_a_terminal_that_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:

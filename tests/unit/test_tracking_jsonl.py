@@ -6,6 +6,8 @@ import json
 import math
 import random
 import struct
+import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,7 @@ def test_a_line_has_the_trajectory_and_the_rest_beside_it(tmp_path: Path) -> Non
     tracker.steps([step(1)], world_size=2, attempt=1)
     tracker.finish("finished")
     line = json.loads((tmp_path / "new/metrics.jsonl").read_text())
+    assert abs(datetime.fromisoformat(line.pop("time")).timestamp() - time.time()) < 5
     assert line == {
         "kind": "step",
         "trajectory": {
@@ -48,6 +51,15 @@ def test_a_line_has_the_trajectory_and_the_rest_beside_it(tmp_path: Path) -> Non
         "world_size": 2, "attempt": 1, "step_seconds": 0.5, "data_seconds": 0.01, "tokens_per_second": 8192.0,
         "mfu": None, "memory_bytes": 2**30, "windows_built": 0, "skipped": False,
     }  # fmt: skip
+
+
+def test_steps_that_are_written_together_have_the_times_at_which_they_ended(tmp_path: Path) -> None:
+    tracker = begin(tmp_path)
+    tracker.steps([step(i) for i in (1, 2, 3)], world_size=1, attempt=1)
+    tracker.evaluation(3, {"eval/x/loss": 1.0})
+    times = [datetime.fromisoformat(line["time"]).timestamp() for line in read_metrics(tmp_path / "metrics.jsonl")]
+    assert [round(b - a, 2) for a, b in zip(times, times[1:3], strict=False)] == [0.5, 0.5] and times[3] >= times[2]
+    assert "time" not in read_trajectory(tmp_path / "metrics.jsonl")[0], "it differs from run to run"
 
 
 def test_floats_keep_their_bits(tmp_path: Path) -> None:
@@ -125,13 +137,6 @@ def test_a_process_that_should_be_dead_cannot_write_into_the_record(tmp_path: Pa
     zombie.steps([step(3)], world_size=2, attempt=1)
     heir.steps([step(3)], world_size=2, attempt=2)
     assert steps_of(tmp_path) == [1, 2, 3]
-
-
-def test_lines_that_a_checkpoint_relies_on_but_are_gone_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    begin(tmp_path, resumed_from=5)
-    assert "0 lines for the first 5 steps" in caplog.text
 
 
 def test_a_garbled_line_is_not_read_silently(tmp_path: Path) -> None:

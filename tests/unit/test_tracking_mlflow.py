@@ -1,27 +1,29 @@
-"""MLflow there, away, slow and back again. Training must not notice."""
+"""MLflow there, away, slow and back again: it gets every line of the record once, and training does not notice."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raytune_fsdp.rundir import mlflow_database
-from raytune_fsdp.tracking import RunStart
-from raytune_fsdp.tracking.jsonl import JsonlTracker, read_trajectory
-from raytune_fsdp.tracking.mlflow import RUN_ID, MlflowTracker, mlflow_installed
-from raytune_fsdp.tracking.outbox import Outbox, Parcel
-from raytune_fsdp.tracking.tracker import Composite
-from raytune_fsdp.types import StepMetrics
+from raytune_fsdp.tracking import Composite, RunStart
+from raytune_fsdp.tracking import mlflow as tracking_mlflow
+from raytune_fsdp.tracking.jsonl import JsonlTracker, read_events, read_trajectory
+from raytune_fsdp.tracking.mlflow import CURSOR, RUN_ID, MlflowTracker, mlflow_installed
+from raytune_fsdp.types import ParameterCount
+from tests.unit.fake_mlflow import FakeServer, Fault, on_record, step
 
 pytestmark = [
     pytest.mark.skipif(not mlflow_installed(), reason="MLflow is not installed"),
@@ -31,19 +33,14 @@ pytestmark = [
 DEAD = "http://user:hunter2@127.0.0.1:9"
 
 
-def step(number: int, loss: float = 2.5) -> StepMetrics:
-    return StepMetrics(
-        step=number, epoch=0.1, samples="0" * 16, tokens=4096, target_tokens=1000, loss=loss, grad_norm=1.25, lr=1e-4,
-        skipped=False, step_seconds=2.0, data_seconds=0.01, tokens_per_second=12345.0, mfu=None, memory_bytes=2**30,
-    )  # fmt: skip
-
-
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing may land in the current directory."""
+    """Nothing may land in the current directory, and no test waits for the pauses of a real outage."""
     current = tmp_path / "current"
     current.mkdir()
     monkeypatch.chdir(current)
+    monkeypatch.setattr(tracking_mlflow, "_MAX_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(tracking_mlflow, "_LAST_PAUSES_SECONDS", 0.001)
     for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_DISABLE_TELEMETRY"):
         # Set and then deleted, so that what the tracker sets is undone as well.
         monkeypatch.setenv(name, "")
@@ -52,101 +49,359 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     assert list(current.iterdir()) == []
 
 
-def run(attempt: int, state: dict[str, str] | None = None, **changes: Any) -> RunStart:
-    params = {f"section.key{i}": i for i in range(150)} | {"long": "x" * 9000, "hub.token": "my-own", "odd (key)": None}
-    given = {"params": params, "plan": {"steps": 10, "uri": DEAD}, "config": "run: {name: demo}\n", **changes}
-    return RunStart(name="demo", attempt=attempt, resumed_from=(attempt - 1) * 2, state=state or {}, **given)
+def start_of(attempt: int, resumed_from: int, **changes: Any) -> RunStart:
+    return RunStart(name="demo", attempt=attempt, resumed_from=resumed_from, **{"total_steps": 300, **changes})
+
+
+class Attempt:
+    """An attempt at a run, as training sees its trackers."""
+
+    def __init__(self, directory: Path, start: RunStart, uri: str = "fake", finish_seconds: float = 60.0) -> None:
+        self.mlflow = MlflowTracker(uri, experiment="e", directory=directory, finish_seconds=finish_seconds)
+        self.record = JsonlTracker(directory)
+        self.both = Composite([self.mlflow], record=self.record)
+        self.attempt = start.attempt
+        self.both.start(start)
+
+    def train(self, first: int, last: int, *, every: int = 10, evaluate: bool = True) -> Attempt:
+        """Steps, with an evaluation and a commit after every so many."""
+        for number in range(first, last + 1):
+            self.both.steps([step(number, 1 / number + self.attempt)], world_size=1, attempt=self.attempt)
+            if number % every == 0:
+                self.both.event("saved", step=number)
+                if evaluate:
+                    self.both.evaluation(number, {"eval/my chat (v2)/loss": 100.0 / number})
+        return self
+
+    def finish(self, status: Any = "finished") -> MlflowTracker:
+        self.both.finish(status)
+        return self.mlflow
+
+    def crash(self) -> None:
+        """The end of a process, as far as that can be had in one: its thread says no more."""
+        self.mlflow._abandoned = True
+        thread = self.mlflow._thread
+        assert thread is not None
+        with self.mlflow._changed:
+            self.mlflow._tags["wake"] = "up"
+            self.mlflow._changed.notify_all()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+    fake = FakeServer()
+    monkeypatch.setattr(tracking_mlflow, "connect", lambda uri: fake)
+    return fake
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+def the_run(server: FakeServer) -> str:
+    (run_id,) = server.runs
+    return run_id
 
 
 def test_one_run_through_resumes_on_sqlite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     uri, artifacts = mlflow_database(tmp_path / "the storage")
-    first = MlflowTracker(uri, experiment="e", artifact_root=artifacts, state_timeout_seconds=120)
+    place = tmp_path / "the storage" / "run"
+    params = {f"section.key{i}": i for i in range(150)} | {"long": "x" * 9000, "hub.token": "my-own", "odd (key)": None}
+    given = {"params": params, "plan": {"steps": 300, "uri": DEAD}, "config": "run: {name: demo}\n"}
+    count = ParameterCount(total=100, trainable=40)
+
+    def attempt(start: RunStart) -> Composite:
+        mlflow = MlflowTracker(uri, experiment="e", directory=place, artifact_root=artifacts, finish_seconds=120)
+        tracker = Composite([mlflow], record=JsonlTracker(place))
+        tracker.start(start)
+        return tracker
+
+    first = attempt(start_of(1, 0, parameters=count, **given))
     with caplog.at_level(logging.INFO):
-        first.start(run(1))
         first.steps([step(i, loss=1 / i) for i in range(1, 300)] + [step(300, math.nan)], world_size=2, attempt=1)
-        first.evaluation(2, {"eval/my chat (v2)/loss": 1.5})
-        first.event("saved", step=2, api_key="my-own")
-        state = first.state()
+        first.evaluation(300, {"eval/my chat (v2)/loss": 1.5})
+        first.event("saved", step=300, api_key="my-own")
         first.finish("interrupted")
     assert [r.name for r in caplog.records if r.name.startswith(("alembic", "mlflow.store"))] == []
+    state = first.state()
 
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(uri)
     found = client.get_run(state[RUN_ID])
     assert found.info.status == "KILLED" and found.info.run_name == "demo"
-    assert len(found.data.params) == 153 and len(found.data.params["long"]) == 6000
+    assert len(found.data.params) == 155 and len(found.data.params["long"]) == 6000
+    assert found.data.params["parameters.total"] == "100" and found.data.params["parameters.trainable"] == "40"
     assert found.data.params["hub.token"] == "<redacted>" and found.data.params["odd _key_"] == "None"
     assert "my-own" not in str(found.data.tags) and found.data.tags["raytune_fsdp.attempt"] == "1"
     history = sorted(client.get_metric_history(state[RUN_ID], "train/loss"), key=lambda metric: metric.step)
     assert [m.value for m in history[:-1]] == [1 / i for i in range(1, 300)] and math.isnan(history[-1].value)
     assert history[1].timestamp - history[0].timestamp == 2000
     assert found.data.metrics["eval/my chat _v2_/loss"] == 1.5 and found.data.metrics["perf/memory_bytes"] == 2**30
+    assert found.data.metrics["eval/my chat _v2_/perplexity"] == math.exp(1.5)
     names = {"train/grad_norm", "train/lr", "train/epoch", "perf/tokens_per_second", "perf/step_seconds"}
     assert names | {"perf/data_seconds"} <= found.data.metrics.keys() and "perf/mfu" not in found.data.metrics
     assert {file.path for file in client.list_artifacts(state[RUN_ID])} == {"config.yaml", "plan.json"}
     plan = next((tmp_path / "the storage/mlartifacts").rglob("plan.json")).read_text()
-    assert "hunter2" not in plan and '"steps": 10' in plan
+    assert "hunter2" not in plan and '"steps": 300' in plan
 
-    second = MlflowTracker(uri, experiment="e")
-    second.start(run(2, state, params={"section.key0": "changed", "added": 1}))
+    second = attempt(start_of(2, 300, total_steps=301, params={"section.key0": "changed", "added": 1}))
     second.steps([step(301, 0.25)], world_size=4, attempt=2)
-    assert second.state() == state
     second.finish("finished")
+    assert second.state() == state
     again = client.get_run(state[RUN_ID])
     assert again.info.status == "FINISHED" and again.data.metrics["train/loss"] == 0.25
     assert again.data.params["added"] == "1" and again.data.params["section.key0"] == "0"
 
     caplog.clear()
     client.delete_run(state[RUN_ID])
-    third = MlflowTracker(uri, experiment="e", id_file=tmp_path / "run/mlflow_run_id")
-    third.start(run(3, state))
+    third = attempt(start_of(3, 301, total_steps=301, over=True))
+    third.finish("finished")
     new = third.state()
-    third.finish("failed")
-    assert new.keys() == {RUN_ID} and new != state and client.get_run(new[RUN_ID]).info.status == "FAILED"
+    assert new.keys() == {RUN_ID} and new != state and client.get_run(new[RUN_ID]).info.status == "FINISHED"
+    assert len(client.get_metric_history(new[RUN_ID], "train/loss")) == 301, "a new run gets everything"
     assert sum("metrics go to a new one" in r.message for r in caplog.records) == 1
 
-    # A crash before the first checkpoint: no state, but the run directory remembers.
-    fourth = MlflowTracker(uri, experiment="e", id_file=tmp_path / "run/mlflow_run_id")
-    fourth.start(run(1))
-    assert fourth.state() == new
-    fourth.finish("finished")
+
+class Flaky:
+    """A client of a real store, some of whose calls fail: the request or the answer is lost, or half is done."""
+
+    def __init__(self, client: Any, fault: Callable[[str], Fault]) -> None:
+        self._client = client
+        self._fault = fault
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._client, name)
+
+        def flaky(*args: Any, **kwargs: Any) -> Any:
+            fault = self._fault(name)
+            if fault == "half" and name == "log_batch":
+                call(*args, **{**kwargs, "tags": []})
+            elif fault != "away":
+                done = call(*args, **kwargs)
+                if fault is None:
+                    return done
+            raise ConnectionError(f"{name}: no answer")
+
+        return flaky
+
+
+def story(directory: Path, say: Callable[[Fault], None]) -> None:
+    """An outage, hangs, a crash past a commit, a resume, and a server that is gone at the end. Then one more start."""
+    first = Attempt(directory, start_of(1, 0)).train(1, 40)
+    say("away")
+    first.train(41, 90)
+    say(None)
+    first.train(91, 137)
+    first.crash()
+    second = Attempt(directory, start_of(2, 130), finish_seconds=0.3).train(131, 200)
+    say("away")
+    second.train(201, 300)
+    unsent = second.finish().unsent
+    assert unsent is not None and "the same command sends the rest" in unsent
+    say(None)
+    third = MlflowTracker("fake", experiment="e", directory=directory, finish_seconds=60.0)
+    third.start(start_of(2, 300, over=True))
+    third.finish("finished")
+    assert third.unsent is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_everything_arrives_exactly_once_through_outages_and_a_crash(
+    tmp_path: Path, server: FakeServer, seed: int
+) -> None:
+    """Between the outages every fifth request goes wrong in one way or another."""
+    draw = random.Random(seed)
+    outage: list[Fault] = [None]
+    server.fault = lambda call: outage[0] or draw.choice(["away", "lost", "half", *[None] * 12])
+    story(tmp_path / "run", lambda fault: outage.__setitem__(0, fault))
+    run_id = the_run(server)
+    assert server.values(run_id) == on_record(tmp_path / "run" / "metrics.jsonl")
+    assert len({number for key, number in server.values(run_id) if key == "train/loss"}) == 300
+    assert server.runs[run_id].info.status == "FINISHED"
+    assert {"event.saved", "event.not_sent_to_mlflow"} <= server.runs[run_id].data.tags.keys()
+    assert [e["event"] for e in read_events(tmp_path / "run" / "events.jsonl")][-1] == "not_sent_to_mlflow"
+
+
+def test_the_same_on_a_real_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.tracking import MlflowClient
+
+    uri, _ = mlflow_database(tmp_path)
+    client = MlflowClient(uri)
+    client.create_experiment("e", artifact_location=str(tmp_path / "artifacts"))
+    draw = random.Random(0)
+    outage: list[Fault] = [None]
+    flaky = Flaky(client, lambda call: outage[0] or draw.choice(["away", "lost", "half", *[None] * 12]))
+    monkeypatch.setattr(tracking_mlflow, "connect", lambda uri: flaky)
+    story(tmp_path / "run", lambda fault: outage.__setitem__(0, fault))
+    experiment = client.get_experiment_by_name("e")
+    (run,) = client.search_runs([experiment.experiment_id])
+    found: dict[tuple[str, int], list[float | None]] = {}
+    for key in run.data.metrics:
+        for point in client.get_metric_history(run.info.run_id, key):
+            found.setdefault((key, point.step), []).append(None if math.isnan(point.value) else point.value)
+    assert found == on_record(tmp_path / "run" / "metrics.jsonl")
+    assert run.info.status == "FINISHED"
+
+
+def test_only_committed_lines_are_sent(tmp_path: Path, server: FakeServer) -> None:
+    """A resume cuts the others, and MLflow takes nothing back. The rest comes when the run is complete."""
+    attempt = Attempt(tmp_path, start_of(1, 0))
+    attempt.both.evaluation(0, {"eval/x/loss": 9.0})
+    attempt.train(1, 17, evaluate=False)
+    wait_for(lambda: server.runs and ("train/loss", 10) in server.values(the_run(server)))
+    time.sleep(0.05)
+    run_id = the_run(server)
+    assert max(number for _, number in server.values(run_id)) == 10
+    assert attempt.finish("failed").unsent is None
+    assert max(number for _, number in server.values(run_id)) == 10 and server.runs[run_id].info.status == "FAILED"
+    Attempt(tmp_path, start_of(2, 10, total_steps=17)).train(11, 17).finish()
+    assert server.values(run_id) == on_record(tmp_path / "metrics.jsonl")
+    assert server.runs[run_id].info.status == "FINISHED"
+
+
+def test_a_complete_run_that_has_everything_is_left_alone(tmp_path: Path, server: FakeServer) -> None:
+    Attempt(tmp_path, start_of(1, 0, total_steps=20)).train(1, 20).finish()
+    server.calls.clear()
+    again = MlflowTracker("fake", experiment="e", directory=tmp_path)
+    again.start(start_of(1, 20, total_steps=20, over=True))
+    again.finish("finished")
+    assert again.unsent is None and server.calls == ["get_run"]
+
+
+def test_a_run_that_goes_back_behind_what_was_sent_sends_nothing_twice(tmp_path: Path, server: FakeServer) -> None:
+    """The newest checkpoint is damaged: its steps are trained again, now with evaluations that were not made before."""
+    Attempt(tmp_path, start_of(1, 0)).train(1, 40, evaluate=False).finish("failed")
+    assert json.loads(server.runs[the_run(server)].data.tags[CURSOR])["step"] == 40
+    second = Attempt(tmp_path, start_of(2, 20)).train(21, 35)
+    wait_for(lambda: ("eval/my chat _v2_/loss", 30) in server.values(the_run(server)))
+    second.crash()  # and once more before it is where it was
+    third = Attempt(tmp_path, start_of(3, 30, total_steps=60)).train(31, 60)
+    third.finish()
+    found, wanted = server.values(the_run(server)), on_record(tmp_path / "metrics.jsonl")
+    assert found.keys() == wanted.keys() and {len(values) for values in found.values()} == {1}
+    again = {key for key in found if found[key] != wanted[key]}
+    assert {number for _, number in again} == set(range(21, 41)), "MLflow keeps what it had of these"
+
+
+def test_a_run_of_an_older_version_goes_on_without_a_point_twice(tmp_path: Path, server: FakeServer) -> None:
+    """It has no cursor, its points have other times, and what a long outage dropped is missing."""
+    attempt = Attempt(tmp_path, start_of(1, 0)).train(1, 40)
+    attempt.finish("failed")
+    run_id = the_run(server)
+    del server.runs[run_id].data.tags[CURSOR]
+    server.points[run_id] = {
+        (key, time + 7, number, value)
+        for key, time, number, value in server.points[run_id]
+        if not 12 <= number <= 25 and not key.endswith("perplexity")
+    }
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    older = [json.dumps({k: v for k, v in json.loads(line).items() if k != "time"}).encode() + b"\n" for line in lines]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(older))
+    Attempt(tmp_path, start_of(2, 40, total_steps=60)).train(41, 60).finish()
+    assert server.values(run_id) == on_record(tmp_path / "metrics.jsonl")
+    filled = {time for key, time, number, _ in server.points[run_id] if 12 <= number <= 25}
+    assert filled == {1_000_000}, "lines without a time get that of the run's start, the same whenever they are sent"
+
+
+def test_an_outage_may_take_as_long_as_it_likes(tmp_path: Path, server: FakeServer) -> None:
+    """More failures in a row than a float has powers of two: the pauses stay bounded, and the thread alive."""
+    failures = iter(range(1100))
+    server.fault = lambda call: None if next(failures, None) is None else "away"
+    assert Attempt(tmp_path, start_of(1, 0, total_steps=20)).train(1, 20).finish().unsent is None
+    assert server.values(the_run(server)) == on_record(tmp_path / "metrics.jsonl")
+
+
+def test_requests_keep_to_the_limits_whatever_there_is_to_send(tmp_path: Path, server: FakeServer) -> None:
+    server.fault = lambda call: "away"
+    attempt = Attempt(tmp_path, start_of(1, 0, total_steps=1000, params={f"p{i}": i for i in range(250)}))
+    attempt.train(1, 1000, every=500)
+    attempt.both.evaluation(1000, {f"eval/{i}/loss": 1.0 for i in range(1200)})
+    for number in range(150):
+        attempt.both.event(f"kind{number}", step=number)
+    server.fault = lambda call: None
+    assert attempt.finish().unsent is None  # the server has asserted the limits
+    assert server.values(the_run(server)) == on_record(tmp_path / "metrics.jsonl")
+    assert len(server.runs[the_run(server)].data.params) == 250
+    assert sum(key.startswith("event.kind") for key in server.runs[the_run(server)].data.tags) == 150
+    assert len(server.batches) < 25, "one request for about a hundred steps"
+
+
+def test_a_server_that_creates_a_run_and_does_not_say_so_has_one_run(tmp_path: Path, server: FakeServer) -> None:
+    faults: list[Fault] = ["lost"]
+    server.fault = lambda call: faults.pop() if call == "create_run" and faults else None
+    assert Attempt(tmp_path, start_of(1, 0, total_steps=10)).train(1, 10).finish().unsent is None
+    assert server.values(the_run(server)) == on_record(tmp_path / "metrics.jsonl")
+
+
+def test_a_run_that_is_deleted_meanwhile_is_sent_anew(tmp_path: Path, server: FakeServer) -> None:
+    attempt = Attempt(tmp_path, start_of(1, 0, total_steps=30)).train(1, 10)
+    wait_for(lambda: server.runs and ("train/loss", 10) in server.values(the_run(server)))
+    deleted = the_run(server)
+    server.delete(deleted)
+    assert attempt.train(11, 30).finish().unsent is None
+    (new,) = server.runs.keys() - {deleted}
+    assert server.values(new) == on_record(tmp_path / "metrics.jsonl")
+    assert (tmp_path / "mlflow_run_id").read_text().strip() == new
+
+
+def test_a_line_that_the_server_refuses_holds_up_no_other(
+    tmp_path: Path, server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    from mlflow.exceptions import MlflowException
+
+    refuse = server.log_batch
+
+    def log_batch(run_id: str, metrics: Any = (), **rest: Any) -> None:
+        if any(metric.step == 13 for metric in metrics):
+            raise MlflowException.invalid_parameter_value("unlucky")
+        refuse(run_id, metrics, **rest)
+
+    server.log_batch = log_batch  # type: ignore[method-assign]
+    assert Attempt(tmp_path, start_of(1, 0, total_steps=30)).train(1, 30, every=30).finish().unsent is None
+    found, wanted = server.values(the_run(server)), on_record(tmp_path / "metrics.jsonl")
+    assert wanted.keys() - found.keys() == {key for key in wanted if key[1] == 13}
+    assert caplog.text.count("does not take a line of step 13") == 1
 
 
 def test_a_server_that_is_away_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    mlflow = MlflowTracker(DEAD, experiment="e", queue_batches=20, state_timeout_seconds=1, finish_timeout_seconds=4)
-    tracker = Composite([JsonlTracker(tmp_path / "run"), mlflow])
-    tracker.start(run(1, {RUN_ID: "of-the-checkpoint"}))
+    attempt = Attempt(tmp_path / "run", start_of(1, 0, state={RUN_ID: "of-the-checkpoint"}), DEAD, finish_seconds=1)
     slowest = 0.0
-    for number in range(1, 41):
+    for number in range(1, 81):
         before = time.perf_counter()
-        mlflow.steps([step(number)], world_size=1, attempt=1)
+        attempt.mlflow.steps([step(number)], world_size=1, attempt=1)
+        attempt.mlflow.event("saved", step=number)
+        assert attempt.mlflow.state() == {RUN_ID: "of-the-checkpoint"}
         slowest = max(slowest, time.perf_counter() - before)
-        tracker.steps([step(number + 40)], world_size=1, attempt=1)
+        attempt.record.steps([step(number)], world_size=1, attempt=1)
     assert slowest < 0.05
     before = time.perf_counter()
-    assert [tracker.state() for _ in range(50)] == [{RUN_ID: "of-the-checkpoint"}] * 50
-    assert time.perf_counter() - before < 2
-    before = time.perf_counter()
-    tracker.finish("finished")
-    assert time.perf_counter() - before < 4.5
-    assert len(read_trajectory(tmp_path / "run/metrics.jsonl")) == 40
-    assert "20 batches left at the end, 60 dropped" in caplog.text and "hunter2" not in caplog.text
+    unsent = attempt.finish("interrupted").unsent
+    assert time.perf_counter() - before < 1.5
+    assert len(read_trajectory(tmp_path / "run/metrics.jsonl")) == 80
+    assert unsent is not None and "has not answered" in unsent and "hunter2" not in caplog.text + unsent
 
 
-def test_a_server_that_never_answers_costs_no_more_than_the_deadlines() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        uri = f"http://127.0.0.1:{server.getsockname()[1]}"
-        tracker = MlflowTracker(uri, experiment="e", state_timeout_seconds=0.5, finish_timeout_seconds=1)
+def test_a_server_that_never_answers_costs_no_more_than_the_deadline(tmp_path: Path) -> None:
+    shown: list[tuple[str, int, int]] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        uri = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        tracker = MlflowTracker(
+            uri, experiment="e", directory=tmp_path, finish_seconds=1.2, progress=lambda *how: shown.append(how)
+        )
         before = time.perf_counter()
-        tracker.start(run(1))
-        for number in range(1, 1001):
-            tracker.steps([step(number)], world_size=1, attempt=1)
-            tracker.state() if number % 100 == 0 else None
-        assert time.perf_counter() - before < 2
+        tracker.start(start_of(1, 0, total_steps=7))
+        tracker.state()
+        assert time.perf_counter() - before < 0.5
         before = time.perf_counter()
         tracker.finish("finished")
-        assert time.perf_counter() - before < 1.5
+        assert time.perf_counter() - before < 1.8
+        assert shown[0] == ("steps sent to MLflow", 0, 7) and tracker.unsent is not None
 
 
 def test_mlflow_is_not_imported_before_it_is_used() -> None:
@@ -155,84 +410,7 @@ def test_mlflow_is_not_imported_before_it_is_used() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
-class FakeClient:
-    """A server that fails when told to."""
-
-    def __init__(self) -> None:
-        self.fails: Exception | None = None
-        self.steps: list[int] = []
-        self.status = ""
-
-    def log_batch(self, run_id: str, metrics: Any = (), **rest: Any) -> None:
-        if self.fails is not None:
-            raise self.fails
-        self.steps += sorted({metric.step for metric in metrics})
-
-    def set_terminated(self, run_id: str, status: str) -> None:
-        self.status = status
-
-
-@pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
-    fake = FakeClient()
-    monkeypatch.setattr(MlflowTracker, "_open", lambda self: fake)
-    return fake
-
-
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 10
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
-
-
-def test_a_server_that_comes_back_gets_what_it_missed(client: FakeClient) -> None:
-    tracker = MlflowTracker("fake", experiment="e")
-    client.fails = ConnectionError("away")
-    tracker.start(run(1))
-    for number in range(1, 51):
-        tracker.steps([step(number)], world_size=1, attempt=1)
-    time.sleep(0.2)
-    client.fails = None
-    tracker.finish("finished")
-    assert client.steps == list(range(1, 51)) and client.status == "FINISHED"
-
-
-def test_a_refused_batch_does_not_hold_up_the_others(client: FakeClient, caplog: pytest.LogCaptureFixture) -> None:
-    from mlflow.exceptions import MlflowException
-
-    tracker = MlflowTracker("fake", experiment="e")
-    client.fails = MlflowException.invalid_parameter_value("no such name")
-    tracker.start(run(1))
-    tracker.steps([step(1)], world_size=1, attempt=1)
-    wait_for(lambda: tracker._outbox.dropped == 1)
-    client.fails = None
-    tracker.steps([step(2)], world_size=1, attempt=1)
-    tracker.finish("failed")
-    assert client.steps == [2] and client.status == "FAILED"
-    assert "0 batches left at the end, 1 dropped" in caplog.text
-
-
-def test_the_settings_of_the_user_win(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_settings_of_the_user_win(tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "77")
-    tracker = MlflowTracker("fake", experiment="e")
-    tracker.start(run(1))
-    tracker.finish("finished")
+    Attempt(tmp_path, start_of(1, 0)).finish()
     assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77" and os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "1"
-
-
-def test_outbox_drops_the_oldest_and_keeps_the_order() -> None:
-    outbox = Outbox(capacity=3)
-    parcels = [Parcel(points=(("x", float(i), 0, i),) * 400) for i in range(6)]
-    for parcel in parcels[:4]:
-        outbox.put(parcel)
-    assert outbox.take(1000, 100) == parcels[1:3] and (outbox.left, outbox.dropped) == (3, 1)
-    outbox.put(parcels[4])
-    outbox.give_back()
-    assert outbox.take(1000, 100) == parcels[2:4] and outbox.dropped == 2
-    outbox.delivered()
-    assert outbox.take(1, 1) == parcels[4:5]
-    outbox.delivered()
-    outbox.close()
-    outbox.put(parcels[5])
-    assert outbox.take(1000, 100) == [] and outbox.left == 0

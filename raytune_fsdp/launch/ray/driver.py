@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from threading import Thread
 from typing import TypeVar
@@ -20,6 +21,7 @@ from ray.exceptions import RayError
 from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.counts import WindowCounts
 from raytune_fsdp.data.census import Places, build_here
@@ -133,7 +135,7 @@ def _train(
         _fit(job, asked, follow)
     except RaytuneError as error:
         if follow is not None and follow.attempt:
-            _close_mlflow(config, place, standing, follow.attempt, error)
+            _close_mlflow(config, prepared, standing, follow.attempt, error, say)
         else:
             (run_dir / _STORAGE_MARKER).unlink(missing_ok=True)
         raise
@@ -227,12 +229,24 @@ def trainer_for(
     )
 
 
-def _close_mlflow(config: FinetuneConfig, place: RunDir, standing: Standing, attempt: int, error: RaytuneError) -> None:
+def _close_mlflow(
+    config: FinetuneConfig,
+    prepared: Prepared,
+    standing: Standing,
+    attempt: int,
+    error: RaytuneError,
+    say: Callable[[str], None],
+) -> None:
     """Record in MLflow how the run ended: rank 0, which usually does that, may have had no time."""
+    place = prepared.place
     if config.tracking.mlflow.enabled and place.mlflow_id.exists() and mlflow_installed():
         tracker = mlflow_tracker(config, place)
-        tracker.start(run_start(config, standing, attempt))
+        saved = committed(place.checkpoints)
+        start = run_start(config, prepared, standing, attempt)
+        tracker.start(replace(start, over=True, committed=saved[-1].step if saved else 0))
         tracker.finish("interrupted" if isinstance(error, Interrupted) else "failed")
+        if tracker.unsent is not None:
+            say(tracker.unsent)
 
 
 def _what_stopped(error: BaseException, follow: Follow) -> RaytuneError:

@@ -1,0 +1,177 @@
+"""A run as an MLflow server has it: found or created, described, written to. The only module that imports mlflow.
+
+Every call may block for as long as its timeouts allow, and may raise whatever its libraries raise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raytune_fsdp.durable import keep_private
+from raytune_fsdp.errors import in_one_line
+from raytune_fsdp.redaction import redact_text
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+    from mlflow.tracking import MlflowClient
+
+logger = logging.getLogger(__name__)
+
+# MLflow's limits for a request: 1,000 metrics, 100 params, 100 tags, and 1,000 of all together. Its client splits what
+# is more into several requests, with the tags in the first of them: a cursor would be ahead of its points.
+MAX_POINTS, _MAX_PARAMS, _MAX_TAGS = 900, 100, 100
+
+# MLflow's codes for a run that is not there (the second: its id is not one of this server's), and for a request that no
+# other try will help.
+_GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
+_REFUSED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
+_START = "raytune_fsdp.start"
+
+Point = tuple[str, float, int, int]
+"""A metric's name, value, time in milliseconds since 1970, and step."""
+
+
+class RefusedError(Exception):
+    """The server does not take this, now or later."""
+
+
+class GoneError(Exception):
+    """The server has no such run, or it was deleted there."""
+
+
+class MlflowRun:
+    """A run that is there. `tags`, `params`, `keys` (of metrics) and `status` are as of the last look at it."""
+
+    def __init__(self, client: MlflowClient, run: Run) -> None:
+        self._client = client
+        self.id = str(run.info.run_id)
+        self.status = ""
+        self._read(run)
+
+    def look(self) -> None:
+        """Read it again. Raises GoneError."""
+        self._read(_get(self._client, self.id))
+
+    def set_running(self) -> None:
+        if self.status != "RUNNING":
+            self._client.update_run(self.id, status="RUNNING")
+            self.status = "RUNNING"
+
+    def end(self, status: str) -> None:
+        if self.status != status:
+            self._client.set_terminated(self.id, status)
+            self.status = status
+
+    def add_params(self, params: Mapping[str, str]) -> None:
+        """Add those that are new. In MLflow a param never changes: a resumed run keeps its first value."""
+        from mlflow.entities import Param
+
+        new = [Param(key, value) for key, value in params.items() if key not in self.params]
+        for first in range(0, len(new), _MAX_PARAMS):
+            self._log(params=new[first : first + _MAX_PARAMS])
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        from mlflow.entities import RunTag
+
+        pairs = [RunTag(*pair) for pair in tags.items()]
+        for first in range(0, len(pairs), _MAX_TAGS):
+            self._log(tags=pairs[first : first + _MAX_TAGS])
+
+    def add_text(self, text: str, name: str) -> None:
+        self._client.log_text(self.id, text, name)
+
+    def add_points(self, points: Sequence[Point], tags: Mapping[str, str]) -> None:
+        """Add points, and set tags with the last of them."""
+        from mlflow.entities import Metric, RunTag
+
+        for first in range(0, max(1, len(points)), MAX_POINTS):
+            metrics = [Metric(*point) for point in points[first : first + MAX_POINTS]]
+            last = first + MAX_POINTS >= len(points)
+            self._log(metrics=metrics, tags=[RunTag(*pair) for pair in tags.items()] if last else [])
+
+    def steps_of(self, key: str) -> list[int]:
+        """The steps of all points of a metric."""
+        return [point.step for point in self._client.get_metric_history(self.id, key)]
+
+    def _read(self, run: Run) -> None:
+        self.status = str(run.info.status)
+        self.start_time = int(run.info.start_time)
+        self.tags: Mapping[str, str] = run.data.tags
+        self.params: Mapping[str, str] = run.data.params
+        self.keys: Sequence[str] = list(run.data.metrics)
+
+    def _log(self, **what: object) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            # Synchronous, or the client would keep a queue of its own, and its failures to itself.
+            self._client.log_batch(self.id, **what, synchronous=True)
+        except MlflowException as error:
+            if error.error_code not in _REFUSED:
+                raise
+            raise RefusedError(in_one_line(error)) from error
+
+
+def connect(uri: str) -> MlflowClient:
+    """A client of a server or a database. The first one imports mlflow, which takes a second or two."""
+    from mlflow.tracking import MlflowClient
+
+    if uri.startswith("sqlite:///"):
+        file = Path(uri.removeprefix("sqlite:///").partition("?")[0])
+        file.parent.mkdir(parents=True, exist_ok=True)
+        keep_private(file)  # before MLflow makes it; an empty file is an empty database
+    return MlflowClient(uri)
+
+
+def find_run(client: MlflowClient, uri: str, run_id: str) -> MlflowRun | None:
+    """The run with an id; None if it is no longer there."""
+    try:
+        return MlflowRun(client, _get(client, run_id))
+    except GoneError:
+        logger.warning(
+            "MLflow at %s no longer has run %s; metrics go to a new one from here on, with all there were",
+            redact_text(uri), run_id,
+        )  # fmt: skip
+        return None
+
+
+def create_run(
+    client: MlflowClient, *, experiment: str, artifact_root: str | None, name: str, token: str, again: bool
+) -> MlflowRun:
+    """A new run. With `again` it is looked for first, by its `token`: a server may have created it and not said so."""
+    experiment_id = _experiment_id(client, experiment, artifact_root)
+    if again and (found := client.search_runs([experiment_id], f"tags.`{_START}` = '{token}'")):
+        return MlflowRun(client, found[0])
+    return MlflowRun(client, client.create_run(experiment_id, tags={_START: token}, run_name=name))
+
+
+def _get(client: MlflowClient, run_id: str) -> Run:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        run = client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code not in _GONE:
+            raise
+        raise GoneError(run_id) from error
+    if run.info.lifecycle_stage != "active":
+        raise GoneError(run_id)
+    return run
+
+
+def _experiment_id(client: MlflowClient, name: str, artifact_root: str | None) -> str:
+    from mlflow.exceptions import MlflowException
+
+    if found := client.get_experiment_by_name(name):
+        return str(found.experiment_id)
+    try:
+        return str(client.create_experiment(name, artifact_location=artifact_root))
+    except MlflowException as error:
+        # Another run may have created it since we asked.
+        found = client.get_experiment_by_name(name)
+        if error.error_code == "RESOURCE_ALREADY_EXISTS" and found:
+            return str(found.experiment_id)
+        raise
