@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from raytune_fsdp.config.data import DataConfig, DatasetConfig
-from raytune_fsdp.data.order import ORDER_VERSION
 from raytune_fsdp.data.packed_window import FORMAT
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION
 from raytune_fsdp.data.sources import Source
@@ -32,6 +31,7 @@ def identity_of_windows(
     pad_id: int,
     vocab_size: int,
     repeats: bool,
+    order_version: int,
 ) -> dict[str, Any]:
     """Datasets by place, not by name: their order decides the windows, their names do not."""
     files = {f"datasets.{i}.files": list(source.fingerprints.values()) for i, source in enumerate(sources)}
@@ -39,7 +39,7 @@ def identity_of_windows(
     columnar = {f"datasets.{i}.columnar": source.columnar for i, source in enumerate(sources)}
     mixture = {f"datasets.{i}.weight": str(weight) for i, weight in enumerate(weights)}
     return {
-        "order_version": ORDER_VERSION,
+        "order_version": order_version,
         "document_version": DOCUMENT_VERSION,
         "seed": seed,
         **files,

@@ -20,15 +20,20 @@ logger = logging.getLogger(__name__)
 
 
 def open_data(
-    config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, progress: Progress | None = None
+    config: FinetuneConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    progress: Progress | None = None,
+    *,
+    order_version: int | None = None,
 ) -> tuple[Windows, dict[str, Windows]]:
-    """The training data, and each evaluation dataset by its name."""
+    """The training data, and each evaluation dataset by its name. `order_version`: that of the run, if it continues."""
     cache = cache_of(config)
 
     def windows(datasets: Sequence[DatasetConfig]) -> Windows:
         return Windows(
             datasets, config.data, seed=config.run.seed, tokenizer=tokenizer, vocab_size=vocab_size, cache=cache,
-            progress=progress,
+            progress=progress, order_version=order_version,
         )  # fmt: skip
 
     train = windows(config.data.train)

@@ -131,6 +131,9 @@ def run_start(config: FinetuneConfig, standing: Standing, attempt: int) -> RunSt
 def _report_lost_rows(tracker: Tracker, census: Census) -> None:
     total = census.total
     if total.dropped or total.truncated or total.cut:
-        tracker.event(names.ROWS_DROPPED, **total.dropped, truncated=total.truncated, cut=total.cut, rows=total.rows)
+        lost = {**total.dropped, "truncated": total.truncated, "cut": total.cut}
+        if total.without_targets:
+            lost["pieces_without_targets"] = total.without_targets
+        tracker.event(names.ROWS_DROPPED, **lost, rows=total.rows)
     for fields in events_of_rows(census.skipped):
         tracker.event(names.ROWS_SKIPPED, **fields)

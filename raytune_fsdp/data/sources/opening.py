@@ -9,6 +9,7 @@ from threading import Lock
 
 from raytune_fsdp.config.data import DatasetConfig
 from raytune_fsdp.config.formats import COLUMNS, Format
+from raytune_fsdp.data.order import OLDEST_ORDER
 from raytune_fsdp.data.sources.arrow import open_arrow
 from raytune_fsdp.data.sources.hub import open_hub
 from raytune_fsdp.data.sources.parquet import open_parquet
@@ -26,24 +27,28 @@ _AT_ONCE = 8
 _DECODED_AT_ONCE = 2
 
 
-def open_source(dataset: DatasetConfig, *, cache: Path, in_place: bool, progress: Progress | None = None) -> Source:
+def open_source(
+    dataset: DatasetConfig, *, cache: Path, in_place: bool, progress: Progress | None = None, old_order: bool = False
+) -> Source:
     """Open a dataset. What is prepared for it is kept in `cache`, for all nodes.
 
     With `in_place`, Parquet files are read by row group where they are: for data that is too large to copy, in an order
-    that keeps blocks together. Otherwise they are written once as Arrow, which can be read in any order.
+    that keeps blocks together. Otherwise they are written once as Arrow, which can be read in any order. `old_order`:
+    see `find_files`.
     """
     cache = Path(cache).absolute()
-    columnar = True
+    columnar, order_version = True, OLDEST_ORDER
     if dataset.hub is not None:
         label = dataset.hub
         parts: tuple[Part, ...] = (open_hub(dataset, cache=cache, columns=_columns(dataset.format), progress=progress),)
     else:
         label = without_secrets(dataset.path or "")
-        files = find_files(dataset)
-        kind = one_kind(files, dataset)
+        found = find_files(dataset, old_order=old_order)
+        order_version = found.order_version
+        kind = one_kind(found.files, dataset)
         columnar = kind in ("arrow", "parquet")
-        parts = _open_files(files, kind, dataset, cache=cache, in_place=in_place, progress=progress)
-    source = Files(label, parts, columnar)
+        parts = _open_files(found.files, kind, dataset, cache=cache, in_place=in_place, progress=progress)
+    source = Files(label, parts, columnar, order_version)
     if not len(source):
         raise DataError(f"{label}: has no rows; correct the dataset's path, hub name or split")
     return source

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import xxhash
 
+from raytune_fsdp.data.order import OLDEST_ORDER
 from raytune_fsdp.data.sources.file_names import shorten
 from raytune_fsdp.errors import DataError, RaytuneError, RowError
 from raytune_fsdp.urls import is_url, without_secrets
@@ -85,6 +86,10 @@ class Source(Protocol):
         """Whether the rows come from columns, where a key that one row has is null in all others."""
 
     @property
+    def order_version(self) -> int:
+        """The lowest version of the order that finds the same files."""
+
+    @property
     def blocks(self) -> Sequence[int]:
         """Sizes of the groups of consecutive rows that are best read together; they add up to all rows."""
 
@@ -128,6 +133,7 @@ class Files:
     label: str
     parts: tuple[Part, ...]
     columnar: bool = False
+    order_version: int = OLDEST_ORDER
 
     @cached_property
     def _ends(self) -> Any:
@@ -173,9 +179,9 @@ class Files:
         place = int(np.searchsorted(self._ends, index, side="right"))
         return self.parts[place], int(self._ends[place - 1]) if place else 0
 
-    def __reduce__(self) -> tuple[type[Files], tuple[str, tuple[Part, ...], bool]]:
+    def __reduce__(self) -> tuple[type[Files], tuple[str, tuple[Part, ...], bool, int]]:
         # Without the cached properties, which follow from the parts.
-        return Files, (self.label, self.parts, self.columnar)
+        return Files, (self.label, self.parts, self.columnar, self.order_version)
 
 
 @contextmanager
