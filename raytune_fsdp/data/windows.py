@@ -28,7 +28,7 @@ from raytune_fsdp.data.packed_window import Window, finish_counts
 from raytune_fsdp.data.packing import pack
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.templates import load_template
-from raytune_fsdp.data.sources import dataset_names, open_source
+from raytune_fsdp.data.sources import Source, dataset_names, open_source
 from raytune_fsdp.errors import ConfigError, DataError, RowError
 from raytune_fsdp.keyed import derive_key
 from raytune_fsdp.types import Progress
@@ -64,19 +64,17 @@ class Windows:
         cache: Path,
         progress: Progress | None = None,
         order_version: int | None = None,
+        sources: Sequence[Source] | None = None,
     ) -> None:
-        """`order_version` is that of the run which continues; None, or one that there is not here: the run is new."""
+        """`order_version` is that of the run which continues; None, or one that there is not here: the run is new.
+
+        `sources` are those of the datasets, if they are open already.
+        """
         self.data = data
         self.seed = seed
         self.names = dataset_names(datasets)
         """Names of the datasets; a source id is an index into them."""
-        self.sources = [
-            open_source(
-                dataset, cache=cache, in_place=data.shuffle != "rows", progress=progress,
-                old_order=order_version == OLDEST_ORDER,
-            )
-            for dataset in datasets
-        ]  # fmt: skip
+        self.sources = sources or open_sources(datasets, data, cache, progress, order_version)
         lowest = max(source.order_version for source in self.sources)
         if data.shuffle == "none" and data.packing == "best_fit":
             lowest = ORDER_VERSION
@@ -311,6 +309,22 @@ class Windows:
         made = self._formatters
         packed = made if isinstance(made, bytes) else pickle.dumps(made)
         return {**self.__dict__, "_memory": OrderedDict(), "_formatters": packed}
+
+
+def open_sources(
+    datasets: Sequence[DatasetConfig],
+    data: DataConfig,
+    cache: Path,
+    progress: Progress | None = None,
+    order_version: int | None = None,
+) -> list[Source]:
+    """The rows of each dataset."""
+    old_order = order_version == OLDEST_ORDER
+    in_place = data.shuffle != "rows"
+    return [
+        open_source(dataset, cache=cache, in_place=in_place, progress=progress, old_order=old_order)
+        for dataset in datasets
+    ]
 
 
 def _pad_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from raytune_fsdp.checkpoint.catalogue import set_aside
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.model_files import put_model_files
-from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config import FinetuneConfig, HeldOutConfig
 from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.counts import Census
+from raytune_fsdp.data.open_data import HELD_OUT
 from raytune_fsdp.data.skipped import events_of_rows
 from raytune_fsdp.durable import replace_durably
 from raytune_fsdp.errors import pip_install
@@ -98,6 +99,10 @@ def start_tracker(
         tracker.event(names.SETTINGS_CHANGED, **opened.changed)
     if standing.windows_built:
         tracker.event(names.WINDOWS_BUILT, windows=standing.windows_built, steps=None)
+    if isinstance(config.data.eval, HeldOutConfig) and standing.state.step == 0:
+        held_out = prepared.evals[HELD_OUT]
+        rows = {name: len(source) for name, source in zip(held_out.names, held_out.sources, strict=True)}
+        tracker.event(names.ROWS_HELD_OUT, rows=rows)
     if prepared.census is not None and standing.state.step == 0:
         _report_lost_rows(tracker, prepared.census)
     return tracker

@@ -78,6 +78,22 @@ def test_a_run_begun_with_the_older_order_goes_on_with_it(tmp_path: Path) -> Non
     assert orders == {"new": {3}, "whole": {2}, "stopped": {2}}
 
 
+def test_held_out_rows_are_the_same_at_every_world_size(tmp_path: Path) -> None:
+    sections: Any = {"train": {**TRAIN, "max_steps": 4}, "eval": {"every": 2}}
+    found = {}
+    for world in (1, 2):
+        config = make_config(tmp_path, run={"name": f"on-{world}"}, **sections)
+        values = config.model_dump()
+        values["data"]["eval"] = {"rows": 12}
+        rows = trajectory(config.model_validate(values), world)
+        lines = read_metrics(run_dir(config) / "metrics.jsonl")
+        losses = [line["values"]["eval/held_out/loss"] for line in lines if line["kind"] == "eval"]
+        found[world] = ([row["samples"] for row in rows], pytest.approx(losses, rel=1e-10))
+        events = read_events(run_dir(config) / "events.jsonl")
+        assert [e["fields"]["rows"] for e in events if e["event"] == "rows_held_out"] == [{"tokens": 12}]
+    assert len(losses) == 2 and found[1] == (found[2][0], losses)
+
+
 def order_version(run: Path) -> set[int]:
     states = [json.loads(path.read_text()) for path in run.glob("checkpoints/step-*/state.json")]
     return {state["identity"]["data.order_version"] for state in states}

@@ -15,6 +15,7 @@ from raytune_fsdp.data.sources.hub import open_hub
 from raytune_fsdp.data.sources.parquet import open_parquet
 from raytune_fsdp.data.sources.places import find_files, one_kind
 from raytune_fsdp.data.sources.remote import with_version
+from raytune_fsdp.data.sources.selection import some_rows
 from raytune_fsdp.data.sources.source import Columns, File, Files, Part, Source
 from raytune_fsdp.data.sources.texts import open_text
 from raytune_fsdp.errors import DataError
@@ -51,7 +52,7 @@ def open_source(
     source = Files(label, parts, columnar, order_version)
     if not len(source):
         raise DataError(f"{label}: has no rows; correct the dataset's path, hub name or split")
-    return source
+    return some_rows(source, dataset.rows)
 
 
 def _columns(format: Format) -> Columns:
