@@ -26,6 +26,9 @@ from raytune_fsdp.urls import without_secrets
 # be written as Arrow, which takes memory.
 _AT_ONCE = 8
 _DECODED_AT_ONCE = 2
+# Of a dataset that was prepared before, so much is compared with what it was when it is opened: all of it, if it is no
+# larger, else blocks spread over it. 0.35 s at 3 GB/s. What rows are read from is compared again then, all of it.
+_COMPARED_BYTES = 1 << 30
 
 
 def open_source(
@@ -74,6 +77,7 @@ def _open_files(
 ) -> tuple[Part, ...]:
     columns = _columns(dataset.format)
     lock = Lock()
+    every = max(1, -(-sum(file.size for file in files if not file.remote) // _COMPARED_BYTES))
 
     def report(what: str, done: int, total: int) -> None:
         assert progress is not None
@@ -84,10 +88,10 @@ def _open_files(
         file = with_version(file)
         reported = None if progress is None else report
         if kind == "parquet":
-            return open_parquet(file, cache=cache, in_place=in_place, columns=columns, progress=reported)
+            return open_parquet(file, cache=cache, in_place=in_place, columns=columns, progress=reported, every=every)
         if kind == "arrow":
-            return open_arrow(file, cache=cache, columns=columns, progress=reported)
-        return open_text(file, kind, cache=cache, progress=reported)
+            return open_arrow(file, cache=cache, columns=columns, progress=reported, every=every)
+        return open_text(file, kind, cache=cache, progress=reported, every=every)
 
     decoded = kind in ("arrow", "parquet") and not in_place
     with ThreadPoolExecutor(_DECODED_AT_ONCE if decoded else _AT_ONCE) as threads:
