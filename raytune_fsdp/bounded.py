@@ -44,6 +44,12 @@ class Bounded:
                 self._held -= self._values.popitem(last=False)[1][1]
         return value
 
+    def drop(self, key: Hashable) -> None:
+        """Forget the value of `key`, if it is held."""
+        with self._lock:
+            if key in self._values:
+                self._held -= self._values.pop(key)[1]
+
     def clear(self) -> None:
         """Forget all values."""
         with self._lock:

@@ -24,6 +24,8 @@ class DatasetCount:
     """Documents that were cut off at `seq_len`."""
     cut: int = 0
     """Additional pieces that documents were cut into, to go on in another sample."""
+    without_targets: int = 0
+    """Pieces of cut documents in which no token is trained on. They take room and teach nothing."""
     lengths: dict[int, int] = field(default_factory=dict)
     """Documents (before truncation) by length: key n counts those with 2**(n/4) to 2**((n+1)/4) tokens."""
 
@@ -38,6 +40,7 @@ class DatasetCount:
         self.target_tokens += other.target_tokens
         self.truncated += other.truncated
         self.cut += other.cut
+        self.without_targets += other.without_targets
         for reason, count in other.dropped.items():
             self.dropped[reason] = self.dropped.get(reason, 0) + count
         for bucket, count in other.lengths.items():
@@ -62,7 +65,11 @@ class WindowCounts:
     skipped: tuple[SkippedRow, ...] = ()
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        values = asdict(self)
+        for count in values["datasets"]:
+            if not count["without_targets"]:
+                del count["without_targets"]  # as in files from before this was counted
+        return json.dumps(values)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> WindowCounts:

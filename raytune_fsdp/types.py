@@ -40,8 +40,8 @@ class PackedSample:
 
     `labels[i]` is `input_ids[i]` if token i is trained on, otherwise IGNORE; models shift the labels themselves, so
     token i is predicted from token i-1. The first token of a document has label IGNORE. `position_ids` restart at 0
-    with every document and with the padding. `source_ids[i]` is the index of the dataset in `data.train` (0 in an
-    evaluation dataset), or PADDING.
+    with every document and with the padding. `source_ids[i]` is the index of the dataset in `data.train` (in an
+    evaluation, among those that it measures), or PADDING.
     """
 
     input_ids: Int32Array

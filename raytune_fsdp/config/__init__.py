@@ -27,7 +27,7 @@ from pydantic import Field, model_validator
 from raytune_fsdp.config.base import Section
 from raytune_fsdp.config.checkpoint import CheckpointConfig
 from raytune_fsdp.config.cluster import ClusterConfig
-from raytune_fsdp.config.data import CacheConfig, DataConfig, DatasetConfig
+from raytune_fsdp.config.data import CacheConfig, DataConfig, DatasetConfig, HeldOutConfig, RowsConfig
 from raytune_fsdp.config.eval import EvalConfig
 from raytune_fsdp.config.export import ExportConfig
 from raytune_fsdp.config.formats import ChatFormat, CompletionFormat, Format, InstructionFormat, TokensFormat
@@ -99,10 +99,12 @@ __all__ = [
     "FinetuneConfig",
     "Format",
     "FullMethod",
+    "HeldOutConfig",
     "InstructionFormat",
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
+    "RowsConfig",
     "RunConfig",
     "Section",
     "TokensFormat",

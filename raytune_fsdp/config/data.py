@@ -5,11 +5,49 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from raytune_fsdp.config.base import Section
 from raytune_fsdp.config.formats import ChatFormat, Format
 from raytune_fsdp.config.rules import local_path, safe_name, without_credentials
+
+
+class RowsConfig(Section):
+    first: int | None = Field(default=None, ge=1)
+    """Only the first N rows, in the order of the files; all, if there are fewer."""
+
+    last: int | None = Field(default=None, ge=1)
+    """Only the last N rows."""
+
+    limit: int | None = Field(default=None, ge=1)
+    """At most N rows, from all over the dataset: chosen by a key of the file's content and the row's number, so always
+    the same ones."""
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        _exactly_one(first=self.first, last=self.last, limit=self.limit)
+        return self
+
+
+class HeldOutConfig(Section):
+    fraction: float | None = Field(default=None, gt=0, lt=1)
+    """Instead of datasets of its own: this fraction of the rows of `data.train` is taken out of the training and measured
+    as the evaluation `held_out`. Which rows depends on the content of their files only: not on `run.seed`, nor on the
+    order of the files."""
+
+    rows: int | None = Field(default=None, ge=1)
+    """The same with a number of rows, over all datasets of `data.train` together."""
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        _exactly_one(fraction=self.fraction, rows=self.rows)
+        return self
+
+
+def _exactly_one(**fields: float | None) -> None:
+    if sum(value is not None for value in fields.values()) != 1:
+        given = " and ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+        raise ValueError(f"{given or 'nothing is set'}: set exactly one of {', '.join(fields)}")
 
 
 class DatasetConfig(Section):
@@ -38,6 +76,9 @@ class DatasetConfig(Section):
     format: Format = Field(default_factory=ChatFormat)
     """How a row becomes a document."""
 
+    rows: RowsConfig | None = None
+    """Only some of the dataset's rows."""
+
     weight: float | None = Field(default=None, ge=0)
     """How often each row is seen in an epoch: 3 for three times, 0.25 for a quarter of the rows, a different quarter in
     each epoch. Default: 1, unless `share` is set."""
@@ -57,6 +98,13 @@ class DatasetConfig(Section):
         return self
 
 
+Evaluation = Annotated[
+    Annotated[list[DatasetConfig], Tag("list")] | Annotated[HeldOutConfig, Tag("held_out")],
+    # Without a discriminator a mistake in a list would be reported for both.
+    Discriminator(lambda value: "held_out" if isinstance(value, (dict, HeldOutConfig)) else "list"),
+]
+
+
 class CacheConfig(Section):
     path: Annotated[str, AfterValidator(local_path)] | None = None
     """Directory for prepared rows and packed windows, on storage that all nodes share. Null: `cache` in `run.storage`."""
@@ -69,8 +117,8 @@ class DataConfig(Section):
     train: list[DatasetConfig] = Field(min_length=1)
     """Datasets to train on, mixed by their weights."""
 
-    eval: list[DatasetConfig] = Field(default_factory=list)
-    """Datasets to measure the loss on, each with a curve of its own."""
+    eval: Evaluation = Field(default_factory=list)
+    """Datasets to measure the loss on, each with a curve of its own. Or a map: what to hold out of `data.train`."""
 
     seq_len: int = Field(default=2048, ge=2)
     """Tokens in a packed sample."""
@@ -118,7 +166,7 @@ class DataConfig(Section):
             raise ValueError(
                 "data.train.*.weight: all are 0, so nothing would be trained on; give one a weight above 0"
             )
-        for index, dataset in enumerate(self.eval):
+        for index, dataset in enumerate([] if isinstance(self.eval, HeldOutConfig) else self.eval):
             if dataset.weight is not None or dataset.share is not None:
                 raise ValueError(
                     f"data.eval.{index}: weight and share are for data.train; an evaluation sees every row once"

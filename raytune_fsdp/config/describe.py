@@ -49,10 +49,11 @@ def _fields(place: Place, path: Loc) -> Iterator[DescribedField]:
 
 
 def _below(place: Place, path: Loc, only_with: tuple[str, ...]) -> Iterator[DescribedField]:
-    if place.sections:
+    if place.item is None and place.sections:
         yield from _fields(place, path)
         return
     yield DescribedField(".".join(path), type_in_words(place), default_in_words(place), place.doc, only_with)
+    yield from _fields(place, path)
     if place.item is not None and place.item.sections:
         yield from _fields(place.item, (*path, INDEX))
 
@@ -67,7 +68,7 @@ def _doc_of_tag(place: Place) -> str:
 
 def type_in_words(place: Place) -> str:
     """The type of a place: `integer >= 1, or null`."""
-    if place.sections:
+    if place.sections and place.item is None:
         types = " | ".join(tag for section in place.sections for tag in tags(section))
         return f"a map with fields {', '.join(place.fields())}{f' (type: {types})' if types else ''}"
     if place.free:

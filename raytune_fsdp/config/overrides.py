@@ -149,7 +149,7 @@ def _put(tree: dict[str, Any], override: Override, root: Place) -> None:
         place = place.child(part) if place is not None else ANYTHING
         below = _get(node, key)
         if below is None or (isinstance(below, Plain) and below.value is None):
-            below = _start(place)
+            below = _start(place, override.path[depth + 1])
             _set(node, key, below)
         if not isinstance(below, (dict, list)):
             where = ".".join(override.path[: depth + 1])
@@ -158,9 +158,9 @@ def _put(tree: dict[str, Any], override: Override, root: Place) -> None:
     _set(node, _key(node, last, override, len(parents)), override.value)
 
 
-def _start(place: Place | None) -> dict[str, Any] | list[Any]:
+def _start(place: Place | None, key: str) -> dict[str, Any] | list[Any]:
     """What a place that the file leaves out holds before a flag sets its first item or key: its default."""
-    if place is None or place.sections:
+    if place is None or (place.sections and not (place.item is not None and key.isdecimal())):
         return {}
     if place.item is not None:
         items = place.default if isinstance(place.default, list) else []

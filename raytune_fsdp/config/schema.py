@@ -78,7 +78,8 @@ class Place:
         """The place called `name` below this one; None if there is none."""
         if self.sections:
             found = [place_of_field(s.model_fields[name]) for s in self.sections if name in s.model_fields]
-            return _sum(found) if found else None
+            if found or self.item is None:
+                return _sum(found) if found else None
         if self.item is not None:
             # Any index: whether it is past the end depends on the tree, not on the types.
             return self.item if name.isdecimal() else None

@@ -62,11 +62,11 @@ class WindowCache:
         return self.root / self.fingerprint
 
     def read(self, epoch: int, k: int) -> Window | None:
-        """The window; None if it has to be built because it is missing or damaged."""
+        """The window; None if it has to be built because it is missing, damaged, or a copy of another window's file."""
         path = self._path(epoch, k)
         try:
             with pa.OSFile(str(path)) as file:
-                window = Window.from_bytes(file.read_buffer())
+                window = Window.from_bytes(file.read_buffer(), self._place(epoch, k))
         except OSError:
             return None  # usually missing. Not removed: if storage failed here, other processes may still read it
         with suppress(OSError):
@@ -78,7 +78,7 @@ class WindowCache:
 
     def write(self, epoch: int, k: int, window: Window) -> None:
         """Store a window. Raises DataError if that fails, and then leaves no partial file."""
-        body, digest = window.to_bytes()
+        body, digest = window.to_bytes(self._place(epoch, k))
         try:
             self._make_room(body.size)
             self._put(self._path(epoch, k), body, digest)
@@ -117,6 +117,10 @@ class WindowCache:
         found = {"counted": counted, "digest": xxhash.xxh3_128_hexdigest(counted.encode())}
         with suppress(OSError):  # a lost census costs time, nothing else
             self._put(self.directory / "census.json", json.dumps(found).encode())
+
+    def _place(self, epoch: int, k: int) -> Mapping[str, str]:
+        """Which window it is, as its file says it too: a file may have been copied or renamed by hand."""
+        return {"fingerprint": self.fingerprint, "epoch": str(epoch), "window": str(k)}
 
     def _path(self, epoch: int, k: int) -> Path:
         return self.directory / f"e{epoch:03d}-w{k:08d}.arrow"

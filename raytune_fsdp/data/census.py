@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -92,6 +93,8 @@ def _restore(windows: Windows, written: str | None) -> Census | None:
     """The counts of an epoch from an earlier census, if there are any."""
     if written is None:
         return None
+    if any(count["cut"] and "without_targets" not in count for count in json.loads(written)["datasets"]):
+        return None  # counted before pieces without targets were: once more, from the windows in the cache
     found = replace(Census.from_json(written), names=windows.names, built=0)
     windows.check_skipped(found.skipped)
     return found

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from raytune_fsdp.config.data import DataConfig, DatasetConfig
-from raytune_fsdp.data.order import ORDER_VERSION
 from raytune_fsdp.data.packed_window import FORMAT
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION
 from raytune_fsdp.data.sources import Source
-from raytune_fsdp.identity import named
+from raytune_fsdp.identity import ABSENT, named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,19 +31,28 @@ def identity_of_windows(
     pad_id: int,
     vocab_size: int,
     repeats: bool,
+    order_version: int,
 ) -> dict[str, Any]:
     """Datasets by place, not by name: their order decides the windows, their names do not."""
     files = {f"datasets.{i}.files": list(source.fingerprints.values()) for i, source in enumerate(sources)}
     formats = {f"datasets.{i}.format": named("format", dataset.format) for i, dataset in enumerate(datasets)}
     columnar = {f"datasets.{i}.columnar": source.columnar for i, source in enumerate(sources)}
+    # Absent: all rows.
+    selections = {
+        f"datasets.{i}.{key}": value
+        for i, source in enumerate(sources)
+        for key, value in source.selection.items()
+        if value != ABSENT[f"datasets.{key}"]
+    }
     mixture = {f"datasets.{i}.weight": str(weight) for i, weight in enumerate(weights)}
     return {
-        "order_version": ORDER_VERSION,
+        "order_version": order_version,
         "document_version": DOCUMENT_VERSION,
         "seed": seed,
         **files,
         **formats,
         **columnar,
+        **selections,
         **mixture,
         "tokenizer": _tokenizer_fingerprint(tokenizer),
         "chat_template": template,

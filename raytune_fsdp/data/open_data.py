@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from raytune_fsdp.config import DatasetConfig, FinetuneConfig
-from raytune_fsdp.data.sources import dataset_name
-from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.config import DatasetConfig, FinetuneConfig, HeldOutConfig
+from raytune_fsdp.data.sources import Selected, Source, dataset_name, hold_out
+from raytune_fsdp.data.windows import Windows, open_sources
 from raytune_fsdp.errors import DataError
 from raytune_fsdp.rundir import cache_of
 from raytune_fsdp.types import Progress
@@ -18,25 +19,67 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+HELD_OUT = "held_out"
+"""Name of the evaluation of rows that are held out of the training."""
+
 
 def open_data(
-    config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, progress: Progress | None = None
+    config: FinetuneConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    progress: Progress | None = None,
+    *,
+    order_version: int | None = None,
 ) -> tuple[Windows, dict[str, Windows]]:
-    """The training data, and each evaluation dataset by its name."""
+    """The training data, and each evaluation dataset by its name. `order_version`: that of the run, if it continues."""
     cache = cache_of(config)
 
-    def windows(datasets: Sequence[DatasetConfig]) -> Windows:
+    def windows(datasets: Sequence[DatasetConfig], sources: Sequence[Source] | None = None) -> Windows:
         return Windows(
             datasets, config.data, seed=config.run.seed, tokenizer=tokenizer, vocab_size=vocab_size, cache=cache,
-            progress=progress,
+            progress=progress, order_version=order_version, sources=sources,
         )  # fmt: skip
 
-    train = windows(config.data.train)
+    datasets = config.data.train
+    if isinstance(config.data.eval, HeldOutConfig):
+        sources = open_sources(datasets, config.data, cache, progress, order_version)
+        pairs = _hold_out(config.data.eval, datasets, sources)
+        # Measured once each, however often they would be trained on.
+        some = [i for i, (_, out) in enumerate(pairs) if len(out)]
+        measured = [datasets[i].model_copy(update={"weight": None, "share": None}) for i in some]
+        return windows(datasets, [rest for rest, _ in pairs]), {
+            HELD_OUT: windows(measured, [pairs[i][1] for i in some])
+        }
+    train = windows(datasets)
     evals = {dataset_name(dataset): windows([dataset]) for dataset in config.data.eval}
     if len(evals) != len(config.data.eval):
         raise DataError("data.eval: two datasets have the same name; give each its own data.eval.*.name")
     _warn_of_overlap(train, evals)
     return train, evals
+
+
+def _hold_out(
+    wanted: HeldOutConfig, datasets: Sequence[DatasetConfig], sources: Sequence[Source]
+) -> list[tuple[Source, Source]]:
+    """The rows to train on and those to measure, of each dataset. None of one whose weight is 0."""
+    used = [i for i, dataset in enumerate(datasets) if (dataset.weight, dataset.share).count(0) == 0]
+    total = sum(len(sources[i]) for i in used)
+    field = f"data.eval.rows={wanted.rows}" if wanted.fraction is None else f"data.eval.fraction={wanted.fraction}"
+    many = wanted.rows or max(1, round(Fraction(str(wanted.fraction)) * total))
+    if many >= total:
+        raise DataError(
+            f"{field} holds {many} of the {total} row(s) of data.train out, so none is left to train on; lower it, or "
+            "name other data in data.eval"
+        )
+    pairs: list[tuple[Source, Source]] = [(source, Selected(source, range(0), {})) for source in sources]
+    for i, (rest, out) in zip(used, hold_out([sources[i] for i in used], many), strict=True):
+        pairs[i] = rest, out
+        if not len(rest):
+            raise DataError(
+                f"{field} holds all {len(out)} row(s) of the dataset {dataset_name(datasets[i])!r} out, so none is left "
+                f"to train on; lower it, add rows, or set data.train.{i}.weight=0"
+            )
+    return pairs
 
 
 def _warn_of_overlap(train: Windows, evals: Mapping[str, Windows]) -> None:

@@ -1,6 +1,6 @@
 """The order of the data: keyed permutations that are looked up, never stored.
 
-ORDER_VERSION 2, which must never change under its number (golden values are in the tests):
+What must never change under its number (golden values are in the tests):
 
     mix64(x)      the finalizer of splitmix64, on integers modulo 2**64
     derive_key    xxh3_64 of the parts, each written as i<n>:<decimal>, or s<n>:<utf-8>, with n its length in bytes
@@ -10,14 +10,26 @@ ORDER_VERSION 2, which must never change under its number (golden values are in 
                   a result >= n is permuted again until it is < n (cycle walking: at most 4 passes on average)
 
 `mixture` uses these to order the rows, `windows` the samples inside a window, `stream` the windows of an epoch and,
-again, their samples. All of that belongs to this version.
+again, their samples. All of that belongs to a version of the order. There are two that runs can have:
+
+    2             documents are packed best-fit decreasing in any order; a pattern or directory is listed by following
+                  links wherever they lead
+    3             with `shuffle: none`, documents are packed in their own order (`packing.best_fit_in_order`); a directory
+                  that links lead to again is read once (`sources.places`)
+
+A run keeps the version that it was begun with. A new run, and windows in the cache, have the lowest that gives them
+their order: most data is the same under both, and so keeps its runs and its cache.
 """
 
 from __future__ import annotations
 
 from raytune_fsdp.keyed import mix64
 
-ORDER_VERSION = 2
+ORDER_VERSION = 3
+"""The version of what differs from `OLDEST_ORDER`."""
+
+OLDEST_ORDER = 2
+"""The version of everything else, and of every run begun before there was another."""
 
 _ROUNDS = 8
 _MASK64 = (1 << 64) - 1

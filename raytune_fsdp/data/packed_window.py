@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,8 +25,8 @@ class Window:
     samples: PackedSamples
     counts: WindowCounts
 
-    def to_bytes(self) -> tuple[pa.Buffer, bytes]:
-        """The window as an Arrow stream, and the digest to append to it."""
+    def to_bytes(self, place: Mapping[str, str]) -> tuple[pa.Buffer, bytes]:
+        """The window as an Arrow stream that says where it belongs, and the digest to append to it."""
         # 4.1 bytes a token: the ids, a bit for each that is trained on, and what documents need. Labels, positions and
         # source ids follow from these.
         samples = self.samples
@@ -39,7 +39,7 @@ class Window:
             "sources": pa.ListArray.from_arrays(offsets, pa.array(samples.sources)),
             "id": pa.array(samples.ids),
         }
-        metadata = {"format": str(FORMAT), "seq_len": str(seq_len), "counts": self.counts.to_json()}
+        metadata = {"format": str(FORMAT), "seq_len": str(seq_len), "counts": self.counts.to_json(), **place}
         batch = pa.record_batch(list(columns.values()), names=list(columns)).replace_schema_metadata(metadata)
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as writer:
@@ -48,8 +48,11 @@ class Window:
         return buffer, xxhash.xxh3_128_digest(buffer)
 
     @classmethod
-    def from_bytes(cls, data: pa.Buffer) -> Window | None:
-        """The window in these bytes; None if a single bit differs from what `to_bytes` returned."""
+    def from_bytes(cls, data: pa.Buffer, place: Mapping[str, str]) -> Window | None:
+        """The window in these bytes; None if a single bit differs from what `to_bytes` returned, or it belongs elsewhere.
+
+        Files from before they said where they belong are taken by their name; `Windows` checks their shape.
+        """
         body = data.slice(0, max(0, data.size - _DIGEST_BYTES))
         if xxhash.xxh3_128_digest(body) != bytes(data.slice(body.size)):
             return None
@@ -58,45 +61,55 @@ class Window:
         metadata = schema.metadata
         if metadata[b"format"] != str(FORMAT).encode():
             return None
+        if any(metadata.get(key.encode(), value.encode()) != value.encode() for key, value in place.items()):
+            return None
         seq_len = int(metadata[b"seq_len"])
         shape = (batch.num_rows, seq_len)
         bits = np.frombuffer(batch["trained"].buffers()[1] or b"", dtype=np.uint8)
         packed = bits[: shape[0] * _row_bytes(seq_len)].reshape(shape[0], _row_bytes(seq_len))
-        return cls(
-            samples=PackedSamples(
-                input_ids=batch["input_ids"].flatten().to_numpy().reshape(shape),
-                trained=np.unpackbits(packed, axis=1, count=seq_len).view(np.bool_),
-                ids=batch["id"].to_numpy(),
-                first_document=batch["lengths"].offsets.to_numpy().astype(np.int64),
-                lengths=batch["lengths"].flatten().to_numpy(),
-                sources=batch["sources"].flatten().to_numpy(),
-            ),
-            counts=WindowCounts.from_json(metadata[b"counts"]),
+        samples = PackedSamples(
+            input_ids=batch["input_ids"].flatten().to_numpy().reshape(shape),
+            trained=np.unpackbits(packed, axis=1, count=seq_len).view(np.bool_),
+            ids=batch["id"].to_numpy(),
+            first_document=batch["lengths"].offsets.to_numpy().astype(np.int64),
+            lengths=batch["lengths"].flatten().to_numpy(),
+            sources=batch["sources"].flatten().to_numpy(),
         )
+        counts = WindowCounts.from_json(metadata[b"counts"])
+        if any(count.cut and not count.without_targets for count in counts.datasets):
+            _count_targets(samples, counts.datasets)  # perhaps written before pieces without targets were counted
+        return cls(samples=samples, counts=counts)
 
 
 def finish_counts(samples: PackedSamples, counts: list[DatasetCount], skipped: list[SkippedRow]) -> WindowCounts:
     """Complete the counts with those that follow from the packed samples."""
-    seq_len = samples.input_ids.shape[1]
     many = len(counts)
     pieces = np.bincount(samples.sources, minlength=many)
     tokens = np.bincount(samples.sources, weights=samples.lengths, minlength=many)
-    targets = np.zeros(many, dtype=np.int64)
+    for dataset, count in enumerate(counts):
+        count.documents = count.rows - sum(count.dropped.values())
+        count.tokens = int(tokens[dataset])
+        count.cut = int(pieces[dataset]) - count.documents
+    _count_targets(samples, counts)
+    return WindowCounts(samples=len(samples), datasets=tuple(counts), skipped=tuple(skipped))
+
+
+def _count_targets(samples: PackedSamples, counts: Sequence[DatasetCount]) -> None:
+    """Count the tokens that are trained on, and the pieces of documents that have none."""
+    each = np.zeros(0, dtype=np.int64)
     if len(samples.lengths):
         # Where each document starts when the samples are laid end to end. A sum from one start to the next includes the
         # padding after a sample's last document, which has no targets.
         before = np.cumsum(samples.lengths) - samples.lengths
         in_sample = np.diff(samples.first_document)
         first = np.repeat(before[samples.first_document[:-1]], in_sample)
-        starts = np.repeat(np.arange(len(samples)) * seq_len, in_sample) + before - first
+        starts = np.repeat(np.arange(len(samples)) * samples.input_ids.shape[1], in_sample) + before - first
         each = np.add.reduceat(samples.trained.reshape(-1), starts, dtype=np.int64)
-        targets = np.bincount(samples.sources, weights=each, minlength=many).astype(np.int64)
+    targets = np.bincount(samples.sources, weights=each, minlength=len(counts))
+    without = np.bincount(samples.sources[each == 0], minlength=len(counts))
     for dataset, count in enumerate(counts):
-        count.documents = count.rows - sum(count.dropped.values())
-        count.tokens = int(tokens[dataset])
         count.target_tokens = int(targets[dataset])
-        count.cut = int(pieces[dataset]) - count.documents
-    return WindowCounts(samples=len(samples), datasets=tuple(counts), skipped=tuple(skipped))
+        count.without_targets = int(without[dataset])
 
 
 def _row_bytes(seq_len: int) -> int:

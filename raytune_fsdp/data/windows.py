@@ -23,12 +23,12 @@ from raytune_fsdp.counts import DatasetCount, SkippedRow, WindowCounts
 from raytune_fsdp.data.cache import WindowCache
 from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows
 from raytune_fsdp.data.mixture import Mixture, weights_of
-from raytune_fsdp.data.order import Permutation
+from raytune_fsdp.data.order import OLDEST_ORDER, ORDER_VERSION, Permutation
 from raytune_fsdp.data.packed_window import Window, finish_counts
 from raytune_fsdp.data.packing import pack
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.templates import load_template
-from raytune_fsdp.data.sources import dataset_names, open_source
+from raytune_fsdp.data.sources import Source, dataset_names, open_source
 from raytune_fsdp.errors import ConfigError, DataError, RowError
 from raytune_fsdp.keyed import derive_key
 from raytune_fsdp.types import Progress
@@ -63,15 +63,22 @@ class Windows:
         vocab_size: int,
         cache: Path,
         progress: Progress | None = None,
+        order_version: int | None = None,
+        sources: Sequence[Source] | None = None,
     ) -> None:
+        """`order_version` is that of the run which continues; None, or one that there is not here: the run is new.
+
+        `sources` are those of the datasets, if they are open already.
+        """
         self.data = data
         self.seed = seed
         self.names = dataset_names(datasets)
         """Names of the datasets; a source id is an index into them."""
-        self.sources = [
-            open_source(dataset, cache=cache, in_place=data.shuffle != "rows", progress=progress)
-            for dataset in datasets
-        ]
+        self.sources = sources or open_sources(datasets, data, cache, progress, order_version)
+        lowest = max(source.order_version for source in self.sources)
+        if data.shuffle == "none" and data.packing == "best_fit":
+            lowest = ORDER_VERSION
+        self.order_version = order_version if order_version in (OLDEST_ORDER, ORDER_VERSION) else lowest
         template = None if data.chat_template is None else load_template(data.chat_template)
         self._formatters: list[Formatter] | bytes = [
             Formatter(
@@ -91,6 +98,7 @@ class Windows:
         self.identity = identity_of_windows(
             datasets, data, self.sources, weights, tokenizer, template,
             seed=seed, pad_id=self.pad_id, vocab_size=vocab_size, repeats=self.repeats,
+            order_version=self.order_version,
         )  # fmt: skip
         """Everything that decides the windows, by name."""
         self.fingerprint = fingerprint_of(self.identity)
@@ -126,10 +134,10 @@ class Windows:
         """
         assert 0 <= k < self.count(epoch), f"window {k} of {self.count(epoch)}"
         key = (0 if self.repeats else epoch, k)
-        window, built = self._memory.get(key) or self.cache.read(*key), False
+        window, built = self._memory.get(key) or self._cached(*key), False
         if window is None:
             with self.cache.building(*key):
-                window = self.cache.read(*key)  # another process may have built it while this one waited
+                window = self._cached(*key)  # another process may have built it while this one waited
                 if window is None:
                     window, built = self._build(*key), True
                     self._keep(key, window, must_keep)
@@ -150,8 +158,19 @@ class Windows:
     def counts(self, epoch: int, k: int) -> WindowCounts | None:
         """The counts of a window; None if it is not built, or no longer cached."""
         key = (0 if self.repeats else epoch, k)
-        window = self._memory.get(key) or self.cache.read(*key)
+        window = self._memory.get(key) or self._cached(*key)
         return None if window is None else window.counts
+
+    def _cached(self, epoch: int, k: int) -> Window | None:
+        """The window in the cache, unless its shape shows that it is not this one."""
+        window = self.cache.read(epoch, k)
+        if window is not None:
+            rows = sum(count.rows for count in window.counts.datasets)
+            wanted = min(self.data.window, self.rows(epoch) - k * self.data.window)
+            shape = (window.samples.input_ids.shape[1], len(window.counts.datasets), rows)
+            if shape != (self.seq_len, len(self.sources), wanted):
+                return None
+        return window
 
     def _keep(self, key: tuple[int, int], window: Window, must_keep: bool) -> None:
         try:
@@ -187,7 +206,7 @@ class Windows:
 
         samples = pack(
             documents, sources=sources, seq_len=self.seq_len, pad_id=self.pad_id, packing=self.data.packing,
-            reorder=order,
+            reorder=order, in_order=not self.shuffled and self.order_version > OLDEST_ORDER,
         )  # fmt: skip
         return Window(samples=samples, counts=finish_counts(samples, counts, skipped))
 
@@ -290,6 +309,22 @@ class Windows:
         made = self._formatters
         packed = made if isinstance(made, bytes) else pickle.dumps(made)
         return {**self.__dict__, "_memory": OrderedDict(), "_formatters": packed}
+
+
+def open_sources(
+    datasets: Sequence[DatasetConfig],
+    data: DataConfig,
+    cache: Path,
+    progress: Progress | None = None,
+    order_version: int | None = None,
+) -> list[Source]:
+    """The rows of each dataset."""
+    old_order = order_version == OLDEST_ORDER
+    in_place = data.shuffle != "rows"
+    return [
+        open_source(dataset, cache=cache, in_place=in_place, progress=progress, old_order=old_order)
+        for dataset in datasets
+    ]
 
 
 def _pad_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:

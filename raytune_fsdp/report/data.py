@@ -83,6 +83,8 @@ def stats(census: Census, *, title: str) -> Iterator[str]:
     for name, count in rows[: len(census.names)]:
         for reason, many in sorted(count.dropped.items()):
             yield f"dropped from {name}: {many:,} {reason}"
+        if count.without_targets:
+            yield f"cut apart in {name}: {count.without_targets:,} pieces have no token that is trained on"
     for row in census.skipped[:5]:
         yield f"  {row.message}"
     if len(census.skipped) > 5:

@@ -36,7 +36,7 @@ from raytune_fsdp.model.network import (
 )
 from raytune_fsdp.run.checks import check_best, check_export, check_first
 from raytune_fsdp.run.initial_weights import find_origin, model_directory, own_model_files
-from raytune_fsdp.run.resume import files_of, find_resume, identity_of
+from raytune_fsdp.run.resume import check_same_run, files_of, find_resume, identity_of
 from raytune_fsdp.run.standing import Prepared, Standing, confirm_complete, stand
 from raytune_fsdp.tracking.names import evaluation_loss
 from raytune_fsdp.types import Progress
@@ -66,10 +66,13 @@ def prepare(
     origin = find_origin(config, network) if own is None else None
     for prompt in config.eval.prompts:
         encode_prompt(tokenizer, prompt, positions=positions_of(hf_config))
-    train, evals = open_data(config, tokenizer, hf_config.get_text_config().vocab_size, progress)
+    found = find_resume(place, resume=config.run.resume)
+    train, evals = open_data(
+        config, tokenizer, hf_config.get_text_config().vocab_size, progress, order_version=found.order_version
+    )
     identity, files_of_data = identity_of(config, hf_config, train), files_of(train)
     # Before the census, which may take an hour, so that a run that cannot continue is refused in seconds.
-    found = find_resume(place, identity, files_of_data, resume=config.run.resume)
+    check_same_run(found, identity, files_of_data)
     # Evaluation data is counted in every run: its broken rows show now, not in the middle of training.
     built = sum(census(windows, progress=progress, build=build).built for windows in evals.values())
     counted = None

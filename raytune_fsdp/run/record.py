@@ -15,11 +15,12 @@ import torch.distributed as dist
 from raytune_fsdp.checkpoint.catalogue import set_aside
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.model_files import put_model_files
-from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config import FinetuneConfig, HeldOutConfig
 from raytune_fsdp.config.load import recorded_text
 from raytune_fsdp.config.recorded import recorded
 from raytune_fsdp.config.text import dump
 from raytune_fsdp.counts import Census
+from raytune_fsdp.data.open_data import HELD_OUT
 from raytune_fsdp.data.skipped import events_of_rows
 from raytune_fsdp.durable import replace_durably
 from raytune_fsdp.errors import pip_install
@@ -122,6 +123,10 @@ def start_tracker(
         tracker.event(names.SETTINGS_CHANGED, **opened.changed)
     if standing.windows_built:
         tracker.event(names.WINDOWS_BUILT, windows=standing.windows_built, steps=None)
+    if isinstance(config.data.eval, HeldOutConfig) and standing.state.step == 0:
+        held_out = prepared.evals[HELD_OUT]
+        rows = {name: len(source) for name, source in zip(held_out.names, held_out.sources, strict=True)}
+        tracker.event(names.ROWS_HELD_OUT, rows=rows)
     if prepared.census is not None and standing.state.step == 0:
         _report_lost_rows(tracker, prepared.census)
     return tracker
@@ -197,6 +202,9 @@ def _plan_in_full(prepared: Prepared, standing: Standing) -> dict[str, Any]:
 def _report_lost_rows(tracker: Tracker, census: Census) -> None:
     total = census.total
     if total.dropped or total.truncated or total.cut:
-        tracker.event(names.ROWS_DROPPED, **total.dropped, truncated=total.truncated, cut=total.cut, rows=total.rows)
+        lost = {**total.dropped, "truncated": total.truncated, "cut": total.cut}
+        if total.without_targets:
+            lost["pieces_without_targets"] = total.without_targets
+        tracker.event(names.ROWS_DROPPED, **lost, rows=total.rows)
     for fields in events_of_rows(census.skipped):
         tracker.event(names.ROWS_SKIPPED, **fields)

@@ -72,16 +72,16 @@ class Resumed:
     state: RunState
     damaged: Damaged
 
+    @property
+    def order_version(self) -> int | None:
+        """The version of the order that the run was begun with; None for a new run."""
+        return None if self.checkpoint is None else self.state.identity.get("data.order_version")
+
 
 def find_resume(
-    place: RunDir,
-    identity: Mapping[str, Any],
-    files: Mapping[str, Sequence[str]],
-    *,
-    resume: Literal["auto", "always", "never"],
-    damaged: Damaged | None = None,
+    place: RunDir, *, resume: Literal["auto", "always", "never"], damaged: Damaged | None = None
 ) -> Resumed:
-    """The newest whole checkpoint of this run, following `run.resume`; a checkpoint of another run is an error.
+    """The newest whole checkpoint in the run's directory, following `run.resume`; `check_same_run` it.
 
     Only the sizes of tensor files are compared here: the ranks hash them together.
     """
@@ -105,9 +105,15 @@ def find_resume(
             f"run.resume=never, but {checkpoints} has a checkpoint of step {found.step}: choose another run.name, "
             "or set run.resume=auto to continue it"
         )
-    state = read_state(found)
-    check_identity(redact_shapes(state.identity), identity, found.path, files_before=state.files, files_now=files)
-    return Resumed(checkpoint=found, state=state, damaged=damaged)
+    return Resumed(checkpoint=found, state=read_state(found), damaged=damaged)
+
+
+def check_same_run(found: Resumed, identity: Mapping[str, Any], files: Mapping[str, Sequence[str]]) -> None:
+    """Refuse to continue from a checkpoint of another run."""
+    if found.checkpoint is not None:
+        before = redact_shapes(found.state.identity)
+        where = found.checkpoint.path
+        check_identity(before, identity, where, files_before=found.state.files, files_now=files)
 
 
 def _check_never_saved(place: RunDir) -> None:

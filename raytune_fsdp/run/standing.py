@@ -24,7 +24,7 @@ from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.run.initial_weights import Origin
-from raytune_fsdp.run.resume import Resumed, find_resume
+from raytune_fsdp.run.resume import Resumed, check_same_run, find_resume
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking.jsonl import read_events
 from raytune_fsdp.types import ParameterCount
@@ -100,7 +100,8 @@ def look(config: FinetuneConfig, prepared: Prepared, world: int, damaged: Damage
 
     Checkpoints known to be `damaged` are passed over.
     """
-    found = find_resume(prepared.place, prepared.identity, prepared.files_of_data, resume="auto", damaged=damaged)
+    found = find_resume(prepared.place, resume="auto", damaged=damaged)
+    check_same_run(found, prepared.identity, prepared.files_of_data)
     return stand(config, prepared, world, found)
 
 

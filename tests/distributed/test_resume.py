@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,55 @@ def test_other_world_sizes_see_the_same_samples_and_losses(tmp_path: Path) -> No
     assert {line["trajectory"]["step"]: line["world_size"] for line in steps}[20] == 3
     attempts = [e for e in read_events(run_dir(config) / "events.jsonl") if e["event"] == "attempt_started"]
     assert [event["attempt"] for event in attempts] == [1, 2, 3, 4]
+
+
+def test_a_run_begun_with_the_older_order_goes_on_with_it(tmp_path: Path) -> None:
+    """With `shuffle: none` a new run packs in another order than trees before; theirs keep their own, to the bit."""
+    sections: Any = {
+        "train": {**TRAIN, "max_steps": 12},
+        "data": {"shuffle": "none"},
+        "parallel": {"precision": "fp32"},
+    }
+    new = trajectory(make_config(tmp_path, run={"name": "new"}, **sections), 1)
+    whole = make_config(tmp_path, run={"name": "whole"}, **sections)
+    run_ranks(train_in_the_older_order, 1, whole.model_dump())
+    old = read_trajectory(run_dir(whole) / "metrics.jsonl")
+    assert [row["samples"] for row in old] != [row["samples"] for row in new]
+    stopped = make_config(tmp_path, run={"name": "stopped"}, **sections)
+    run_ranks(train_in_the_older_order, 1, stopped.model_dump(), 5)
+    assert trajectory(stopped, 1) == old
+    orders = {name: order_version(tmp_path / "runs" / name) for name in ("new", "whole", "stopped")}
+    assert orders == {"new": {3}, "whole": {2}, "stopped": {2}}
+
+
+def test_held_out_rows_are_the_same_at_every_world_size(tmp_path: Path) -> None:
+    sections: Any = {"train": {**TRAIN, "max_steps": 4}, "eval": {"every": 2}}
+    found = {}
+    for world in (1, 2):
+        config = make_config(tmp_path, run={"name": f"on-{world}"}, **sections)
+        values = config.model_dump()
+        values["data"]["eval"] = {"rows": 12}
+        rows = trajectory(config.model_validate(values), world)
+        lines = read_metrics(run_dir(config) / "metrics.jsonl")
+        losses = [line["values"]["eval/held_out/loss"] for line in lines if line["kind"] == "eval"]
+        found[world] = ([row["samples"] for row in rows], pytest.approx(losses, rel=1e-10))
+        events = read_events(run_dir(config) / "events.jsonl")
+        assert [e["fields"]["rows"] for e in events if e["event"] == "rows_held_out"] == [{"tokens": 12}]
+    assert len(losses) == 2 and found[1] == (found[2][0], losses)
+
+
+def order_version(run: Path) -> set[int]:
+    states = [json.loads(path.read_text()) for path in run.glob("checkpoints/step-*/state.json")]
+    return {state["identity"]["data.order_version"] for state in states}
+
+
+def train_in_the_older_order(values: Any, stop_after: int | None = None) -> bool:
+    """A rank of a tree that knows no order after version 2."""
+    from raytune_fsdp.data import windows
+    from raytune_fsdp.data.order import OLDEST_ORDER
+
+    windows.ORDER_VERSION = OLDEST_ORDER
+    return train_rank(values, stop_after)
 
 
 def test_resume_tokenizes_at_most_one_window_again(tmp_path: Path) -> None:

@@ -65,6 +65,36 @@ def test_every_damage_is_found_and_the_file_removed(cache: WindowCache, window: 
         assert not path.exists()
 
 
+def test_a_window_file_is_refused_in_another_place(cache: WindowCache, window: Window) -> None:
+    other = WindowCache(cache.root, "e" * 32, 10**9, ABOUT)
+    for place, epoch, k in ((cache, 0, 1), (cache, 1, 0), (other, 0, 0)):
+        cache.write(0, 0, window)
+        (file,) = cache.directory.glob("e000-w00000000.arrow")
+        target = place._path(epoch, k)
+        target.parent.mkdir(exist_ok=True)
+        target.write_bytes(file.read_bytes())
+        assert place.read(epoch, k) is None and not target.exists()
+        assert cache.read(0, 0) is not None
+
+
+def test_a_window_file_without_its_place_must_have_the_shape_that_is_wanted(tmp_path: Path) -> None:
+    rows = [token_rows(tmp_path, [5] * 20)]
+    windows = make_windows(rows, cache=tmp_path)
+    for k in range(3):  # files as an older tree has written them
+        body, digest = windows.get(0, k)[0].to_bytes({})
+        windows.cache._path(0, k).write_bytes(bytes(body) + digest)
+    again = make_windows(rows, cache=tmp_path)
+    assert [again.get(0, k)[1] for k in range(3)] == [False, False, False]
+    whole, short = windows.cache._path(0, 0), windows.cache._path(0, 2)
+    whole.write_bytes(short.read_bytes())  # 4 rows where there must be 8
+    assert make_windows(rows, cache=tmp_path).get(0, 0)[1] is True
+    longer = make_windows(rows, cache=tmp_path / "longer", seq_len=20)
+    longer.get(0, 0)
+    body, digest = longer.get(0, 0)[0].to_bytes({})
+    whole.write_bytes(bytes(body) + digest)
+    assert make_windows(rows, cache=tmp_path).get(0, 0)[1] is True
+
+
 def test_damaged_window_is_built_again(tmp_path: Path) -> None:
     rows = [token_rows(tmp_path, [5] * 20)]
     first = make_windows(rows, cache=tmp_path)
@@ -155,8 +185,9 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_stays_within_its_bound(tmp_path: Path, window: Window) -> None:
-    size = window.to_bytes()[0].size + 16
-    cache = WindowCache(tmp_path, "a" * 32, 10 * size, ABOUT)
+    cache = WindowCache(tmp_path, "a" * 32, 10**9, ABOUT)
+    size = window.to_bytes(cache._place(0, 0))[0].size + 16
+    cache.max_bytes = 10 * size
     for k in range(40):
         cache.write(0, k, window)
         for path in cache.directory.glob("*.arrow"):

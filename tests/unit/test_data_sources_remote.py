@@ -121,6 +121,15 @@ def test_parquet_on_s3(store: Any, opened: Callable[..., Source], tmp_path: Path
         source.rows([3009])
 
 
+def test_an_object_that_changes_while_it_is_read(store: Any, opened: Callable[..., Source]) -> None:
+    store.put_object(Bucket="bucket", Key="rows.parquet", Body=parquet(ROWS))
+    source = opened("s3://bucket/rows.parquet", in_place=True)
+    assert source.rows([0]) == [ROWS[0]]
+    store.put_object(Bucket="bucket", Key="rows.parquet", Body=parquet([{"id": -row["id"]} for row in ROWS]))
+    with pytest.raises(DataError, match=r"rows\.parquet: (has other content|cannot be read)"):
+        source.rows([1500])
+
+
 def test_what_cannot_be_read_from_s3(store: Any, opened: Callable[..., Source], server: str) -> None:
     store.put_object(Bucket="bucket", Key="a/notes.md", Body=b"x")
     for path, message in [

@@ -10,15 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from transformers import AutoTokenizer
 
 from raytune_fsdp.config import DatasetConfig, TokensFormat
 from raytune_fsdp.data import identity as identity_module
 from raytune_fsdp.data import windows as windows_module
 from raytune_fsdp.data.census import census
+from raytune_fsdp.data.packing import OPEN_SAMPLES
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.demo import TOKENIZER
 from raytune_fsdp.errors import ConfigError, DataError, RowError
+from raytune_fsdp.report.data import stats
 from raytune_fsdp.types import PADDING
 from tests.rows import all_samples, documents_in, make_windows, token_rows
 
@@ -66,6 +69,41 @@ def test_memory_is_bounded_and_changes_nothing(tmp_path: Path, monkeypatch: pyte
 def test_shuffle_none_keeps_the_order_of_the_file(tmp_path: Path) -> None:
     windows = make_windows([token_rows(tmp_path, [9, 2, 12, 4] * 5)], cache=tmp_path, shuffle="none", packing="none")
     assert [token for token, _ in documents_in(all_samples(windows))] == list(range(2, 22))
+
+
+def test_shuffle_none_keeps_the_order_of_rows_over_packed_samples(tmp_path: Path) -> None:
+    lengths = [60 if i % 3 == 0 else 2 + i % 9 for i in range(1200)]
+    windows = make_windows([token_rows(tmp_path, lengths)], cache=tmp_path, shuffle="none", seq_len=64, window=600)
+    samples = all_samples(windows)
+    rows = [[token - 2 for token, _ in documents_in([sample])] for sample in samples]
+    assert sorted(row for sample in rows for row in sample) == list(range(1200))
+    assert all(sample == sorted(sample) for sample in rows)
+    begins = [sample[0] for sample in rows]
+    assert begins == sorted(begins)
+    place = {row: number for number, sample in enumerate(rows) for row in sample}
+    for window in (range(600), range(600, 1200)):  # no row is far from its neighbours in the file
+        newest = np.maximum.accumulate([place[row] for row in window])
+        assert max(newest - [place[row] for row in window]) < OPEN_SAMPLES
+    many = [number for number, sample in enumerate(rows) if len(sample) > 4]
+    assert np.mean(many) == pytest.approx(len(rows) / 2, rel=0.1), "samples of short documents are not first"
+    assert windows.identity["order_version"] == 3
+
+
+def test_a_run_begun_with_the_older_order_keeps_it(tmp_path: Path) -> None:
+    rows = [token_rows(tmp_path, [1 + i % 15 + 1 for i in range(60)])]
+    for options in ({"shuffle": "none"}, {"shuffle": "none", "packing": "none"}, {}):
+        old = make_windows(rows, cache=tmp_path / "old", order_version=2, **options)
+        new = make_windows(rows, cache=tmp_path / "new", **options)
+        assert old.identity["order_version"] == 2
+        # What the versions do not differ in is the same run, and finds its windows in the cache.
+        assert (new.fingerprint == old.fingerprint) == (ids(new) == ids(old)) == (options != {"shuffle": "none"})
+    # Written down once: windows of version 2, as every tree before version 3 has built them.
+    old = make_windows(rows, cache=tmp_path, order_version=2, shuffle="none")
+    assert old.fingerprint == "a78159b152672d46b9d998dfccdadf0d"
+    found = np.array([sample.id for sample in all_samples(old)])
+    assert xxhash.xxh3_64_hexdigest(found.tobytes()) == "b7f015f515946eb8"
+    unknown = make_windows(rows, cache=tmp_path, order_version=99, shuffle="none")
+    assert unknown.identity["order_version"] == 3  # and so check_identity refuses it by name
 
 
 def test_place_in_the_stream_says_nothing_about_length(tmp_path: Path) -> None:
@@ -121,6 +159,30 @@ def test_concat_cuts_documents_where_a_sample_is_full(tmp_path: Path) -> None:
     assert counted(windows) == {
         "documents": 3, "tokens": 50, "target_tokens": 44, "dropped": {}, "truncated": 0, "cut": 3,
     }  # fmt: skip
+
+
+def test_pieces_without_a_token_to_train_on_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    late = {"input_ids": [5] * 40, "labels": [-100] * 38 + [5] * 2}
+    early = {"input_ids": [6] * 20, "labels": [6] * 20}
+    path.write_text(json.dumps(late) + "\n" + json.dumps(early) + "\n")
+    rows = [DatasetConfig(path=str(path), format=TokensFormat(type="tokens"))]
+    windows = make_windows(rows, cache=tmp_path, long_documents="split")
+    (count,) = census(windows).datasets
+    assert (count.cut, count.without_targets) == (3, 2)
+    assert "cut apart in rows: 2 pieces have no token that is trained on" in "\n".join(
+        stats(census(windows), title="train")
+    )
+    # A census and a window from before this was counted.
+    counted = windows.cache.read_census()
+    old = {epoch: text.replace(', "without_targets": 2', "") for epoch, text in counted.items()}
+    assert old != counted
+    windows.cache.write_census(old)
+    (file,) = windows.cache.directory.glob("*.arrow")
+    body = file.read_bytes()[:-16].replace(b', "without_targets": 2', b" " * len(b', "without_targets": 2'))
+    file.write_bytes(body + xxhash.xxh3_128_digest(body))
+    again = census(make_windows(rows, cache=tmp_path, long_documents="split"))
+    assert (again.total.without_targets, again.built) == (2, 0)
 
 
 def test_cut_before_the_answer_is_dropped(tmp_path: Path) -> None:
@@ -183,7 +245,7 @@ def test_fingerprint_follows_what_decides_the_windows(tmp_path: Path) -> None:
 def test_a_version_of_documents_is_part_of_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [token_rows(tmp_path, [3, 4])]
     before = make_windows(rows, cache=tmp_path).fingerprint
-    for name in ("DOCUMENT_VERSION", "ORDER_VERSION", "FORMAT"):
+    for name in ("DOCUMENT_VERSION", "FORMAT"):
         with monkeypatch.context() as patch:
             patch.setattr(identity_module, name, 99)
             assert make_windows(rows, cache=tmp_path).fingerprint != before

@@ -14,6 +14,7 @@ arrow       rows of Arrow files, mapped into memory
 prepared    directories of the cache: made once, renamed into place, used by all nodes
 handles     what a process holds open, within bounds
 source      what a source is, and how the rows of several files are joined
+selection   some of a source's rows: the first, the last, a choice; what is held out for evaluation
 
 No file is ever held in memory as a whole, and a source is small to pickle: row offsets and the like are files in the
 cache. So a source can be sent to other processes and nodes, which open what they need.
@@ -21,6 +22,7 @@ cache. So a source can be sent to other processes and nodes, which open what the
 
 from raytune_fsdp.data.sources.file_names import dataset_name, dataset_names, shorten
 from raytune_fsdp.data.sources.opening import open_source
+from raytune_fsdp.data.sources.selection import Selected, hold_out
 from raytune_fsdp.data.sources.source import Source
 
-__all__ = ["Source", "dataset_name", "dataset_names", "open_source", "shorten"]
+__all__ = ["Selected", "Source", "dataset_name", "dataset_names", "hold_out", "open_source", "shorten"]

@@ -1,4 +1,4 @@
-"""Rows of Arrow files (IPC), mapped into memory: the user's files, and files that other data was written to.
+"""Rows of Arrow files (IPC): the user's files, and files that other data was written to, which are mapped into memory.
 
 Both IPC formats are a sequence of messages, each of which can be read alone; the file format adds a mark in front and a
 footer at the end. So random access needs only a table of where the messages are, even if they are compressed.
@@ -7,7 +7,7 @@ footer at the end. So random access needs only a table of where the messages are
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from raytune_fsdp.data.sources.blocks import BLOCK_BYTES, Blocks
+from raytune_fsdp.data.sources.blocks import NAME as BLOCKS
 from raytune_fsdp.data.sources.file_names import compression_of, shorten
-from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, check_unchanged, content_hash, local_file
+from raytune_fsdp.data.sources.handles import (
+    DECODED,
+    OPEN,
+    Reader,
+    Stored,
+    TooLarge,
+    check_unchanged,
+    content_hash,
+    keep_hashes,
+)
 from raytune_fsdp.data.sources.places import copy
 from raytune_fsdp.data.sources.prepared import PreparedRows, prepare, touch
 from raytune_fsdp.data.sources.source import CACHE_GONE, Columns, File, Row, reading
@@ -25,6 +36,9 @@ from raytune_fsdp.types import Progress
 
 BATCH_ROWS = 1024
 _BATCH = np.dtype([("offset", "<u8"), ("bytes", "<u8"), ("rows", "<u8")])
+LARGEST_BATCH = 256 << 20
+"""Bytes of a record batch that is read where it is. One of the datasets library has 1000 rows."""
+_COPY_BYTES = 8 << 20
 _FILE_MARK = b"ARROW1\0\0"
 # From this many rows on, one take is cheaper than one slice a row: 55 us for 8 chats either way, 110 against 227 for
 # 32.
@@ -64,15 +78,28 @@ class ArrowRows:
         def make() -> Any:
             offset, length, _ = self._table()[0][number].item()
             with reading(self.shown):
-                message = pa.ipc.read_message(pa.BufferReader(self.stored.map().slice(offset, length)))
-                batch = pa.ipc.read_record_batch(message, self._schema())
+                if self.stored.blocks is None:
+                    data = self.stored.map().slice(offset, length)
+                else:
+                    data = pa.py_buffer(self.stored.open().read(offset, length))
+                batch = pa.ipc.read_record_batch(pa.ipc.read_message(pa.BufferReader(data)), self._schema())
             columns = self.columns.of(batch.schema.names)
             return batch if columns is None else batch.select(columns)
 
-        return DECODED.get((self.stored, self.columns, number), make, lambda batch: int(batch.nbytes))
+        def size(batch: Any) -> int:
+            # The columns that are not selected stay in memory with the others, unless they are mapped.
+            return int(batch.nbytes if self.stored.blocks is None else self._table()[0][number]["bytes"])
+
+        if self.stored.blocks is not None:
+            self.stored.open()  # raises if the file was cut off, also for rows that were decoded before
+        return DECODED.get((self.stored, self.columns, number), make, size)
 
     def _schema(self) -> Any:
-        return OPEN.get(("schema", self.stored), lambda: pa.ipc.read_schema(_reader(self.stored.map())))
+        def make() -> Any:
+            source = pa.BufferReader(self.stored.map()) if self.stored.blocks is None else in_place(self.stored)
+            return pa.ipc.read_schema(_after_mark(source))
+
+        return OPEN.get(("schema", self.stored), make)
 
     def _table(self) -> tuple[Any, Any]:
         def make() -> tuple[Any, Any]:
@@ -84,41 +111,70 @@ class ArrowRows:
         return found
 
 
-def open_arrow(file: File, *, cache: Path, columns: Columns, progress: Progress | None) -> ArrowRows:
-    """Find the record batches of a file, unless an earlier run did. Copied only if it is compressed or in a store."""
-    copied = file.remote or compression_of(file.url) is not None
+def open_arrow(file: File, *, cache: Path, columns: Columns, progress: Progress | None, every: int = 1) -> ArrowRows:
+    """Find the record batches of a file, unless an earlier run did. `every`: see `Blocks.hold`.
+
+    It is copied only if it is compressed, in a store, or has to be rewritten to be read in any order.
+    """
+    foreign = file.remote or compression_of(file.url) is not None
 
     def make(directory: Path) -> Mapping[str, Any]:
-        path = Path(file.url)
-        if copied:
-            path = directory / "rows.arrow"
+        path = directory / "rows.arrow"
+        content = keep_hashes(file, directory, report_of(file, progress))
+        if foreign:
             copy(file, path, progress=progress)
-        content = hash_file(path, file=file, progress=progress)
+            content = hash_file(path, file=file, progress=progress)
+        else:
+            stored = Stored(file.shown, file.url, file.size, content, Blocks(str(directory / BLOCKS)))
+            check_unchanged(file)
+            if (rows := _index_in_place(stored, directory)) is not None:
+                return {"content": content, "rows": rows, "copied": False}
+            copy_stored(stored, path)
         with reading(file.shown):
-            schema = pa.ipc.read_schema(_reader(_map(path)))
+            schema = pa.ipc.read_schema(_after_mark(mapped(path)))
         check_columns(schema, shown=file.shown)
         plain = plain_schema(schema)
-        if rewritten := plain != schema:
-            # Dictionaries are messages of their own, without which the batches after them cannot be read.
+        if plain != schema or not foreign:
+            if plain == schema:  # too large batches stay the blocks that data.shuffle=blocks knows
+                write_groups(directory / "groups", [batch.num_rows for batch in _batches(path, file.shown)])
             written = directory / "plain.arrow"
             write_batches(written, plain, _batches(path, file.shown), shown=file.shown)
-            path = written.replace(directory / "rows.arrow")
-        if not copied:
-            check_unchanged(file)
-        rows = index_batches(path, directory, shown=file.shown)
-        return {"content": content, "rows": rows, "copied": copied or rewritten}
+            path = written.replace(path)
+        rows = index_batches(mapped(path), directory, shown=file.shown)
+        return {"content": content, "rows": rows, "copied": True}
 
-    made = prepare(cache, {"preparation": "arrow", **file.identity}, make, shown=file.shown, progress=progress)
+    identity = {"preparation": "arrow", **file.identity}
+    if not foreign:
+        identity["blocks"] = BLOCK_BYTES
+    holds = None if file.remote else lambda made: made.holds(file, every)
+    made = prepare(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
     if made.meta["copied"]:
         return prepared_rows(made, shown=file.shown, columns=columns)
     return ArrowRows(
         shown=file.shown,
         fingerprint=made.meta["content"],
         count=made.meta["rows"],
-        stored=local_file(file, made.meta["content"]),
+        stored=made.in_place(file),
         batches=str(made.path / "batches"),
         columns=columns,
     )
+
+
+def _index_in_place(stored: Stored, directory: Path) -> int | None:
+    """The number of rows, if they can be read where they are; None if they have to be written in another way.
+
+    Dictionaries are messages of their own, without which the batches after them cannot be read; and a batch must fit
+    into memory, because the user's file is not mapped: pages of it that somebody cuts off would kill the process.
+    """
+    with reading(stored.shown):
+        schema = pa.ipc.read_schema(_after_mark(in_place(stored)))
+    check_columns(schema, shown=stored.shown)
+    if plain_schema(schema) != schema:
+        return None
+    try:
+        return index_batches(in_place(stored, most=LARGEST_BATCH), directory, shown=stored.shown)
+    except TooLarge:
+        return None
 
 
 def prepared_rows(made: PreparedRows, *, shown: str, columns: Columns) -> ArrowRows:
@@ -147,11 +203,11 @@ def write_batches(path: Path, schema: Any, batches: Iterable[Any], *, shown: str
                 writer.write_batch(batch.slice(first, BATCH_ROWS))
 
 
-def index_batches(path: Path, directory: Path, *, shown: str) -> int:
-    """Write a table of where the record batches of a file are. Returns the number of rows."""
+def index_batches(source: Any, directory: Path, *, shown: str) -> int:
+    """Write a table of where the record batches of an open file are. Returns the number of rows."""
     found = []
     with reading(shown):
-        reader = _reader(_map(path))
+        reader = _after_mark(source)
         schema = pa.ipc.read_schema(reader)
         while True:
             start = reader.tell()
@@ -246,6 +302,7 @@ def _plain(kind: Any) -> Any:
 
 
 def _batches(path: Path, shown: str) -> Iterator[Any]:
+    """The batches of a file that is ours."""
     with reading(shown):
         source = pa.memory_map(str(path))
         if _map(path).slice(0, len(_FILE_MARK)).to_pybytes() == _FILE_MARK:
@@ -259,8 +316,29 @@ def _map(path: Path) -> Any:
     return pa.memory_map(str(path)).read_buffer()
 
 
-def _reader(buffer: Any) -> Any:
-    reader = pa.BufferReader(buffer)
-    if reader.read(len(_FILE_MARK)) != _FILE_MARK:
-        reader.seek(0)
-    return reader
+def mapped(path: Path) -> Any:
+    """One of our files, as pyarrow reads it."""
+    return pa.BufferReader(_map(path))
+
+
+def in_place(stored: Stored, most: int | None = None) -> Any:
+    """One of the user's files, as pyarrow reads it."""
+    return pa.PythonFile(Reader(stored, most), mode="r")
+
+
+def _after_mark(source: Any) -> Any:
+    if source.read(len(_FILE_MARK)) != _FILE_MARK:
+        source.seek(0)
+    return source
+
+
+def copy_stored(stored: Stored, path: Path) -> None:
+    """Write one of the user's files to `path`, as it was when it was hashed."""
+    with open(path, "wb") as target:
+        for offset in range(0, stored.size, _COPY_BYTES):
+            target.write(stored.open().read(offset, min(_COPY_BYTES, stored.size - offset)))
+
+
+def report_of(file: File, progress: Progress | None) -> Callable[[int], None] | None:
+    """Progress in reading a file, by how much has been read."""
+    return None if progress is None else lambda done: progress(file.shown, done, file.size)

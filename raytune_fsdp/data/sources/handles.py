@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 import xxhash
 
 from raytune_fsdp.bounded import Bounded
+from raytune_fsdp.data.sources.blocks import BLOCK_BYTES, NAME, Blocks, hash_blocks
 from raytune_fsdp.data.sources.source import CACHE_GONE, File, reading, unreadable
 from raytune_fsdp.errors import DataError
 
@@ -32,32 +34,22 @@ class Stored:
     shown: str
     path: str
     size: int
-    mtime_ns: int | None
-    """None for files in the cache, which are never rewritten."""
     content: str
-
-    def check(self, fd: int) -> None:
-        """Raise DataError if the file has changed since."""
-        now = os.fstat(fd)
-        if now.st_size != self.size:
-            raise DataError(
-                f"{self.shown}: has {now.st_size} bytes, had {self.size} when it was opened; "
-                "a dataset must not change during a run: start again with the final file"
-            )
-        # Another node may have a copy with the same content but another mtime, so only the content can tell.
-        if self.mtime_ns not in (None, now.st_mtime_ns) and self.content != hash_once(fd, self.path):
-            raise DataError(
-                f"{self.shown}: has other content than when it was opened; "
-                "a dataset must not change during a run: start again with the final file"
-            )
+    blocks: Blocks | None = None
+    """What its content must be. None for files in the cache, which are never rewritten."""
 
     def open(self) -> OpenFile:
-        """The file, held open by this process."""
-        opened: OpenFile = OPEN.get(("file", self), lambda: OpenFile(self))
+        """The file, held open by this process; another one, if there is another file in its place now."""
+        key = ("file", self)
+        opened: OpenFile = OPEN.get(key, lambda: OpenFile(self))
+        if self.blocks is not None and opened.replaced():
+            OPEN.drop(key)
+            opened = OPEN.get(key, lambda: OpenFile(self))
         return opened
 
     def map(self) -> pa.Buffer:
-        """The file, mapped into memory."""
+        """A file of the cache, mapped into memory. Never one of the user's: reading what was cut off would kill us."""
+        assert self.blocks is None, self.path
         return OPEN.get(("map", self), self._map)
 
     def _map(self) -> pa.Buffer:
@@ -66,9 +58,14 @@ class Stored:
             return pa.memory_map(self.path).read_buffer()
 
 
-def local_file(file: File, content: str) -> Stored:
-    """A local file that is read in place."""
-    return Stored(file.shown, file.url, file.size, int(file.version), content)
+def keep_hashes(file: File, directory: Path, report: Callable[[int], None] | None = None) -> str:
+    """Keep the hashes of a local file's blocks in a directory of the cache. Returns the hash of the whole."""
+    if file.remote:
+        return ""
+    with reading(file.shown), open(file.url, "rb", buffering=0) as opened:
+        hashing = hash_blocks(opened.read, report)
+    (directory / NAME).write_bytes(hashing.blocks())
+    return hashing.content
 
 
 def check_unchanged(file: File) -> None:
@@ -83,15 +80,44 @@ class OpenFile:
     """A file read by position (pread), because threads and forked processes share a handle's offset."""
 
     def __init__(self, stored: Stored) -> None:
+        self._stored = stored
         self._shown = stored.shown
         self._fd = -1
-        in_cache = stored.mtime_ns is None
-        way_out = CACHE_GONE if in_cache else f"all nodes must see it as {stored.path} (shared storage)"
-        with reading(stored.path if in_cache else stored.shown, way_out):
+        way_out = CACHE_GONE if stored.blocks is None else f"all nodes must see it as {stored.path} (shared storage)"
+        with reading(stored.path if stored.blocks is None else stored.shown, way_out):
             self._fd = os.open(stored.path, os.O_RDONLY)
-            stored.check(self._fd)
+            self._facts = os.fstat(self._fd)
+        self._check_size(self._facts.st_size)
+
+    def replaced(self) -> bool:
+        """Whether there is another file in its place now, which has to be looked at. Raises if it has another size.
+
+        Not by its time: that may change without the content, and the content is compared anyway.
+        """
+        try:
+            now = os.stat(self._stored.path)
+        except OSError:
+            return False  # gone: what is open is still what it was
+        self._check_size(now.st_size)
+        return (now.st_dev, now.st_ino) != (self._facts.st_dev, self._facts.st_ino)
 
     def read(self, offset: int, length: int) -> bytes:
+        blocks = self._stored.blocks
+        if blocks is None:
+            return self._read(offset, length)
+        first = offset // BLOCK_BYTES
+        start = first * BLOCK_BYTES
+        end = min(-(-(offset + length) // BLOCK_BYTES) * BLOCK_BYTES, self._stored.size)
+        raw = self._read(start, end - start)
+        if not blocks.same(first, memoryview(raw)):
+            blocks.forget()
+            raise DataError(
+                f"{self._shown}: has other content than when it was opened; a dataset must not change during a run: "
+                "start again with the final file"
+            )
+        return raw[offset - start : offset - start + length]
+
+    def _read(self, offset: int, length: int) -> bytes:
         try:
             raw = os.pread(self._fd, length, offset)
             while len(raw) < length and (more := os.pread(self._fd, length - len(raw), offset + len(raw))):
@@ -105,9 +131,61 @@ class OpenFile:
             )
         return raw
 
+    def _check_size(self, size: int) -> None:
+        if size != self._stored.size:
+            raise DataError(
+                f"{self._shown}: has {size} bytes, had {self._stored.size} when it was opened; "
+                "a dataset must not change during a run: start again with the final file"
+            )
+
     def __del__(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
+
+
+class Reader:
+    """A file as pyarrow reads one that Python has opened, where every byte is compared with what it was."""
+
+    closed = False
+
+    def __init__(self, stored: Stored, most: int | None = None) -> None:
+        """A single read of more than `most` bytes is a TooLarge."""
+        self._stored = stored
+        self._most = most
+        self._offset = 0
+
+    def read(self, length: int = -1) -> bytes:
+        rest = max(0, self._stored.size - self._offset)
+        length = rest if length < 0 else min(length, rest)
+        if self._most is not None and length > self._most:
+            raise TooLarge(length)
+        raw = self._stored.open().read(self._offset, length) if length else b""
+        self._offset += length
+        return raw
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._offset = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._offset, os.SEEK_END: self._stored.size}[whence]
+        return self._offset
+
+    def tell(self) -> int:
+        return self._offset
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return False
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TooLarge(MemoryError):
+    """What would have to be read at once does not fit into the memory that we want to take."""
 
 
 def hash_once(fd: int, path: str, progress: Callable[[int], None] | None = None) -> str:

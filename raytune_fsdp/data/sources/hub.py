@@ -16,6 +16,7 @@ from raytune_fsdp.data.sources.arrow import (
     check_columns,
     hash_file,
     index_batches,
+    mapped,
     plain_schema,
     prepared_rows,
     write_batches,
@@ -48,7 +49,7 @@ def open_hub(dataset: DatasetConfig, *, cache: Path, columns: Columns, progress:
         batches = _batches(loaded, shown=name, progress=progress)
         write_batches(rows, plain_schema(loaded.data.schema), batches, shown=name)
         content = hash_file(rows, file=File(name, str(rows), 0, ""), progress=None)
-        return {"content": content, "rows": index_batches(rows, directory, shown=name)}
+        return {"content": content, "rows": index_batches(mapped(rows), directory, shown=name)}
 
     identity = {"preparation": "hub", **wanted, "revision": commit or dataset.revision}
     made = prepare(cache, identity, make, shown=name, progress=progress)

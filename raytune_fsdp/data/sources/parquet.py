@@ -16,16 +16,21 @@ from raytune_fsdp.data.sources.arrow import (
     ArrowRows,
     check_columns,
     hash_file,
+    in_place,
     index_batches,
+    mapped,
     plain_schema,
     prepared_rows,
     read_groups,
+    report_of,
     rows_of_groups,
     write_batches,
     write_groups,
 )
+from raytune_fsdp.data.sources.blocks import BLOCK_BYTES, Blocks
+from raytune_fsdp.data.sources.blocks import NAME as BLOCKS
 from raytune_fsdp.data.sources.file_names import compression_of
-from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, check_unchanged, local_file
+from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, check_unchanged, keep_hashes
 from raytune_fsdp.data.sources.places import copy
 from raytune_fsdp.data.sources.prepared import prepare, touch
 from raytune_fsdp.data.sources.remote import with_version
@@ -67,38 +72,51 @@ class ParquetRows:
 
     def _group(self, number: int) -> Any:
         def make() -> Any:
-            opened, lock = OPEN.get(("parquet", self.file), self._open)
+            opened, lock = OPEN.get(("parquet", self.stored or self.file), self._open)
             with reading(self.shown), lock:
                 columns = self.columns.of(opened.schema_arrow.names)
-                return opened.read_row_group(number, columns=columns).combine_chunks()
+                table = opened.read_row_group(number, columns=columns).combine_chunks()
+            if self.stored is None:
+                self._check_version()
+            return table
 
-        return DECODED.get((self.file, self.columns, number), make, lambda table: int(table.nbytes))
+        if self.stored is not None:
+            self.stored.open()  # raises if the file was cut off, also for rows that were decoded before
+        return DECODED.get((self.stored or self.file, self.columns, number), make, lambda table: int(table.nbytes))
 
     def _open(self) -> tuple[Any, Lock]:
-        if self.stored is not None:
-            self.stored.open()
-        elif with_version(File(self.shown, self.file.url, self.file.size, "")).version != self.file.version:
+        if self.stored is None:
+            self._check_version()
+        with reading(self.shown):
+            return _open(self.file, self.stored), Lock()
+
+    def _check_version(self) -> None:
+        """Ask the store whether the object is still the same: before the first row group, and after each."""
+        if with_version(File(self.shown, self.file.url, self.file.size, "")).version != self.file.version:
             raise DataError(
                 f"{self.shown}: has other content than when it was opened; a dataset must not change during a run: "
                 "start again with the final file"
             )
-        with reading(self.shown):
-            return _open(self.file), Lock()
 
 
 def open_parquet(
-    file: File, *, cache: Path, in_place: bool, columns: Columns, progress: Progress | None
+    file: File, *, cache: Path, in_place: bool, columns: Columns, progress: Progress | None, every: int = 1
 ) -> ArrowRows | ParquetRows:
-    """Open a file in place, or its Arrow copy in the cache. Compressed files are always copied."""
+    """Open a file in place, or its Arrow copy in the cache. Compressed files are always copied.
+
+    `every`: see `Blocks.hold`.
+    """
     if in_place and compression_of(file.url) is None:
-        return _open_in_place(file, cache=cache, columns=columns, progress=progress)
+        return _open_in_place(file, cache=cache, columns=columns, progress=progress, every=every)
 
     def make(directory: Path) -> Mapping[str, Any]:
         path = Path(file.url)
         if copied := file.remote or compression_of(file.url) is not None:
             path = directory / "copy"
             copy(file, path, progress=progress)
-        content = hash_file(path, file=file, progress=progress)
+        content = keep_hashes(file, directory)
+        if copied:
+            content = hash_file(path, file=file, progress=progress)
         with reading(file.shown):
             opened = pq.ParquetFile(str(path), buffer_size=_BUFFER_BYTES, pre_buffer=False)
         groups = _groups(opened, shown=file.shown)
@@ -111,19 +129,21 @@ def open_parquet(
         else:
             check_unchanged(file)
         write_groups(directory / "groups", groups)
-        return {"content": content, "rows": index_batches(rows, directory, shown=file.shown)}
+        return {"content": content, "rows": index_batches(mapped(rows), directory, shown=file.shown)}
 
     identity = {"preparation": "parquet as arrow", **file.identity}
-    made = prepare(cache, identity, make, shown=file.shown, progress=progress)
+    holds = None if file.remote else lambda made: made.holds(file, every)
+    made = prepare(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
     return prepared_rows(made, shown=file.shown, columns=columns)
 
 
-def _open_in_place(file: File, *, cache: Path, columns: Columns, progress: Progress | None) -> ParquetRows:
+def _open_in_place(file: File, *, cache: Path, columns: Columns, progress: Progress | None, every: int) -> ParquetRows:
     def make(directory: Path) -> Mapping[str, Any]:
         # A file in a store is identified by its ETag: reading all of it is what `in_place` is there to avoid.
-        content = file.fingerprint if file.remote else hash_file(Path(file.url), file=file, progress=progress)
+        content = file.fingerprint if file.remote else keep_hashes(file, directory, report_of(file, progress))
+        stored = Stored(file.shown, file.url, file.size, content, Blocks(str(directory / BLOCKS)))
         with reading(file.shown):
-            opened = _open(file)
+            opened = _open(file, None if file.remote else stored)
         groups = _groups(opened, shown=file.shown)
         if not file.remote:
             check_unchanged(file)
@@ -131,21 +151,24 @@ def _open_in_place(file: File, *, cache: Path, columns: Columns, progress: Progr
         return {"content": content, "rows": sum(groups)}
 
     identity = {"preparation": "parquet in place", **file.identity}
-    made = prepare(cache, identity, make, shown=file.shown, progress=progress)
+    if not file.remote:
+        identity["blocks"] = BLOCK_BYTES
+    holds = None if file.remote else lambda made: made.holds(file, every)
+    made = prepare(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
     return ParquetRows(
         shown=file.shown,
         fingerprint=made.meta["content"],
         count=made.meta["rows"],
         file=file,
-        stored=None if file.remote else local_file(file, made.meta["content"]),
+        stored=None if file.remote else made.in_place(file),
         groups=str(made.path / "groups"),
         columns=columns,
     )
 
 
-def _open(file: File) -> Any:
-    if not file.remote:
-        return pq.ParquetFile(file.url, pre_buffer=False)
+def _open(file: File, stored: Stored | None) -> Any:
+    if stored is not None:
+        return pq.ParquetFile(in_place(stored), pre_buffer=False)
     system, path = file_system(file.url)
     # pre_buffer turns many small reads into a few large ones: a request to a store takes milliseconds. For a local file
     # it would only hold the raw bytes of a row group in memory.

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import glob
+import heapq
 import json
 import os
+import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from fsspec.utils import glob_translate
 
 from raytune_fsdp.config.data import DatasetConfig
+from raytune_fsdp.data.order import OLDEST_ORDER, ORDER_VERSION
 from raytune_fsdp.data.sources.file_names import (
     compression_of,
     data_files,
@@ -32,8 +37,20 @@ from raytune_fsdp.urls import is_url, without_secrets
 _CHUNK_BYTES = 8 << 20
 
 
-def find_files(dataset: DatasetConfig) -> list[File]:
-    """All files of the dataset, in order. Raises DataError if there are none."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The files of a dataset, in order."""
+
+    files: list[File]
+    order_version: int
+    """The lowest that finds these files: see `order`."""
+
+
+def find_files(dataset: DatasetConfig, *, old_order: bool = False) -> Found:
+    """All files of the dataset. Raises DataError if there are none.
+
+    With `old_order` as version 2 of the order found them, for a run that was begun with it.
+    """
     assert dataset.path is not None, dataset
     path = dataset.path.removeprefix("file://")
     if not path or "\0" in path:
@@ -43,11 +60,14 @@ def find_files(dataset: DatasetConfig) -> list[File]:
     def choose(names: list[str], read: Callable[[str], bytes]) -> list[str]:
         return _files_with_rows(names, read, dataset=dataset, shown=without_secrets(path))
 
-    files = remote_files(path, pattern, choose) if is_url(path) else _local_files(path, pattern, choose)
-    if not files:
+    if is_url(path):
+        found = Found(remote_files(path, pattern, choose), OLDEST_ORDER)
+    else:
+        found = _local_files(path, pattern, choose, old_order)
+    if not found.files:
         relative = "" if is_url(path) or os.path.isabs(os.path.expanduser(path)) else f" (relative to {Path.cwd()})"
         raise DataError(f"{without_secrets(path)}: no file matches this pattern{relative}; correct the dataset's path")
-    return files
+    return found
 
 
 def one_kind(files: list[File], dataset: DatasetConfig) -> str:
@@ -98,7 +118,7 @@ def _stream(file: File) -> Any:
     return system.open_input_file(path)
 
 
-def _local_files(path: str, pattern: str, choose: Callable[..., list[str]]) -> list[File]:
+def _local_files(path: str, pattern: str, choose: Callable[..., list[str]], old_order: bool) -> Found:
     place = os.path.expanduser(path)
     # `~` or `~user` is shown as the user wrote it.
     home = place[: len(place) - len(path.lstrip("~"))] if path.startswith("~") else ""
@@ -118,27 +138,96 @@ def _local_files(path: str, pattern: str, choose: Callable[..., list[str]]) -> l
     except (FileNotFoundError, NotADirectoryError):
         if has_wildcard(place):
             pattern = os.path.expanduser(pattern)
-            matches = glob.iglob(pattern, recursive=True)
+            if old_order or "**" not in pattern.split("/"):
+                matches, again = glob.glob(pattern, recursive=True), False
+            else:
+                matches, again = _matching(pattern)
             names = sorted(match for match in matches if os.path.isfile(match) and is_wanted(match, pattern))
-            return [to_file(name) for name in names]
+            return Found([to_file(name) for name in names], ORDER_VERSION if again else OLDEST_ORDER)
         relative = "" if os.path.isabs(place) else f" (relative to {Path.cwd()})"
         raise DataError(f"{path}: no such file{relative}; correct the dataset's path") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
     if not os.path.isdir(place):
-        return [to_file(place)]
-    names = choose(_walk(place, shown=path), lambda name: Path(place, name).read_bytes())
-    return [to_file(os.path.join(place, name)) for name in names]
+        return Found([to_file(place)], OLDEST_ORDER)
+    if old_order:
+        below, again = _walk_as_before(place, shown=path), False
+    else:
+        with reading(path):
+            below, again = _walk(place, [""], skip=is_hidden)
+    names = choose(below, lambda name: Path(place, name).read_bytes())
+    return Found([to_file(os.path.join(place, name)) for name in names], ORDER_VERSION if again else OLDEST_ORDER)
 
 
-def _walk(top: str, *, shown: str) -> list[str]:
+def _matching(pattern: str) -> tuple[list[str], bool]:
+    """What a pattern with `**` matches, and whether a link led to a directory again."""
+    parts = pattern.split("/")
+    first = parts.index("**")
+    head = "/".join(parts[:first])
+    tops = glob.glob(f"{head}/") if head or parts[0] == "" and first else [""]
+    below, again = _walk("", tops, skip=lambda name: name.startswith("."), unreadable=False)
+    matches = re.compile(f"(?:{'|'.join(map(re.escape, tops))}){glob_translate('/'.join(parts[first:]))}").match
+    return [name for name in below if matches(name)], again
+
+
+def _walk(
+    top: str, folders: Sequence[str], *, skip: Callable[[str], bool], unreadable: bool = True
+) -> tuple[list[str], bool]:
+    """The files below these folders, by names relative to `top`, and whether a link led to a directory again.
+
+    Links to directories are followed, but each directory is read once: a link may lead to its own parent, or two to one
+    directory. It has the name without a link if there is one, else the first: so the names do not depend on the order
+    in which the file system lists them. Without `unreadable`, directories that may not be read are passed over.
+    """
+    names: list[str] = []
+    links = [folder for folder in folders if os.path.islink(os.path.join(top, folder).rstrip("/"))]
+    plain = [folder for folder in folders if folder not in links]
+    heapq.heapify(links)
+    seen: set[str] = set()
+    again = False
+    while plain or links:
+        is_link = not plain
+        folder = heapq.heappop(links) if is_link else plain.pop()
+        real = os.path.realpath(os.path.join(top, folder))
+        holder = os.path.realpath(os.path.join(top, os.path.dirname(folder.rstrip("/"))))
+        if real in seen or (is_link and os.path.commonpath([real, holder]) == real):
+            again = True  # the second: a link to a directory that holds it, perhaps above the first of `folders`
+            continue
+        seen.add(real)
+        try:
+            with os.scandir(os.path.join(top, folder) or ".") as entries:
+                for entry in entries:
+                    name = os.path.join(folder, entry.name)
+                    if not _is_directory(entry):
+                        names.append(name)
+                    elif skip(entry.name):
+                        pass
+                    elif entry.is_symlink():
+                        heapq.heappush(links, name)
+                    else:
+                        plain.append(name)
+        except OSError:
+            if unreadable:
+                raise
+    return names, again
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _walk_as_before(top: str, *, shown: str) -> list[str]:
+    """As version 2 of the order did it: of two names of a directory the one that the file system lists first."""
+
     def stop(error: OSError) -> None:
         raise error
 
     names: list[str] = []
     seen: set[str] = set()
     with reading(shown):
-        # Linked directories are followed, but each only once: a link may point to its own parent.
         for folder, folders, files in os.walk(top, followlinks=True, onerror=stop):
             folders[:] = [name for name in folders if not is_hidden(name)]
             if (real := os.path.realpath(folder)) in seen:

@@ -23,7 +23,10 @@ from typing import Any
 
 import xxhash
 
+from raytune_fsdp.data.sources.blocks import NAME as BLOCKS
+from raytune_fsdp.data.sources.blocks import TABLES, Blocks
 from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, hash_once
+from raytune_fsdp.data.sources.source import File
 from raytune_fsdp.durable import sync_directory, write_durably
 from raytune_fsdp.errors import DataError
 from raytune_fsdp.types import Progress
@@ -45,7 +48,16 @@ class PreparedRows:
 
     def stored(self, name: str, *, shown: str) -> Stored:
         """One of its files."""
-        return Stored(shown, str(self.path / name), self.meta["files"][name], None, self.meta["content"])
+        return Stored(shown, str(self.path / name), self.meta["files"][name], self.meta["content"])
+
+    def in_place(self, file: File) -> Stored:
+        """The file itself that was prepared, which must have the content that it had then."""
+        return Stored(file.shown, file.url, file.size, self.meta["content"], Blocks(str(self.path / BLOCKS)))
+
+    def holds(self, file: File, every: int) -> bool:
+        """Whether the local file still has the content that was prepared, by every `every`-th block of it."""
+        # Copies of files that were made before blocks were hashed have none: size and time must do for them.
+        return BLOCKS not in self.meta["files"] or Blocks(str(self.path / BLOCKS)).hold(file, every)
 
 
 def prepare(
@@ -55,14 +67,19 @@ def prepare(
     *,
     shown: str,
     progress: Progress | None = None,
+    holds: Callable[[PreparedRows], bool] | None = None,
 ) -> PreparedRows:
-    """The directory prepared earlier; otherwise a new one, which `make` fills and whose meta it returns.
+    """The directory prepared earlier, if it `holds`; otherwise a new one, which `make` fills and whose meta it returns.
 
     Each process hashes every file once: a directory that storage has damaged is made again.
     """
     final = cache / "files" / key_of(identity)
     report = None if progress is None else partial(progress, f"checking {shown}")
-    while (found := _find(final, report)) is None:
+    found = _find(final, report)
+    if found is not None and holds is not None and not holds(found):
+        _discard(final)
+        found = None
+    while found is None:
         temporary = final.with_name(f"{final.name}.{uuid.uuid4().hex[:12]}.tmp")
         try:
             temporary.mkdir(parents=True)
@@ -74,6 +91,7 @@ def prepare(
         finally:
             # Still there if another process was first, or something failed.
             shutil.rmtree(temporary, ignore_errors=True)
+        found = _find(final, report)
     return found
 
 
@@ -172,6 +190,7 @@ def _discard(final: Path) -> None:
     # Otherwise this process would go on reading the files it has open.
     OPEN.clear()
     DECODED.clear()
+    TABLES.clear()
 
 
 def _unwritable(cache: Path, shown: str, error: OSError) -> DataError:

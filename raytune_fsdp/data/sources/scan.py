@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import numpy as np
-import xxhash
 
+from raytune_fsdp.data.sources.blocks import Hashing
 from raytune_fsdp.data.sources.file_names import shorten
 from raytune_fsdp.data.sources.source import reading, unreadable
 from raytune_fsdp.errors import DataError
@@ -46,17 +46,13 @@ class Scanned:
         self._file = file
         self._size = size
         self._progress = progress
-        self._digest = xxhash.xxh3_128()
+        self.hashing = Hashing()
         self._reported = 0
         with reading(shown):
             start = file.read(len(_BOM))
             file.seek(len(_BOM) if start == _BOM else 0)
         if start == _BOM:
             self._account(start)
-
-    @property
-    def content(self) -> str:
-        return self._digest.hexdigest()
 
     def read(self, limit: int) -> bytes:
         try:
@@ -74,7 +70,7 @@ class Scanned:
         return self._account(piece)
 
     def _account(self, piece: bytes) -> bytes:
-        self._digest.update(piece)
+        self.hashing.update(piece)
         self.offset += len(piece)
         if self._progress is not None and (self.offset - self._reported >= _PROGRESS_BYTES or not piece):
             self._reported = self.offset

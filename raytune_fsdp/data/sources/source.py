@@ -14,8 +14,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import xxhash
 
+from raytune_fsdp.data.order import OLDEST_ORDER
 from raytune_fsdp.data.sources.file_names import shorten
 from raytune_fsdp.errors import DataError, RaytuneError, RowError
+from raytune_fsdp.keyed import derive_key
 from raytune_fsdp.urls import is_url, without_secrets
 
 Row = dict[str, Any]
@@ -85,6 +87,14 @@ class Source(Protocol):
         """Whether the rows come from columns, where a key that one row has is null in all others."""
 
     @property
+    def order_version(self) -> int:
+        """The lowest version of the order that finds the same files."""
+
+    @property
+    def selection(self) -> Mapping[str, str]:
+        """Which rows of the files these are, as it is part of the identity of a run; empty if they are all."""
+
+    @property
     def blocks(self) -> Sequence[int]:
         """Sizes of the groups of consecutive rows that are best read together; they add up to all rows."""
 
@@ -95,6 +105,9 @@ class Source(Protocol):
 
     def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
         """The rows in the order asked for. In place of a broken row there is a RowError."""
+
+    def keys(self, what: str) -> Iterator[Any]:
+        """A 64-bit key of every row for one purpose, in order, some at a time: by its file's content and its number."""
 
     def touch(self) -> None:
         """Note in the cache that its files are in use. Can be called often."""
@@ -128,6 +141,11 @@ class Files:
     label: str
     parts: tuple[Part, ...]
     columnar: bool = False
+    order_version: int = OLDEST_ORDER
+
+    @property
+    def selection(self) -> Mapping[str, str]:
+        return {}
 
     @cached_property
     def _ends(self) -> Any:
@@ -163,6 +181,10 @@ class Files:
                 found[position] = row
         return found
 
+    def keys(self, what: str) -> Iterator[Any]:
+        for part in self.parts:
+            yield from spread_keys(derive_key(what, part.fingerprint), part.count)
+
     def touch(self) -> None:
         for part in self.parts:
             part.touch()
@@ -173,9 +195,25 @@ class Files:
         place = int(np.searchsorted(self._ends, index, side="right"))
         return self.parts[place], int(self._ends[place - 1]) if place else 0
 
-    def __reduce__(self) -> tuple[type[Files], tuple[str, tuple[Part, ...], bool]]:
+    def __reduce__(self) -> tuple[type[Files], tuple[str, tuple[Part, ...], bool, int]]:
         # Without the cached properties, which follow from the parts.
-        return Files, (self.label, self.parts, self.columnar)
+        return Files, (self.label, self.parts, self.columnar, self.order_version)
+
+
+# Keys made together: 8 MB.
+_KEYS = 1 << 20
+
+
+def spread_keys(key: int, count: int) -> Iterator[Any]:
+    """`count` keys of 64 bits, some at a time: the numbers that splitmix64 draws from the seed `key`."""
+    for first in range(0, count, _KEYS):
+        # Arrays of uint64 wrap around; numbers would warn.
+        value = np.arange(first + 1, min(first + _KEYS, count) + 1, dtype=np.uint64)
+        value *= np.uint64(0x9E3779B97F4A7C15)
+        value += np.uint64(key)
+        value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        yield value ^ (value >> np.uint64(31))
 
 
 @contextmanager

@@ -17,8 +17,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
+from raytune_fsdp.data.sources.blocks import BLOCK_BYTES, Hashing
+from raytune_fsdp.data.sources.blocks import NAME as BLOCKS
 from raytune_fsdp.data.sources.file_names import compression_of, ending_of, shorten
-from raytune_fsdp.data.sources.handles import OPEN, Stored, check_unchanged, local_file
+from raytune_fsdp.data.sources.handles import OPEN, Stored, check_unchanged, keep_hashes
 from raytune_fsdp.data.sources.places import copy
 from raytune_fsdp.data.sources.prepared import prepare, touch
 from raytune_fsdp.data.sources.scan import SPAN, Scanned, Spans, csv_reader, json_syntax, scan
@@ -26,6 +28,9 @@ from raytune_fsdp.data.sources.source import CACHE_GONE, File, Row, reading
 from raytune_fsdp.errors import DataError, RowError
 from raytune_fsdp.types import Progress
 
+# Rows that follow each other are read together up to so much.
+_TOGETHER_BYTES = 1 << 20
+_GAP_BYTES = 64  # a comma and white space between the elements of a JSON array
 # Rows in a block of a text file, for data.shuffle=blocks.
 _BLOCK_ROWS = 1024
 _RULES = {
@@ -65,10 +70,22 @@ class TextRows:
         spans = self._spans()[np.asarray(indices, dtype=np.int64)]
         file = self.stored.open()
         rows: list[Row | RowError] = [{}] * len(spans)
-        # In the order of the file: storage reads forward fastest.
-        for position in np.argsort(spans["offset"], kind="stable").tolist():
-            offset, length, _ = spans[position].item()
-            rows[position] = self._parse(file.read(offset, length), indices[position])
+        # In the order of the file, as storage reads forward fastest, and neighbours together: each read compares whole
+        # blocks with their hashes.
+        order = np.argsort(spans["offset"], kind="stable").tolist()
+        starts = spans["offset"][order].tolist()
+        ends = (spans["offset"] + spans["bytes"])[order].tolist()
+        first = 0
+        while first < len(order):
+            last = first + 1
+            end = starts[first] + _TOGETHER_BYTES
+            while last < len(order) and starts[last] <= ends[last - 1] + _GAP_BYTES and ends[last] <= end:
+                last += 1
+            raw = file.read(starts[first], ends[last - 1] - starts[first])
+            for place in range(first, last):
+                row = raw[starts[place] - starts[first] : ends[place] - starts[first]]
+                rows[order[place]] = self._parse(row, indices[order[place]])
+            first = last
         return rows
 
     def _parse(self, raw: bytes, index: int) -> Row | RowError:
@@ -121,8 +138,8 @@ class TextRows:
         return OPEN.get(("spans", self.spans), make)
 
 
-def open_text(file: File, kind: str, *, cache: Path, progress: Progress | None) -> TextRows:
-    """Find the rows of a file, unless an earlier run did."""
+def open_text(file: File, kind: str, *, cache: Path, progress: Progress | None, every: int = 1) -> TextRows:
+    """Find the rows of a file, unless an earlier run did. `every`: see `Blocks.hold`."""
     copied = file.remote or compression_of(file.url) is not None
     delimiter = "\t" if ending_of(file.url) == ".tsv" else ","
 
@@ -131,17 +148,22 @@ def open_text(file: File, kind: str, *, cache: Path, progress: Progress | None) 
         if copied:
             path = directory / "content"
             copy(file, path, progress=progress)
-        meta: Mapping[str, Any] = _find_rows(
-            path, directory / "spans", file=file, kind=kind, delimiter=delimiter, progress=progress
-        )
-        if not copied:
+        with open(directory / "spans", "wb") as spans:
+            meta, hashing = _find_rows(path, spans, file=file, kind=kind, delimiter=delimiter, progress=progress)
+        if copied:
+            keep_hashes(file, directory)
+        else:
+            (directory / BLOCKS).write_bytes(hashing.blocks())
             check_unchanged(file)
         return meta
 
     identity = {"preparation": "text", "kind": kind, **file.identity}
-    made = prepare(cache, identity, make, shown=file.shown, progress=progress)
+    if not copied:
+        identity["blocks"] = BLOCK_BYTES
+    holds = None if file.remote else lambda made: made.holds(file, every)
+    made = prepare(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
     meta, content = made.meta, made.meta["content"]
-    stored = made.stored("content", shown=file.shown) if copied else local_file(file, content)
+    stored = made.stored("content", shown=file.shown) if copied else made.in_place(file)
     # The same bytes are different rows if they are read in a different way.
     read_as = [content, meta["syntax"], delimiter if meta["syntax"] == "csv" else None]
     return TextRows(
@@ -156,9 +178,12 @@ def open_text(file: File, kind: str, *, cache: Path, progress: Progress | None) 
     )
 
 
-def _find_rows(path: Path, target: Path, *, file: File, kind: str, delimiter: str, progress: Progress | None) -> Any:
+def _find_rows(
+    path: Path, out: BinaryIO, *, file: File, kind: str, delimiter: str, progress: Progress | None
+) -> tuple[Mapping[str, Any], Hashing]:
+    """Write where the rows of a file are. Returns what is known of it, and the hashes of its content."""
     syntax = kind
-    with _opened(path, shown=file.shown) as source, open(target, "wb") as out:
+    with _opened(path, shown=file.shown) as source:
         spans = Spans(out)
         if kind == "json":
             syntax = json_syntax(source, shown=file.shown)
@@ -171,7 +196,8 @@ def _find_rows(path: Path, target: Path, *, file: File, kind: str, delimiter: st
             f"{file.shown}: has no rows ({scanned.offset} bytes); {_RULES[syntax]}: correct the dataset's path, or "
             "remove the file"
         )
-    return {"content": scanned.content, "rows": spans.count, "syntax": syntax, "columns": columns}
+    content = scanned.hashing.content
+    return {"content": content, "rows": spans.count, "syntax": syntax, "columns": columns}, scanned.hashing
 
 
 def _opened(path: Path, *, shown: str) -> BinaryIO:

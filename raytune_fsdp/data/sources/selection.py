@@ -1,0 +1,141 @@
+"""Some of the rows of a source: what a dataset's `rows` leaves, and what is held out of it for evaluation.
+
+Rows are chosen by a key of their file's content and their number in it. So the choice is the same in every process and
+at every world size, whatever the files are called and in which order they come, and needs no list to be kept.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raytune_fsdp.config.data import RowsConfig
+from raytune_fsdp.data.sources.source import Row, Source
+from raytune_fsdp.errors import RowError
+
+if TYPE_CHECKING:
+    Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, eq=False)
+class Selected:
+    """Some rows of a source, in its order: those in `numbers`, or with `others` all but those."""
+
+    base: Source
+    numbers: Int64Array | range
+    """Ascending."""
+    selection: Mapping[str, str]
+    """What was chosen, as it is part of the identity of a run."""
+    others: bool = False
+    columnar: bool = field(init=False)
+    label: str = field(init=False)
+    order_version: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("columnar", "label", "order_version"):
+            object.__setattr__(self, name, getattr(self.base, name))
+
+    @property
+    def fingerprints(self) -> Mapping[str, str]:
+        return self.base.fingerprints
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        ends = np.cumsum(np.asarray(self.base.blocks, dtype=np.int64))
+        before = self._before(ends)
+        kept = np.diff(ends - before if self.others else before, prepend=0)
+        return array("Q", kept[kept > 0].tolist())
+
+    def __len__(self) -> int:
+        return len(self.base) - len(self.numbers) if self.others else len(self.numbers)
+
+    def where(self, index: int) -> str:
+        return self.base.where(self._in_base([index])[0])
+
+    def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
+        return self.base.rows(self._in_base(indices))
+
+    def keys(self, what: str) -> Iterator[Any]:
+        first = 0
+        for keys in self.base.keys(what):
+            last = first + len(keys)
+            chosen = self._between(first, last) - first
+            yield np.delete(keys, chosen) if self.others else keys[chosen]
+            first = last
+
+    def touch(self) -> None:
+        self.base.touch()
+
+    def _in_base(self, indices: Sequence[int]) -> list[int]:
+        wanted = np.asarray(indices, dtype=np.int64)
+        if isinstance(self.numbers, range):
+            found = wanted + self.numbers.start
+        elif self.others:
+            # numbers[j] - j rows are left before the j-th that is not.
+            found = wanted + np.searchsorted(self.numbers - np.arange(len(self.numbers)), wanted, side="right")
+        else:
+            found = self.numbers[wanted]
+        return [int(number) for number in found]
+
+    def _before(self, ends: Int64Array) -> Int64Array:
+        """How many of the numbers are below each of these."""
+        if isinstance(self.numbers, range):
+            return np.clip(ends, self.numbers.start, self.numbers.stop) - self.numbers.start
+        return np.searchsorted(self.numbers, ends).astype(np.int64)
+
+    def _between(self, first: int, last: int) -> Int64Array:
+        """Which of the numbers first <= number < last there are."""
+        if isinstance(self.numbers, range):
+            return np.arange(max(first, self.numbers.start), max(first, min(last, self.numbers.stop)), dtype=np.int64)
+        start, stop = np.searchsorted(self.numbers, [first, last])
+        return self.numbers[start:stop]
+
+
+def some_rows(source: Source, rows: RowsConfig | None) -> Source:
+    """The rows that a dataset's config asks for. All of them are the source itself: the same data, the same run."""
+    total = len(source)
+    if rows is None or total <= (rows.first or rows.last or rows.limit or 0):
+        return source
+    if rows.first is not None:
+        return Selected(source, range(rows.first), {"rows": f"first {rows.first}"})
+    if rows.last is not None:
+        return Selected(source, range(total - rows.last, total), {"rows": f"last {rows.last}"})
+    assert rows.limit is not None, rows
+    return Selected(source, lowest([source], rows.limit, "limit")[0], {"rows": f"limit {rows.limit}"})
+
+
+def hold_out(sources: Sequence[Source], many: int) -> list[tuple[Source, Source]]:
+    """Of each source the rows to train on, and those that are held out: `many` of all sources together."""
+    chosen = lowest(sources, many, "held out")
+    return [
+        (
+            Selected(source, numbers, {**source.selection, "held_out": f"{many} rows"}, others=True),
+            Selected(source, numbers, {**source.selection, "only": f"{many} rows held out"}),
+        )
+        for source, numbers in zip(sources, chosen, strict=True)
+    ]
+
+
+def lowest(sources: Sequence[Source], many: int, what: str) -> list[Int64Array]:
+    """Of each source the numbers of the rows with the `many` lowest keys of all.
+
+    More than `many`, if a file is there twice: its rows have the same keys, and the same choice is made in both.
+    """
+    low = np.empty(0, dtype=np.uint64)
+    for source in sources:
+        for keys in source.keys(what):
+            low = np.concatenate([low, keys if len(low) < many else keys[keys <= low.max()]])
+            if len(low) > many:
+                low = np.partition(low, many - 1)[:many]
+    found = []
+    for source in sources:
+        first, numbers = 0, [np.empty(0, dtype=np.int64)]
+        for keys in source.keys(what):
+            numbers.append(first + np.flatnonzero(keys <= low.max()))
+            first += len(keys)
+        found.append(np.concatenate(numbers))
+    return found
