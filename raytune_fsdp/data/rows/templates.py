@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from raytune_fsdp.errors import DataError
+from raytune_fsdp.data.rows.sandbox import Span, compiled
+from raytune_fsdp.data.rows.work import WorkExceeded
+from raytune_fsdp.data.sources import shorten
+from raytune_fsdp.errors import DataError, in_one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Span = tuple[int, int]
-"""A range of characters of a text: start and end, as in a slice."""
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys that may hold the reasoning of a message. Templates read the first; gpt-oss's reads the second."""
@@ -29,12 +27,11 @@ _SHIPPED = {path.stem: path for path in sorted((Path(__file__).parent / "templat
 # Some templates (Llama 3.2) print today's date unless given one; the data must not depend on the day it is read.
 DATE = "26 Jul 2024"
 
-# transformers keeps one compiled template per process, and in it the generation spans found so far: two threads that
-# rendered at once got each other's spans, so rows got wrong masks. Rendering holds Python's lock anyway.
-_RENDERING = Lock()
-
 # What a template's code can raise when it was not written for a row like this one.
-_REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+# The largest templates of models have 30,000 characters. Compiling one takes about 10 us for each of them.
+_MOST_CHARACTERS = 200_000
 
 
 def load_template(name_or_path: str) -> str:
@@ -55,34 +52,37 @@ class Refused(Exception):
     """The template rejects this conversation; the message says why."""
 
 
+class TooMuchWork(DataError):
+    """The template does more than any template may (see `work`). Never a RowError: such rows are not left out."""
+
+
 class ChatTemplate:
     """A template with the tokenizer's special tokens. `tags`: whether it marks generated text by `{% generation %}`."""
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
-        self.source = source
         self.tags, self.words = _analyze(source)
-        self._variables = {**variables, "date_string": DATE}
+        self._compiled = compiled(source)
+        self._variables = plain({**variables, "date_string": DATE, "documents": None})
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, prompt: bool = False
     ) -> tuple[str, list[Span]]:
-        """The text, and the spans in `{% generation %}`. `prompt`: append the header of the assistant's next turn."""
-        # Imported here: processes that only read the cache start in 0.9 s without transformers, 1.9 s with.
-        from transformers.utils.chat_template_utils import render_jinja_template
+        """The text, and the spans in `{% generation %}`. `prompt`: append the header of the assistant's next turn.
 
+        Messages and tools are plain data, the messages' reasoning under all its names: see `as_templates_see`.
+        """
         try:
-            with _RENDERING:
-                texts, spans = render_jinja_template(
-                    conversations=[[_with_reasoning(message) for message in messages]],
-                    tools=tools,
-                    chat_template=self.source,
-                    return_assistant_tokens_mask=self.tags,
-                    add_generation_prompt=prompt,
-                    **self._variables,
-                )
+            return self._compiled.render(
+                {**self._variables, "messages": messages, "tools": tools, "add_generation_prompt": prompt}
+            )
         except _REFUSALS as error:
-            raise Refused(" ".join(str(error).split()) or type(error).__name__) from error
-        return texts[0], spans[0] if self.tags else []
+            raise Refused(shorten(" ".join(str(error).split()), limit=500) or type(error).__name__) from error
+        except (WorkExceeded, RecursionError) as error:
+            # How deep Python can go depends on where it starts, so neither may this decide which rows exist.
+            why = error if isinstance(error, WorkExceeded) else "it goes too deep"
+            raise TooMuchWork(
+                f"the chat template does too much work: {why}; correct it, or name another one in data.chat_template"
+            ) from None
 
     def trains_an_end(self) -> bool:
         """Whether anything after the assistant's words is trained on; if not, a model does not learn to stop."""
@@ -112,36 +112,45 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, text: str | None, *, tools
     return ChatTemplate(source, tokenizer.special_tokens_map)
 
 
-def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with its reasoning under the names that templates read. transformers 5.17 leaves this to us."""
+def as_templates_see(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of plain data, each with its reasoning under the names that templates read."""
+    return [_with_reasoning(plain(message)) for message in messages]
+
+
+def plain(value: Any) -> Any:
+    """Data that JSON has. Everything else a file may hold is only named, as `<datetime>`: as transformers does it."""
+    kind = type(value)
+    if value is None or kind in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return kind(map(plain, value)) if kind in (list, tuple) else [plain(item) for item in value]
+    for base, as_base in ((str, str.__str__), (int, int.__int__), (float, float.__float__)):
+        if isinstance(value, base):
+            return as_base(value)  # without the methods of its own class
+    return plain(value.item()) if isinstance(value, np.generic) else f"<{kind.__name__}>"
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     given = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
     return message if given is None else {"thinking": given, **message, "reasoning_content": given}
 
 
-class _Generation(Extension):
-    """Parses `{% generation %}`, as the extension of transformers that renders it does."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_generation"), [], [], body).set_lineno(line)
-
-
 def _analyze(source: str) -> tuple[bool, frozenset[str]]:
     """Whether the template has generation tags, and every name and string literal in its code."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    way_out = "correct it, or name another one in data.chat_template"
+    if len(source) > _MOST_CHARACTERS:
+        raise DataError(f"the chat template has {len(source)} characters, at most {_MOST_CHARACTERS} are read; {way_out}")
     try:
-        tree = environment.parse(source)
-        environment.compile(source)  # parse alone accepts filters and tests that do not exist
+        # Parsing alone accepts filters and tests that do not exist.
+        tree = compiled(source).tree
     except TemplateSyntaxError as error:
         raise DataError(
-            f"the chat template is not valid Jinja: {error.message} (line {error.lineno}); "
-            "correct it, or name another one in data.chat_template"
+            f"the chat template is not valid Jinja: {error.message} (line {error.lineno}); {way_out}"
         ) from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError, WorkExceeded) as error:
+        raise DataError(f"the chat template cannot be compiled: {in_one_line(error)}; {way_out}") from None
     for outer in tree.find_all((nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)):
         if any(_is_generation(inner) for inner in outer.find_all(nodes.CallBlock)):
             # transformers takes a span's place from the characters printed so far, and such a block is printed only at

@@ -26,7 +26,7 @@ from typing import Any, Literal
 from raytune_fsdp.data.rows.chat import Conversation, check_unicode
 from raytune_fsdp.data.rows.lost_content import has_all_contents_in_order, lost_content
 from raytune_fsdp.data.rows.marks import Mark, has_marks, messages_between, take_marks, with_marks
-from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, Span
+from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, Span, TooMuchWork, as_templates_see, plain
 from raytune_fsdp.errors import RowError
 
 _WAY_OUT = (
@@ -67,7 +67,9 @@ class Rendering:
         self._template = template
         self._conversation = conversation
         self._special = special
-        self.text, self.tagged = self._render(conversation.messages)
+        self._messages = as_templates_see(conversation.messages)
+        self._tools = plain(conversation.tools)
+        self.text, self.tagged = self._render(self._messages)
 
     def without(self, messages: Sequence[int]) -> list[Span]:
         """All of the text except these messages: whole turns of the assistant, only the words of other roles."""
@@ -108,7 +110,7 @@ class Rendering:
         ignored = lost_content(conversation, self._marked_text, self._template.words)
         if ignored is None and conversation.tools is not None:
             with suppress(Refused):
-                if self._template.render(conversation.messages, None)[0] == self.text:
+                if self._rendered(self._messages, None)[0] == self.text:
                     ignored = "the tools"
         if ignored is not None:
             raise self._error(
@@ -137,7 +139,7 @@ class Rendering:
                 "the text has private-use characters (U+F0000 to U+FFFFD), which are used here to find the assistant's "
                 "turns; remove them or the row"
             )
-        return [with_marks(message, index) for index, message in enumerate(self._conversation.messages)]
+        return [with_marks(message, index) for index, message in enumerate(self._messages)]
 
     @cached_property
     def _tagged_by_message(self) -> dict[int, list[Span]]:
@@ -182,9 +184,7 @@ class Rendering:
         """The text before message `index` if it had only words, no call and no reasoning."""
         words = with_marks({"role": "assistant", "content": "Yes."}, index)
         try:
-            text, _ = self._template.render(
-                [*self._marked[:index], words, *self._marked[index + 1 :]], self._conversation.tools
-            )
+            text, _ = self._rendered([*self._marked[:index], words, *self._marked[index + 1 :]], self._tools)
         except Refused:
             return ""
         text, marks = take_marks(text)
@@ -216,9 +216,7 @@ class Rendering:
 
     def _if_asked_again(self, index: int) -> str | None:
         try:
-            text, _ = self._template.render(
-                [*self._marked, {"role": "user", "content": "Go on."}], self._conversation.tools
-            )
+            text, _ = self._rendered([*self._marked, {"role": "user", "content": "Go on."}], self._tools)
         except Refused:
             return None
         text, marks = take_marks(text)
@@ -232,13 +230,21 @@ class Rendering:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False) -> tuple[str, list[Span]]:
         try:
-            return self._template.render(messages, self._conversation.tools, prompt=prompt)
+            return self._rendered(messages, self._tools, prompt=prompt)
         except Refused as refused:
             roles = ", ".join(message["role"] for message in messages) or "none"
             raise self._error(
                 f"the chat template refused the conversation ({refused}); its roles are {roles}; "
                 "correct the row, or name another template in data.chat_template"
             ) from refused
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, prompt: bool = False
+    ) -> tuple[str, list[Span]]:
+        try:
+            return self._template.render(messages, tools, prompt=prompt)
+        except TooMuchWork as error:
+            raise TooMuchWork(f"{self._conversation.where}: {error}") from None
 
     def _render_marked(self, count: int, *, prompt: bool) -> tuple[str, list[Mark]]:
         return take_marks(self._render(self._marked[:count], prompt=prompt)[0])

@@ -1,0 +1,370 @@
+"""Where chat templates run: what transformers offers them, in a sandbox that also counts their work (see `work`).
+
+The same filters, globals, tags and errors as in transformers, but a template is compiled once and called directly. Code
+is generated as Jinja does it, except that blocks charge for what they run, and that operations whose result or whose
+work may be large ask first.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache, update_wrapper
+from string import Formatter
+from threading import Lock
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.compiler import CodeGenerator, Frame, operators
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import BlockReference, Context, LoopContext, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
+from jinja2.utils import Namespace
+from markupsafe import Markup
+
+from raytune_fsdp.data.rows.filters import charged_filter, charged_test
+from raytune_fsdp.data.rows.work import PER_NODE, Work, size_of, whole
+
+Span = tuple[int, int]
+"""A range of characters of a text: start and end, as in a slice."""
+
+# What templates ask for all the time. Jinja looks for an attribute first, which takes ten times as long for a dict.
+_ATTRIBUTES_OF_DICTS = frozenset(dir(dict))
+_SAFE_OF_DICTS = frozenset(("copy", "get", "items", "keys", "values"))
+_SAFE_OF_TEXTS = frozenset(name for name in dir(str) if name[0] != "_") - {"format", "format_map"}
+_SAFE_OF_LOOPS = frozenset(("depth", "depth0", "first", "index", "index0", "last", "length", "revindex", "revindex0"))
+
+
+class CompiledTemplate:
+    """A template's code. Rendering it takes its lock: what it has written and done so far is in its environment."""
+
+    def __init__(self, source: str) -> None:
+        self._environment = environment = _Environment()
+        self.tree = environment.parse(source)
+        """The template as Jinja reads it."""
+        template = environment.from_string(self.tree)
+        self._root, self._blocks = template.root_render_func, template.blocks
+        self._globals = dict(environment.globals)
+        self._lock = Lock()
+
+    def render(self, variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
+        """The text, and the spans in `{% generation %}`. Raises whatever the template does, and WorkExceeded."""
+        environment = self._environment
+        with self._lock:
+            environment.work.begin(lambda: size_of(list(variables.values())))
+            written, spans = environment.begin()
+            context = environment.context_class(environment, {**self._globals, **variables}, None, self._blocks)
+            for piece in self._root(context):
+                written.append(piece)
+            environment.charge(sum(map(len, written)))
+            return "".join(written), spans
+
+
+@lru_cache(maxsize=16)
+def compiled(source: str) -> CompiledTemplate:
+    """A template, compiled once: several datasets use the same, and `generate` renders a prompt at a time."""
+    return CompiledTemplate(source)
+
+
+class GenerationTag(Extension):
+    """`{% generation %}` … `{% endgeneration %}`: notes where the text between them is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_generation"), [], [], body).set_lineno(line)
+
+    def _generation(self, caller: Callable[[], str]) -> str:
+        text = caller()
+        assert isinstance(self.environment, _Environment)
+        self.environment.note(len(text))
+        return text
+
+
+EXTENSIONS = (GenerationTag, loopcontrols)
+
+
+class _Generator(CodeGenerator):
+    """Jinja's compiler, with what charges for the work."""
+
+    def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
+        body = list(nodes)
+        if not frame.soft_frame:  # the branches of an `if` belong to the block it is in
+            self.writeline(f"environment.charge({PER_NODE * (1 + sum(map(_size, body)))})")
+        super().blockvisit(body, frame)
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        if node.test is not None:  # it runs for items that the body never sees
+            cost = nodes.Const(PER_NODE * (1 + _size(node.test)))
+            call = nodes.Call(nodes.EnvironmentAttribute("charged"), [cost], [], None, None)
+            node.test = nodes.And(call, node.test)
+        super().visit_For(node, frame)
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
+        if len(node.ops) == 1 and (_is_constant(node.expr) or _is_constant(node.ops[0].expr)) and "in" not in node.ops[0].op:
+            return super().visit_Compare(node, frame)  # comparing with a short text is soon done
+        self.write("(")
+        self._checked("compared", node.expr, frame)
+        for operand in node.ops:
+            self.write(f" {operators[operand.op]} ")
+            self._checked("searched" if "in" in operand.op else "compared", operand.expr, frame)
+        self.write(")")
+        return None
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        markup = frame.eval_ctx.autoescape or frame.eval_ctx.volatile
+        self.write(f"{'markup_join' if markup else 'str_join'}(environment.joined((")
+        for each in node.nodes:
+            self.visit(each, frame)
+            self.write(", ")
+        self.write(")))")
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        self.write("{")
+        for item in node.items:
+            self._checked("compared", item.key, frame)
+            self.write(": ")
+            self.visit(item.value, frame)
+            self.write(", ")
+        self.write("}")
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        if not isinstance(node.arg, nodes.Slice):
+            return super().visit_Getitem(node, frame)
+        self.write("environment.sliced(")
+        self.visit(node.node, frame)
+        self.write("[")
+        self.visit(node.arg, frame)
+        self.write("])")
+        return None
+
+    def _checked(self, how: str, node: nodes.Expr, frame: Frame) -> None:
+        if _is_literal(node):
+            self.visit(node, frame)
+        else:
+            self.write(f"environment.{how}(")
+            self.visit(node, frame)
+            self.write(")")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    code_generator_class = _Generator
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
+
+    def __init__(self) -> None:
+        self.work = Work()
+        self.charge = self.work.charge
+        self._written: list[str] = []
+        self._spans: list[Span] = []
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=EXTENSIONS, finalize=self._printed)
+        self.concat = self._concat  # type: ignore[method-assign, assignment]
+        for name, function in self.filters.items():
+            self.filters[name] = charged_filter(name, function, self.work)
+        self.filters["tojson"] = charged_filter("tojson", _tojson, self.work)
+        for name, test in self.tests.items():
+            self.tests[name] = charged_test(name, test, self.work)
+        # These write other text every time they are asked, and the same data would be different tomorrow.
+        del self.filters["random"], self.globals["lipsum"]
+        self.globals.update(
+            raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
+        )
+
+    def begin(self) -> tuple[list[str], list[Span]]:
+        """The lists that will hold the text, and the spans in it, of the rendering that begins."""
+        self._written, self._spans = [], []
+        return self._written, self._spans
+
+    def note(self, length: int) -> None:
+        """The next so many characters that are written are in `{% generation %}`."""
+        start = sum(map(len, self._written))
+        self._spans.append((start, start + length))
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        kind = type(obj)
+        if kind is dict:
+            if attribute not in _ATTRIBUTES_OF_DICTS:
+                return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+            if attribute in _SAFE_OF_DICTS:
+                return getattr(obj, attribute)
+        elif (kind is str and attribute in _SAFE_OF_TEXTS) or (kind is LoopContext and attribute in _SAFE_OF_LOOPS):
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if type(argument) is tuple:
+            self.work.weigh(argument)  # for its hash
+        return super().getitem(obj, argument)
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call what a template calls."""
+        work, owner = self.work, getattr(obj, "__self__", None)
+        if isinstance(owner, str | bytes):
+            kwargs.pop("_loop_vars", None)  # Jinja adds these for functions that take the context
+            kwargs.pop("_block_vars", None)
+            if args and isinstance(args[0], Iterator):
+                args = ([*args[0]], *args[1:])  # to know how much there is to join
+            work.before_method(obj.__name__, owner, args, kwargs)
+            return work.result(obj(*args, **kwargs))
+        if type(owner) is dict and obj.__name__ != "fromkeys":
+            work.weigh(args[:1])  # a key, for its hash
+        elif isinstance(owner, int | type) and args and isinstance(args[0], int):
+            work.charge(abs(args[0]))  # to_bytes
+        elif not isinstance(obj, Macro | BlockReference | LoopContext):
+            work.weigh([owner, args, kwargs] if isinstance(owner, list | tuple) else [args, kwargs])
+        work.enter()
+        try:
+            return work.result(super().call(context, obj, *args, **kwargs))
+        finally:
+            work.leave()
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if type(left) is str and type(right) is str and operator == "+":
+            self.charge(len(left) + len(right))
+            return left + right
+        self.work.before_operator(operator, left, right)
+        return self.work.result(super().call_binop(context, operator, left, right))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Jinja's own, with formatters that charge."""
+        if super().wrap_str_format(value) is None:
+            return None
+        text, many = value.__self__, value.__name__ == "format_map"
+        escaped = isinstance(text, Markup)
+        formatter = _EscapingFormatter(self, escape=text.escape) if escaped else _Formatter(self)
+
+        def wrapper(*args: Any, **kwargs: Any) -> str:
+            if many:
+                if kwargs or len(args) != 1:
+                    raise TypeError("format_map() takes exactly one argument, and no keyword arguments")
+                args, kwargs = (), args[0]
+            self.charge(len(text))
+            return type(text)(formatter.vformat(text, args, kwargs))
+
+        return update_wrapper(wrapper, value)
+
+    def charged(self, units: int) -> bool:
+        self.charge(units)
+        return True
+
+    def compared(self, value: Any) -> Any:
+        """A value that is compared with something, or the key of a dict."""
+        if isinstance(value, str):
+            if len(value) > 1000:
+                self.charge(len(value) >> 4)
+        elif isinstance(value, list | tuple | dict):
+            self.work.weigh(value)
+        return value
+
+    def searched(self, value: Any) -> Any:
+        """What something is looked for in."""
+        return value if isinstance(value, dict) else self.compared(value)
+
+    def joined(self, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What is joined by `~`."""
+        for part in parts:
+            self.work.weigh(part, 6 if isinstance(part, Markup) else 1)
+        return parts
+
+    def sliced(self, value: Any) -> Any:
+        return self.work.result(value)
+
+    def _printed(self, value: Any) -> Any:
+        if type(value) is not str:  # text is counted when it is joined
+            self.work.weigh(value)
+        return value
+
+    def _concat(self, pieces: Iterable[str]) -> str:
+        known = list(pieces)
+        self.charge(sum(map(len, known)))
+        return "".join(known)
+
+
+class _Charging(Formatter):
+    """Formats with `str.format`, charging for what is written."""
+
+    _env: _Environment
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        field = super().get_field(field_name, args, kwargs)
+        self._env.work.weigh(field[0], 10)  # !r and !a escape
+        return field
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        for digits in re.findall(r"\d+", format_spec):
+            self._env.charge(whole(digits))
+        return super().format_field(value, format_spec)
+
+
+class _Formatter(_Charging, SandboxedFormatter):
+    pass
+
+
+class _EscapingFormatter(_Charging, SandboxedEscapeFormatter):
+    pass
+
+
+class _Dict:
+    """`dict` for templates, which gives them nothing of Python's class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
+
+
+class _Namespace(Namespace):
+    """`namespace`, which keeps nothing under names that are Python's own."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, given = args[0], dict(*args[1:], **kwargs)
+        for name in given:
+            _check_name(name)
+        Namespace.__init__(self, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"chat templates cannot store {name!r} on a namespace; rename it")
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    # Jinja's own escapes <, > and & for HTML.
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _is_constant(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.Const)
+
+
+def _is_literal(node: nodes.Node) -> bool:
+    return _is_constant(node) or (isinstance(node, nodes.List | nodes.Tuple) and all(map(_is_constant, node.items)))
+
+
+def _size(node: nodes.Node) -> int:
+    """The number of nodes that run with this one, without the blocks that charge for themselves."""
+    apart = isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block | nodes.FilterBlock)
+    exclude = ("body", "else_") if apart else ()
+    # What is written is kept as an object of its own, which takes more than its characters.
+    own = 1 + 4 * len(node.nodes) if isinstance(node, nodes.Output) else 1
+    return own + sum(map(_size, node.iter_child_nodes(exclude=exclude)))
