@@ -43,15 +43,17 @@ def finetune(
     from raytune_fsdp.launch.quiet import quiet
 
     quiet()  # before the imports below: transformers reads its variables when it is imported
-    from raytune_fsdp.checkpoint.catalogue import committed
     from raytune_fsdp.launch.start import run
+
+    prepared, before = run(config, progress)
+    # Not before: they bring torch and transformers, and what is wrong in the config alone is said within a second.
+    from raytune_fsdp.checkpoint.catalogue import committed
     from raytune_fsdp.launch.torchrun import is_rank0
     from raytune_fsdp.report.curves import plot
     from raytune_fsdp.report.figure import can_draw
     from raytune_fsdp.run.publish import publish
     from raytune_fsdp.run.record import clean_config, make_up_tracking, mend_record
 
-    prepared, before = run(config, progress)
     place = prepared.place  # as rank 0 sees it: under torchrun another node may resolve a relative path differently
     newest = before.checkpoint if before.complete else committed(place.checkpoints)[-1]
     assert newest is not None, "a complete run has a checkpoint"

@@ -23,6 +23,9 @@ from raytune_fsdp.model.network import class_name
 from raytune_fsdp.parallel import release_gathered
 from raytune_fsdp.step import eval_step
 
+# Separates rounding in the type of the weights, far below, from another document's tokens, far above.
+_LEAK = 1e-5
+
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
@@ -123,11 +126,16 @@ def check_packing(model: PreTrainedModel, packing: str) -> None:
     """Refuse to pack documents for a model in which one document sees another. Collective."""
     with evaluating(model):
         change = leak_between_documents(model)
-    # 1e-5 separates rounding in the type of the weights, far below, from another document's tokens, far above. The sum
-    # makes every rank refuse if one does.
-    leaks = torch.tensor(float(change > 1e-5))
+    # The sum makes every rank refuse if one does.
+    leaks = torch.tensor(float(change > _LEAK))
     dist.all_reduce(leaks)
     if leaks:
+        refuse_leak(model, packing, max(change, 2 * _LEAK))
+
+
+def refuse_leak(model: PreTrainedModel, packing: str, change: float) -> None:
+    """Raise if the logits of a document change by more than rounding when the one before it does."""
+    if change > _LEAK:
         raise ConfigError(
             f"data.packing={packing}: in {class_name(model)} with {model.config._attn_implementation} attention, "
             f"packed documents see each other (logits change by {change:.1e}); set data.packing=none"

@@ -87,7 +87,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         **_LIKE_LLAMA, "moe_intermediate_size": 24, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 2,
         "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8, "v_head_dim": 8, "n_shared_experts": 1,
+        "qk_nope_head_dim": 8, "v_head_dim": 8, "n_shared_experts": 1, "num_key_value_heads": 4,
     },
     "nemotron_h": {
         **_LIKE_LLAMA, **_HEAD, **_MAMBA, "num_hidden_layers": 4, "moe_intermediate_size": 24, "n_routed_experts": 6,
@@ -112,12 +112,36 @@ ROTATED: dict[str, dict[str, Any]] = {
 }
 """Whose rotary embeddings older versions of transformers described in their own way."""
 
-TIED = ("qwen3", "gemma3_text", "gpt2", "starcoder2")
+_ALTERNATING = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "gemma4_text": {
+        **_LIKE_LLAMA, **_HEAD, "num_hidden_layers": 4, "global_head_dim": 16, "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
+    },
+    "zamba": {
+        **_LIKE_LLAMA, "num_hidden_layers": 4, "num_key_value_heads": 4, "layers_block_type": _ALTERNATING,
+        "n_mamba_heads": 2, "mamba_d_state": 8, "mamba_dt_rank": 4,
+    },
+    "zamba2": {
+        **_LIKE_LLAMA, "num_hidden_layers": 4, "num_key_value_heads": 4, "layers_block_type": _ALTERNATING,
+        "n_mamba_heads": 4, "mamba_d_state": 8, "chunk_size": 16, "use_mem_rope": True,
+        "use_shared_attention_adapter": True, "adapter_rank": 4,
+    },
+    "falcon_h1": {
+        **_LIKE_LLAMA, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8,
+        "mamba_chunk_size": 16, "ssm_multipliers": [0.5, 1.5, 0.7, 1.3, 0.9],
+    },
+    "mpt": {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
+}  # fmt: skip
+"""Heads that differ by layer, blocks that share weights, buffers that the decoder computes, positions by another name."""
+
+TIED = ("qwen3", "gemma3_text", "gpt2", "starcoder2", "gemma4_text", "zamba", "zamba2", "mpt")
 
 
 def architecture(model_type: str, **changes: Any) -> dict[str, Any]:
     """The content of a config.json."""
-    known = {**ARCHITECTURES, **EXPERTS, **REARRANGED, **PARTICULAR, **ROTATED}
+    known = {**ARCHITECTURES, **EXPERTS, **REARRANGED, **PARTICULAR, **ROTATED, **UNUSUAL}
     return {"model_type": model_type, **known[model_type], **changes}
 
 

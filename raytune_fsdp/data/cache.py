@@ -56,6 +56,7 @@ class WindowCache:
     max_bytes: int
     about: Mapping[str, Any]
     _written: int = 0
+    _warned: bool = False
 
     @property
     def directory(self) -> Path:
@@ -150,7 +151,8 @@ class WindowCache:
             # Only windows are removed, since they can be built again; the rows they are built from are in use. Down to
             # 90 %, so that the next window does not start this again.
             removed = remove(self.root, keep_bytes=max(0, self.max_bytes * 9 // 10 - size - files), files=False)
-            if any(entry.path.parent == self.directory for entry in removed):
+            if any(entry.path.parent == self.directory for entry in removed) and not self._warned:
+                self._warned = True
                 logger.warning(
                     "data.cache.max_gb=%g is too small for all windows of this data, so some are tokenized again in "
                     "every epoch; raise it, or set data.cache.path to a larger directory",

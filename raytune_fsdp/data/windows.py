@@ -106,6 +106,7 @@ class Windows:
         self.cache = WindowCache(cache, self.fingerprint, int(data.cache.max_gb * 1e9), about)
         self._memory: OrderedDict[tuple[int, int], Window] = OrderedDict()
         self._warned_of_size = False
+        self._warned_of_cache = False
 
     @property
     def seq_len(self) -> int:
@@ -178,7 +179,12 @@ class Windows:
         except DataError as error:
             if must_keep:
                 raise
-            logger.warning("window %d was not cached and will be built again when needed: %s", key[1], error)
+            if not self._warned_of_cache:  # once: a full disk does not take the next window either
+                self._warned_of_cache = True
+                logger.warning(
+                    "window %d was not cached, so it will be built again when needed, as any other that the cache does "
+                    "not take: %s", key[1], error,
+                )  # fmt: skip
 
     def _build(self, epoch: int, k: int) -> Window:
         for source in self.sources:

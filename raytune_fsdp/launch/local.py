@@ -19,6 +19,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, TrainingError
 from raytune_fsdp.launch.torchrun import ranks_here, under_torchrun, world_of_torchrun
 from raytune_fsdp.launch.worker import StopFlag, choose_device, join, work
+from raytune_fsdp.run.checks import check_device
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.standing import Prepared, Standing, agree
 from raytune_fsdp.types import Progress
@@ -47,14 +48,10 @@ def world_size(config: FinetuneConfig) -> int:
 
 def run(config: FinetuneConfig, progress: Progress | None = None) -> tuple[Prepared, Standing]:
     """Prepare and train. Returns the run, and where it stood before, once it is complete; raises what stopped it."""
-    if config.export.every is not None:
-        raise ConfigError(
-            f"export.every={config.export.every}: exports during training are Ray tasks (cluster.launch=ray); "
-            "without Ray, leave export.every unset and run `raytune-fsdp export` on a checkpoint when you want one"
-        )
     if under_torchrun():
         return _run_rank(config)
     world = world_size(config)
+    check_device(config, choose_device(config.cluster.device, world).type)
     prepared, standing = prepare(config, world, progress)
     if standing.complete:
         return prepared, standing
@@ -124,6 +121,7 @@ def _rank_main(config: FinetuneConfig, prepared: Prepared, standing: Standing) -
 def _run_rank(config: FinetuneConfig) -> tuple[Prepared, Standing]:
     """Run in a process that torchrun started: rank 0 prepares for all."""
     device = choose_device(config.cluster.device, ranks_here())
+    check_device(config, device.type)
     stop = StopFlag(insist=False)
     with stop.installed():
         join(device, alone=False)

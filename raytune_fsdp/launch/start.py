@@ -11,7 +11,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray.signals import Signals
-from raytune_fsdp.launch.torchrun import under_torchrun
+from raytune_fsdp.launch.torchrun import under_torchrun, world_of_torchrun
 from raytune_fsdp.run.checks import check_first
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def run(config: FinetuneConfig, progress: Progress | None = None) -> tuple[Prepa
     if launch == "auto":
         launch = "local" if under_torchrun() or find_spec("ray") is None else "ray"
     if launch == "local":
+        _check_local(config)
         from raytune_fsdp.launch import local
 
         return local.run(config, progress)
@@ -46,6 +47,17 @@ def _say(text: str) -> None:
         print(text, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _check_local(config: FinetuneConfig) -> None:
+    """What can be refused before torch is imported, which takes seconds, on a busy machine a minute."""
+    if config.export.every is not None:
+        raise ConfigError(
+            f"export.every={config.export.every}: exports during training are Ray tasks (cluster.launch=ray); "
+            "without Ray, leave export.every unset and run `raytune-fsdp export` on a checkpoint when you want one"
+        )
+    wanted = config.cluster.workers
+    check_first(config, world_of_torchrun() if under_torchrun() else None if wanted == "auto" else wanted)
 
 
 def _run_on_ray(config: FinetuneConfig, progress: Progress | None) -> tuple[Prepared, Standing]:

@@ -23,7 +23,9 @@ def takes_position_ids(model: PreTrainedModel) -> bool:
 
 def positions_of(config: PretrainedConfig) -> int:
     """How many tokens the model can look at; a large number where its config does not say."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    text = config.get_text_config()
+    # MPT, whose bias for distances ends there, has another name for it.
+    positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
     return positions if isinstance(positions, int) else sys.maxsize
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -48,13 +52,25 @@ def load_architecture(config: ModelConfig, directory: Path | None) -> Pretrained
             "save_pretrained writes the result)"
         )
     for key, value in config.overrides.items():
-        if not hasattr(text, key):
+        if not _has(text, key):
             raise ModelError(
                 f"model.overrides.{key}={value!r}: the architecture {hf_config.model_type!r} has no such attribute; "
                 "see its config.json for the ones it has"
             )
         _checked(partial(setattr, text, key, value), f"model.overrides.{key}={value!r}")
     return hf_config
+
+
+def _has(text: PretrainedConfig, key: str) -> bool:
+    try:
+        return hasattr(text, key)
+    except Exception as error:
+        # Gemma 4's head_dim is one number for some layers and another for the rest: transformers refuses to read it,
+        # and whoever set it here would set it for all.
+        raise ModelError(
+            f"model.overrides.{key}: it is not the same in all layers of a {text.model_type!r}, so it cannot be set for "
+            f"all of them; leave it out, or change it in a config.json ({first_line(error)})"
+        ) from error
 
 
 def fit_vocabulary(hf_config: PretrainedConfig, vocabulary: int, *, resize: bool) -> None:
@@ -68,6 +84,9 @@ def fit_vocabulary(hf_config: PretrainedConfig, vocabulary: int, *, resize: bool
             f"the tokenizer has ids up to {vocabulary - 1}, but the model's vocabulary has only {text.vocab_size} "
             "tokens: set model.resize_embeddings=true to grow its embeddings, or use the model's own tokenizer"
         )
+    # Gemma 4 looks tokens up in a second table, of the same length.
+    if getattr(text, "vocab_size_per_layer_input", None) == text.vocab_size:
+        text.vocab_size_per_layer_input = vocabulary
     text.vocab_size = vocabulary
 
 
@@ -137,7 +156,8 @@ def build_base(hf_config: PretrainedConfig, config: ModelConfig, precision: str)
         raise
     except Exception as error:  # as in `_checked`
         raise ModelError(
-            f"model: transformers cannot build a causal LM of type {hf_config.model_type!r}: {first_line(error)}"
+            f"model: transformers cannot build a causal LM of type {hf_config.model_type!r}: "
+            f"{unknown_word(hf_config, error) or first_line(error)}"
         ) from error
     if _sees_ahead(hf_config):
         raise ModelError(
@@ -148,6 +168,37 @@ def build_base(hf_config: PretrainedConfig, config: ModelConfig, precision: str)
         _keep_in_fp32(model)
     model.train()
     return model
+
+
+def unknown_word(hf_config: PretrainedConfig, error: Exception) -> str | None:
+    """The field of the config that holds the word which transformers looked up in vain; None if that is not the reason.
+
+    Its message is only that word: `'siluu'`, from a table of activations, of rope types, of kinds of layers.
+    """
+    word = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if not isinstance(word, str):
+        return None
+    for field, value in _words(hf_config.get_text_config().to_dict()):
+        if value == word:
+            # Of two tables the words are known here; a near one is named, as a word is mostly mistyped.
+            known = ROPE_INIT_FUNCTIONS if field.endswith("rope_type") else ACT2FN
+            near = get_close_matches(word, [str(each) for each in known], n=1)
+            return f"{field}={word!r} is not known to the installed transformers" + (
+                f"; nearest: {near[0]}" if near else f"; it knows {', '.join(sorted(map(str, known)))}"
+            )
+    return None
+
+
+def _words(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """All words in a config, with the fields that hold them."""
+    if isinstance(values, str):
+        yield path, values
+    elif isinstance(values, dict):
+        for key, value in values.items():
+            yield from _words(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(values, list):
+        for value in values:
+            yield from _words(value, path)
 
 
 def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
@@ -182,11 +233,17 @@ def _sees_ahead(hf_config: PretrainedConfig) -> bool:
 
 
 def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks, outermost only: the units of sharding, of activation checkpointing and of compilation."""
+    """The repeated blocks, outermost only: the units of sharding, of activation checkpointing and of compilation.
+
+    No two of them hold the same weight: FSDP gathers and frees a unit on its own.
+    """
     names = set(model._no_split_modules or ())
     found = list(_outermost(model, names))
     if found:
-        return found
+        # Zamba uses one attention block in many layers. Of such a layer the rest is the unit (its Mamba block); what
+        # the layers share belongs to the root, and stays gathered from forward to backward.
+        shared = _shared(found)
+        return list(_outermost(model, names, shared)) if shared else found
     # Models whose code came with them may name none. Their decoder is then the list with the most weights.
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     if not lists:
@@ -195,15 +252,26 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
             "it cannot be sharded block by block"
         )
     largest = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
-    return list(largest)
+    return [block for block in largest if not _holds(block, _shared(list(largest)))]
 
 
-def _outermost(module: nn.Module, class_names: set[str]) -> Iterator[nn.Module]:
+def _outermost(module: nn.Module, class_names: set[str], shared: frozenset[int] = frozenset()) -> Iterator[nn.Module]:
+    """The outermost modules of these classes that hold none of the `shared` parameters (by their ids)."""
     for child in module.children():
-        if type(child).__name__ in class_names:
+        if type(child).__name__ in class_names and not _holds(child, shared):
             yield child
         else:
-            yield from _outermost(child, class_names)
+            yield from _outermost(child, class_names, shared)
+
+
+def _shared(blocks: Sequence[nn.Module]) -> frozenset[int]:
+    """Ids of the parameters that more than one of the blocks holds."""
+    holders = Counter(id(parameter) for block in blocks for parameter in block.parameters())
+    return frozenset(key for key, count in holders.items() if count > 1)
+
+
+def _holds(block: nn.Module, parameters: frozenset[int]) -> bool:
+    return bool(parameters) and any(id(parameter) in parameters for parameter in block.parameters())
 
 
 def count_parameters(model: nn.Module) -> ParameterCount:
@@ -224,9 +292,17 @@ def count_architecture(model: PreTrainedModel) -> Architecture:
     weights = sum(_used(p, chosen) for p in model.parameters() if p.ndim >= 2 and id(p) not in inputs)
     if output is not None and id(output.weight) in inputs:  # tied: on the way out it is a product
         weights += output.weight.numel()
-    heads = getattr(text, "num_attention_heads", 0)  # state-space models have none, and no attention to count
-    head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
-    return Architecture(matmul_weights=weights, layers=text.num_hidden_layers, query_width=heads * head_dim)
+    layers = getattr(text, "num_hidden_layers", 0)  # BLT has several decoders, each with its own
+    # Gemma 4 has wider heads in some layers than in others, and one width for all is not to be read there.
+    each = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
+    width = sum(map(_query_width, each)) / len(each)
+    return Architecture(matmul_weights=weights, layers=layers, query_width=width)
+
+
+def _query_width(layer: PretrainedConfig) -> int:
+    heads = getattr(layer, "num_attention_heads", None) or 0  # state-space models have none, and no attention to count
+    head_dim = getattr(layer, "head_dim", None) or (layer.hidden_size // heads if heads else 0)
+    return int(heads * head_dim)
 
 
 def _used(weight: nn.Parameter, chosen: int) -> int:
@@ -256,7 +332,9 @@ def init_buffers(model: PreTrainedModel, device: torch.device) -> None:
             _checked(partial(owner._init_weights, module), f"model: what {_join(prefix, names[0])} is computed from")
         for name in names:
             buffer = module.get_buffer(name)
-            if buffer.is_floating_point() and buffer.isnan().any():
+            if _unset(buffer):
+                _compute_from_outside(model, prefix, buffer, owner)
+            if _unset(buffer):
                 raise ModelError(
                     f"model: {class_name(owner)} does not compute its buffer {_join(prefix, name)} in "
                     "_init_weights, where a network that is built on the meta device gets it: compute it there, or use "
@@ -266,6 +344,19 @@ def init_buffers(model: PreTrainedModel, device: torch.device) -> None:
         # Rotary modules keep a second reference to it, which would stay on the meta device.
         if "inv_freq" in names and "original_inv_freq" not in module._buffers and hasattr(module, "original_inv_freq"):
             module.original_inv_freq = module.get_buffer("inv_freq")
+
+
+def _unset(buffer: torch.Tensor) -> bool:
+    return buffer.is_floating_point() and bool(buffer.isnan().any())
+
+
+def _compute_from_outside(model: PreTrainedModel, prefix: str, buffer: torch.Tensor, owner: PreTrainedModel) -> None:
+    """Have the modules around a module compute its buffer: Falcon-H1 computes those of all its layers in the decoder."""
+    if not type(owner).__module__.startswith("transformers."):
+        return  # other code may draw weights there, whether they are marked as initialised or not
+    while prefix and _unset(buffer):
+        prefix = prefix.rpartition(".")[0]
+        owner._init_weights(model.get_submodule(prefix))
 
 
 def _with_owner(

@@ -4,6 +4,7 @@ In the order of a command:
 
     checks           rules that cost nothing to check, before torch is imported or Ray started
     prepare          everything that can be found wrong before a rank starts: model, tokenizer, data, census
+    probe            one step of a small part of the network, as some configs fail only there
     standing         where the run is now; how all ranks agree on that at every start
     resume           what makes it the same run, and the checkpoint to continue from
     initial_weights  the weights of a run that begins: a model directory, a checkpoint of another run, or a seed

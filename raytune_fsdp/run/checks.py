@@ -18,12 +18,19 @@ from raytune_fsdp.rundir import RunDir, is_place_of_exports
 from raytune_fsdp.urls import is_url
 
 
-def check_first(config: FinetuneConfig, world: int) -> RunDir:
-    """The run's places. Checks what needs only the config, and that its storage can be written."""
+def check_first(config: FinetuneConfig, world: int | None) -> RunDir:
+    """The run's places. Checks what needs only the config, and that its storage can be written.
+
+    `world` is None where only torch can tell how many ranks there will be.
+    """
+    check_device(config, config.cluster.device)
     if config.train.max_steps is None:
-        layout_of(config, world)
-    else:
-        resolve(config, world)
+        if world is not None:
+            layout_of(config, world)
+    elif world is not None or config.parallel.strategy != "hybrid_shard":
+        plan = resolve(config, world or 1)  # of one rank the least is asked
+        check_best(config, plan)
+        check_export(config, plan)
     place = RunDir.of(config)
     _check_storage("run.storage", place.path)
     if config.export.at_end:
@@ -32,6 +39,15 @@ def check_first(config: FinetuneConfig, world: int) -> RunDir:
     if not is_url(place.checkpoints):
         _check_storage("checkpoint.storage" if config.checkpoint.storage else "run.storage", Path(place.checkpoints))
     return place
+
+
+def check_device(config: FinetuneConfig, device: str) -> None:
+    """Refuse what cannot be trained on this kind of device."""
+    if device == "cpu" and config.model.attention == "flex_attention":
+        raise ConfigError(
+            "model.attention=flex_attention on a CPU: torch computes no gradients of it there; set model.attention=sdpa, "
+            "or cluster.device=cuda on machines with GPUs"
+        )
 
 
 def _check_storage(field: str, wanted: Path) -> None:
@@ -43,14 +59,18 @@ def _check_storage(field: str, wanted: Path) -> None:
         raise ConfigError(f"{field}: {there} is not writable by this user; choose another path")
 
 
-def check_best(config: FinetuneConfig, plan: Plan, evaluations: Iterable[str]) -> None:
-    """Refuse to keep the best checkpoints unless every checkpoint is evaluated, by a metric that exists."""
-    keep, best, known = config.checkpoint.keep_best, config.checkpoint.best, list(evaluations)
-    if keep and not known:
+def check_best(config: FinetuneConfig, plan: Plan, evaluations: Iterable[str] | None = None) -> None:
+    """Refuse to keep the best checkpoints unless every checkpoint is evaluated, by a metric that exists.
+
+    `evaluations` are the metrics, None as long as they are not known.
+    """
+    keep, best = config.checkpoint.keep_best, config.checkpoint.best
+    known = None if evaluations is None else list(evaluations)
+    if keep and not config.data.eval:
         raise ConfigError(
             f"checkpoint.keep_best={keep}, but nothing is evaluated: set data.eval, or set checkpoint.keep_best to 0"
         )
-    if keep and best is not None and best not in known:
+    if keep and best is not None and known is not None and best not in known:
         raise ConfigError(f"checkpoint.best={best} is not a metric of an evaluation: choose one of {', '.join(known)}")
     if keep and plan.save_every % plan.eval_every:
         raise ConfigError(

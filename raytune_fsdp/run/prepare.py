@@ -36,6 +36,7 @@ from raytune_fsdp.model.network import (
 )
 from raytune_fsdp.run.checks import check_best, check_export, check_first
 from raytune_fsdp.run.initial_weights import find_origin, model_directory, own_model_files
+from raytune_fsdp.run.probe import check_step
 from raytune_fsdp.run.resume import check_same_run, files_of, find_resume, identity_of
 from raytune_fsdp.run.standing import Prepared, Standing, confirm_complete, stand
 from raytune_fsdp.tracking.names import evaluation_loss
@@ -63,6 +64,7 @@ def prepare(
     _name_class(hf_config, network)
     init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
     _check_network(config, network, hf_config)
+    check_step(config, network)
     origin = find_origin(config, network) if own is None else None
     for prompt in config.eval.prompts:
         encode_prompt(tokenizer, prompt, positions=positions_of(hf_config))
@@ -176,7 +178,7 @@ def _check_network(config: FinetuneConfig, network: PreTrainedModel, hf_config: 
     if config.data.seq_len > positions:
         raise ConfigError(
             f"data.seq_len={config.data.seq_len} is more than the model's {positions} positions "
-            f"(max_position_embeddings): set data.seq_len to at most {positions}"
+            f"(max_position_embeddings or max_seq_len in its config): set data.seq_len to at most {positions}"
         )
     if config.data.packing != "none" and not takes_position_ids(network):
         raise ConfigError(

@@ -29,7 +29,7 @@ from raytune_fsdp.model.tensorfile import TensorFile
 from raytune_fsdp.run.publish import publish
 from raytune_fsdp.tracking.jsonl import read_trajectory
 from tests.loading import CPU, assert_same, gathered
-from tests.models import PARTICULAR, TIED, architecture, build, save_checkpoint
+from tests.models import PARTICULAR, TIED, UNUSUAL, architecture, build, save_checkpoint
 from tests.ranks import run_ranks
 from tests.runs import make_config, write_tokenizer
 
@@ -310,7 +310,7 @@ class Tensors(dict[str, torch.Tensor]):
         return {name: self[name] for name in names}
 
 
-@pytest.mark.parametrize("name", PARTICULAR)
+@pytest.mark.parametrize("name", [*PARTICULAR, *UNUSUAL])
 def test_what_architectures_are_particular_about(tmp_path: Path, name: str) -> None:
     """Tensors that stay in fp32 (the first three), and a config with infinity in it (granitemoehybrid)."""
     model = build(name)
@@ -323,7 +323,11 @@ def test_what_architectures_are_particular_about(tmp_path: Path, name: str) -> N
         theirs = load_file(tmp_path / "theirs" / "model.safetensors")
         found = {k: t for file in (tmp_path / short).glob("*.safetensors") for k, t in load_file(file).items()}
         assert_same(found, theirs, f"{name} {short}")
-    assert {t.dtype for t in found.values()} == {torch.float16, torch.float32} or name == "granitemoehybrid"
+    assert (
+        {t.dtype for t in found.values()} == {torch.float16, torch.float32}
+        or name == "granitemoehybrid"
+        or name in UNUSUAL
+    )
 
 
 def test_numbers_that_are_too_large_for_fp16(tmp_path: Path) -> None:

@@ -256,6 +256,12 @@ def test_configs_that_transformers_does_not_accept(refused: Refused, model: Path
     says(refused(**drawn("llama", **{**llama, "num_attention_heads": 0})), "model.architecture (llama)")
     says(refused(**drawn("llama", **{**llama, "layer_types": ["a"]})), "model.architecture (llama)", "layer_types")
     says(refused(**drawn("llama", **{**llama, "pad_token_id": 5000})), "'llama'", "cannot build")
+    line = refused(**drawn("llama", **{**llama, "hidden_act": "siluu"}))
+    says(line, "'llama'", "hidden_act='siluu' is not known", "nearest: silu")
+    line = refused(**drawn("llama", **{**llama, "rope_parameters": {"rope_type": "llama4", "rope_theta": 10000.0}}))
+    says(line, "'llama'", "rope_parameters.rope_type='llama4' is not known", "nearest: llama3")
+    line = refused(model__path=model, model__overrides={"hidden_act": "swish!"})
+    says(line, "hidden_act='swish!' is not known", "nearest: swish")
     line = refused(model__path=model, model__overrides={"hidden_size": "big"})
     says(line, "model.overrides.hidden_size='big'", "expected int")
     line = refused(model__path=model, model__overrides={"hiden_size": 3})
@@ -283,6 +289,8 @@ def test_a_buffer_that_nothing_computes(refused: Refused, good: Path, monkeypatc
 
 
 def test_sequences_longer_than_the_model_s_positions(refused: Refused, good: Path) -> None:
+    line = refused(**drawn("mpt", d_model=32, n_heads=4, n_layers=2, max_seq_len=64), data__packing="none")
+    says(line, "data.seq_len=128", "64 positions", "max_seq_len", "at most 64")
     line = refused(model__path=good, data__seq_len=129)
     says(line, "data.seq_len=129", "128 positions", "max_position_embeddings", "at most 128")
 

@@ -30,6 +30,20 @@ FLAGS = [
     "1",
 ]
 
+ARITHMETIC = [
+    [*FLAGS, *wrong]
+    for wrong in (
+        ["--cluster.workers", "5"],
+        ["--cluster.workers", "5", "--cluster.launch", "local"],
+        ["--cluster.workers", "4", "--parallel.strategy", "hybrid_shard", "--parallel.shard_size", "3"],
+        ["--model.attention", "flex_attention", "--cluster.device", "cpu"],
+        ["--optim.warmup_steps", "2"],
+        ["--checkpoint.keep_best", "2"],
+        ["--export.every", "3", "--train.max_steps", "10", "--checkpoint.every", "2"],
+    )
+]
+"""Requests that contradict themselves, so that nothing need be imported to refuse them."""
+
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -183,6 +197,7 @@ def test_public_names() -> None:
         "from raytune_fsdp.config import FinetuneConfig; from raytune_fsdp import RaytuneError",
         "import raytune_fsdp.config.load, raytune_fsdp.config.docs",
         "from raytune_fsdp.cli.main import main; assert main(['train', '--optim.lr', '0']) == 2",
+        f"from raytune_fsdp.cli.main import main; [main(['train', *wrong]) == 2 or exit(1) for wrong in {ARITHMETIC!r}]",
     ],
 )
 def test_nothing_heavy_is_imported(code: str) -> None:

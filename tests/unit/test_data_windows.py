@@ -271,6 +271,20 @@ def test_a_window_that_takes_much_memory_is_warned_of(
     assert "data.window=8" in record.getMessage() and "data.window=5 needs 0.8 GB" in record.getMessage()
 
 
+def test_a_cache_that_takes_nothing_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise DataError("the cache is full")
+
+    monkeypatch.setattr(windows_module.WindowCache, "write", full)
+    windows = make_windows([token_rows(tmp_path, [10] * 20)], cache=tmp_path)
+    for k in range(3):
+        windows.get(0, k)
+    (record,) = caplog.records
+    assert "window 0 was not cached" in record.getMessage() and "the cache is full" in record.getMessage()
+
+
 def test_fingerprint_ignores_names_and_earlier_calls(tmp_path: Path) -> None:
     a, b = token_rows(tmp_path, [3, 4], name="a"), token_rows(tmp_path, [5], name="b")
     assert make_windows([a, b], cache=tmp_path).fingerprint != make_windows([b, a], cache=tmp_path).fingerprint

@@ -25,8 +25,29 @@ _FACTORS = {
 }  # fmt: skip
 
 _FREE_TESTS = frozenset(
-    "boolean callable defined divisibleby escaped even false filter float integer iterable mapping none number odd "
-    "sameas sequence string test true undefined".split()
+    [
+        "boolean",
+        "callable",
+        "defined",
+        "divisibleby",
+        "escaped",
+        "even",
+        "false",
+        "filter",
+        "float",
+        "integer",
+        "iterable",
+        "mapping",
+        "none",
+        "number",
+        "odd",
+        "sameas",
+        "sequence",
+        "string",
+        "test",
+        "true",
+        "undefined",
+    ]
 )
 
 

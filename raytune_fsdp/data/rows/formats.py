@@ -75,7 +75,9 @@ class Formatter:
         vocab_size: int,
         template: str | None,
         columnar: bool = False,
+        copied: bool = False,
     ) -> None:
+        """`copied`: made from another one, which has said already what there is to warn of."""
         self.format = format
         self._given = (format, tokenizer, vocab_size, template, columnar)
         self._columnar = columnar
@@ -88,7 +90,7 @@ class Formatter:
             # Two, because a tokenizer may have another template for conversations with tools (Hermes, Command R).
             self._templates = [chat_template(tokenizer, template, tools=tools) for tools in (False, True)]
             if format.loss != "all" and not self._templates[0].trains_an_end():
-                logger.warning(_NO_END)
+                logger.log(logging.DEBUG if copied else logging.WARNING, _NO_END)
             return
         if tokenizer.eos_token_id is None:
             raise DataError(
@@ -187,7 +189,9 @@ class Formatter:
 def _formatter(
     format: Format, tokenizer: PreTrainedTokenizerBase, vocab_size: int, template: str | None, columnar: bool
 ) -> Formatter:
-    return Formatter(format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, columnar=columnar)
+    return Formatter(
+        format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, columnar=columnar, copied=True
+    )
 
 
 _NO_END = (

@@ -173,8 +173,25 @@ class Work:
 
 
 _GROWING = frozenset(
-    "capitalize casefold decode encode format_map hex lower lstrip partition removeprefix removesuffix rpartition "
-    "rstrip strip swapcase title upper".split()
+    [
+        "capitalize",
+        "casefold",
+        "decode",
+        "encode",
+        "format_map",
+        "hex",
+        "lower",
+        "lstrip",
+        "partition",
+        "removeprefix",
+        "removesuffix",
+        "rpartition",
+        "rstrip",
+        "strip",
+        "swapcase",
+        "title",
+        "upper",
+    ]
 )
 """Methods of texts that return at most about three times the text."""
 

@@ -40,6 +40,7 @@ from raytune_fsdp.launch.ray.stream import build_on_ray
 from raytune_fsdp.launch.ray.train_registry import repair_registry
 from raytune_fsdp.launch.shared_storage import TOKEN_PREFIX, put_token
 from raytune_fsdp.launch.worker import COLLECTIVE_MINUTES
+from raytune_fsdp.run.checks import check_device
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.record import mlflow_tracker, run_start
 from raytune_fsdp.run.standing import Prepared, Standing, on_world
@@ -88,6 +89,7 @@ def run(
     growing = may_grow()
     asked = request(config.cluster, found, growing=growing)
     check(asked, found, growing=growing)
+    check_device(config, asked.device)
     standing = on_world(config, prepared, standing, asked.workers)
     _train(config, prepared, standing, asked, signals=signals, phases=phases, say=say)
     return prepared, standing

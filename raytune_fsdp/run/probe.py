@@ -1,0 +1,272 @@
+"""One step of a small part of the network, before a rank is started: some configs fail only in a forward or a backward.
+
+The part is the first blocks, one of each kind at least. It is really computed, on the CPU: as it is if it is small,
+otherwise at a fraction of its widths. If that fails, it may be for the widths; so the part is then computed at its own
+ones, with fake tensors, which have shapes and no memory, and last the whole network. Only what fails every time is
+refused. A step that fails for a reason of the probe's own lets the run go on: the ranks try it for real.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.errors import ModelError, in_one_line
+from raytune_fsdp.evaluate import refuse_leak
+from raytune_fsdp.model.attention import leak_between_documents, logits_of
+from raytune_fsdp.model.loss import token_loss_sum
+from raytune_fsdp.model.network import build_network, init_buffers, unknown_word
+from raytune_fsdp.parallel import checkpoint_activations
+
+logger = logging.getLogger(__name__)
+
+_SMALL = 40_000_000
+"""Weights that are really computed: with gradients 320 MB, and about a second on one slow core."""
+
+_MOST_BLOCKS = 12
+"""More blocks than this are not looked at for another kind (from the 20th on, some of a Gemma 4 have no keys)."""
+
+_LENGTH = 16
+"""Tokens of a sequence: state spaces without kernels go through them one by one, and a fake operation takes 0.3 ms."""
+
+_WIDTH = 64
+"""The hidden size to which a large network is shrunk, or some more."""
+
+_TOKENS = 4096
+"""The vocabulary to which it is shrunk."""
+
+_SIZES = (
+    "_size",
+    "_dim",
+    "_rank",
+    "_width",
+    "d_model",
+    "d_ff",
+    "d_head",
+    "headdim",
+    "ffn_dim",
+    "n_embd",
+    "n_inner",
+    "kv_channels",
+)
+_NO_SIZES = ("window", "chunk", "block_size", "patch", "image", "kernel", "state_size", "conv", "group")
+
+
+def check_step(config: FinetuneConfig, network: PreTrainedModel) -> None:
+    """Refuse a network whose first step would fail, and packing for one in which documents would see each other.
+
+    `network` is on the meta device, and stays as it is.
+    """
+    hf_config = network.config
+    try:
+        model = _first_blocks(_build(config, hf_config if _weights_of_part(network) <= _SMALL else shrunk(hf_config)))
+        error = _step(config, model, real=_weights(model) <= _SMALL)
+    except Exception as unfit:  # sizes that cannot be divided
+        error = unfit
+    if error is None:
+        _check_packing(config, model)
+        return
+    certain = _fails_at_full_width(config, hf_config)
+    if certain is not None:
+        raise ModelError(_message(config, network, certain)) from certain
+    logger.debug("one step was tried and says nothing: %s", in_one_line(error))
+
+
+def _fails_at_full_width(config: FinetuneConfig, hf_config: PretrainedConfig) -> Exception | None:
+    error = None
+    for cut in (_first_blocks, lambda whole: whole):  # some networks count their blocks: the whole has the last word
+        model = cut(_build(config, hf_config))
+        error = _step(config, model, real=_weights(model) <= _SMALL)
+        if error is None or not _conclusive(config, error):
+            return None
+    return error
+
+
+def _message(config: FinetuneConfig, network: PreTrainedModel, error: Exception) -> str:
+    chosen, hf_config = config.model, network.config
+    if chosen.overrides:
+        changes = ", ".join(f"{key}={value!r}" for key, value in chosen.overrides.items())
+        where, way_out = (
+            f"model.overrides ({changes})",
+            "without the one that does not fit the others it can be trained",
+        )
+    elif chosen.architecture is not None:
+        where, way_out = f"model.architecture ({hf_config.model_type})", "correct the sizes that do not fit each other"
+    else:
+        where = f"model.path={chosen.path}"
+        way_out = "correct its config.json, try model.attention=eager, or use another model"
+    reason = unknown_word(hf_config, error) or in_one_line(error)
+    return f"{where}: the first step of a {type(network).__name__} fails: {reason}; {way_out}"
+
+
+def _build(config: FinetuneConfig, hf_config: PretrainedConfig) -> PreTrainedModel:
+    """The network as the ranks build it, on the meta device, with an attention that runs on a CPU."""
+    model = build_network(copy.deepcopy(hf_config), config)
+    if _other_attention(config):
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    if config.parallel.activation_checkpointing == "full":
+        checkpoint_activations(model)
+    return model
+
+
+def _weights(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _first_blocks(model: PreTrainedModel) -> PreTrainedModel:
+    """Cut the lists of blocks where every kind of block has come, but not before two."""
+    for parent, name, kept, _ in _lists(model):
+        setattr(parent, name, nn.ModuleList(kept))
+    return model
+
+
+def _weights_of_part(model: PreTrainedModel) -> int:
+    """The weights that `_first_blocks` would leave."""
+    cut = {id(p): p.numel() for _, _, _, rest in _lists(model) for block in rest for p in block.parameters()}
+    return _weights(model) - sum(cut.values())
+
+
+def _lists(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, list[nn.Module], list[nn.Module]]]:
+    """Every list of blocks: its parent, its name there, the first blocks and the others."""
+    names = set(model._no_split_modules or ())
+    for parent in list(model.modules()):
+        for name, blocks in list(parent.named_children()):
+            if isinstance(blocks, nn.ModuleList) and any(type(block).__name__ in names for block in blocks):
+                kinds = [(type(b), *(tuple(p.shape) for p in b.parameters())) for b in blocks]
+                last = max(kinds.index(kind) for kind in kinds)
+                kept = min(_MOST_BLOCKS, max(2, last + 1))
+                yield parent, name, list(blocks)[:kept], list(blocks)[kept:]
+
+
+def _step(config: FinetuneConfig, model: PreTrainedModel, *, real: bool) -> Exception | None:
+    """Forward and backward; what went wrong. A real network has its memory afterwards."""
+    length = min(config.data.seq_len, _LENGTH)
+    try:
+        # Random numbers are keyed everywhere, but a caller's own are left alone.
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            if real:
+                _fill(model)
+                _forward_and_backward(model, length, config.data.packing != "none")
+            else:
+                _with_fake_tensors(model, length, config.data.packing != "none")
+    except Exception as error:  # the code of any model, and of whatever it calls
+        return error
+    return None
+
+
+def _forward_and_backward(model: PreTrainedModel, length: int, packed: bool) -> None:
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = (torch.arange(length) % vocabulary)[None]
+    positions = torch.arange(length) % (max(1, length // 2) if packed else length)
+    loss = token_loss_sum(logits_of(model, ids, positions[None]), ids)
+    loss.backward()  # type: ignore[no-untyped-call]
+    model.zero_grad(set_to_none=True)
+
+
+def _with_fake_tensors(model: PreTrainedModel, length: int, packed: bool) -> None:
+    # Imported here: it brings half of the compiler, a second that small networks do not need to wait for.
+    from torch._subclasses import FakeTensorMode
+
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")  # the shape rule of grouped products is for bf16 on GPUs only
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _replace(model, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), buffers=True)
+        _forward_and_backward(model, length, packed)
+
+
+def _fill(model: PreTrainedModel) -> None:
+    """Random weights: constant ones would hide a leak between documents. Of either sign, or routers are saturated."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(tensor: torch.Tensor) -> torch.Tensor:
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return empty.normal_(0.0, 0.1, generator=generator) if empty.is_floating_point() else empty.zero_()
+
+    _replace(model, drawn, buffers=False)
+    init_buffers(model, torch.device("cpu"))
+
+
+def _replace(model: PreTrainedModel, make: Callable[[torch.Tensor], torch.Tensor], *, buffers: bool) -> None:
+    """Put tensors with memory in place of those on the meta device; tied ones stay tied.
+
+    Without `buffers` those that are computed, not stored, stay where they are.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and (buffers or name not in module._non_persistent_buffers_set):
+                module._buffers[name] = make(buffer)
+
+
+def _conclusive(config: FinetuneConfig, error: Exception) -> bool:
+    """Whether a rank would fail too, for the same reason."""
+    if isinstance(error, MemoryError | ImportError | torch.OutOfMemoryError):
+        return False
+    # What a fake tensor cannot do: say a value, tell a shape that values decide, run an operation without a shape rule.
+    if type(error).__module__.startswith(("torch._subclasses", "torch.fx", "torch._dynamo", "torch._inductor")):
+        return False
+    text = str(error)
+    if any(word in text for word in ("FakeTensor", "fake tensor", "data pointer", "alloc", "meta tensor", "symbolic")):
+        return False
+    # Kernels that only a GPU has.
+    return not (_on_a_device(config) and (isinstance(error, NotImplementedError) or "CPU" in text or "cpu" in text))
+
+
+def _on_a_device(config: FinetuneConfig) -> bool:
+    """Whether the run may compute elsewhere than on a CPU, or in another way than the probe does."""
+    return _other_attention(config) or (
+        config.cluster.device != "cpu" and (config.cluster.launch != "local" or torch.cuda.is_available())
+    )
+
+
+def _other_attention(config: FinetuneConfig) -> bool:
+    return config.model.attention not in ("auto", "eager", "sdpa")
+
+
+def _check_packing(config: FinetuneConfig, model: PreTrainedModel) -> None:
+    """Refuse to pack documents for a network in which they see each other. Needs the memory that a step leaves."""
+    # Flash kernels find the borders where sdpa may not. In transformers nothing else does: kernels of state spaces are
+    # told of borders by nobody. Code that comes with a model may be of any kind, and is tried by the ranks.
+    ours = type(model).__module__.startswith("transformers.")
+    if config.data.packing == "none" or _other_attention(config) or not ours:
+        return
+    try:
+        with torch.no_grad():
+            change = leak_between_documents(model.eval())
+    except Exception as error:
+        logger.debug("whether packed documents see each other was not found out: %s", in_one_line(error))
+        return
+    refuse_leak(model, config.data.packing, change)
+
+
+def shrunk(hf_config: PretrainedConfig) -> PretrainedConfig:
+    """The same architecture, narrower: all sizes divided by the same power of two, so that they still fit each other."""
+    small = copy.deepcopy(hf_config)
+    text = small.get_text_config()
+    values = vars(text)
+    head = values.get("head_dim") or text.hidden_size // (getattr(text, "num_attention_heads", None) or 1)
+    factor = 1
+    # Not below 8 in a head: half of it, or a quarter, is rotated in pairs.
+    while text.hidden_size // factor >= 2 * _WIDTH and head // factor >= 16:
+        factor *= 2
+    for name, value in list(values.items()):
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        if "vocab" in name:
+            values[name] = min(value, _TOKENS)
+        elif name.endswith("token_id"):
+            values[name] = value % _TOKENS
+        elif any(part in name for part in _SIZES) and not any(part in name for part in _NO_SIZES):
+            values[name] = value // factor if not value % factor else value
+    return small

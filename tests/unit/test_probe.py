@@ -1,0 +1,113 @@
+"""What would fail in the first step is refused before a rank starts, and nothing else is."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.errors import ConfigError, ModelError
+from raytune_fsdp.model.network import build_network, load_architecture
+from raytune_fsdp.run import probe
+from raytune_fsdp.run.checks import check_first
+from raytune_fsdp.run.probe import check_step
+from tests.models import ARCHITECTURES, EXPERTS, PARTICULAR, REARRANGED, UNUSUAL, architecture
+
+LARGE = {
+    "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def wanted(
+    values: dict[str, Any], *, packing: str = "none", device: str = "cpu", seq_len: int = 64, **model: Any
+) -> FinetuneConfig:
+    return FinetuneConfig.model_validate(
+        {
+            "run": {"name": "probe", "storage": "/tmp"},
+            "model": {"init": "random", "architecture": values, "tokenizer": "none", **model},
+            "data": {"train": [{"path": "none"}], "seq_len": seq_len, "packing": packing},
+            "train": {"global_batch": 1, "micro_batch": 1, "max_steps": 1},
+            "cluster": {"device": device, "launch": "local"},
+        }
+    )
+
+
+def check(values: dict[str, Any], **options: Any) -> None:
+    config = wanted(values, **options)
+    check_step(config, build_network(load_architecture(config.model, None), config))
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *EXPERTS, *REARRANGED, *PARTICULAR, *UNUSUAL])
+def test_no_architecture_that_trains_is_refused(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, probe.__name__):
+        check(architecture(name))
+    assert not caplog.messages, "the step was not really tried"
+
+
+@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_overrides_that_only_a_forward_pass_refuses(large: bool) -> None:
+    """At full width too, where only the shapes are computed: half of the network would take 20 GB."""
+    values = {"model_type": "llama", **LARGE} if large else architecture("llama")
+    with pytest.raises(ModelError) as refused:
+        check(values, overrides={"head_dim": 7})
+    line = str(refused.value)
+    assert line.startswith("model.overrides (head_dim=7): the first step of a LlamaForCausalLM fails: ")
+    assert "\n" not in line
+    check(values)
+
+
+def test_an_architecture_whose_sizes_do_not_fit_is_named() -> None:
+    reason = (
+        r"^model\.architecture \(deepseek_v3\): the first step of a DeepseekV3ForCausalLM fails: RuntimeError: The size"
+    )
+    with pytest.raises(ModelError, match=reason):
+        check(architecture("deepseek_v3", num_key_value_heads=2))
+
+
+@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_packing_that_leaks_is_refused_before_a_rank_starts(large: bool) -> None:
+    """Zamba runs on from one document into the next. Shapes do not show that, so a large one is shrunk."""
+    values = {"model_type": "zamba"} if large else architecture("zamba")
+    with pytest.raises(ConfigError, match=r"data\.packing=best_fit: in ZambaForCausalLM .* set data\.packing=none"):
+        check(values, packing="best_fit")
+    check(values)
+
+
+@pytest.mark.parametrize("error", [MemoryError("2 GB"), torch.OutOfMemoryError("2 GB"), ImportError("no kernels")])
+def test_a_failure_of_the_probe_lets_the_run_go_on(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(probe, "_forward_and_backward", fails)
+    with caplog.at_level(logging.DEBUG, probe.__name__):
+        check(architecture("llama"))
+    (message,) = caplog.messages
+    assert str(error) in message
+
+
+def test_kernels_that_a_cpu_lacks_say_nothing_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("not implemented on CPU")
+
+    monkeypatch.setattr(probe, "_forward_and_backward", fails)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check(architecture("llama"), device="cuda")
+    with pytest.raises(ModelError, match="not implemented on CPU"):
+        check(architecture("llama"))
+
+
+def test_flex_attention_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    config = wanted(architecture("llama"), attention="flex_attention")
+    with pytest.raises(ConfigError, match=r"model\.attention=flex_attention on a CPU.* set model\.attention=sdpa"):
+        check_first(config, 1)
+    run = config.run.model_copy(update={"storage": str(tmp_path)})
+    check_first(
+        wanted(architecture("llama"), attention="flex_attention", device="cuda").model_copy(update={"run": run}), 1
+    )
