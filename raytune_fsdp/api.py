@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.types import Progress
+
+if TYPE_CHECKING:
+    from raytune_fsdp.run.standing import Prepared, Standing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,17 +38,29 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
     `progress(what, done, total)` is called while the data is prepared and counted. Under torchrun every rank calls
     this.
     """
-    from raytune_fsdp.launch.quiet import quiet
+    from raytune_fsdp.launch.environment import environment
+    from raytune_fsdp.launch.quiet import quieting
+    from raytune_fsdp.launch.run_lock import locked
+    from raytune_fsdp.launch.signals import Signals
+    from raytune_fsdp.launch.torchrun import is_rank0
 
-    quiet()  # before the imports below: transformers reads its variables when it is imported
+    with environment(quieting()), locked(config) if is_rank0() else nullcontext():
+        with Signals():  # before the imports, which take seconds; and transformers reads its variables in them
+            from raytune_fsdp.launch.start import run
+
+            prepared, before = run(config, progress)
+        return _result(config, prepared, before)
+
+
+def _result(config: FinetuneConfig, prepared: Prepared, before: Standing) -> FinetuneResult:
+    """What a complete run leaves; the export and the curve are made here."""
     from raytune_fsdp.checkpoint.catalogue import committed
-    from raytune_fsdp.launch.start import run
+    from raytune_fsdp.launch.signals import Signals
     from raytune_fsdp.launch.torchrun import is_rank0
     from raytune_fsdp.report.curves import plot
     from raytune_fsdp.report.figure import can_draw
     from raytune_fsdp.run.publish import publish
 
-    prepared, before = run(config, progress)
     place = prepared.place  # as rank 0 sees it: under torchrun another node may resolve a relative path differently
     newest = before.checkpoint if before.complete else committed(place.checkpoints)[-1]
     assert newest is not None, "a complete run has a checkpoint"
@@ -51,7 +68,8 @@ def finetune(config: FinetuneConfig, progress: Progress | None = None) -> Finetu
     curve, pushed = None, None
     if is_rank0():
         if export is not None:
-            pushed = publish(newest, export, config.export)
+            with Signals("during the export: training is complete, and the same command makes the export"):
+                pushed = publish(newest, export, config.export)
         if can_draw():
             curve = place.loss_curve
             plot(place.metrics, curve, title=config.run.name)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raytune_fsdp.cli.common import Parser, exit_code
+from raytune_fsdp.launch.signals import Signals
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp export") -> int:
@@ -44,7 +45,8 @@ def _export(parser: Parser, arguments: Sequence[str]) -> int:
 
         check_push(chosen.push)  # before the export, which may take long
     checkpoint = find_checkpoint(found.source)
-    pushed = publish(checkpoint, found.destination, chosen, verified=True)
+    with Signals("during the export; the same command makes it anew"):
+        pushed = publish(checkpoint, found.destination, chosen, verified=True)
     print(f"exported {checkpoint.path} to {found.destination}")
     if pushed is not None:
         print(f"pushed to {pushed}")

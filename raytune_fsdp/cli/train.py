@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from raytune_fsdp.cli.common import ConfigParser, exit_code
 from raytune_fsdp.cli.progress import shown
+
+_WAITING = ("save-", "storage")
+"""How the names of threads begin that wait for storage."""
 
 
 def main(
@@ -16,7 +21,13 @@ def main(
     """Run a fine-tuning job; returns the exit code. `default_config` is the file used where no --config is given."""
     parser = ConfigParser(prog, "Fine-tune a model.", default_config)
     arguments = sys.argv[1:] if argv is None else argv
-    return exit_code(lambda: _train(parser, arguments))
+    code = exit_code(lambda: _train(parser, arguments))
+    if code and any(thread.name.startswith(_WAITING) for thread in threading.enumerate()):
+        # A thread waits for storage that does not answer, and the library below would wait for it for another minute.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:

@@ -6,10 +6,17 @@ import os
 import sys
 
 
+def quieting() -> dict[str, str]:
+    """Variables that keep progress bars and advice of libraries out of the run's own lines."""
+    found = {
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "true",  # it warns of forks, and nothing is forked here
+    }
+    return found if sys.warnoptions else {**found, "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning"}
+
+
 def quiet() -> None:
-    """Keep progress bars and advice of libraries out of the run's own lines. Variables set by a user are left alone."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # it warns of forks, and nothing is forked here
-    if not sys.warnoptions:
-        os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")
+    """Set them in a process of our own. Those set by a user are left alone."""
+    for name, value in quieting().items():
+        os.environ.setdefault(name, value)

@@ -18,7 +18,7 @@ from raytune_fsdp.types import StepMetrics
 _WINDOW = 20
 """Steps that the remaining time is estimated from."""
 _BOLD, _YELLOW, _RESET = "\033[1m", "\033[33m", "\033[0m"
-_LAST_WORDS = {"finished": "finished", "failed": "failed", "interrupted": "interrupted; the same command continues"}
+_LAST_WORDS = {"finished": "finished", "interrupted": "interrupted; the same command continues"}
 # Bits of a braille character, by dot: left and right column, from the top.
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
@@ -41,10 +41,12 @@ class ConsoleTracker:
         self._print(f"{run.name}: attempt {run.attempt}, {where}", _BOLD)
 
     def steps(self, metrics: Sequence[StepMetrics], world_size: int, attempt: int) -> None:
+        # The first steps waited for the first batch, minutes sometimes; no later step does.
+        waited = metrics[0].data_seconds / len(metrics) if metrics and not self._losses else 0.0
         for step in metrics:
             self._first_step = self._first_step or step.step  # steps count from 1, and an attempt may begin later
             self._losses.append(step.loss)
-            self._seconds.append(step.step_seconds)
+            self._seconds.append(max(0.0, step.step_seconds - waited))
             self._print(self._step_line(step), _YELLOW if step.skipped else "")
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
@@ -66,6 +68,8 @@ class ConsoleTracker:
         if self._finished:
             return
         self._finished = True
+        if status == "failed":
+            return  # perhaps another attempt follows; if none does, the launcher says what has failed
         if len(self._losses) > 1:
             last = self._first_step + len(self._losses) - 1
             self._print(f"loss, steps {self._first_step} to {last}")

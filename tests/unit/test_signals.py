@@ -9,8 +9,8 @@ import signal
 import pytest
 
 from raytune_fsdp.errors import Interrupted
-from raytune_fsdp.launch.ray import signals
-from raytune_fsdp.launch.ray.signals import Signals
+from raytune_fsdp.launch import signals
+from raytune_fsdp.launch.signals import Signals
 
 
 def send(kind: signal.Signals) -> None:
