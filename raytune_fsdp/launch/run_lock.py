@@ -122,5 +122,6 @@ def _holder(handle: int) -> str:
     """Who has the lock, for a message; nothing if the file does not say."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         found = json.loads(os.pread(handle, _MOST_BYTES, 0))
-        return f": process {int(found['pid'])} on {str(found['host'])[:80]}, since {str(found['since'])[:30]}"
+        text = f": process {int(found['pid'])} on {str(found['host'])[:80]}, since {str(found['since'])[:30]}"
+        return text if text.isprintable() else ""
     return ""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import ray
-from ray.exceptions import LocalRayletDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
+from ray.exceptions import LocalRayletDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
 from ray.train import UserCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
 # The only hook that runs in the controller before it asks for workers; Ray Train has no public one.
 from ray.train.v2._internal.execution.callback import ControllerCallback
@@ -37,7 +39,10 @@ class ControllerWatch(ControllerCallback):  # type: ignore[misc]
         self._board = board
 
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
-        if not self._board.tell_and_ask(Controlled(ray.get_runtime_context().current_actor)):
+        # Ray Train keeps the handle of its helper to itself: one of its callbacks in this process has it.
+        callbacks = [each for each in gc.get_objects() if isinstance(each, PlacementGroupCleanerCallback)]
+        helpers = [each._cleaner for each in callbacks if each._cleaner is not None]
+        if not self._board.tell_and_ask(Controlled([ray.get_runtime_context().current_actor, *helpers])):
             raise TrainingError("the driver has given up the run")
 
 
@@ -62,8 +67,8 @@ class FailureWatch(UserCallback):  # type: ignore[misc]
 def first_cause(errors: Mapping[int, BaseException]) -> tuple[int, BaseException]:
     """The rank that caused the others' failures, and its error.
 
-    What Ray killed for its memory comes first, then a dead process, then an error of ours, then what libraries raise
-    when they lose the other ranks.
+    What Ray killed for its memory comes first, then a dead process, then an error of ours, then the loss of something
+    else that runs on Ray, then what libraries raise when they lose the other ranks.
     """
 
     def weight(item: tuple[int, BaseException]) -> int:
@@ -71,7 +76,8 @@ def first_cause(errors: Mapping[int, BaseException]) -> tuple[int, BaseException
             return 0
         if _death(item[1]) is not None:
             return 1
-        return 2 if isinstance(underlying(item[1]), RaytuneError) else 3
+        inner = underlying(item[1])
+        return 2 if isinstance(inner, RaytuneError) else 3 if isinstance(inner, RayError) else 4
 
     return min(sorted(errors.items()), key=weight)
 

@@ -59,7 +59,7 @@ _STORAGE_SECONDS = 5.0  # how long a message waits for the number of the last co
 
 _ABORT_SECONDS = 3.0
 """How long Ray Train's controller is given to end by itself, before it is killed. One that waits for resources cannot
-hear that; one that can takes 0.3 s, and also ends the actor that it has left behind to look after its resources."""
+hear that; one that can takes 0.3 s."""
 
 
 def in_thread(work: Callable[[], T], name: str) -> Future[T]:
@@ -108,7 +108,7 @@ class Follow:
         """The rank that caused the last failure."""
         self._committed = 0
         self._fit: Future[Any] | None = None
-        self._controller: Any = None
+        self._controlling: list[Any] = []
         self.groups = Groups(asked)
         self.exports = Exports(config.export, place, token, event=self._event, say=say)
         self._next_look = 0.0
@@ -150,14 +150,15 @@ class Follow:
             return  # nothing answers; the session ends what is left
         for notice in self._board.close(_READ_SECONDS):
             if isinstance(notice, Controlled):
-                self._controller = notice.controller
-        fit, controller = self._fit, self._controller
+                self._controlling = notice.actors
+        fit = self._fit
         if fit is None or fit.done():
             return
-        if controller is not None:
-            controller.abort.remote()
+        if self._controlling:
+            self._controlling[0].abort.remote()
             if not wait([fit], timeout=_ABORT_SECONDS).done:
-                ray.kill(controller)
+                for actor in self._controlling:
+                    ray.kill(actor)
                 wait([fit], timeout=_ABORT_SECONDS)
         with suppress(RayError):
             self.groups.clear()
@@ -172,8 +173,8 @@ class Follow:
 
     def _hear(self, notice: Notice) -> None:
         match notice:
-            case Controlled(controller):
-                self._controller = controller
+            case Controlled(actors):
+                self._controlling = actors
             case Line(text):
                 self._say(text)
             case Joined(rank=rank):
