@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.types import Progress
 
 WAIT_FOR_TRACKING = 30.0
 """Seconds."""
+if TYPE_CHECKING:
+    from raytune_fsdp.run.standing import Prepared, Standing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +44,27 @@ def finetune(
     `progress(what, done, total)` is called while the data is prepared and counted, and while this waits for MLflow to
     take what it has missed: at most `wait_for_tracking` seconds. Under torchrun every rank calls this.
     """
-    from raytune_fsdp.launch.quiet import quiet
+    from raytune_fsdp.launch.environment import environment
+    from raytune_fsdp.launch.quiet import ignoring_warnings, quieting
+    from raytune_fsdp.launch.run_lock import locked
+    from raytune_fsdp.launch.signals import Signals
+    from raytune_fsdp.launch.torchrun import is_rank0
 
-    quiet()  # before the imports below: transformers reads its variables when it is imported
-    from raytune_fsdp.launch.start import run
+    with environment(quieting()), ignoring_warnings(), locked(config) if is_rank0() else nullcontext():
+        with Signals():  # before the imports, which take seconds; and transformers reads its variables in them
+            from raytune_fsdp.launch.start import run
 
-    prepared, before = run(config, progress)
-    # Not before: they bring torch and transformers, and what is wrong in the config alone is said within a second.
+            prepared, before = run(config, progress)
+        return _result(config, prepared, before, wait_for_tracking, progress)
+
+
+def _result(
+    config: FinetuneConfig, prepared: Prepared, before: Standing, wait_for_tracking: float, progress: Progress | None
+) -> FinetuneResult:
+    """What a complete run leaves; the export and the curve are made here."""
+    # Not at the top: they bring torch and transformers, and what is wrong in the config alone is said within a second.
     from raytune_fsdp.checkpoint.catalogue import committed
+    from raytune_fsdp.launch.signals import Signals
     from raytune_fsdp.launch.torchrun import is_rank0
     from raytune_fsdp.report.curves import plot
     from raytune_fsdp.report.figure import can_draw
@@ -66,7 +83,8 @@ def finetune(
         # It sends while the export is written.
         tracker = make_up_tracking(config, prepared, before, seconds=wait_for_tracking, progress=progress)
         if export is not None:
-            pushed = publish(newest, export, config.export, trust_remote_code=config.model.trust_remote_code)
+            with Signals("during the export: training is complete, and the same command makes the export"):
+                pushed = publish(newest, export, config.export, trust_remote_code=config.model.trust_remote_code)
         if can_draw():
             curve = place.loss_curve
             plot(place.metrics, curve, title=config.run.name)

@@ -9,6 +9,7 @@
   logs/attempt-N/rank-R.log    the output of each rank, under Ray
   report/loss.png              the loss curve
   mlflow_run_id                the run's id in MLflow
+  lock                         while a command works on the run: which one (launch/run_lock.py)
   checkpoint-now.*             requests for a checkpoint now (checkpoint/on_demand.py)
 <run.storage>/cache/           prepared rows and packed windows of all runs
 <run.storage>/mlflow.db        all runs of this storage, unless tracking.mlflow.uri names a server
@@ -74,6 +75,10 @@ class RunDir:
     @property
     def checkpoints_at(self) -> Path:
         return self.path / _CHECKPOINTS_AT
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
 
     @property
     def model_files(self) -> Path:

@@ -14,7 +14,7 @@ from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.checkpoint.save_in_flight import ENDINGS, Outcome
 from raytune_fsdp.checkpoint.saver import Saver
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.errors import TrainingError, TransientError
+from raytune_fsdp.errors import Interrupted, TrainingError, TransientError
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.tracker import Tracker
 from raytune_fsdp.types import Saved, StopReason
@@ -46,6 +46,8 @@ class Saves:
     """Called on every rank for every committed checkpoint."""
     _due: bool = False
     """A checkpoint was due while the previous one was still being written."""
+    _stop: StopReason | None = None
+    """Why the run stops after this step."""
 
     def agree(self, stop: StopReason | None) -> Boundary:
         """Agree across ranks on stop and save status; record a save that has ended. Collective."""
@@ -59,7 +61,8 @@ class Saves:
         reason, someone_asked, someone_busy, ended = flags.tolist()
         if ended:
             self._record(self.saver.report(ENDINGS[ended - 1]))
-        return Boundary(stop=StopReason(reason) if reason else None, asked=bool(someone_asked), free=not someone_busy)
+        self._stop = StopReason(reason) if reason else None
+        return Boundary(stop=self._stop, asked=bool(someone_asked), free=not someone_busy)
 
     def due(self, boundary: Boundary, planned: bool, step: int) -> bool:
         """Whether to save after this step. A save that is due while another is being written begins after that one."""
@@ -85,7 +88,18 @@ class Saves:
             self.saver.scores[step] = value
 
     def last(self, state: RunState) -> None:
-        """Save the state after the last step, and wait for the outcome. Raises if it could not be saved."""
+        """Save the state after the last step, and wait for the outcome. Raises if it could not be saved.
+
+        A stop that was asked for remains one: nothing must start the run again.
+        """
+        try:
+            self._save_last(state)
+        except TransientError as error:
+            if self._stop is None:
+                raise
+            raise Interrupted(f"stopped {self._stop.words} after step {state.step}, but {error}") from error
+
+    def _save_last(self, state: RunState) -> None:
         self._finish()
         self._wait_until_free()
         self._start(state)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raytune_fsdp.cli.common import TRUST, Parser, exit_code
+from raytune_fsdp.launch.signals import Signals
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp export") -> int:
@@ -45,7 +46,10 @@ def _export(parser: Parser, arguments: Sequence[str]) -> int:
 
         check_push(chosen.push)  # before the export, which may take long
     checkpoint = find_checkpoint(found.source)
-    pushed = publish(checkpoint, found.destination, chosen, verified=True, trust_remote_code=found.trust_remote_code)
+    with Signals("during the export; the same command makes it anew"):
+        pushed = publish(
+            checkpoint, found.destination, chosen, verified=True, trust_remote_code=found.trust_remote_code
+        )
     print(f"exported {checkpoint.path} to {found.destination}")
     if pushed is not None:
         print(f"pushed to {pushed}")

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from raytune_fsdp.cli.common import ConfigParser, exit_code
 from raytune_fsdp.cli.progress import shown
+
+_WAITING = ("save-", "storage")
+"""How the names of threads begin that wait for storage."""
 
 
 def main(
@@ -28,7 +32,13 @@ def main(
         f"(default: {WAIT_FOR_TRACKING:g})",
     )
     arguments = sys.argv[1:] if argv is None else argv
-    return exit_code(lambda: _train(parser, arguments))
+    code = exit_code(lambda: _train(parser, arguments))
+    if code and any(thread.name.startswith(_WAITING) for thread in threading.enumerate()):
+        # A thread waits for storage that does not answer, and the library below would wait for it for another minute.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:

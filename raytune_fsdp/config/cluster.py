@@ -41,5 +41,8 @@ class ClusterConfig(Section):
     max_failures: int = Field(default=3, ge=-1)
     """Ray: how many crashes of workers are answered with a new attempt from the newest checkpoint before the run fails. -1: no limit."""
 
+    start_seconds: float = Field(default=120.0, gt=0)
+    """Ray: seconds that a Ray started for this run may take to start. On a very busy machine it needs more; Ray's own limit of 30 s then ends single tries."""
+
     wait_minutes: float = Field(default=30.0, gt=0)
     """Ray: minutes to wait for the workers' resources, at the start and after a failure."""

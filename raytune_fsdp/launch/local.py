@@ -17,8 +17,10 @@ from raytune_fsdp import errors
 from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, TrainingError
+from raytune_fsdp.launch.environment import environment
+from raytune_fsdp.launch.signals import Signals, StopFlag
 from raytune_fsdp.launch.torchrun import ranks_here, under_torchrun, world_of_torchrun
-from raytune_fsdp.launch.worker import StopFlag, choose_device, join, work
+from raytune_fsdp.launch.worker import choose_device, join, work
 from raytune_fsdp.run.checks import check_device
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.standing import Prepared, Standing, agree
@@ -52,7 +54,8 @@ def run(config: FinetuneConfig, progress: Progress | None = None) -> tuple[Prepa
         return _run_rank(config)
     world = world_size(config)
     check_device(config, choose_device(config.cluster.device, world).type)
-    prepared, standing = prepare(config, world, progress)
+    with Signals():
+        prepared, standing = prepare(config, world, progress)
     if standing.complete:
         return prepared, standing
     if world == 1:
@@ -65,7 +68,7 @@ def run(config: FinetuneConfig, progress: Progress | None = None) -> tuple[Prepa
 def _alone(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> None:
     device = choose_device(config.cluster.device, 1)
     stop = StopFlag()
-    with stop.installed():
+    with stop:
         join(device, alone=True)
         try:
             work(config, prepared, agree(config, prepared, lambda: standing), device, stop)
@@ -76,7 +79,7 @@ def _alone(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> No
 def _start_ranks(config: FinetuneConfig, prepared: Prepared, standing: Standing, world: int) -> None:
     """Start `world` processes on this machine and wait for them. If one fails, the others are ended."""
     # The cores divided among the ranks: by default torch takes all of them in every process, and ranks compete.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world))}
     # Older versions of torch lack this field; they always wait for 30 seconds.
     known = "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}
     patience: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_SECONDS} if known else {}
@@ -96,7 +99,8 @@ def _start_ranks(config: FinetuneConfig, prepared: Prepared, standing: Standing,
         if name.startswith("torch.distributed.elastic"):  # they repeat, for developers, what we report
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        elastic_launch(launch, _rank_main)(config, prepared, standing)
+        with environment(threads):
+            elastic_launch(launch, _rank_main)(config, prepared, standing)
     except SignalException as signal:
         raise Interrupted(
             f"stopped by {signal.sigval.name}; the same command continues from the last checkpoint"
@@ -110,12 +114,12 @@ def _rank_main(config: FinetuneConfig, prepared: Prepared, standing: Standing) -
     """The main function of a process that elastic_launch started."""
     # Without `insist`: Ctrl-C reaches this process twice, from the terminal and from elastic_launch.
     stop = StopFlag(insist=False)
-    stop.install()
-    device = choose_device(config.cluster.device, ranks_here())
-    join(device, alone=False)
-    step = work(config, prepared, agree(config, prepared, lambda: standing), device, stop)
-    dist.destroy_process_group()
-    return step
+    with stop:
+        device = choose_device(config.cluster.device, ranks_here())
+        join(device, alone=False)
+        step = work(config, prepared, agree(config, prepared, lambda: standing), device, stop)
+        dist.destroy_process_group()
+        return step
 
 
 def _run_rank(config: FinetuneConfig) -> tuple[Prepared, Standing]:
@@ -123,7 +127,7 @@ def _run_rank(config: FinetuneConfig) -> tuple[Prepared, Standing]:
     device = choose_device(config.cluster.device, ranks_here())
     check_device(config, device.type)
     stop = StopFlag(insist=False)
-    with stop.installed():
+    with stop:
         join(device, alone=False)
         try:
             prepared, standing = prepare_on_rank0(config)

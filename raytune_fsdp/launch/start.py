@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.launch.phases import Phases
-from raytune_fsdp.launch.ray.signals import Signals
+from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.launch.torchrun import under_torchrun, world_of_torchrun
 from raytune_fsdp.run.checks import check_first
 

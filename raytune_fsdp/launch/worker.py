@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import logging
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -16,48 +12,16 @@ from torch._C._distributed_c10d import HashStore
 from raytune_fsdp.assemble import LauncherHooks, assemble
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import DataError, Interrupted, TrainingError
+from raytune_fsdp.launch.signals import SignalReceived
 from raytune_fsdp.launch.torchrun import local_rank
 from raytune_fsdp.loop import train
 from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.tracking.tracker import Status
-from raytune_fsdp.types import Stop, StopReason
+from raytune_fsdp.types import Stop
 
 COLLECTIVE_MINUTES = 30
 """A rank that waits longer than this in a collective gives up. This catches ranks that hang: those that die are noticed
 at once. The default of Ray Train and of torch with gloo; torch with NCCL would give up after 10."""
-
-
-class StopFlag:
-    """Set by SIGTERM or SIGINT. Training asks it once per step, and ends with a checkpoint."""
-
-    def __init__(self, *, insist: bool = True) -> None:
-        """With `insist`, a second signal of the same kind has its default effect, which ends the process."""
-        self._reason: StopReason | None = None
-        self._insist = insist
-
-    def __call__(self) -> StopReason | None:
-        return self._reason
-
-    def install(self) -> None:
-        """Handle both signals."""
-        for kind in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(kind, self._receive)
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Handle both signals inside the block, for a process that goes on afterwards."""
-        before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)}
-        self.install()
-        try:
-            yield
-        finally:
-            for kind, handler in before.items():
-                signal.signal(kind, handler)
-
-    def _receive(self, kind: int, frame: FrameType | None) -> None:
-        self._reason = StopReason.SIGNAL
-        if self._insist:
-            signal.signal(kind, signal.SIG_DFL)
 
 
 def choose_device(wanted: str, workers_here: int) -> torch.device:
@@ -97,7 +61,7 @@ def work(
     try:
         state = train(parts, stop)
         status = "finished"
-    except Interrupted:
+    except (Interrupted, SignalReceived):
         status = "interrupted"
         raise
     except DataError as error:

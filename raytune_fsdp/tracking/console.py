@@ -18,7 +18,7 @@ from raytune_fsdp.types import StepMetrics
 _WINDOW = 20
 """Steps that the remaining time is estimated from."""
 _BOLD, _YELLOW, _RESET = "\033[1m", "\033[33m", "\033[0m"
-_LAST_WORDS = {"finished": "finished", "failed": "failed", "interrupted": "interrupted; the same command continues"}
+_LAST_WORDS = {"finished": "finished", "interrupted": "interrupted; the same command continues"}
 _WORDS = {
     names.ATTEMPT_STARTED: "started on {world_size} workers",
     names.SAVE_FAILED: "checkpoint of step {step} was not written, training goes on: {problem}",
@@ -52,10 +52,12 @@ class ConsoleTracker:
             self._print(f"     {run.parameters.words}")
 
     def steps(self, metrics: Sequence[StepMetrics], world_size: int, attempt: int) -> None:
+        # The first steps waited for the first batch, minutes sometimes; no later step does.
+        waited = metrics[0].data_seconds / len(metrics) if metrics and not self._losses else 0.0
         for step in metrics:
             self._first_step = self._first_step or step.step  # steps count from 1, and an attempt may begin later
             self._losses.append(step.loss)
-            self._seconds.append(step.step_seconds)
+            self._seconds.append(max(0.0, step.step_seconds - waited))
             self._print(self._step_line(step), _YELLOW if step.skipped else "")
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
@@ -81,6 +83,8 @@ class ConsoleTracker:
         if self._finished:
             return
         self._finished = True
+        if status == "failed":
+            return  # perhaps another attempt follows; if none does, the launcher says what has failed
         if len(self._losses) > 1:
             last = self._first_step + len(self._losses) - 1
             self._print(f"loss, steps {self._first_step} to {last}")

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 
 from raytune_fsdp import finetune
-from raytune_fsdp.config import ClusterConfig
+from raytune_fsdp.config import ClusterConfig, FinetuneConfig
+from raytune_fsdp.errors import Interrupted, RaytuneError, TrainingError
 from raytune_fsdp.launch.ray.driver import trainer_for
 from raytune_fsdp.launch.ray.resources import Request
 from raytune_fsdp.tracking.jsonl import read_trajectory
@@ -46,6 +53,146 @@ def test_three_ranks_and_a_census_on_the_cluster(tmp_path: Path, capsys: pytest.
     assert (Path(exported[-1]["path"]) / "model.safetensors").is_file(), "made up for"
     assert ray.is_initialized(), "it was not ours to close"
     assert logging.getLogger("ray.train").level == logging.ERROR
+
+
+def living() -> dict[str, dict[str, Any]]:
+    """The actors of this Ray, by id."""
+    from ray._private import state
+
+    return {name: actor for name, actor in state.actors().items() if actor["State"] == "ALIVE"}
+
+
+def started_since(before: Mapping[str, Any]) -> list[str]:
+    """The classes of actors that are there since. Two serve all that Ray Data does in this Ray, and stay with it."""
+    classes = [actor["ActorClassName"] for name, actor in living().items() if name not in before]
+    return [each for each in classes if each not in ("_AutoscalingCoordinatorActor", "_StatsActor")]
+
+
+def at_step(config: FinetuneConfig, step: int, blow: Callable[[], None]) -> threading.Thread:
+    """Does it, in another thread, once the run has reached this step."""
+    metrics = Path(config.run.storage) / config.run.name / "metrics.jsonl"
+
+    def watch() -> None:
+        deadline = time.monotonic() + 180
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        blow()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_caller_keeps_its_ray_and_all_that_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whether the wait for resources ends, outside of the main thread, or a second Ctrl-C ends the run."""
+
+    @ray.remote(num_cpus=0)
+    class Own:
+        def answer(self) -> int:
+            return 42
+
+    own = Own.remote()
+    group = ray.util.placement_group([{"CPU": 1}] * 2)
+    assert ray.get([own.answer.remote(), group.ready()])[0] == 42
+    before, variables = living(), dict(os.environ)
+    handlers = [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)]
+    raised: list[RaytuneError] = []
+
+    def wait_in_vain() -> None:
+        cluster = {"launch": "ray", "workers": 3, "device": "cpu", "wait_minutes": 0.3}
+        try:
+            finetune(config_of(tmp_path, run={"name": "waiting"}, cluster=cluster))
+        except RaytuneError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=wait_in_vain)
+    thread.start()
+    thread.join()
+    assert "cluster.wait_minutes=0.3" in str(raised[0]) and isinstance(raised[0], TrainingError)
+    assert "the workers did not start in that time; waiting for 3 workers with 1 CPU each" in str(raised[0])
+
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    config = config_of(
+        tmp_path,
+        run={"name": "stopped"},
+        train={"global_batch": 10, "micro_batch": 2, "max_steps": 100_000},
+        checkpoint={"every": 100_000},
+        cluster={"launch": "ray", "workers": 1, "device": "cpu"},
+        tracking={"console": True, "mlflow": {"enabled": False}},
+    )
+    thread = at_step(config, 3, lambda: stop_writing(config, twice))
+    with pytest.raises(Interrupted, match="stopped without another checkpoint"):
+        finetune(config)
+    thread.join()
+    said = capsys.readouterr().out
+    assert "stopping: a checkpoint is committed after the current step (again to stop at once)" in said
+    assert ray.get(own.answer.remote()) == 42
+    assert ray.util.placement_group_table(group)["state"] == "CREATED"
+    deadline = time.monotonic() + 15
+    while (left := started_since(before)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left
+    assert dict(os.environ) == variables
+    assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] == handlers
+    ray.util.remove_placement_group(group)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("_Board", "the run failed: the message board between the driver and the ranks died"),
+        ("TrainController", "the run failed: Ray Train's controller died"),
+        ("SplitCoordinator", None),
+    ],
+)
+def test_whatever_dies_is_named_in_one_line(
+    tmp_path: Path, kind: str, words: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(
+        tmp_path,
+        train={"global_batch": 10, "micro_batch": 2, "max_steps": 40 if words is None else 100_000},
+        cluster={"launch": "ray", "workers": 2, "device": "cpu"},
+        tracking={"console": True, "mlflow": {"enabled": False}},
+    )
+
+    def blow() -> None:
+        (actor,) = [each for each in living().values() if each["ActorClassName"] == kind]
+        os.kill(actor["Pid"], signal.SIGKILL)
+
+    before = living()
+    thread = at_step(config, 8, blow)
+    if words is None:
+        finetune(config)
+    else:
+        with pytest.raises(TrainingError) as ended:
+            finetune(config)
+        assert str(ended.value).startswith(words) and "\n" not in str(ended.value)
+        assert ". The last committed step is " in str(ended.value)
+        assert str(ended.value).endswith("; the same command continues")
+    thread.join()
+    (failed,) = events(Path(config.run.storage) / "run", "attempt_failed")
+    assert (words or "the process that hands out the data died").split(": ")[-1] in failed["fields"]["cause"]
+    assert failed["fields"]["last_step"] >= 4
+    said = capsys.readouterr().out
+    assert (words is None) == ("the run goes on from there" in said)
+    assert "\nfailed\n" not in said and said.count("loss, steps") == (words is None), said
+    deadline = time.monotonic() + 15
+    while (left := started_since(before)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left
+
+
+def stop_writing(config: FinetuneConfig, then: Callable[[], None]) -> None:
+    """Stop rank 0 in its tracks first, so that the first Ctrl-C does not end the run."""
+    (worker,) = [actor for actor in living().values() if actor["ActorClassName"] == "RayTrainWorker"]
+    os.kill(worker["Pid"], signal.SIGSTOP)
+    then()
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cuda", "cpu:gloo,cuda:nccl"), ("cpu", "gloo")])

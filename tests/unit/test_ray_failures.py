@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import LocalRayletDiedError, OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
 from ray.train.v2.api.exceptions import ControllerError
 
@@ -19,6 +19,14 @@ from raytune_fsdp.launch.ray.failures import FailureWatch, first_cause, in_words
 DEAD = WorkerHealthCheckFailedError(
     "A worker failed a health check", RayActorError(error_msg="exit code 2. End of file")
 )
+
+KILLED = OutOfMemoryError("Memory on the node was 15.9GB / 16GB, which exceeds the threshold\nmore")
+KILLED_RANK = WorkerHealthCheckFailedError("A worker failed a health check", KILLED)
+
+
+def dead(kind: str) -> RayActorError:
+    """What Ray raises for an actor of this class that has died."""
+    return RayActorError(error_msg=f"The actor died.\n\tclass_name: {kind}\n\tactor_id: 3f\n\tpid: 7")
 
 
 def raised(error: BaseException) -> UserExceptionWithTraceback:
@@ -43,6 +51,15 @@ LOST_PEER = raised(RuntimeError("[gloo] Connection closed by peer\nException rai
         # A rank that has lost something of Ray's is not dead itself.
         ({1: raised(RayActorError(error_msg="The actor died\nmore"))}, 1, "RayActorError: The actor died", False),
         ({1: raised(MemoryError())}, 1, "MemoryError", False),
+        # Ray's memory monitor comes before all that follows from it, also from another process that died of it.
+        ({0: DEAD, 1: KILLED_RANK}, 1, "Ray killed its process because the node ran out of memory", False),
+        (
+            {0: raised(RayTaskError("read", "trace", KILLED)), 1: DEAD},
+            0,
+            "Ray killed a process of the run because the node ran out of memory",
+            False,
+        ),
+        ({0: LOST_PEER, 1: raised(dead("SplitCoordinator"))}, 1, "the process that hands out the data died", False),
     ],
 )
 def test_cause(errors: dict[int, BaseException], rank: int, words: str, final: bool) -> None:
@@ -61,6 +78,23 @@ def test_cause(errors: dict[int, BaseException], rank: int, words: str, final: b
 )
 def test_cause_of_death(text: str, words: str) -> None:
     assert in_words(WorkerHealthCheckFailedError("lost", RayActorError(error_msg=text))).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (dead("SplitCoordinator"), "the process that hands out the data died (killed"),
+        (dead("TrainController"), "Ray Train's controller died (killed"),
+        (dead("_Board"), "the message board between the driver and the ranks died"),
+        (dead("Other"), "the actor Other died (killed"),
+        (WorkerCrashedError(), "a process that prepares the data died (killed"),
+        (LocalRayletDiedError(), "Ray's raylet on its node died"),
+        (KILLED, "Ray killed a process of the run because the node ran out of memory"),
+    ],
+)
+def test_what_has_died_besides_ranks_is_named(error: BaseException, words: str) -> None:
+    for each in (error, raised(error), RayTaskError("work", "trace", error)):
+        assert in_words(each).startswith(words) and "\n" not in in_words(each)
 
 
 def test_what_is_ours_is_found_inside_of_what_fit_raises() -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("ray")
 from raytune_fsdp.config.cluster import ClusterConfig
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.launch.ray import resources
-from raytune_fsdp.launch.ray.resources import Node, Request, check, local_cpus, request, shortage
+from raytune_fsdp.launch.ray.resources import Node, Request, check, local_cpus, request, shortage, waiting_for
 
 
 def node(cpu: float = 0, gpu: float = 0, kind: str | None = None, free: dict[str, float] | None = None, **rest: float):
@@ -274,6 +274,21 @@ def test_a_node_that_grows_may_have_an_accelerator_of_its_own_name() -> None:
 )
 def test_the_line_while_waiting(nodes: list[Node], config: dict[str, Any], line: str) -> None:
     assert shortage(asked(nodes, **config), nodes) == line
+
+
+def test_the_line_says_what_is_really_waited_for() -> None:
+    """Not what is free, where that is not what is missing."""
+    found = asked([node(4)], workers=2, device="cpu")
+    two = "waiting for 2 workers with 1 CPU each"
+    assert waiting_for(found, [node(4)], None) == f"{two}: Ray Train is starting"
+    assert waiting_for(found, [node(4)], "CREATED") == "starting 2 worker(s)"
+    assert waiting_for(found, [node(4)], "PENDING") == f"{two}: as much is free, and Ray is about to reserve it"
+    taken = [node(4, free={"CPU": 1.0})]
+    assert waiting_for(found, taken, "PENDING") == shortage(found, taken)
+    apart = asked([node(4), node(4)], workers=2, device="cpu", placement="strict_spread")
+    half = [node(4), node(4, free={"CPU": 0.0})]
+    assert waiting_for(apart, half, "PENDING") == shortage(apart, half)
+    assert waiting_for(apart, [node(4), node(4)], "PENDING").endswith("Ray is about to reserve it")
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,13 @@ from raytune_fsdp.tracking.names import perplexity, with_perplexity
 from raytune_fsdp.types import ParameterCount, StepMetrics
 
 
-def step(number: int, *, loss: float = 2.5, mfu: float | None = 0.412, skipped: bool = False) -> StepMetrics:
+def step(
+    number: int, *, loss: float = 2.5, mfu: float | None = 0.412, skipped: bool = False, seconds: float = 2.0,
+    waited: float = 0.01,
+) -> StepMetrics:  # fmt: skip
     return StepMetrics(
         step=number, epoch=0.1, samples="0" * 16, tokens=4096, target_tokens=1000, loss=loss, grad_norm=1.25,
-        lr=1e-4, skipped=skipped, step_seconds=2.0, data_seconds=0.01, tokens_per_second=12345.0, mfu=mfu,
+        lr=1e-4, skipped=skipped, step_seconds=seconds, data_seconds=waited, tokens_per_second=12345.0, mfu=mfu,
         memory_bytes=3 * 2**29,
     )  # fmt: skip
 
@@ -86,6 +89,28 @@ def test_a_broken_record_is_said_in_a_line() -> None:
     assert event_in_words("not_sent_to_mlflow", {"because": "it is not installed"}) == (
         "not sent to MLflow: it is not installed"
     )
+
+
+def test_the_remaining_time_leaves_out_the_first_wait_for_data() -> None:
+    stream = io.StringIO()
+    tracker = ConsoleTracker(stream)
+    tracker.start(RunStart(name="demo", attempt=1, total_steps=11))
+    tracker.steps([step(1, seconds=62.0, waited=60.0)], world_size=1, attempt=1)
+    assert stream.getvalue().endswith("eta 20s\n")
+    grouped = ConsoleTracker(stream)
+    grouped.start(RunStart(name="demo", attempt=1, total_steps=12))
+    # Logged every two steps: each has half of the time that both took.
+    grouped.steps([step(1, seconds=32.0, waited=60.0), step(2, seconds=32.0)], world_size=1, attempt=1)
+    assert stream.getvalue().endswith("eta 20s\n")
+
+
+def test_an_attempt_that_failed_says_nothing_as_another_may_follow() -> None:
+    stream = io.StringIO()
+    tracker = begin(stream)
+    tracker.steps([step(1), step(2)], world_size=1, attempt=1)
+    before = stream.getvalue()
+    tracker.finish("failed")
+    assert stream.getvalue() == before
 
 
 def test_colours_only_on_a_terminal_that_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:

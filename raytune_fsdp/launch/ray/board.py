@@ -64,7 +64,15 @@ class Committed:
     step: int
 
 
-Notice = Joined | PhaseFinished | Started | Line | Lost | Committed
+@dataclass(frozen=True, slots=True)
+class Controlled:
+    """Ray Train has started its controller: whoever ends it, ends the ranks."""
+
+    actors: list[Any]
+    """Handles of its actor, and of the one that it leaves to look after its resources, which would outlive it."""
+
+
+Notice = Controlled | Joined | PhaseFinished | Started | Line | Lost | Committed
 
 
 class _Board:
@@ -78,10 +86,16 @@ class _Board:
         self._shared: dict[str, Any] = {}
         self._sharing = asyncio.Condition()
         self._attempts = 0
+        self._closed = False
 
-    async def tell(self, notice: Notice) -> None:
+    async def tell(self, notice: Notice) -> bool:
         self._notices.append(notice)
         self._news.set()
+        return not self._closed
+
+    async def close(self) -> list[Notice]:
+        self._closed = True
+        return self._notices
 
     async def read(self, seconds: float) -> list[Notice]:
         if not self._notices:
@@ -127,6 +141,19 @@ class Board:
     def tell(self, notice: Notice) -> None:
         """Neither waits nor fails if the driver is gone: then this process soon ends, too."""
         self._actor.tell.remote(notice)
+
+    def tell_and_ask(self, notice: Notice) -> bool:
+        """Whether the driver still listens."""
+        return bool(ray.get(self._actor.tell.remote(notice)))
+
+    def close(self, seconds: float) -> list[Notice]:
+        """End the actor, on the driver. Returns the notices that were not read, if they come in time."""
+        notices: list[Notice] = []
+        with suppress(RayError):
+            notices = ray.get(self._actor.close.remote(), timeout=seconds)
+        with suppress(RayError):
+            ray.kill(self._actor)
+        return notices
 
     def read(self, seconds: float) -> list[Notice]:
         """Return new notices, waiting up to `seconds` if there are none."""

@@ -7,14 +7,11 @@ checkpoints, which rank 0 of every attempt reads.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from threading import Thread
-from typing import TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -27,18 +24,20 @@ from raytune_fsdp.counts import WindowCounts
 from raytune_fsdp.data.census import Places, build_here
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import Interrupted, RaytuneError, TrainingError, UserError
+from raytune_fsdp.launch.environment import environment
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray.board import Board
 from raytune_fsdp.launch.ray.exports import Exports
-from raytune_fsdp.launch.ray.failures import FailureWatch, first_cause, in_words, underlying
-from raytune_fsdp.launch.ray.follow import Follow
+from raytune_fsdp.launch.ray.failures import ControllerWatch, FailureWatch, first_cause, in_words, underlying
+from raytune_fsdp.launch.ray.follow import Follow, in_thread
 from raytune_fsdp.launch.ray.rank import RankJob, train_rank
 from raytune_fsdp.launch.ray.resources import Request, check, may_grow, nodes, request, scaling_config
 from raytune_fsdp.launch.ray.session import Session
-from raytune_fsdp.launch.ray.signals import Signals
 from raytune_fsdp.launch.ray.stream import build_on_ray
 from raytune_fsdp.launch.ray.train_registry import repair_registry
+from raytune_fsdp.launch.run_lock import is_locked
 from raytune_fsdp.launch.shared_storage import TOKEN_PREFIX, put_token
+from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.launch.worker import COLLECTIVE_MINUTES
 from raytune_fsdp.run.checks import check_device
 from raytune_fsdp.run.prepare import prepare
@@ -56,11 +55,16 @@ FEW_WINDOWS = 4
 
 _STORAGE_MARKER = ".validate_storage_marker"
 """Written by Ray Train into the run directory."""
-T = TypeVar("T")
 
-# How often Ray Train looks for dead ranks and reported checkpoints. With its default, 2 s, a crash was noticed after
-# 1.3 s instead of 0.3 s (docs/results.md).
-_POLL_SECONDS = "0.5"
+RAY_TRAIN = {
+    # How often Ray Train looks for dead ranks and reported checkpoints. With its default, 2 s, a crash was noticed
+    # after 1.3 s instead of 0.3 s (docs/results.md).
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    # An actor per worker group that asks for draining nodes every 5 s; nothing here listens to it yet.
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths must mean the same on ranks as in the job
+}
+"""Settings of Ray Train, which it reads from the environment when a run starts."""
 
 
 def run(
@@ -91,7 +95,8 @@ def run(
     check(asked, found, growing=growing)
     check_device(config, asked.device)
     standing = on_world(config, prepared, standing, asked.workers)
-    _train(config, prepared, standing, asked, signals=signals, phases=phases, say=say)
+    with environment(RAY_TRAIN):
+        _train(config, prepared, standing, asked, session=session, signals=signals, phases=phases, say=say)
     return prepared, standing
 
 
@@ -111,13 +116,14 @@ def _train(
     standing: Standing,
     asked: Request,
     *,
+    session: Session,
     signals: Signals,
     phases: Phases,
     say: Callable[[str], None],
 ) -> None:
     place, run_dir = prepared.place, prepared.place.path
     repaired = repair_registry(run_dir)
-    for left in run_dir.glob(f"{TOKEN_PREFIX}*"):  # left by a driver that was killed
+    for left in run_dir.glob(f"{TOKEN_PREFIX}*") if is_locked(place) else ():  # left by a driver that was killed
         left.unlink(missing_ok=True)
     if repaired is not None:
         append_event(place.events, names.REGISTRY_REPAIRED, attempt=0, fields={"what": repaired})
@@ -125,7 +131,10 @@ def _train(
     follow: Follow | None = None
     try:
         board = Board()
-        follow = Follow(config, place, asked, board=board, token=token, signals=signals, phases=phases, say=say)
+        follow = Follow(
+            config, place, asked,
+            board=board, token=token, lost=session.lost, signals=signals, phases=phases, say=say,
+        )  # fmt: skip
         job = RankJob(
             config=config,
             prepared=ray.put((prepared, standing)),
@@ -134,8 +143,13 @@ def _train(
             token=token,
             tty=sys.stdout.isatty(),
         )
-        _fit(job, asked, follow)
+        try:
+            _fit(job, asked, follow)
+        finally:
+            follow.end()
     except RaytuneError as error:
+        if follow is not None:
+            follow.exports.cancel()
         if follow is not None and follow.attempt:
             _close_mlflow(config, prepared, standing, follow.attempt, error, say)
         else:
@@ -150,6 +164,7 @@ def _train(
 def _finish(exports: Exports, signals: Signals) -> None:
     """Wait for the exports of a complete run."""
     if not exports.finish(lambda: signals.count > 0):
+        exports.cancel()
         raise Interrupted("stopped: the run is complete, but its exports are not; the same command makes up for them")
 
 
@@ -176,7 +191,7 @@ def _fit(job: RankJob, asked: Request, follow: Follow) -> None:
     while True:
         left = limit if limit < 0 else max(0, limit - follow.failures)
         # Not as train_loop_config: the controller unpickles that, and would have to import torch for it.
-        fit = _in_thread(trainer_for(partial(train_rank, job), job.board, asked, job.config, left).fit)
+        fit = in_thread(trainer_for(partial(train_rank, job), job.board, asked, job.config, left).fit, "fit")
         follow.until(fit)
         error = fit.exception()
         if error is None:
@@ -188,28 +203,10 @@ def _fit(job: RankJob, asked: Request, follow: Follow) -> None:
         follow.groups.clear()
 
 
-def _in_thread(work: Callable[[], T]) -> Future[T]:
-    """Run a call that cannot be interrupted. In a daemon thread, not a pool: the process may end before the call."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
-    return outcome
-
-
 def trainer_for(
     rank: Callable[[], None], board: Board, asked: Request, config: FinetuneConfig, max_failures: int
 ) -> TorchTrainer:
     """The TorchTrainer that runs `rank` in every worker and restarts them after a crash."""
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", _POLL_SECONDS)
-    # An actor per worker group that asks for draining nodes every 5 s; nothing here listens to it yet.
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-    os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # relative paths must mean the same on ranks as in the job
     logging.getLogger("ray.train").setLevel(logging.ERROR)  # it repeats, for developers, what we report
     env = {"env_vars": dict(config.cluster.env)} if config.cluster.env else None
     return TorchTrainer(
@@ -224,7 +221,7 @@ def trainer_for(
             failure_config=FailureConfig(max_failures=max_failures),
             # Keep all: pruning is done by rank 0 after a commit, by step and score; Ray's own would delete others.
             checkpoint_config=CheckpointConfig(num_to_keep=None),
-            callbacks=[FailureWatch(board)],
+            callbacks=[FailureWatch(board), ControllerWatch(board)],
             worker_runtime_env=env,
             logging_config=LoggingConfig(log_level="ERROR"),
         ),
@@ -262,4 +259,4 @@ def _what_stopped(error: BaseException, follow: Follow) -> RaytuneError:
         return TrainingError(follow.describe(rank, in_words(cause)))
     if isinstance(inner, RaytuneError):
         return TrainingError(follow.describe(follow.culprit, in_words(inner)))
-    return TrainingError(follow.describe(None, f"Ray: {in_words(inner)}"))
+    return follow.ended_by(in_words(error))

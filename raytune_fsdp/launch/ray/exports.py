@@ -110,6 +110,12 @@ class Exports:
                 ray.wait([self._running[0]], timeout=_WAIT_SECONDS)
         return True
 
+    def cancel(self) -> None:
+        """End the export that is running, if there is one."""
+        if self._running:
+            with suppress(RayError):
+                ray.cancel(self._running[0], force=True)
+
     def _place(self, checkpoint: CommittedCheckpoint) -> Path:
         return self._run.exports / f"step-{checkpoint.step:08d}"
 

@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+import gc
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ray.exceptions import RayActorError
+import ray
+from ray.exceptions import LocalRayletDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
 from ray.train import UserCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
-from raytune_fsdp.errors import Interrupted, RaytuneError, TransientError, in_one_line
-from raytune_fsdp.launch.ray.board import Board, Lost
+# The only hook that runs in the controller before it asks for workers; Ray Train has no public one.
+from ray.train.v2._internal.execution.callback import ControllerCallback
+
+from raytune_fsdp.errors import Interrupted, RaytuneError, TrainingError, TransientError, in_one_line
+from raytune_fsdp.launch.ray.board import Board, Controlled, Lost
 
 if TYPE_CHECKING:
     from ray.train.v2._internal.execution.context import TrainRunContext
+
+
+_OUT_OF_MEMORY = "because the node ran out of memory"
+DIED = "died (killed, out of memory, or crashed)"
+_ACTORS = {
+    "_Board": "the message board between the driver and the ranks",
+    "SplitCoordinator": "the process that hands out the data",
+    "TrainController": "Ray Train's controller",
+}
+"""Actors of a run besides its ranks, by the names of their classes."""
+
+
+class ControllerWatch(ControllerCallback):  # type: ignore[misc]
+    """In Ray Train's controller: gives the driver a handle of it, so that the driver can end what it has started."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def after_controller_start(self, train_run_context: TrainRunContext) -> None:
+        # Ray Train keeps the handle of its helper to itself: one of its callbacks in this process has it.
+        callbacks = [each for each in gc.get_objects() if isinstance(each, PlacementGroupCleanerCallback)]
+        helpers = [each._cleaner for each in callbacks if each._cleaner is not None]
+        if not self._board.tell_and_ask(Controlled([ray.get_runtime_context().current_actor, *helpers])):
+            raise TrainingError("the driver has given up the run")
 
 
 class FailureWatch(UserCallback):  # type: ignore[misc]
@@ -36,13 +67,17 @@ class FailureWatch(UserCallback):  # type: ignore[misc]
 def first_cause(errors: Mapping[int, BaseException]) -> tuple[int, BaseException]:
     """The rank that caused the others' failures, and its error.
 
-    A dead process comes first, then an error of ours, then what libraries raise when they lose the other ranks.
+    What Ray killed for its memory comes first, then a dead process, then an error of ours, then the loss of something
+    else that runs on Ray, then what libraries raise when they lose the other ranks.
     """
 
     def weight(item: tuple[int, BaseException]) -> int:
-        if _death(item[1]) is not None:
+        if _out_of_memory(item[1]):
             return 0
-        return 1 if isinstance(underlying(item[1]), RaytuneError) else 2
+        if _death(item[1]) is not None:
+            return 1
+        inner = underlying(item[1])
+        return 2 if isinstance(inner, RaytuneError) else 3 if isinstance(inner, RayError) else 4
 
     return min(sorted(errors.items()), key=weight)
 
@@ -69,17 +104,35 @@ def is_final(error: BaseException) -> bool:
 def in_words(error: BaseException) -> str:
     """One line about a failure."""
     death = _death(error)
-    if death is None:
-        return in_one_line(underlying(error))
-    text = str(death)  # Ray has no types for these
-    if "node has died" in text or "node was terminated" in text or "node is dead" in text:
-        return "its node was lost"
-    if "NODE_OUT_OF_MEMORY" in text or "low on memory" in text:
-        return "Ray killed its process because the node ran out of memory"
-    return "its process died (killed, out of memory, or crashed)"
+    if _out_of_memory(error):
+        return f"Ray killed {'a process of the run' if death is None else 'its process'} {_OUT_OF_MEMORY}"
+    if death is not None:
+        lost = any(phrase in str(death) for phrase in ("node has died", "node was terminated", "node is dead"))
+        return "its node was lost" if lost else f"its process {DIED}"
+    inner = underlying(error)
+    if isinstance(inner, RayActorError):
+        # Ray has no field for the class; it names it on the second line of the message.
+        found = re.search(r"class_name: (\S+)", str(inner))
+        if found:
+            return f"{_ACTORS.get(found[1], f'the actor {found[1]}')} {DIED}"
+    if isinstance(inner, WorkerCrashedError):
+        return f"a process that prepares the data {DIED}"
+    if isinstance(inner, LocalRayletDiedError):
+        return "Ray's raylet on its node died"
+    return in_one_line(inner)
 
 
-def _death(error: BaseException) -> RayActorError | None:
+def _death(error: BaseException) -> BaseException | None:
     """Ray's error for a rank whose process no longer answers, None for any other failure."""
     failure = getattr(error, "health_check_failure", None)
-    return failure if isinstance(failure, RayActorError) else None
+    return failure if isinstance(failure, RayActorError | OutOfMemoryError) else None
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Whether Ray's memory monitor has killed the process, or one that it needed."""
+    found = _death(error) or underlying(error)
+    if isinstance(found, OutOfMemoryError):
+        return True
+    # For an actor it depends on the moment whether Ray raises that type or says so in the text of another one.
+    text = str(found) if isinstance(found, RayActorError) else ""
+    return "NODE_OUT_OF_MEMORY" in text or "low on memory" in text

@@ -7,25 +7,39 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import Interrupted, TrainingError, in_one_line
+from raytune_fsdp.errors import Interrupted, TrainingError
 from raytune_fsdp.launch.phases import Phases
-from raytune_fsdp.launch.ray.board import Board, Committed, Joined, Line, Lost, Notice, PhaseFinished, Started
+from raytune_fsdp.launch.ray.board import (
+    Board,
+    Committed,
+    Controlled,
+    Joined,
+    Line,
+    Lost,
+    Notice,
+    PhaseFinished,
+    Started,
+)
 from raytune_fsdp.launch.ray.exports import Exports
+from raytune_fsdp.launch.ray.failures import DIED, in_words
 from raytune_fsdp.launch.ray.placement_groups import Groups
-from raytune_fsdp.launch.ray.resources import Request, nodes, shortage
-from raytune_fsdp.launch.ray.signals import Signals
+from raytune_fsdp.launch.ray.resources import Request, nodes, waiting_for
 from raytune_fsdp.launch.shared_storage import Token
+from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import append_event
 from raytune_fsdp.types import StopReason
+
+T = TypeVar("T")
 
 _READ_SECONDS = 0.5  # how late a signal is seen at most
 _FIRST_WORD_SECONDS, _NEXT_WORD_SECONDS = 15.0, 60.0
@@ -35,8 +49,31 @@ _FIRST_WORD_SECONDS, _NEXT_WORD_SECONDS = 15.0, 60.0
 _LOOK_SECONDS = 2.0  # between two looks at the placement groups: each is a request to the head
 _CONTINUES = "; the same command continues"
 
-_GONE_SECONDS = 10.0
+_FIT_SECONDS = 10.0
+"""How long fit() is given to say what has happened to it, once the board no longer answers."""
+
+_GONE_SECONDS = 8.0
 """While no rank could save anything, a stop waits this long for ranks that are just starting."""
+
+_STORAGE_SECONDS = 5.0  # how long a message waits for the number of the last committed step
+
+_ABORT_SECONDS = 3.0
+"""How long Ray Train's controller is given to end by itself, before it is killed. One that waits for resources cannot
+hear that; one that can takes 0.3 s."""
+
+
+def in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Run a call that cannot be interrupted. In a daemon thread, not a pool: the process may end before the call."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return outcome
 
 
 class Follow:
@@ -50,6 +87,7 @@ class Follow:
         *,
         board: Board,
         token: Token,
+        lost: Callable[[], str | None],
         signals: Signals,
         phases: Phases,
         say: Callable[[str], None],
@@ -58,6 +96,7 @@ class Follow:
         self._place = place
         self._asked = asked
         self._board = board
+        self._lost_process = lost
         self._signals = signals
         self._phases = phases
         self._say = say
@@ -67,8 +106,9 @@ class Follow:
         self.failures = 0
         self.culprit: int | None = None
         """The rank that caused the last failure."""
-        self._over = False
-        """Whether the present attempt has failed."""
+        self._committed = 0
+        self._fit: Future[Any] | None = None
+        self._controlling: list[Any] = []
         self.groups = Groups(asked)
         trust = config.model.trust_remote_code
         self.exports = Exports(config.export, place, token, trust_remote_code=trust, event=self._event, say=say)
@@ -79,14 +119,17 @@ class Follow:
         self._stopping_since: float | None = None
 
     def until(self, fit: Future[Any]) -> None:
-        """Follow the run to its end. Raises, after leaving Ray, if there is no point in waiting longer."""
+        """Follow the run to its end. Raises if there is no point in waiting longer; then `end` it."""
+        self._fit = fit
         self._signals.hold()
         while not wait([fit], timeout=0).done:
+            self._check_ray()
             try:
                 notices = self._board.read(_READ_SECONDS)
-            except RayError as error:  # Ray is gone; fit() may say why
-                if not wait([fit], timeout=_GONE_SECONDS).done:
-                    raise TrainingError(self.describe(None, f"Ray no longer answers ({in_one_line(error)})")) from error
+            except RayError as error:
+                self._check_ray()
+                if not wait([fit], timeout=_FIT_SECONDS).done:  # fit() may say why
+                    raise self.ended_by(in_words(error)) from error
                 break
             for notice in notices:
                 self._hear(notice)
@@ -99,21 +142,44 @@ class Follow:
         for notice in last:
             self._hear(notice)
 
+    def end(self) -> None:
+        """End what Ray Train runs for this run, and nothing else: the Ray, and other actors in it, may be a caller's.
+
+        The ranks end with the controller, which owns them, and what they have started ends with them.
+        """
+        if self._lost_process():
+            return  # nothing answers; the session ends what is left
+        for notice in self._board.close(_READ_SECONDS):
+            if isinstance(notice, Controlled):
+                self._controlling = notice.actors
+        fit = self._fit
+        if fit is None or fit.done():
+            return
+        if self._controlling:
+            self._controlling[0].abort.remote()
+            if not wait([fit], timeout=_ABORT_SECONDS).done:
+                for actor in self._controlling:
+                    ray.kill(actor)
+                wait([fit], timeout=_ABORT_SECONDS)
+        with suppress(RayError):
+            self.groups.clear()
+
     def describe(self, rank: int | None, cause: str) -> str:
         """A failure with everything that helps: which rank, where, why, the last committed step, and the logs."""
         who = "the run failed" if rank is None else f"rank {rank}{self._where(rank)} failed"
-        saved = committed(self._place.checkpoints)
-        where = f"the last committed step is {saved[-1].step}" if saved else "no step was committed yet"
+        saved = self._last_step()
+        where = f"the last committed step is {saved}" if saved else "no step was committed yet"
         logs = f"; the logs of all ranks are in {self._logs}" if self._logs else ""
         return f"{who}: {cause}. {where[0].upper()}{where[1:]}{logs}{_CONTINUES}"
 
     def _hear(self, notice: Notice) -> None:
         match notice:
+            case Controlled(actors):
+                self._controlling = actors
             case Line(text):
                 self._say(text)
             case Joined(rank=rank):
                 self._ranks[rank] = notice
-                self._over = False
             case Started(attempt, logs):
                 self.attempt, self._logs = attempt, logs
                 self._event(names.RANKS_JOINED, ranks=[asdict(self._ranks[rank]) for rank in sorted(self._ranks)])
@@ -122,6 +188,7 @@ class Follow:
             case Lost(rank, cause, again):
                 self._lost(rank, cause, again)
             case Committed(step):
+                self._committed = step
                 self.exports.committed(CommittedCheckpoint(step, self.attempt, self._place.checkpoints))
 
     def _reached(self, phase: str) -> None:
@@ -135,9 +202,8 @@ class Follow:
 
     def _lost(self, rank: int, cause: str, again: bool) -> None:
         self.culprit = rank
-        if self._over or (not self.attempt and not again):
-            return  # reported already, or refused before anything was written
-        self._over = True
+        if not self.attempt and not again:
+            return  # refused before anything was written
         self._event(
             names.ATTEMPT_FAILED,
             rank=rank,
@@ -159,8 +225,16 @@ class Follow:
         self._phases.restart()
 
     def _last_step(self) -> int:
-        saved = committed(self._place.checkpoints)
-        return saved[-1].step if saved else 0
+        """The newest committed step, 0 if there is none. Where storage does not answer: as the ranks have said."""
+        asked = in_thread(lambda: committed(self._place.checkpoints), "storage")
+        if wait([asked], timeout=_STORAGE_SECONDS).done and asked.exception() is None:
+            self._committed = max((found.step for found in asked.result()), default=0)
+        return self._committed
+
+    def _check_ray(self) -> None:
+        """Raise if the Ray of this run is no more: calls of it would wait for long, or end this process."""
+        if self._lost_process():
+            raise self.ended_by(f"Ray's {self._lost_process()} process on this machine {DIED}")
 
     def _check_stop(self) -> None:
         if not self._signals.count:
@@ -173,7 +247,6 @@ class Follow:
             what = "a checkpoint is committed after the current step" if training else "no step is being trained"
             self._say(f"stopping: {what} (again to stop at once)")
         if self._signals.count > 1 or (not training and now - self._stopping_since > _GONE_SECONDS):
-            ray.shutdown()
             raise Interrupted("stopped without another checkpoint; the same command continues from the last one")
 
     def _check_waiting(self) -> None:
@@ -182,16 +255,15 @@ class Follow:
         if len(self._ranks) >= self._asked.workers or now < self._next_look:
             return
         self._next_look = now + _LOOK_SECONDS
-        starting, forgotten = self.groups.look()
+        group, forgotten = self.groups.look()
         if forgotten:
             self.failed("a worker died, or could not reach the others, while the ranks were starting")
         if now < self._next_word:
             return
         minutes = self._config.cluster.wait_minutes
         waited = now - self._waiting_since
-        missing = f"starting {self._asked.workers} worker(s)" if starting else shortage(self._asked, nodes())
+        missing = waiting_for(self._asked, nodes(), group)
         if waited > 60 * minutes:
-            ray.shutdown()
             raise TrainingError(
                 f"cluster.wait_minutes={minutes:g}: the workers did not start in that time; {missing}. Free the "
                 "resources, add nodes, ask for less (cluster.workers), or wait longer; the same command continues"
@@ -201,12 +273,18 @@ class Follow:
 
     def failed(self, cause: str) -> None:
         """Record an attempt whose failure Ray Train does not report. Raises if there were too many."""
-        self._event(names.ATTEMPT_FAILED, rank=None, node=None, cause=cause, last_step=self._last_step(), logs=None)
-        self.failures += 1
+        ended = self.ended_by(cause)
         if 0 <= self._config.cluster.max_failures < self.failures:
-            ray.shutdown()
-            raise TrainingError(self.describe(None, cause))
+            raise ended
         self._restart(None, cause)
+
+    def ended_by(self, cause: str) -> TrainingError:
+        """Record a failure that is no rank's; the error to end the run with, if no attempt follows."""
+        self._event(
+            names.ATTEMPT_FAILED, rank=None, node=None, cause=cause, last_step=self._last_step(), logs=self._logs
+        )
+        self.failures += 1
+        return TrainingError(self.describe(None, cause))
 
     def _where(self, rank: int) -> str:
         return f" on {self._ranks[rank].node}, process {self._ranks[rank].pid}," if rank in self._ranks else ""

@@ -17,11 +17,14 @@ class Groups:
 
     def __init__(self, asked: Request) -> None:
         self._asked = asked
+        self._others: set[str] = set()
+        self._others = set(self._live())
+        """Those of a caller whose Ray this is, which may look the same."""
         self._seen: list[str] = []
         self._suspected: set[str] = set()
 
-    def look(self) -> tuple[bool, int]:
-        """Whether the workers have their resources, and how many forgotten groups were removed.
+    def look(self) -> tuple[str | None, int]:
+        """The state of the group that is to hold the workers, None before there is one; how many were forgotten.
 
         Ray Train 2.60 forgets the placement group of an attempt in which a worker dies while the process group is being
         made. It would keep its resources for ever, and the next attempt might wait for them.
@@ -33,10 +36,10 @@ class Groups:
         forgotten, self._suspected = older & self._suspected, older
         for name in forgotten:
             _remove(name)
-        return bool(self._seen) and live.get(self._seen[-1]) == "CREATED", len(forgotten)
+        return live.get(self._seen[-1]) if self._seen else None, len(forgotten)
 
     def clear(self) -> None:
-        """Remove the groups of attempts that have ended."""
+        """Remove all groups of this run; a process in one of them ends."""
         for name in self._live():
             _remove(name)
         self._seen, self._suspected = [], set()
@@ -48,7 +51,10 @@ class Groups:
             name: group["state"]
             for name, group in placement_group_table().items()
             # An id ends with the id of the job that created the group.
-            if name.endswith(job) and group["state"] != "REMOVED" and self._is_for_workers(group)
+            if name.endswith(job)
+            and name not in self._others
+            and group["state"] != "REMOVED"
+            and self._is_for_workers(group)
         }
 
     def _is_for_workers(self, group: dict[str, Any]) -> bool:

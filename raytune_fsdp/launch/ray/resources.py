@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal
 
@@ -206,6 +206,26 @@ def _too_large(request: Request, able: Sequence[Node], nodes: Sequence[Node]) ->
 
 def _field(name: str) -> str:
     return "cluster.cpus_per_worker" if name == "CPU" else f"cluster.resources_per_worker.{name}"
+
+
+def waiting_for(request: Request, nodes: Sequence[Node], group: str | None) -> str:
+    """A line to show while waiting for workers: what for. `group`: the state of their placement group, None before."""
+    if group == "CREATED":
+        return f"starting {request.workers} worker(s)"
+    if group is None:
+        return f"waiting for {_asked(request)}: Ray Train is starting"
+    if _room(request, [replace(node, total=node.free) for node in nodes]) >= request.workers:
+        # What is free reaches the head later than the request; and other jobs may be before us.
+        return f"waiting for {_asked(request)}: as much is free, and Ray is about to reserve it"
+    return shortage(request, nodes)
+
+
+def _room(request: Request, nodes: Sequence[Node]) -> int:
+    """Workers that have room on these nodes, placed as asked."""
+    room = [_slots(node, request) for node in nodes] or [0]
+    if request.placement == "strict_pack":
+        return max(room)
+    return sum(slots > 0 for slots in room) if request.placement == "strict_spread" else sum(room)
 
 
 def shortage(request: Request, nodes: Sequence[Node]) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import os
 import secrets
 import shutil
 import socket
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -18,9 +21,12 @@ from threading import Event, Thread
 
 import psutil
 import ray
+import ray._private.worker
 
 # Ray's own search for a cluster, as in ray.init() without an address. No public function says what it would find.
 from ray._private.services import canonicalize_bootstrap_address, parse_address
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.exceptions import AuthenticationError
 
 from raytune_fsdp.config import ClusterConfig, FinetuneConfig
 from raytune_fsdp.errors import ConfigError, TrainingError, first_line, in_one_line
@@ -30,7 +36,9 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "raytune-ray-"
 _LONGEST_PARENT = 24  # the path becomes part of the names of sockets, which may have 107 bytes on Linux
-_CLOSE_SECONDS = 30.0  # how long the end of the command waits for a Ray that is still starting
+_CLOSE_SECONDS = 8.0
+"""How long the end of the command waits for a Ray that is still starting: a stop should not take longer than 10 s. Its
+processes end with this one, and the next start removes its directory."""
 _COPIES = "working_dir_files"
 """Where Ray puts the working directories of submitted jobs."""
 _KNOCK_SECONDS = 15.0  # for a head on a slow network; ray.init() would try for many minutes
@@ -40,6 +48,9 @@ _QUICK = {
     "RAY_prestart_worker_first_driver": "0",  # unused: ranks and their tasks have another environment
 }
 """Settings with which a Ray for one run on one machine starts faster."""
+_LIMITS = ("RAY_gcs_server_port_wait_time_s", "RAY_raylet_start_wait_time_s")
+"""Limits of Ray's on parts of its start, 30 s each. A third one, for its node to be known, cannot be set."""
+_NEEDED = ("gcs_server", "raylet")
 _OBJECT_STORE_BYTES = 2 << 30  # the stream fills a quarter with windows built ahead, and READY_BYTES with blocks
 
 
@@ -56,7 +67,17 @@ class Session:
     environment: tuple[str, ...] = ()
     """Variables that were set for it, and must not affect the next Ray of this process."""
 
+    def lost(self) -> str | None:
+        """The process of a Ray of our own without which it cannot go on, if it has ended."""
+        node = ray._private.worker._global_node
+        if self.directory is None or node is None:
+            return None
+        return next((kind for kind, _ in node.dead_processes() if kind in _NEEDED), None)
+
     def close(self) -> None:
+        if self.lost():
+            # At once, before they print what they think of it; ray.shutdown() alone would talk to them for a while.
+            ray._private.worker._global_node.kill_all_processes(check_alive=False, allow_graceful=False)
         if self.owned:
             ray.shutdown()
         if self.directory is not None:
@@ -112,14 +133,25 @@ def connect(config: ClusterConfig, workers: int) -> Session:
             "local to start a Ray for this run. From outside a cluster use `ray job submit`"
         ) from None
     if address is None:
-        return _start(local_cpus(config, workers))
+        return _start(local_cpus(config, workers), config.start_seconds)
     try:
         # Find out in seconds that nothing listens there: ray.init() would try for many minutes.
         host, port = parse_address(address)
         socket.create_connection((host, int(port)), timeout=_KNOCK_SECONDS).close()
+        with stderr_muted():  # by Ray's C++
+            # Asks for the cluster's id, which shows in milliseconds whether it takes our token. ray.init() tries for a
+            # minute, with a warning a second.
+            GcsClient(address=address)
         # log_to_driver=False: each rank writes its own file in the run directory.
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except Exception as error:  # of many types: nothing listens, another version, no token
+    except AuthenticationError as error:
+        has = "is not the cluster's" if os.environ.get("RAY_AUTH_MODE") == "token" else "is not used here"
+        raise ConfigError(
+            f"the Ray cluster at {address} asks for a token, and the one of this process {has}: set "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to what they were at its `ray start`; with RAY_ADDRESS=local a Ray "
+            "is started for this run"
+        ) from error
+    except Exception as error:  # of many types: nothing listens, another version
         raise TrainingError(
             f"the Ray cluster at {address} cannot be joined ({in_one_line(error)}). It was named by "
             "RAY_ADDRESS, or is the last one that `ray start` started here; with RAY_ADDRESS=local a Ray is started "
@@ -128,11 +160,27 @@ def connect(config: ClusterConfig, workers: int) -> Session:
     return Session(f"joined the cluster at {address}, {_size()}", owned=True)
 
 
-def _start(cpus: int) -> Session:
+def _start(cpus: int, seconds: float) -> Session:
+    """Start a Ray, again where the machine was too busy for Ray's own limits, within these seconds."""
+    began = time.monotonic()
+    while True:
+        try:
+            return _try_to_start(cpus, seconds)
+        except Exception as error:  # of many types: a port, memory, a process that did not start
+            left = seconds - (time.monotonic() - began)
+            if left > 0 and "timed out" in str(error).lower():
+                continue
+            raise TrainingError(
+                f"Ray could not be started on this machine in {time.monotonic() - began:.0f} s ({in_one_line(error)}); "
+                f"if it is busy, raise cluster.start_seconds={seconds:g}; cluster.launch=local does without Ray"
+            ) from error
+
+
+def _try_to_start(cpus: int, seconds: float) -> Session:
     directory, lock = _own_directory()
     # Other users of this machine must not reach what runs here. Unless RAY_AUTH_MODE is set, Ray asks everyone for a
     # token. It would write one to the home directory; this one is for this run alone.
-    own = {"RAY_AUTH_TOKEN": secrets.token_hex(32), **_QUICK}
+    own = {"RAY_AUTH_TOKEN": secrets.token_hex(32), **_QUICK, **dict.fromkeys(_LIMITS, str(math.ceil(seconds)))}
     before = dict(os.environ)
     for name, value in own.items():
         os.environ.setdefault(name, value)
@@ -148,11 +196,9 @@ def _start(cpus: int) -> Session:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-    except Exception as error:  # of many types: a port, memory, a process that did not start
+    except BaseException:
         session.close()
-        raise TrainingError(
-            f"Ray could not be started on this machine ({in_one_line(error)}); cluster.launch=local does without it"
-        ) from error
+        raise
     session.about = f"started on this machine, {_size()}"
     return session
 
@@ -178,6 +224,20 @@ def _is_in_use(directory: Path) -> bool:
     except OSError:  # locked, or it has no lock yet, or it belongs to another user
         return True
     return False
+
+
+@contextmanager
+def stderr_muted() -> Iterator[None]:
+    """Drop what C++ prints meanwhile, for calls of milliseconds: so is what other threads print."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _size() -> str:

@@ -1,0 +1,88 @@
+"""SIGTERM and SIGINT, in the process that a person or a scheduler stops: the driver, or a rank that no Ray started."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+from raytune_fsdp.errors import Interrupted
+from raytune_fsdp.types import StopReason
+
+_TOGETHER_SECONDS = 1.0  # Ctrl-C and some schedulers signal the process and its group: one press arrives twice
+_KINDS = (signal.SIGTERM, signal.SIGINT)
+
+
+class SignalReceived(BaseException):
+    """Not an Exception, or a library that catches those would report the signal as an error of its own."""
+
+
+class Signals:
+    """Until `hold` is called, a signal ends the block at once, as Interrupted; after that it is only counted.
+
+    Does nothing outside of the main thread: only that one may handle signals.
+    """
+
+    def __init__(self, when: str = "before training began; nothing is lost") -> None:
+        self.count = 0
+        self._when = when
+        self._last = -_TOGETHER_SECONDS
+        self._holding = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Signals:
+        self._before = {kind: signal.getsignal(kind) for kind in _KINDS}
+        self.take()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for each, handler in self._before.items():
+            if handler is not None and _may_handle():  # None: a library's, which Python can neither see nor put back
+                signal.signal(each, handler)
+        if isinstance(error, SignalReceived):
+            raise Interrupted(str(error)) from None
+
+    def take(self) -> None:
+        """Handle both signals; called again after a library has installed its own handlers."""
+        for kind in _KINDS if _may_handle() else ():
+            signal.signal(kind, self._receive)
+
+    def hold(self) -> None:
+        self._holding = True
+
+    def _receive(self, kind: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now - self._last < _TOGETHER_SECONDS:
+            return  # the same one, sent twice
+        self._last = now
+        self.count += 1
+        if not self._holding:
+            self._holding = True  # raise only once: clean-up must not be interrupted
+            raise SignalReceived(f"stopped by {signal.Signals(kind).name} {self._when}")
+
+
+class StopFlag(Signals):
+    """For a rank. Training asks it once per step, and ends with a checkpoint.
+
+    Before training asks for the first time there is nothing to save: then a signal ends the block at once.
+    """
+
+    def __init__(self, *, insist: bool = True) -> None:
+        """With `insist`, a second signal of the same kind has its default effect, which ends the process."""
+        super().__init__("before the first step; the same command continues")
+        self._insist = insist
+
+    def __call__(self) -> StopReason | None:
+        self.hold()
+        return StopReason.SIGNAL if self.count else None
+
+    def _receive(self, kind: int, frame: FrameType | None) -> None:
+        super()._receive(kind, frame)
+        if self._insist:
+            signal.signal(kind, signal.SIG_DFL)
+
+
+def _may_handle() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,30 @@
+"""Variables that are set for libraries do not outlive the call."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from raytune_fsdp.launch.environment import environment
+
+
+def test_only_what_nobody_has_set_is_set_and_only_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYTUNE_TEST_USERS", "theirs")
+    monkeypatch.delenv("RAYTUNE_TEST_OURS", raising=False)
+    before = dict(os.environ)
+    with environment({"RAYTUNE_TEST_USERS": "ours", "RAYTUNE_TEST_OURS": "ours"}):
+        assert (os.environ["RAYTUNE_TEST_USERS"], os.environ["RAYTUNE_TEST_OURS"]) == ("theirs", "ours")
+    assert dict(os.environ) == before
+
+
+def test_two_calls_at_once_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first to end, as in another thread, leaves them to the other."""
+    monkeypatch.delenv("RAYTUNE_TEST_OURS", raising=False)
+    first, second = (environment({"RAYTUNE_TEST_OURS": "ours"}) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert os.environ["RAYTUNE_TEST_OURS"] == "ours"
+    second.__exit__(None, None, None)
+    assert "RAYTUNE_TEST_OURS" not in os.environ
