@@ -83,7 +83,8 @@ def _copy(found: Namespace, text: str) -> int:
 
 def _yours(config: FinetuneConfig) -> Iterator[str]:
     """The fields of a recipe that name files which are not here, and models that the hub must have."""
-    for kind, datasets in (("train", config.data.train), ("eval", config.data.eval)):
+    evals = config.data.eval if isinstance(config.data.eval, list) else []
+    for kind, datasets in (("train", config.data.train), ("eval", evals)):
         for index, dataset in enumerate(datasets):
             if dataset.path is not None and not Path(dataset.path).exists():
                 yield f"data.{kind}.{index}.path: {dataset.path} is not here"
