@@ -45,7 +45,7 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
     found, config = parser.parse_with_config(arguments)
     if not 0 <= found.wait_for_tracking < math.inf:
         parser.error(f"--wait-for-tracking {found.wait_for_tracking:g} must be 0 or more seconds")
-    if not sys.stderr.isatty() or "NO_COLOR" in os.environ:
+    if not (sys.stdout.isatty() and sys.stderr.isatty()) or "NO_COLOR" in os.environ:
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colours `(raylet)` in files, too
     # Not before the config is valid: importing torch and transformers takes about three seconds (docs/results.md).
     from raytune_fsdp.api import finetune

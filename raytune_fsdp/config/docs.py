@@ -85,6 +85,23 @@ the section stay.
 **Order** does not matter, except that the last one counts if a flag is given twice. A flag for a section is applied
 before the flags for its fields.
 
+**Recipes** are complete configs that come with the package; `--config` takes their names, too.
+
+```sh
+raytune-fsdp recipes                      # list them; `show NAME` prints one
+raytune-fsdp recipes copy demo mine.yaml
+```
+
+**Editors** complete and check the file with its JSON schema, for example by a first line
+`# yaml-language-server: $schema=schema.json`.
+
+```sh
+raytune-fsdp schema > schema.json
+```
+
+**`<redacted>`** stands for a secret in a `config.yaml` that a run has written, and is not a value: `cluster.env` takes
+the variable from the environment, and every other field refuses it.
+
 **Unknown names** are refused, in the file and on the command line, and so is a key written twice in the file.
 
 ## The fields

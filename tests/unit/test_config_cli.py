@@ -75,7 +75,7 @@ def test_train_reads_a_file(started: list[Any]) -> None:
 
 def test_ray_does_not_colour_what_is_no_terminal(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_COLOR_PREFIX", raising=False)
-    assert main.main(["train", *FLAGS]) == 0  # pytest's stderr is none
+    assert main.main(["train", *FLAGS]) == 0  # pytest's streams are none
     assert os.environ["RAY_COLOR_PREFIX"] == "0"
     monkeypatch.setenv("RAY_COLOR_PREFIX", "1")
     assert main.main(["train", *FLAGS]) == 0
