@@ -23,6 +23,7 @@ ABSENT: dict[str, Any] = {
     "datasets.rows": None,
     "datasets.held_out": None,
     "datasets.only": None,
+    "model.add_tokens": [],
 }
 """The meaning of a key's absence, by its path: `<section>.<field>`, or `<section>.<type>.<field>` where a section has a
 `type`, as in `optim.<field>`, `optim.schedule.<type>.<field>`, `method.<type>.<field>`, `format.<type>.<field>`.

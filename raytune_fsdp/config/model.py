@@ -10,6 +10,24 @@ from raytune_fsdp.config.base import Section
 from raytune_fsdp.config.rules import model_place, without_secret_values
 
 
+class NewToken(Section):
+    """A token that the tokenizer does not have yet. May be written as its text alone."""
+
+    text: str = Field(min_length=1)
+    """The token, as it stands in the data."""
+
+    special: bool = False
+    """A control token: left out of answers, and never part of a word."""
+
+    like: str | None = None
+    """A text that describes it: the token's rows start as the mean of those of this text's tokens. Default: of all rows."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_alone(cls, value: Any) -> Any:
+        return {"text": value} if isinstance(value, str) else value
+
+
 class ModelConfig(Section):
     path: Annotated[str, AfterValidator(model_place)] | None = None
     """Directory in Hugging Face format, the name of a model on the Hugging Face hub, or a committed checkpoint of another
@@ -38,12 +56,24 @@ class ModelConfig(Section):
     """Grow the embeddings when the tokenizer has more tokens than the model; new rows start as the mean of the old
     ones."""
 
+    add_tokens: list[NewToken] = Field(default_factory=list)
+    """Tokens to add to the tokenizer and the embeddings: texts, or `{text, special, like}`. With `init: random` their rows
+    are drawn like all others."""
+
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "auto"
     """Attention implementation. `auto`: `sdpa` if the architecture has it, else `eager`."""
 
     fill: Literal["auto", "sharded", "rank0"] = "auto"
     """How weights reach the ranks. `sharded`: every rank reads its own slices. `rank0`: only rank 0 opens the files
     and sends each rank its slices. `auto`: `sharded` if every rank sees the files."""
+
+    @model_validator(mode="after")
+    def _tokens_once(self) -> Self:
+        texts = [token.text for token in self.add_tokens]
+        twice = next((text for text in texts if texts.count(text) > 1), None)
+        if twice is not None:
+            raise ValueError(f"model.add_tokens names {twice!r} twice: leave one out")
+        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

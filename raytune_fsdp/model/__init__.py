@@ -12,6 +12,9 @@ In the order of the data:
     loss.py         the loss of a block
     export.py       tensors -> a model directory, by way of
     tensorfile.py   one safetensors file, written tensor by tensor and read again
+    known_files.py  which files travel from a run to an export, and to the hub
+    older_names.py  config.json and tokenizer_config.json in the words of transformers 4, too
+    exported.py     the mark of an export: what a later one may replace
     hub.py          a model directory -> the Hugging Face hub
 
 Nothing here knows of runs, checkpoints, data or Ray.

@@ -115,8 +115,13 @@ def check_shapes(model: PreTrainedModel, weights: Weights) -> None:
 def grown_rows(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """Embeddings with fewer rows in the files than in the network, each with the network's number of rows."""
     vocabulary = model.config.get_text_config().vocab_size
-    names = {n: t for n, t in owned_tensors(model).items() if t.ndim and t.shape[0] == vocabulary}
-    return {n: vocabulary for n in names if n in stored and stored[n][0] < vocabulary}
+    return {n: vocabulary for n in rows_of_tokens(model) if n in stored and stored[n][0] < vocabulary}
+
+
+def rows_of_tokens(model: PreTrainedModel) -> list[str]:
+    """Names of the tensors with a row for each token: embeddings, head, the head's bias."""
+    vocabulary = model.config.get_text_config().vocab_size
+    return [n for n, t in owned_tensors(model).items() if t.ndim and t.shape[0] == vocabulary]
 
 
 def owned_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:

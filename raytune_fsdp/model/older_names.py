@@ -76,14 +76,15 @@ def rename_tokenizer(values: dict[str, Any], directory: Path) -> None:
     Not the architecture's own, also where both have it: transformers 4 puts the first token of LlamaTokenizer and its
     like where its own defaults say, and 5 no longer writes down where that is. tokenizer.json says it.
     """
-    kind: Any = tokenizer_class_from_name(str(values.get("tokenizer_class")))  # looks in transformers only
+    kind = tokenizer_class_from_name(str(values.get("tokenizer_class")))  # looks in transformers only
     if not (directory / TOKENIZER_FILE).is_file():
         return
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedTokenizerFast)):
         return
+    own: Any = kind
     # What the class decided by itself. The generic one of transformers 4 adds token_type_ids, which models refuse.
-    values.setdefault("model_input_names", list(kind.model_input_names))
-    values.setdefault("padding_side", kind.padding_side)
+    values.setdefault("model_input_names", list(own.model_input_names))
+    values.setdefault("padding_side", own.padding_side)
     values.setdefault("clean_up_tokenization_spaces", False)
     values["tokenizer_class"] = _GENERIC_TOKENIZER
     if isinstance(values.get("extra_special_tokens"), list):  # transformers 4 takes only a mapping there

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -161,15 +161,23 @@ def _units(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 class GrownWeights:
-    """Weights whose embeddings have fewer rows than the network needs: new rows are the mean of the old ones.
+    """Weights whose embeddings have fewer rows than the network needs, or rows for tokens that they were not made for.
 
-    The mean is summed over the whole tensor in a fixed order in float64, so every rank has the same one.
+    New rows are the mean of all stored ones, or of those of a description. Means are summed in a fixed order in
+    float64, so every rank has the same ones.
     """
 
-    def __init__(self, inner: Weights, rows: Mapping[str, int]) -> None:
-        """`rows`: the number of rows that each grown tensor has in the network."""
+    def __init__(
+        self,
+        inner: Weights,
+        rows: Mapping[str, int],
+        added: Mapping[str, Mapping[int, Sequence[int]]] | None = None,
+    ) -> None:
+        """`rows`: the number of rows that each grown tensor has in the network. `added`: by tensor and row, the rows
+        whose mean it starts as, also where the row is stored: vocabularies are padded; none means all."""
         self._inner = inner
         self._rows = rows
+        self._added = added or {}
         self._means: dict[str, torch.Tensor] = {}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -178,6 +186,17 @@ class GrownWeights:
         }
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        tensor = self._grown(name, start, stop)
+        added = [row for row in self._added.get(name, {}) if start <= row < stop]
+        if added:
+            tensor = tensor.clone()
+            for row in added:
+                like = self._added[name][row]
+                mean = self._mean(name) if not like else self._mean_of(name, like)
+                tensor[row - start] = mean.to(tensor.dtype)
+        return tensor
+
+    def _grown(self, name: str, start: int, stop: int) -> torch.Tensor:
         if name not in self._rows:
             return self._inner.read(name, start, stop)
         stored = self._inner.shapes()[name][0]
@@ -185,15 +204,19 @@ class GrownWeights:
         new = max(0, stop - max(start, stored))
         if not new:
             return old
-        mean = self._mean(name, stored).to(old.dtype)
+        mean = self._mean(name).to(old.dtype)
         return torch.cat([old, mean.expand(new, *mean.shape)])
 
     def where(self, name: str) -> str:
         return self._inner.where(name)
 
-    def _mean(self, name: str, stored: int) -> torch.Tensor:
+    def _mean(self, name: str) -> torch.Tensor:
         if name not in self._means:
+            stored = self._inner.shapes()[name][0]
             chunks = range(0, stored, _MEAN_ROWS)
             sums = [self._inner.read(name, s, min(s + _MEAN_ROWS, stored)).double().sum(0) for s in chunks]
             self._means[name] = torch.stack(sums).sum(0) / stored
         return self._means[name]
+
+    def _mean_of(self, name: str, rows: Sequence[int]) -> torch.Tensor:
+        return torch.stack([self._grown(name, row, row + 1)[0].double() for row in rows]).mean(0)

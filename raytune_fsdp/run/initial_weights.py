@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from raytune_fsdp.errors import ModelError, ResumeError
 from raytune_fsdp.model.conversion import ConvertedWeights
 from raytune_fsdp.model.files import WeightFiles, find_weights, locate
 from raytune_fsdp.model.fill import FillMode
-from raytune_fsdp.model.keys import Match, check_shapes, grown_rows, match_keys, owned_tensors
+from raytune_fsdp.model.keys import Match, check_shapes, grown_rows, match_keys, owned_tensors, rows_of_tokens
 from raytune_fsdp.model.known_files import CONFIG_FILE, travelling
 from raytune_fsdp.model.network import build_network
 from raytune_fsdp.model.weights import FileWeights, GrownWeights, RandomWeights, Weights
@@ -42,6 +42,8 @@ class Origin:
     """Which key of the files holds which tensor. Empty for a checkpoint."""
     grown: Mapping[str, int]
     """Embeddings that get more rows than are stored, by name."""
+    added: Mapping[str, Mapping[int, Sequence[int]]] = field(default_factory=dict)
+    """Rows of new tokens by embedding: the rows whose mean each one starts as; none means all."""
 
     def weights(self, model: PreTrainedModel) -> Weights:
         """The source to fill the network from. Opens no model file yet: this rank may not see any."""
@@ -52,7 +54,7 @@ class Origin:
             weights = FileWeights(self.stored, self.match.key_of)
             if self.match.conversions:
                 weights = ConvertedWeights(weights, self.match.conversions, model)
-        return GrownWeights(weights, self.grown) if self.grown else weights
+        return GrownWeights(weights, self.grown, self.added) if self.grown or self.added else weights
 
     def sizes(self) -> Mapping[str, int]:
         """Sizes of the files, to compare what different ranks see. OSError if there are none."""
@@ -112,8 +114,11 @@ def _checkpoint(path: str) -> CommittedCheckpoint | None:
     return found
 
 
-def find_origin(config: FinetuneConfig, network: PreTrainedModel) -> Origin | None:
-    """The stored weights for this network, after checking that they fit it. None if `model.init=random`."""
+def find_origin(config: FinetuneConfig, network: PreTrainedModel, added: Mapping[int, Sequence[int]]) -> Origin | None:
+    """The stored weights for this network, after checking that they fit it. None if `model.init=random`.
+
+    `added`: the ids of new tokens, with those of the tokens that they start as the mean of.
+    """
     if config.model.init != "pretrained" or config.model.path is None:
         return None
     checkpoint = _checkpoint(config.model.path)
@@ -128,9 +133,9 @@ def find_origin(config: FinetuneConfig, network: PreTrainedModel) -> Origin | No
     weights = origin.weights(network)
     if checkpoint is not None:
         _check_names(network, weights, origin.where)
-    grown = grown_rows(network, weights.shapes()) if config.model.resize_embeddings else {}
+    grown = grown_rows(network, weights.shapes()) if config.model.resize_embeddings or added else {}
     check_shapes(network, GrownWeights(weights, grown))
-    return replace(origin, grown=grown)
+    return replace(origin, grown=grown, added=dict.fromkeys(rows_of_tokens(network), added) if added else {})
 
 
 def _check_names(network: PreTrainedModel, weights: Weights, where: str) -> None:

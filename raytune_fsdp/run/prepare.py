@@ -34,6 +34,7 @@ from raytune_fsdp.model.network import (
     load_architecture,
     wants_code,
 )
+from raytune_fsdp.run.added_tokens import add_tokens
 from raytune_fsdp.run.checks import check_best, check_export, check_first
 from raytune_fsdp.run.initial_weights import find_origin, model_directory, own_model_files
 from raytune_fsdp.run.probe import check_step
@@ -59,13 +60,14 @@ def prepare(
     directory = own or model_directory(config, weights=False)
     hf_config = load_architecture(config.model, directory)
     tokenizer = load_tokenizer(config, directory)
-    fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=config.model.resize_embeddings)
+    added = add_tokens(tokenizer, config.model.add_tokens)
+    fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=config.model.resize_embeddings or bool(added))
     network = build_network(hf_config, config)
     _name_class(hf_config, network)
     init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
     _check_network(config, network, hf_config)
     check_step(config, network)
-    origin = find_origin(config, network) if own is None else None
+    origin = find_origin(config, network, added) if own is None else None
     for prompt in config.eval.prompts:
         encode_prompt(tokenizer, prompt, positions=positions_of(hf_config))
     found = find_resume(place, resume=config.run.resume)
@@ -110,7 +112,8 @@ def prepare_data(
     directory = model_directory(config, weights=False)
     hf_config = load_architecture(config.model, directory)
     tokenizer = load_tokenizer(config, directory)
-    fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=config.model.resize_embeddings)
+    added = add_tokens(tokenizer, config.model.add_tokens)
+    fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=config.model.resize_embeddings or bool(added))
     train, evals = open_data(config, tokenizer, hf_config.get_text_config().vocab_size, progress)
     return tokenizer, train, evals
 

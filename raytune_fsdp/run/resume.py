@@ -20,7 +20,7 @@ from raytune_fsdp.config.text import parse, problem_line, spelled
 from raytune_fsdp.data.identity import files_by_key
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ResumeError, TransientError, in_one_line
-from raytune_fsdp.identity import check_identity, named
+from raytune_fsdp.identity import ABSENT, check_identity, named
 from raytune_fsdp.redaction import redact_shapes
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking import names
@@ -38,11 +38,13 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
         if key not in ("transformers_version", "_name_or_path", "dtype", "use_cache")
     }
     optim = named("optim", config.optim, exclude=("schedule_steps", "max_skipped"))
+    added = [token.model_dump() for token in config.model.add_tokens]
     identity = {
         **architecture,
         **{f"optim.{key}": value for key, value in optim.items()},
         "model.init": config.model.init,
         "model.revision": config.model.revision,
+        **({"model.add_tokens": added} if added != ABSENT["model.add_tokens"] else {}),
         "method": named("method", config.method),
         "run.seed": config.run.seed,
         "parallel.precision": config.parallel.precision,

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from raytune_fsdp.config import ModelConfig
+from raytune_fsdp.config import ExportConfig, ModelConfig
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.model.network import fit_vocabulary, load_architecture
+from raytune_fsdp.run.publish import publish
+from tests.checkpoints import checkpoints, tensors_in
 from tests.loading import FULL, assert_same, draw, gathered, load
 from tests.models import TIED, VOCABULARY, architecture, save_checkpoint
 from tests.ranks import run_ranks
+from tests.runs import make_config, train_rank, write_tokenizer
 
 WIDE = {
     "llama": {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.03},
@@ -137,3 +140,37 @@ def test_a_tokenizer_with_more_tokens_is_refused_unless_asked_for(tmp_path: Path
         fit_vocabulary(config, 140, resize=False)
     message = str(failure.value)
     assert "ids up to 139" in message and "131 tokens" in message and "model.resize_embeddings=true" in message
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])  # whose head is a matrix of its own, and whose head is tied
+def test_added_tokens_start_the_same_at_any_world_size_and_are_exported(tmp_path: Path, name: str) -> None:
+    model = write_tokenizer(save_checkpoint(tmp_path / "model", name, vocab_size=64))
+    tokens = [{"text": "<call>", "special": True, "like": "w3 w9"}, "tram"]
+    stored = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    found = []
+    for world in (1, 3):
+        config = make_config(
+            tmp_path,
+            run={"name": f"world-{world}"},
+            model={"path": str(model), "init": "pretrained", "architecture": None, "tokenizer": None},
+            parallel={"precision": "fp32"},
+            optim={"lr": 1e-30, "weight_decay": 0.0},
+            train={"global_batch": 10, "micro_batch": 2, "max_steps": 1},
+        ).model_dump()
+        config["model"]["add_tokens"] = tokens
+        run_ranks(train_rank, world, config)
+        (checkpoint,) = checkpoints(tmp_path / "runs" / f"world-{world}")
+        found.append({key.removeprefix("model."): t for key, t in tensors_in(checkpoint).items()})
+    for key in ("model.embed_tokens.weight", *(["lm_head.weight"] if name == "llama" else [])):
+        one, three = (tensors[key] for tensors in found)
+        assert torch.equal(one, three) and one.shape == (66, 32)
+        old = stored[key].double()
+        assert torch.equal(one[:64], stored[key])
+        assert torch.equal(one[64], old[[3, 9]].mean(0).float())
+        assert torch.equal(one[65], old.sum(0).div(64).float())
+    publish(checkpoint, tmp_path / "export", ExportConfig(dtype="trained"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert tokenizer("w1 tram <call>")["input_ids"] == [1, 65, 64]
+    assert tokenizer.decode([1, 65, 64], skip_special_tokens=True) == "w1 tram"
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert exported.config.vocab_size == 66 and exported(input_ids=torch.tensor([[1, 65, 64]])).logits.isfinite().all()
