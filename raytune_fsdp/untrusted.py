@@ -81,7 +81,14 @@ def read_json(path: str | os.PathLike[str], *, limit: int, links: bool = False) 
     return parse_json(read_file(path, limit=limit, links=links), doubles=True, constants=True)
 
 
-def parse_json(content: bytes, *, doubles: bool = False, constants: bool = False, values: int = MAX_VALUES) -> Any:
+def parse_json(
+    content: bytes,
+    *,
+    doubles: bool = False,
+    constants: bool = False,
+    values: int = MAX_VALUES,
+    depth: int | None = MAX_DEPTH,
+) -> Any:
     """Parse JSON of at most so many values.
 
     Unless allowed, a key that comes twice in an object (`doubles`), and NaN and infinities (`constants`) are refused.
@@ -96,8 +103,8 @@ def parse_json(content: bytes, *, doubles: bool = False, constants: bool = False
         raise
     except ValueError as error:
         raise UnsoundError("has a number of thousands of digits") from error
-    if openers > MAX_DEPTH:  # fewer cannot be deeper
-        _check_depth(parsed)
+    if depth is not None and openers > depth:  # fewer cannot be deeper
+        _check_depth(parsed, depth)
     return parsed
 
 
@@ -130,9 +137,9 @@ _DECODERS = {
 }
 
 
-def _check_depth(value: Any) -> None:
+def _check_depth(value: Any, depth: int) -> None:
     level = [value]
-    for _ in range(MAX_DEPTH):
+    for _ in range(depth):
         inner: list[Any] = []
         for each in level:
             if isinstance(each, dict):
@@ -142,7 +149,7 @@ def _check_depth(value: Any) -> None:
         if not inner:
             return
         level = inner
-    raise UnsoundError(f"is nested deeper than {MAX_DEPTH} levels")
+    raise UnsoundError(f"is nested deeper than {depth} levels")
 
 
 def lines_of(path: Path) -> Iterator[bytes]:

@@ -17,6 +17,7 @@ In the order of a save:
 
 Afterwards:
 
+    index.py           the index of all pieces, read and checked
     catalogue.py       which checkpoints a run has, can trust, and keeps
     loading.py         a checkpoint verified and loaded by all ranks together
     reading.py         the tensors of a committed checkpoint

@@ -71,7 +71,8 @@ def _piece_bytes(sizes: Mapping[str, int]) -> int:
 
 def parse_index(content: bytes, sizes: Mapping[str, int]) -> Index:
     """Parse the `tensors.json` of a checkpoint whose files have these sizes. ValueError if it is not one."""
-    read = parse_json(content, values=max(MAX_VALUES, _piece_bytes(sizes) // _BYTES_PER_VALUE))
+    # Its depth need not be measured: below, every level has its type.
+    read = parse_json(content, values=max(MAX_VALUES, _piece_bytes(sizes) // _BYTES_PER_VALUE), depth=None)
     if not isinstance(read, dict) or not isinstance(read.get("tensors"), dict):
         raise UnsoundError("has no tensors")
     check_format(read.get("format"))
@@ -105,13 +106,15 @@ def _tensor(name: str, entry: Any) -> tuple[torch.dtype, list[int], list[Any]]:
     dtype, shape, pieces = entry["dtype"], entry["shape"], entry["pieces"]
     if not (isinstance(dtype, str) and dtype in DTYPES):
         raise UnsoundError(f"has a tensor {name} of the unknown type {shown(dtype)}")
-    if not _is_place(shape) or len(shape) > _MAX_DIMENSIONS or prod(max(1, rows) for rows in shape) >= 1 << 59:
+    sides = shape if _are_integers(shape) and len(shape) <= _MAX_DIMENSIONS else [-1]
+    if min(sides, default=0) < 0 or prod(max(1, rows) for rows in sides) >= 1 << 59:
         raise UnsoundError(f"has a tensor {name} of the shape {shown(shape)}")
     if not isinstance(pieces, list):
         raise UnsoundError(f"has a tensor {name} whose pieces are not a list")
     return DTYPES[dtype], shape, pieces
 
 
+_INTEGER = {int}  # of which True is none
 _PIECE = {"offset", "shape", "file", "start", "bytes"}
 
 
@@ -122,10 +125,11 @@ def _piece(
     if not isinstance(piece, dict) or piece.keys() != _PIECE:
         raise UnsoundError(f"has a piece of {name} without exactly {', '.join(sorted(_PIECE))}")
     offset, shape, file = piece["offset"], piece["shape"], piece["file"]
-    if not (_is_place(offset) and _is_place(shape) and len(offset) == len(shape) == len(whole)):
+    if not (_are_integers(offset) and _are_integers(shape) and len(offset) == len(shape) == len(whole)):
         raise UnsoundError(f"has a piece of {name} at {shown(offset)} of the shape {shown(shape)}")
-    if any(first + length > rows for first, length, rows in zip(offset, shape, whole, strict=True)):
-        raise UnsoundError(f"has a piece of {name} at {offset} of the shape {shape}, outside of {list(whole)}")
+    for first, length, rows in zip(offset, shape, whole, strict=True):
+        if first < 0 or length < 0 or first + length > rows:
+            raise UnsoundError(f"has a piece of {name} at {shown(offset)} of {shown(shape)}, outside of {list(whole)}")
     if not (isinstance(file, str) and file in sizes and file.endswith(PIECES)):
         raise UnsoundError(f"has a piece of {name} in {shown(file)}, which is no file of this checkpoint")
     start, size = piece["start"], piece["bytes"]
@@ -136,8 +140,8 @@ def _piece(
     return offset, shape, (file, start, size)
 
 
-def _is_place(value: Any) -> bool:
-    return isinstance(value, list) and all(map(is_count, value))
+def _are_integers(value: Any) -> bool:
+    return type(value) is list and _INTEGER.issuperset(map(type, value))
 
 
 Box = tuple[Sequence[int], Sequence[int]]

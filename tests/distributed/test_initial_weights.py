@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raytune_fsdp.config import ExportConfig, ModelConfig
@@ -94,6 +96,33 @@ def test_random_weights_are_drawn_as_transformers_draws_them(name: str) -> None:
         expected = residual if residual and "c_proj" in key else spread
         assert deviation == pytest.approx(expected, rel=0.05), key
         assert abs(mean) < 0.05 * spread, key
+
+
+def _refusals(root: Path, names: list[str]) -> list[tuple[str, str]]:
+    found = []
+    for name in names:
+        for mode in ("sharded", "rank0"):
+            with pytest.raises(ModelError) as failure:
+                load(root / name, mode)
+            found.append((name, str(failure.value)))
+    return found
+
+
+def test_weights_that_are_not_finite_are_named_on_every_rank(tmp_path: Path) -> None:
+    """One number in the rows of the last rank; one in an expert, which is stored apart and loaded with others."""
+    broken = {"llama": "lm_head.weight", "mixtral": "model.layers.1.block_sparse_moe.experts.4.w2.weight"}
+    files = {}
+    for (name, key), value in zip(broken.items(), (torch.nan, torch.inf), strict=True):
+        save_checkpoint(tmp_path / name, name, max_shard_size="60KB")
+        index = json.loads((tmp_path / name / "model.safetensors.index.json").read_text())["weight_map"]
+        files[name] = tmp_path / name / index[key]
+        tensors = load_file(files[name])
+        tensors[key][-1, -1] = value
+        save_file(tensors, files[name], {"format": "pt"})
+    for found in run_ranks(_refusals, 2, tmp_path, list(broken)):
+        assert len(found) == 4
+        for name, message in found:
+            assert message.startswith(f"{broken[name]} in {files[name]} has values that are not finite"), message
 
 
 def _check_all_grown(root: Path, names: list[str]) -> None:

@@ -293,6 +293,28 @@ def test_too_many_skipped_in_a_row_stop_the_run(tmp_path: Path) -> None:
     assert "step 7" in again[0]["error"][2]
 
 
+def test_while_updates_are_skipped_nothing_is_pruned_and_what_is_advised_works(tmp_path: Path) -> None:
+    """Whatever went wrong may be in the newest checkpoints; the run that is begun again needs one of before."""
+    config = make_config(
+        tmp_path, LLAMA, parallel={"precision": "fp32"}, train=SHORT, optim={"max_skipped": 4},
+        checkpoint={"every": 1, "keep_last": 2, "asynchronous": False},
+    )  # fmt: skip
+    results = run_ranks(train_poisoned, 2, config.model_dump(), {2, 3, 6, 7, 8, 9})
+    there = checkpoints(run_dir(config))
+    # 1 to 3 were pruned after steps 4 and 5, whose updates were done.
+    assert [found.step for found in there] == [4, 5, 6, 7, 8]
+    for result in results:
+        message = result["error"][2]
+        assert "step 9" in message and "new run.name" in message and "model.path" in message
+        assert f"step 5 or earlier in {there[0].root}" in message
+    started = make_config(
+        tmp_path, parallel={"precision": "fp32"}, train={**SHORT, "max_steps": 2}, optim={"lr": 1e-4},
+        model={"init": "pretrained", "architecture": None, "path": there[1].path}, run={"name": "again"},
+    )  # fmt: skip
+    assert run_ranks(train_poisoned, 2, started.model_dump(), set())[0]["error"] is None
+    assert [found.step for found in checkpoints(run_dir(started))] == [2]
+
+
 def train_with_broken_weight(values: Mapping[str, Any], step: int) -> dict[str, Any]:
     parts = assembled(values)
 
