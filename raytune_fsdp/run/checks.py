@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.errors import ConfigError, ResumeError
 from raytune_fsdp.model.exported import check_replaceable
 from raytune_fsdp.plan import Plan, layout_of, resolve
 from raytune_fsdp.rundir import RunDir, is_place_of_exports
@@ -38,6 +38,9 @@ def check_first(config: FinetuneConfig, world: int | None) -> RunDir:
         check_replaceable(export, adopt=is_place_of_exports(export))  # here, not after hours of training
     if not is_url(place.checkpoints):
         _check_storage("checkpoint.storage" if config.checkpoint.storage else "run.storage", Path(place.checkpoints))
+    for file in (place.metrics, place.events):
+        if file.exists() and not file.is_file():  # a pipe would keep its reader waiting
+            raise ResumeError(f"{file} is not a regular file, so it cannot be the record of the run: move it away")
     return place
 
 

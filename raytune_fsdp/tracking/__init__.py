@@ -3,9 +3,12 @@
     tracker.py      what a tracker is; none, and several as one
     names.py        the names of metrics and events
     jsonl.py        metrics.jsonl and events.jsonl, the truth about a run; and reading them
+    lines.py        what a line of metrics.jsonl looks like
+    repair.py       what a metrics.jsonl is worth, and mending it
+    cursor.py       how far a tracker has sent metrics.jsonl, and what comes next
     console.py      lines in the terminal
-    mlflow.py       the run in MLflow, sent by a thread, with
-    outbox.py       the queue between training and that thread, and
+    mlflow.py       the run in MLflow, sent from metrics.jsonl by a thread, with
+    mlflow_run.py   the run as the server has it, and
     muted.py        silence for what its libraries print
 
 In: `StepMetrics`, evaluation losses and events of rank 0. Out: lines, curves, an MLflow run. Knows nothing of torch or

@@ -13,7 +13,7 @@ from raytune_fsdp.tracking.lines import LONGEST, is_number, read_line, step_of
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class Position:
     """A place between two lines: after all lines of the steps before `step`, and the first `lines` of that step.
 
     Not a number of bytes: a resume may cut lines that were sent, and they are then written anew.
@@ -27,7 +27,7 @@ class Place:
 class Sent:
     """How far a record has been sent, as the receiver keeps it."""
 
-    place: Place = Place()
+    place: Position = Position()
     highest: int = -1
     """The highest step of which the receiver may have something that this cursor does not know of. It has, if a run
     went back beyond what was sent already, or was begun by a version without cursors."""
@@ -43,7 +43,9 @@ class Sent:
             numbers = [found[key] for key in ("step", "lines", "highest")]
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
-        return cls(Place(*numbers[:2]), numbers[2]) if all(type(n) is int and is_number(n) for n in numbers) else None
+        return (
+            cls(Position(*numbers[:2]), numbers[2]) if all(type(n) is int and is_number(n) for n in numbers) else None
+        )
 
 
 class Reader:
@@ -52,22 +54,22 @@ class Reader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO | None = None
-        self._place = Place()
+        self._place = Position()
 
-    def seek(self, place: Place) -> None:
+    def seek(self, place: Position) -> None:
         """Go to a place. Its lines are looked for where they should be: those before it are not read."""
         self._place = place
         if self._file is None:
             if not self._path.exists():
                 return
             self._file = self._path.open("rb")
-        self._place = Place(place.step)
+        self._place = Position(place.step)
         self._file.seek(_first_of(self._file, place.step))
         for _ in range(place.lines):
             if next(self.lines(place.step), None) is None:
                 break
 
-    def lines(self, last_step: int) -> Iterator[tuple[Place, dict[str, Any]]]:
+    def lines(self, last_step: int) -> Iterator[tuple[Position, dict[str, Any]]]:
         """The next finished lines up to a step, each with the place after it. Goes on where the last call stopped."""
         if self._file is None:
             self.seek(self._place)
@@ -83,7 +85,7 @@ class Reader:
                 self._file.seek(offset)
                 return
             step = step_of(line)
-            self._place = Place(step, self._place.lines + 1 if step == self._place.step else 1)
+            self._place = Position(step, self._place.lines + 1 if step == self._place.step else 1)
             yield self._place, line
 
 

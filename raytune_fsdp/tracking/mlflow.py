@@ -31,11 +31,13 @@ from raytune_fsdp.durable import replace_at_once
 from raytune_fsdp.errors import RaytuneError, in_one_line
 from raytune_fsdp.redaction import redact, redact_text, redact_yaml
 from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE, MLFLOW_ID_FILE
-from raytune_fsdp.tracking.cursor import Place, Reader, Sent
+from raytune_fsdp.tracking.cursor import Position, Reader, Sent
 from raytune_fsdp.tracking.jsonl import append_event, read_events
 from raytune_fsdp.tracking.lines import step_of, time_of
 from raytune_fsdp.tracking.mlflow_run import (
+    ENVIRONMENT,
     MAX_POINTS,
+    NOISY_LOGGERS,
     GoneError,
     MlflowRun,
     Point,
@@ -63,18 +65,6 @@ _LAST_PAUSES_SECONDS = 1.0
 _SHOW_SECONDS = 0.5
 _ALL = 2**62  # a step that no run reaches
 
-# The client's own retries would keep `finish` waiting: 7 of them, 246 s in all. Telemetry is not ours to send.
-_ENVIRONMENT = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-}
-_NOISY_LOGGERS = (
-    "alembic.runtime.migration",
-    "alembic.runtime.plugins",
-    "mlflow.store.db.utils",
-    "urllib3.connectionpool",
-)
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 
@@ -125,14 +115,15 @@ class MlflowTracker:
         self._unsure = False
         """Whether the last request may have arrived, although it failed."""
         self._known: dict[str, bytearray] | None = None
-        self._careful_until = Place()
-        self._hopeless: set[Place] = set()
+        self._room = MAX_POINTS
+        """How many points a request may have: fewer after one that failed, as it may have been too much."""
+        self._hopeless: set[Position] = set()
         self._ended = False
         self._problem = ""
 
     def start(self, run: RunStart) -> None:
         # Before the thread imports mlflow, which may read them only then. What the user has set stays.
-        for name, value in _ENVIRONMENT.items():
+        for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self._start = run
         committed = run.resumed_from if run.committed is None else run.committed
@@ -199,7 +190,7 @@ class MlflowTracker:
         sent, wanted = self._reached()
         has = f"has {sent:,} of {wanted:,} steps of this run" if sent < wanted else "does not know how this run ended"
         has = has if self._asked else "has not answered"
-        because = f" ({self._problem})" if self._problem else ""
+        because = f" ({self._problem[:200]})" if self._problem else ""  # some errors quote half of a library
         return f"MLflow at {redact_text(self._uri)} {has}{because}; the same command sends the rest"
 
     def _reached(self) -> tuple[int, int]:
@@ -212,7 +203,7 @@ class MlflowTracker:
 
     def _work(self) -> None:
         failures = 0
-        with muted(*_NOISY_LOGGERS):
+        with muted(*NOISY_LOGGERS):
             while not self._ended and not self._abandoned:
                 try:
                     self._advance()
@@ -322,7 +313,7 @@ class MlflowTracker:
         if sent.place.step > committed:
             # The newest checkpoint was damaged, and its steps are trained again. MLflow keeps what it has of them; only
             # what it lacks is sent.
-            return Sent(Place(committed), max(sent.highest, sent.place.step))
+            return Sent(Position(committed), max(sent.highest, sent.place.step))
         return sent
 
     def _history(self, run: MlflowRun) -> dict[str, bytearray]:
@@ -349,7 +340,7 @@ class MlflowTracker:
             if place not in self._hopeless:
                 found = _points(line, run.start_time)
                 points += [point for point in found if point[3] > highest or not self._has(run, point)]
-            if len(points) > MAX_POINTS - 10 or place <= self._careful_until:  # a step has up to nine
+            if len(points) > self._room - 10:  # a step has up to nine
                 break
         return points, Sent(place, highest), num_lines
 
@@ -366,15 +357,15 @@ class MlflowTracker:
             # MLflow's database has the points before the tag: if the server dies between the two, they are sent once
             # more, and it knows them by their time and value.
             run.add_points(points, {CURSOR: sent.to_text()})
-        except RefusedError:
-            # It would be refused every time, and hold up what comes after it. Line by line the culprit is found.
-            if num_lines == 1:
+        except Exception as error:
+            self._room = max(1, self._room // 4)
+            # A line that is refused every time would hold up all that come after it.
+            if isinstance(error, RefusedError) and num_lines == 1:
                 self._hopeless.add(sent.place)
                 logger.warning("MLflow does not take a line of step %d, so it is left out there", sent.place.step)
-            else:
-                self._careful_until = sent.place
             raise
         self._sent = sent
+        self._room = min(2 * self._room, MAX_POINTS)
         if sent.place.step > sent.highest:
             self._known = None
 

@@ -20,6 +20,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The client's own retries (7 of them, 246 s in all) would send a request again without asking whether it has arrived. A
+# server on a busy machine needs more than 5 s for a full request. Telemetry is not ours to send.
+ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+NOISY_LOGGERS = (
+    "alembic.runtime.migration",
+    "alembic.runtime.plugins",
+    "mlflow.store.db.utils",
+    "urllib3.connectionpool",
+)
+
 # MLflow's limits for a request: 1,000 metrics, 100 params, 100 tags, and 1,000 of all together. Its client splits what
 # is more into several requests, with the tags in the first of them: a cursor would be ahead of its points.
 MAX_POINTS, _MAX_PARAMS, _MAX_TAGS = 900, 100, 100

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from raytune_fsdp.errors import ResumeError
-from raytune_fsdp.tracking import Composite, RunStart
-from raytune_fsdp.tracking.cursor import Place, Reader, Sent
+from raytune_fsdp.errors import ResumeError, TrainingError
+from raytune_fsdp.run.checks import check_first
+from raytune_fsdp.tracking import Composite, NullTracker, RunStart
+from raytune_fsdp.tracking.cursor import Position, Reader, Sent
 from raytune_fsdp.tracking.jsonl import JsonlTracker, read_evaluations, read_metrics
 from raytune_fsdp.tracking.lines import WHOLE_STEP, read_line, step_of
 from raytune_fsdp.tracking.repair import is_whole
 from raytune_fsdp.types import StepMetrics
+from tests.runs import make_config
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "aae7294" / "runs"
 Lines = list[bytes]
@@ -180,12 +182,18 @@ def test_what_cannot_be_a_record_is_refused_and_not_waited_for(tmp_path: Path) -
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(ResumeError, match="metrics.jsonl is not a regular file"):
         resume(tmp_path, 5)
+    config = make_config(tmp_path)
+    for file in ("metrics.jsonl", "events.jsonl"):
+        pipe = tmp_path / "runs" / "run" / file
+        pipe.parent.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(pipe)
+        with pytest.raises(ResumeError, match=f"{file} is not a regular file"):
+            check_first(config, 1)  # before anything is read or started
+        pipe.unlink()
 
 
 def test_a_record_is_never_lost_silently(tmp_path: Path) -> None:
     """Whatever keeps the record from being written stops training, though a tracker beside it may fail as it likes."""
-    from raytune_fsdp.errors import TrainingError
-    from raytune_fsdp.tracking import NullTracker
 
     class Broken(NullTracker):
         def start(self, run: RunStart) -> None:
@@ -242,8 +250,8 @@ def test_a_record_of_a_million_steps_is_resumed_in_seconds(tmp_path: Path) -> No
     assert tracker.repaired == {}
     reader = Reader(path)
     before = time.process_time()
-    reader.seek(Place(999_000, 1))
-    assert next(reader.lines(10**9))[0] == Place(999_000, 2) and next(reader.lines(10**9))[0] == Place(999_001, 1)
+    reader.seek(Position(999_000, 1))
+    assert next(reader.lines(10**9))[0] == Position(999_000, 2) and next(reader.lines(10**9))[0] == Position(999_001, 1)
     sought = time.process_time() - before
     print(f"a million lines: resumed in {taken:.1f} s, evaluations in {evaluations:.1f} s, cursor in {sought:.3f} s")
     assert taken < 10 and evaluations < 5 and sought < 0.1
@@ -257,32 +265,32 @@ def test_a_cursor_finds_its_place_wherever_it_is(tmp_path: Path) -> None:
     for place, line in reader.lines(100):
         every.append((place, step_of(line), line["kind"]))
     assert [(step, kind) for _, step, kind in every] == [(step, kind) for kind, step in WHOLE]
-    assert [place for place, *_ in every][:3] == [Place(0, 1), Place(1, 1), Place(2, 1)]
+    assert [place for place, *_ in every][:3] == [Position(0, 1), Position(1, 1), Position(2, 1)]
     for index, (place, *_) in enumerate(every):
         again = Reader(path)
         again.seek(place)
         assert [found for found, _ in again.lines(100)] == [found for found, *_ in every[index + 1 :]]
     # It stops at the last step it may read, and before a line that is still being written.
-    reader.seek(Place())
+    reader.seek(Position())
     assert [step_of(line) for _, line in reader.lines(5)] == [0, 1, 2, 3, 4, 5, 5]
     path.write_bytes(b"".join([*lines[:8], b"\xff\n", lines[8][:30]]))
     growing = Reader(path)
     assert len(list(growing.lines(100))) == 8 and list(growing.lines(100)) == []
     with path.open("ab") as file:
         file.write(lines[8][30:])
-    assert [place for place, _ in growing.lines(100)] == [Place(7, 1)]
+    assert [place for place, _ in growing.lines(100)] == [Position(7, 1)]
 
 
 def test_a_cursor_waits_for_a_record_that_is_not_there_yet(tmp_path: Path) -> None:
     reader = Reader(tmp_path / "metrics.jsonl")
-    reader.seek(Place(3, 1))
+    reader.seek(Position(3, 1))
     assert list(reader.lines(100)) == []
     write(tmp_path)
     assert [step_of(line) for _, line in reader.lines(4)] == [4]
 
 
 def test_a_cursor_as_text_is_read_back_or_is_none() -> None:
-    sent = Sent(Place(350, 1), 400)
+    sent = Sent(Position(350, 1), 400)
     assert Sent.from_text(sent.to_text()) == sent
     for text in (None, "", "3", "[]", "{}", "[" * 100_000, '{"step": 1, "lines": "x", "highest": 1}'):
         assert Sent.from_text(text) is None
