@@ -47,7 +47,9 @@ def open_data(
         # Measured once each, however often they would be trained on.
         some = [i for i, (_, out) in enumerate(pairs) if len(out)]
         measured = [datasets[i].model_copy(update={"weight": None, "share": None}) for i in some]
-        return windows(datasets, [rest for rest, _ in pairs]), {HELD_OUT: windows(measured, [pairs[i][1] for i in some])}
+        return windows(datasets, [rest for rest, _ in pairs]), {
+            HELD_OUT: windows(measured, [pairs[i][1] for i in some])
+        }
     train = windows(datasets)
     evals = {dataset_name(dataset): windows([dataset]) for dataset in config.data.eval}
     if len(evals) != len(config.data.eval):
@@ -74,8 +76,8 @@ def _hold_out(
         pairs[i] = rest, out
         if not len(rest):
             raise DataError(
-                f"{field} holds all {len(out)} row(s) of the dataset {dataset_name(datasets[i])!r} out, so none is left "
-                f"to train on; lower it, add rows, or set data.train.{i}.weight=0"
+                f"{field} holds all {len(out)} row(s) of the dataset {dataset_name(datasets[i])!r} out, so none is "
+                f"left to train on; lower it, add rows, or set data.train.{i}.weight=0"
             )
     return pairs
 

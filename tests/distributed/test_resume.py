@@ -65,7 +65,11 @@ def test_other_world_sizes_see_the_same_samples_and_losses(tmp_path: Path) -> No
 
 def test_a_run_begun_with_the_older_order_goes_on_with_it(tmp_path: Path) -> None:
     """With `shuffle: none` a new run packs in another order than trees before; theirs keep their own, to the bit."""
-    sections: Any = {"train": {**TRAIN, "max_steps": 12}, "data": {"shuffle": "none"}, "parallel": {"precision": "fp32"}}
+    sections: Any = {
+        "train": {**TRAIN, "max_steps": 12},
+        "data": {"shuffle": "none"},
+        "parallel": {"precision": "fp32"},
+    }
     new = trajectory(make_config(tmp_path, run={"name": "new"}, **sections), 1)
     whole = make_config(tmp_path, run={"name": "whole"}, **sections)
     run_ranks(train_in_the_older_order, 1, whole.model_dump())

@@ -1,4 +1,4 @@
-"""Files that change underneath a run: noticed before a row of the new content is used, whatever their size and time say."""
+"""Files that change underneath a run: noticed before a row of the new content is used, whatever size and time say."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def test_no_row_of_a_changed_file_is_used(tmp_path: Path, name: str, change: Cal
     source = opened(path)
     known = source.rows([7, 8])
     change(path)
-    with pytest.raises(DataError, match=rf"{name}: has (other content|\d+ bytes, had \d+) .*when it was opened; a .*final"):
+    with pytest.raises(
+        DataError, match=rf"{name}: has (other content|\d+ bytes, had \d+) .*when it was opened; a .*final"
+    ):
         source.rows([3900])
     # The next command finds what the file is now, although its name, size and time are in the cache.
     if change is truncate:

@@ -1,4 +1,4 @@
-"""Some rows of a dataset, and rows that are held out of the training: the same ones always, in one place or the other."""
+"""Some rows of a dataset, and rows that are held out of the training: always the same, and never in both places."""
 
 from __future__ import annotations
 
@@ -112,7 +112,11 @@ def test_any_row_of_what_was_divided_is_the_right_one(tmp_path: Path) -> None:
     [
         ([200, 0], {"rows": 200}, r"data\.eval\.rows=200 holds 200 of the 200 row\(s\).*none is left"),
         ([1, 0], {"fraction": 0.5}, r"data\.eval\.fraction=0\.5 holds 1 of the 1 row"),
-        ([100, 1], {"rows": 100}, r"data\.eval\.rows=100 holds all 1 row\(s\) of the dataset 'b' out.*train\.1\.weight=0"),
+        (
+            [100, 1],
+            {"rows": 100},
+            r"data\.eval\.rows=100 holds all 1 row\(s\) of the dataset 'b' out.*train\.1\.weight=0",
+        ),
     ],
 )
 def test_a_division_that_leaves_nothing_is_refused(

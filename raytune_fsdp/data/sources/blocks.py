@@ -52,9 +52,7 @@ class Blocks:
         """Whether this is what was there, from block `number` on."""
         known = self.hashes()[self.first + number :]
         starts = range(0, len(data), BLOCK_BYTES)
-        return all(
-            xxhash.xxh3_64_intdigest(data[at : at + BLOCK_BYTES]) == known[i] for i, at in enumerate(starts)
-        )
+        return all(xxhash.xxh3_64_intdigest(data[at : at + BLOCK_BYTES]) == known[i] for i, at in enumerate(starts))
 
     def hold(self, file: File, every: int) -> bool:
         """Whether the file still has this content, by every `every`-th block and the last."""
@@ -76,7 +74,7 @@ class Blocks:
             Path(self.path).with_name("meta.json").unlink()
 
 
-class Hashing:
+class BlockHashing:
     """Hashes a file as it is read: the whole, and its blocks."""
 
     def __init__(self) -> None:
@@ -112,9 +110,9 @@ class Hashing:
         self._in_block = 0
 
 
-def hash_blocks(read: Callable[[int], bytes], report: Callable[[int], None] | None = None) -> Hashing:
+def hash_blocks(read: Callable[[int], bytes], report: Callable[[int], None] | None = None) -> BlockHashing:
     """Read a file from its start to its end."""
-    hashing, done = Hashing(), 0
+    hashing, done = BlockHashing(), 0
     while piece := read(_AT_ONCE * BLOCK_BYTES):
         hashing.update(piece)
         done += len(piece)

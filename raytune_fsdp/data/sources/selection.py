@@ -139,4 +139,3 @@ def lowest(sources: Sequence[Source], many: int, what: str) -> list[Int64Array]:
             first += len(keys)
         found.append(np.concatenate(numbers))
     return found
-
