@@ -4,8 +4,8 @@ Trains small runs with the code of BASE and with the working tree as it is now, 
 `metrics.jsonl` says of every step and every evaluation, bit by bit. The working tree also goes on with checkpoints, its
 own and those of BASE, which must give what BASE gives without a stop. Ends with 1 if anything differs.
 
-A run that the working tree begins under a higher order version is meant to be another one: then only what BASE has begun
-is compared, which must go on under its own order.
+A run that the working tree begins under a higher order version is meant to be another one: then only what BASE has
+begun is compared, which must go on under its own order.
 """
 
 from __future__ import annotations

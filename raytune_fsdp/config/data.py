@@ -135,6 +135,10 @@ class DataConfig(Section):
     """What happens to a row that cannot be used: broken JSON, a missing column, no token to train on, and so on.
     `skip` leaves it out, counts it by reason and lists it in events.jsonl."""
 
+    max_row_bytes: int = Field(default=8_000_000, ge=1)
+    """A row of more bytes is an error, whatever `bad_rows` says: while it is tokenized it takes some 140 times its size in
+    memory. Not part of what makes it the same run."""
+
     shuffle: Literal["rows", "blocks", "none"] = "rows"
     """`rows`: a permutation of all rows keyed by `run.seed`; `blocks`: of the row groups of Parquet files (runs of
     rows of other files) and of the rows inside each, which reads files in place; `none`: the order of the files."""

@@ -59,8 +59,8 @@ def identity_of_windows(
         "pad_id": pad_id,
         "vocab_size": vocab_size,
         "reshuffle": "windows" if repeats else "full",
-        # Not bad_rows: without bad rows both policies give the same windows, and a window that skipped rows is refused
-        # where bad rows are errors.
+        # Not max_row_bytes, which only refuses. Not bad_rows: without bad rows both policies give the same windows, and
+        # a window that skipped rows is refused where bad rows are errors.
         **data.model_dump(include={"seq_len", "packing", "long_documents", "shuffle", "window"}),
     }
 

@@ -76,8 +76,8 @@ def _hold_out(
         pairs[i] = rest, out
         if not len(rest):
             raise DataError(
-                f"{field} holds all {len(out)} row(s) of the dataset {dataset_name(datasets[i])!r} out, so none is left "
-                f"to train on; lower it, add rows, or set data.train.{i}.weight=0"
+                f"{field} holds all {len(out)} row(s) of the dataset {dataset_name(datasets[i])!r} out, so none is "
+                f"left to train on; lower it, add rows, or set data.train.{i}.weight=0"
             )
     return pairs
 

@@ -14,8 +14,8 @@ again, their samples. All of that belongs to a version of the order. There are t
 
     2             documents are packed best-fit decreasing in any order; a pattern or directory is listed by following
                   links wherever they lead
-    3             with `shuffle: none`, documents are packed in their own order (`packing.best_fit_in_order`); a directory
-                  that links lead to again is read once (`sources.places`)
+    3             with `shuffle: none`, documents are packed in their own order (`packing.best_fit_in_order`); a
+                  directory that links lead to again is read once (`sources.places`)
 
 A run keeps the version that it was begun with. A new run, and windows in the cache, have the lowest that gives them
 their order: most data is the same under both, and so keeps its runs and its cache.

@@ -49,7 +49,7 @@ class Window:
 
     @classmethod
     def from_bytes(cls, data: pa.Buffer, place: Mapping[str, str]) -> Window | None:
-        """The window in these bytes; None if a single bit differs from what `to_bytes` returned, or it belongs elsewhere.
+        """The window in these bytes; None if a bit differs from what `to_bytes` returned, or it belongs elsewhere.
 
         Files from before they said where they belong are taken by their name; `Windows` checks their shape.
         """

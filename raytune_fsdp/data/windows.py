@@ -328,9 +328,12 @@ def open_sources(
     old_order = order_version == OLDEST_ORDER
     in_place = data.shuffle != "rows"
     return [
-        open_source(dataset, cache=cache, in_place=in_place, progress=progress, old_order=old_order)
+        open_source(
+            dataset, cache=cache, in_place=in_place, progress=progress, old_order=old_order,
+            max_row_bytes=data.max_row_bytes,
+        )
         for dataset in datasets
-    ]
+    ]  # fmt: skip
 
 
 def _pad_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:

@@ -1,4 +1,4 @@
-"""Files that change underneath a run: noticed before a row of the new content is used, whatever their size and time say."""
+"""Files that change underneath a run: noticed before a row of the new content is used, whatever size and time say."""
 
 from __future__ import annotations
 

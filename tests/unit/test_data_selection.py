@@ -1,4 +1,4 @@
-"""Some rows of a dataset, and rows that are held out of the training: the same ones always, in one place or the other."""
+"""Some rows of a dataset, and rows that are held out of the training: always the same, and never in both places."""
 
 from __future__ import annotations
 

@@ -102,8 +102,10 @@ def test_links_are_followed_and_no_directory_is_read_twice(tmp_path: Path, monke
     for name in ("data/a/x/1.jsonl", "data/b/2.jsonl", "far/3.jsonl", "far/deep/4.jsonl", "plain/a/5.jsonl"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(json.dumps({"file": name}))
-    links = {"data/loop": ".", "data/a/up": "../..", "data/0": "b", "data/far": "../far", "data/a/z": "../../far/deep",
-             "far/back": "../data", "data/file.jsonl": "b/2.jsonl", "data/self": "self", "data/gone": "no-such"}  # fmt: skip
+    links = {
+        "data/loop": ".", "data/a/up": "../..", "data/0": "b", "data/far": "../far", "data/a/z": "../../far/deep",
+        "far/back": "../data", "data/file.jsonl": "b/2.jsonl", "data/self": "self", "data/gone": "no-such",
+    }  # fmt: skip
     for name, target in links.items():
         (tmp_path / name).symlink_to(target)
     monkeypatch.chdir(tmp_path)

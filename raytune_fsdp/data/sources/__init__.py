@@ -8,6 +8,7 @@ remote      files in object stores and whatever else fsspec opens
 file_names  what a file's name says: its kind, its compression, the dataset's default name
 hub         datasets of the Hugging Face hub, written once as Arrow
 texts       rows of text files (JSON Lines, JSON, CSV, plain text), read by position
+small_texts many small text files, prepared together
 scan        one pass over a text file: where each row is, and the hash of the content
 parquet     rows of Parquet files: by row group in place, or written once as Arrow
 arrow       rows of Arrow files, mapped into memory

@@ -30,7 +30,7 @@ from raytune_fsdp.data.sources.handles import (
 )
 from raytune_fsdp.data.sources.places import copy
 from raytune_fsdp.data.sources.prepared import PreparedRows, prepare, touch
-from raytune_fsdp.data.sources.source import CACHE_GONE, Columns, File, Row, reading
+from raytune_fsdp.data.sources.source import CACHE_GONE, Columns, File, Row, reading, too_large
 from raytune_fsdp.errors import DataError, RowError
 from raytune_fsdp.types import Progress
 
@@ -58,6 +58,8 @@ class ArrowRows:
     columns: Columns
     groups: str | None = None
     """File in the cache with the sizes of blocks, if blocks are not record batches."""
+    most: int | None = None
+    """Bytes that a row may have."""
 
     def blocks(self) -> Iterable[int]:
         if self.groups is not None:
@@ -72,7 +74,7 @@ class ArrowRows:
 
     def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
         _, ends = self._table()
-        return rows_of_groups(indices, ends=ends, group=self._batch, where=self.where)
+        return rows_of_groups(indices, ends=ends, group=self._batch, where=self.where, most=self.most)
 
     def _batch(self, number: int) -> Any:
         def make() -> Any:
@@ -224,7 +226,9 @@ def index_batches(source: Any, directory: Path, *, shown: str) -> int:
     return sum(rows for _, _, rows in found)
 
 
-def rows_of_groups(indices: Sequence[int], *, ends: Any, group: Any, where: Any) -> list[Row | RowError]:
+def rows_of_groups(
+    indices: Sequence[int], *, ends: Any, group: Any, where: Any, most: int | None = None
+) -> list[Row | RowError]:
     """Rows by number. `group(k)`: the table or record batch with rows `ends[k - 1]` to `ends[k]`."""
     numbers = np.asarray(indices, dtype=np.int64)
     places = np.searchsorted(ends, numbers, side="right")
@@ -232,9 +236,12 @@ def rows_of_groups(indices: Sequence[int], *, ends: Any, group: Any, where: Any)
     for place in np.unique(places).tolist():
         wanted = np.flatnonzero(places == place)
         first = int(ends[place - 1]) if place else 0
-        for position, row in zip(
-            wanted.tolist(), _take(group(place), numbers[wanted] - first, first, where), strict=True
-        ):
+        table, local = group(place), numbers[wanted] - first
+        if most is not None and table.nbytes > most:
+            for index in local.tolist():
+                if (size := table.slice(index, 1).nbytes) > most:
+                    raise too_large(where(first + index), size, most)
+        for position, row in zip(wanted.tolist(), _take(table, local, first, where), strict=True):
             rows[position] = row
     return rows
 

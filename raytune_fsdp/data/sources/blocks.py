@@ -74,7 +74,7 @@ class Blocks:
             Path(self.path).with_name("meta.json").unlink()
 
 
-class Hashing:
+class BlockHashing:
     """Hashes a file as it is read: the whole, and its blocks."""
 
     def __init__(self) -> None:
@@ -110,9 +110,9 @@ class Hashing:
         self._in_block = 0
 
 
-def hash_blocks(read: Callable[[int], bytes], report: Callable[[int], None] | None = None) -> Hashing:
+def hash_blocks(read: Callable[[int], bytes], report: Callable[[int], None] | None = None) -> BlockHashing:
     """Read a file from its start to its end."""
-    hashing, done = Hashing(), 0
+    hashing, done = BlockHashing(), 0
     while piece := read(_AT_ONCE * BLOCK_BYTES):
         hashing.update(piece)
         done += len(piece)

@@ -39,17 +39,24 @@ def shorten(value: object, *, limit: int = 80) -> str:
 
 def compression_of(path: str) -> str | None:
     """The codec a file is compressed with, by its ending; None if it is not compressed."""
-    return COMPRESSIONS.get(_name(path).suffix.lower())
+    return COMPRESSIONS.get(_suffix(_name(path)).lower())
 
 
 def ending_of(path: str) -> str:
     """The ending that says what is in a file, without the ending of its compression."""
     name = _name(path)
-    return (PurePosixPath(name.stem) if compression_of(path) else name).suffix.lower()
+    suffix = _suffix(name)
+    return (_suffix(name.removesuffix(suffix)) if suffix.lower() in COMPRESSIONS else suffix).lower()
 
 
-def _name(path: str) -> PurePosixPath:
-    return PurePosixPath(split_query(path)[0] if is_url(path) else path)
+def _name(path: str) -> str:
+    return (split_query(path)[0] if is_url(path) else path).rstrip("/").rpartition("/")[2]
+
+
+def _suffix(name: str) -> str:
+    # PurePosixPath has it too, but takes 20 us, and 10,000 files are asked five times each.
+    dot = name.rfind(".")
+    return name[dot:] if 0 < dot < len(name) - 1 else ""
 
 
 def kind_of(path: str) -> str | None:

@@ -41,10 +41,16 @@ class Stored:
     def open(self) -> OpenFile:
         """The file, held open by this process; another one, if there is another file in its place now."""
         key = ("file", self)
-        opened: OpenFile = OPEN.get(key, lambda: OpenFile(self))
-        if self.blocks is not None and opened.replaced():
+        made: list[OpenFile] = []  # now, and so looked at now
+
+        def make() -> OpenFile:
+            made.append(OpenFile(self))
+            return made[0]
+
+        opened: OpenFile = OPEN.get(key, make)
+        if self.blocks is not None and not made and opened.replaced():
             OPEN.drop(key)
-            opened = OPEN.get(key, lambda: OpenFile(self))
+            opened = OPEN.get(key, make)
         return opened
 
     def map(self) -> pa.Buffer:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from raytune_fsdp.config.data import DatasetConfig
 from raytune_fsdp.config.formats import COLUMNS, Format
@@ -17,6 +19,7 @@ from raytune_fsdp.data.sources.parquet import open_parquet
 from raytune_fsdp.data.sources.places import find_files, one_kind
 from raytune_fsdp.data.sources.remote import with_version
 from raytune_fsdp.data.sources.selection import some_rows
+from raytune_fsdp.data.sources.small_texts import open_small_texts, small_groups
 from raytune_fsdp.data.sources.source import Columns, File, Files, Part, Source
 from raytune_fsdp.data.sources.texts import TextRows, open_text
 from raytune_fsdp.errors import DataError
@@ -34,7 +37,13 @@ _COMPARED_BYTES = 1 << 30
 
 
 def open_source(
-    dataset: DatasetConfig, *, cache: Path, in_place: bool, progress: Progress | None = None, old_order: bool = False
+    dataset: DatasetConfig,
+    *,
+    cache: Path,
+    in_place: bool,
+    progress: Progress | None = None,
+    old_order: bool = False,
+    max_row_bytes: int | None = None,
 ) -> Source:
     """Open a dataset. What is prepared for it is kept in `cache`, for all nodes.
 
@@ -54,6 +63,8 @@ def open_source(
         kind = one_kind(found.files, dataset)
         columnar = kind in ("arrow", "parquet")
         parts = _open_files(found.files, kind, dataset, cache=cache, in_place=in_place, progress=progress)
+    limited: tuple[Any, ...] = parts
+    parts = tuple(replace(part, most=max_row_bytes) for part in limited)
     source = Files(label, parts, columnar, order_version)
     if not len(source):
         raise DataError(f"{label}: has no rows; correct the dataset's path, hub name or split")
@@ -99,9 +110,19 @@ def _open_files(
 
     decoded = kind in ("arrow", "parquet") and not in_place
     with ThreadPoolExecutor(_DECODED_AT_ONCE if decoded else _AT_ONCE) as threads:
-        opened = [threads.submit(open_file, file) for file in files]
+        groups = small_groups(files) if kind not in ("arrow", "parquet") else []
+        small = {file.url for group in groups for file in group}
+        alone = {file.url: threads.submit(open_file, file) for file in files if file.url not in small}
+        parts: dict[str, Part] = {}
         try:
-            return tuple(future.result() for future in opened)
+            # In this thread: the work on thousands of small files is Python's, and threads would only take turns.
+            for group in groups:
+                found = open_small_texts(
+                    group, kind, cache=cache, progress=None if progress is None else report, every=every
+                )
+                parts.update(zip((file.url for file in group), found, strict=True))
+            parts.update((url, future.result()) for url, future in alone.items())
+            return tuple(parts[file.url] for file in files)
         finally:
             threads.shutdown(cancel_futures=True)
 

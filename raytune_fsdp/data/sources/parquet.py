@@ -56,6 +56,8 @@ class ParquetRows:
     """The file, if it is local."""
     groups: str
     columns: Columns
+    most: int | None = None
+    """Bytes that a row may have."""
 
     def blocks(self) -> Iterable[int]:
         return read_groups(self.groups)
@@ -68,7 +70,7 @@ class ParquetRows:
 
     def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
         ends = OPEN.get(("groups", self.groups), lambda: np.cumsum(read_groups(self.groups), dtype=np.int64))
-        return rows_of_groups(indices, ends=ends, group=self._group, where=self.where)
+        return rows_of_groups(indices, ends=ends, group=self._group, where=self.where, most=self.most)
 
     def _group(self, number: int) -> Any:
         def make() -> Any:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from raytune_fsdp.data.sources.blocks import Hashing
+from raytune_fsdp.data.sources.blocks import BlockHashing
 from raytune_fsdp.data.sources.file_names import shorten
 from raytune_fsdp.data.sources.source import reading, unreadable
 from raytune_fsdp.errors import DataError
@@ -46,7 +46,7 @@ class Scanned:
         self._file = file
         self._size = size
         self._progress = progress
-        self.hashing = Hashing()
+        self.hashing = BlockHashing()
         self._reported = 0
         with reading(shown):
             start = file.read(len(_BOM))

@@ -216,6 +216,14 @@ def spread_keys(key: int, count: int) -> Iterator[Any]:
         yield value ^ (value >> np.uint64(31))
 
 
+def too_large(where: str, size: int, most: int) -> DataError:
+    """The DataError for a row that would take too much memory. Never a RowError: `data.bad_rows` decides the order."""
+    return DataError(
+        f"{where}: the row has {size:,} bytes, more than data.max_row_bytes={most}; shorten or remove it, or set "
+        f"data.max_row_bytes={size} where about {size * 140 / 1e9:.1f} GB of memory are free"
+    )
+
+
 @contextmanager
 def reading(shown: str, way_out: str = _WHOLE) -> Iterator[None]:
     """Turn whatever a file system or decoder raises into a DataError that names the file."""

@@ -17,14 +17,14 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from raytune_fsdp.data.sources.blocks import BLOCK_BYTES, Hashing
+from raytune_fsdp.data.sources.blocks import BLOCK_BYTES, BlockHashing
 from raytune_fsdp.data.sources.blocks import NAME as BLOCKS
 from raytune_fsdp.data.sources.file_names import compression_of, ending_of, shorten
 from raytune_fsdp.data.sources.handles import OPEN, Stored, check_unchanged, keep_hashes
 from raytune_fsdp.data.sources.places import copy
 from raytune_fsdp.data.sources.prepared import prepare, touch
 from raytune_fsdp.data.sources.scan import SPAN, Scanned, Spans, csv_reader, json_syntax, scan
-from raytune_fsdp.data.sources.source import CACHE_GONE, File, Row, reading
+from raytune_fsdp.data.sources.source import CACHE_GONE, File, Row, reading, too_large
 from raytune_fsdp.errors import DataError, RowError
 from raytune_fsdp.types import Progress
 
@@ -53,6 +53,10 @@ class TextRows:
     syntax: str
     columns: tuple[str, ...]
     delimiter: str
+    first: int = 0
+    """Place of its first row in the file `spans`, which may be that of many files."""
+    most: int | None = None
+    """Bytes that a row may have."""
 
     def blocks(self) -> Iterable[int]:
         for first in range(0, self.count, _BLOCK_ROWS):
@@ -68,6 +72,9 @@ class TextRows:
 
     def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
         spans = self._spans()[np.asarray(indices, dtype=np.int64)]
+        if self.most is not None and len(spans) and int(spans["bytes"].max()) > self.most:
+            largest = int(spans["bytes"].argmax())
+            raise too_large(self.where(indices[largest]), int(spans["bytes"][largest]), self.most)
         file = self.stored.open()
         rows: list[Row | RowError] = [{}] * len(spans)
         # In the order of the file, as storage reads forward fastest, and neighbours together: each read compares whole
@@ -133,15 +140,14 @@ class TextRows:
     def _spans(self) -> Any:
         def make() -> Any:
             with reading(self.spans, CACHE_GONE):
-                return np.memmap(self.spans, dtype=SPAN, mode="r", shape=(self.count,)).view(np.ndarray)
+                return np.memmap(self.spans, dtype=SPAN, mode="r").view(np.ndarray)
 
-        return OPEN.get(("spans", self.spans), make)
+        return OPEN.get(("spans", self.spans), make)[self.first : self.first + self.count]
 
 
 def open_text(file: File, kind: str, *, cache: Path, progress: Progress | None, every: int = 1) -> TextRows:
     """Find the rows of a file, unless an earlier run did. `every`: see `Blocks.hold`."""
     copied = file.remote or compression_of(file.url) is not None
-    delimiter = "\t" if ending_of(file.url) == ".tsv" else ","
 
     def make(directory: Path) -> Mapping[str, Any]:
         path = Path(file.url)
@@ -149,7 +155,9 @@ def open_text(file: File, kind: str, *, cache: Path, progress: Progress | None, 
             path = directory / "content"
             copy(file, path, progress=progress)
         with open(directory / "spans", "wb") as spans:
-            meta, hashing = _find_rows(path, spans, file=file, kind=kind, delimiter=delimiter, progress=progress)
+            meta, hashing = find_rows(
+                path, spans, file=file, kind=kind, delimiter=delimiter_of(file), progress=progress
+            )
         if copied:
             keep_hashes(file, directory)
         else:
@@ -162,25 +170,36 @@ def open_text(file: File, kind: str, *, cache: Path, progress: Progress | None, 
         identity["blocks"] = BLOCK_BYTES
     holds = None if file.remote else lambda made: made.holds(file, every)
     made = prepare(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
-    meta, content = made.meta, made.meta["content"]
     stored = made.stored("content", shown=file.shown) if copied else made.in_place(file)
+    return text_rows(file, made.meta, stored=stored, spans=str(made.path / "spans"))
+
+
+def text_rows(file: File, meta: Mapping[str, Any], *, stored: Stored, spans: str, first: int = 0) -> TextRows:
+    """The rows of a file, by what `find_rows` has found."""
+    delimiter = delimiter_of(file)
     # The same bytes are different rows if they are read in a different way.
-    read_as = [content, meta["syntax"], delimiter if meta["syntax"] == "csv" else None]
+    read_as = [meta["content"], meta["syntax"], delimiter if meta["syntax"] == "csv" else None]
     return TextRows(
         shown=file.shown,
         fingerprint=xxhash.xxh3_128_hexdigest(json.dumps(read_as).encode()),
         count=meta["rows"],
         stored=stored,
-        spans=str(made.path / "spans"),
+        spans=spans,
         syntax=meta["syntax"],
         columns=tuple(meta["columns"]),
         delimiter=delimiter,
+        first=first,
     )
 
 
-def _find_rows(
+def delimiter_of(file: File) -> str:
+    """What stands between the fields of a CSV file."""
+    return "\t" if ending_of(file.url) == ".tsv" else ","
+
+
+def find_rows(
     path: Path, out: BinaryIO, *, file: File, kind: str, delimiter: str, progress: Progress | None
-) -> tuple[Mapping[str, Any], Hashing]:
+) -> tuple[Mapping[str, Any], BlockHashing]:
     """Write where the rows of a file are. Returns what is known of it, and the hashes of its content."""
     syntax = kind
     with _opened(path, shown=file.shown) as source:
