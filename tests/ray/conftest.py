@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -40,3 +42,16 @@ def cluster() -> Iterator[None]:
     finally:
         ray.shutdown()
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """A test that fails must not leave a run of 100,000 steps behind."""
+    from tests.ray.jobs import STARTED
+
+    yield
+    while STARTED:
+        command = STARTED.pop()
+        if command.process.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                command.end(0.1)

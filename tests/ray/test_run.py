@@ -133,7 +133,7 @@ def test_a_ray_of_our_own_that_dies_is_one_line_and_the_same_command_continues(t
     for name in ("raylet", "gcs_server"):
         command = Command(config, tmp_path)
         command.until(lambda: command.steps() >= reached + 6, 400)  # noqa: B023
-        (process,) = [each for each in command.all() if each.name() == name]
+        process = next(each for each in command.all() if each.name() == name)
         processes = command.all()
         process.kill()
         killed = time.monotonic()

@@ -199,6 +199,11 @@ def _try_to_start(cpus: int, seconds: float) -> Session:
         )
     except BaseException:
         session.close()
+        # Ray forgets the processes of a start that has failed; some would go on until this one ends.
+        for each in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                if any(str(directory) in argument for argument in each.cmdline()):
+                    each.kill()
         raise
     session.about = f"started on this machine, {_size()}"
     return session
