@@ -41,7 +41,9 @@ os.register_at_fork(after_in_child=_close_in_child)
 def locked(config: FinetuneConfig) -> Iterator[None]:
     """Hold the run's lock inside the block. Refuses if another command has it; a refusal leaves nothing behind."""
     place = RunDir.of(config)
-    missing = [each for each in (place.path, *place.path.parents) if not each.exists()]
+    missing: list[Path] = []
+    with suppress(OSError):
+        missing += [each for each in (place.path, *place.path.parents) if not each.exists()]
     handle = _take(config, place)
     if handle is None:
         yield

@@ -145,13 +145,19 @@ def test_torchrun_gives_the_same_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("workers", "kind"), [(1, signal.SIGTERM), (2, signal.SIGINT)])
 def test_a_signal_saves_and_exits_130(tmp_path: Path, workers: int, kind: signal.Signals) -> None:
-    """SIGTERM to the process that was started, as schedulers do; SIGINT to all, as a terminal does for Ctrl-C."""
+    """SIGTERM to the process that was started, as schedulers do; SIGINT to all, as a terminal does for Ctrl-C.
+
+    A second start meanwhile is refused.
+    """
     config = write_config(
         tmp_path, cluster={"device": "cpu", "workers": workers}, train={**TRAIN, "max_steps": 100_000}
     )
     process = start(*job("--config", str(config)))
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.stat().st_size > 2000, process)
+    second = run(*job("--config", str(config)))
+    assert second.returncode == 2 and len(second.stderr.splitlines()) == 1, second.stderr
+    assert f"another command works on {metrics.parent}: process {process.pid} on " in second.stderr
     if kind == signal.SIGINT:
         os.killpg(process.pid, kind)
     else:
@@ -161,6 +167,17 @@ def test_a_signal_saves_and_exits_130(tmp_path: Path, workers: int, kind: signal
     assert done.stderr.startswith("error: stopped"), done.stderr
     newest = checkpoints(tmp_path / "runs" / "run")[-1]
     assert read_trajectory(metrics)[-1]["step"] == newest.step
+
+
+def test_a_signal_before_training_exits_130_with_a_line_and_leaves_nothing(tmp_path: Path) -> None:
+    config = write_config(tmp_path, cluster={"launch": "local", "device": "cpu", "workers": 1})
+    process = start(*job("--config", str(config)))
+    wait_for((tmp_path / "runs" / "run" / "lock").exists, process)  # from here on it imports, and prepares
+    process.send_signal(signal.SIGTERM)
+    done = end(process, 20)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr == "error: stopped by SIGTERM before training began; nothing is lost\n"
+    assert not (tmp_path / "runs").exists()
 
 
 def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 120) -> None:

@@ -38,6 +38,10 @@ def config_of(directory: Path, **sections: Any) -> FinetuneConfig:
     )
 
 
+STARTED: list[Command] = []
+"""What the tests have started; the last of it ends with its test (conftest.py)."""
+
+
 class Command:
     """`python jobs/finetune.py` in a session of its own, in a directory that is not the ranks'."""
 
@@ -57,6 +61,8 @@ class Command:
                     "RAY_ADDRESS": "local", "TMPDIR": str(TEMPORARY), **environment,
                 },
             )  # fmt: skip
+
+        STARTED.append(self)
 
     def until(self, condition: Callable[[], bool], seconds: float = 180) -> None:
         deadline = time.monotonic() + seconds

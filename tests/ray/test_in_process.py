@@ -73,7 +73,7 @@ def at_step(config: FinetuneConfig, step: int, blow: Callable[[], None]) -> thre
     metrics = Path(config.run.storage) / config.run.name / "metrics.jsonl"
 
     def watch() -> None:
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 400
         while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
             assert time.monotonic() < deadline
             time.sleep(0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -137,3 +138,33 @@ def test_ranks_that_cannot_be_brought_together_at_first(tmp_path: Path) -> None:
     assert any("while the ranks were starting" in each for each in causes), causes
     assert any("no route to host" in each for each in causes), causes
     assert len(read_trajectory(command.run_dir / "metrics.jsonl")) == 4
+
+
+@pytest.mark.slow
+def test_a_ray_of_our_own_that_dies_is_one_line_and_the_same_command_continues(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path,
+        train={**TRAIN, "max_steps": 100_000},
+        cluster={"launch": "ray", "workers": 1, "device": "cpu"},
+        tracking={"console": True, "mlflow": {"enabled": False}},
+    )
+    reached = 0
+    for name in ("raylet", "gcs_server"):
+        command = Command(config, tmp_path)
+        command.until(lambda: command.steps() >= reached + 6, 400)  # noqa: B023
+        process = next(each for each in command.all() if each.name() == name)
+        processes = command.all()
+        process.kill()
+        killed = time.monotonic()
+        code, said = command.end(90)
+        assert code == 1, said
+        assert time.monotonic() - killed < 60, said
+        (error,) = [line for line in said.splitlines() if line.startswith("error: ")]
+        assert error.startswith(f"error: the run failed: Ray's {name} process on this machine died (killed"), said
+        assert f". The last committed step is {checkpoints(command.run_dir)[-1].step}; " in error
+        assert error.endswith("; the same command continues")
+        assert len(events(command.run_dir, "attempt_failed")) == (1 if name == "raylet" else 2)
+        assert not list(TEMPORARY.glob("raytune-ray-*"))
+        _, left = psutil.wait_procs([each for each in processes if is_there(each)], timeout=100)
+        assert not [each for each in left if is_there(each)]
+        reached = checkpoints(command.run_dir)[-1].step

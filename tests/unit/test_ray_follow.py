@@ -56,7 +56,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tu
     place.path.mkdir(parents=True)
     board, said = Silent(), list[str]()
     known = Follow(
-        config, place, ASKED, board=board, token=None, lost=options.pop("lost", lambda: None),  # type: ignore[arg-type]
+        config, place, ASKED, board=board, token=None, step=0, lost=options.pop("lost", lambda: None),  # type: ignore[arg-type]
         signals=options.pop("signals", Signals()), phases=Phases(), say=said.append,
     )  # fmt: skip
     return known, place, board, said

@@ -133,7 +133,8 @@ def _train(
         board = Board()
         follow = Follow(
             config, place, asked,
-            board=board, token=token, lost=session.lost, signals=signals, phases=phases, say=say,
+            board=board, token=token, step=standing.state.step, lost=session.lost,
+            signals=signals, phases=phases, say=say,
         )  # fmt: skip
         job = RankJob(
             config=config,

@@ -39,8 +39,9 @@ class ControllerWatch(ControllerCallback):  # type: ignore[misc]
         self._board = board
 
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
-        # Ray Train keeps the handle of its helper to itself: one of its callbacks in this process has it.
-        callbacks = [each for each in gc.get_objects() if isinstance(each, PlacementGroupCleanerCallback)]
+        # Ray Train keeps the handle of its helper to itself: one of its callbacks in this process has it. By type():
+        # isinstance() fails on proxies whose object has gone.
+        callbacks = [each for each in gc.get_objects() if type(each) is PlacementGroupCleanerCallback]
         helpers = [each._cleaner for each in callbacks if each._cleaner is not None]
         if not self._board.tell_and_ask(Controlled([ray.get_runtime_context().current_actor, *helpers])):
             raise TrainingError("the driver has given up the run")

@@ -11,7 +11,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed
 from raytune_fsdp.config import FinetuneConfig
@@ -52,12 +52,13 @@ _CONTINUES = "; the same command continues"
 _FIT_SECONDS = 10.0
 """How long fit() is given to say what has happened to it, once the board no longer answers."""
 
-_GONE_SECONDS = 8.0
-"""While no rank could save anything, a stop waits this long for ranks that are just starting."""
+_GONE_SECONDS = 5.0
+"""While no rank could save anything, a stop waits this long for ranks that are just starting. With what follows, it
+takes ten seconds at most."""
 
 _STORAGE_SECONDS = 5.0  # how long a message waits for the number of the last committed step
 
-_ABORT_SECONDS = 3.0
+_ABORT_SECONDS = 2.0
 """How long Ray Train's controller is given to end by itself, before it is killed. One that waits for resources cannot
 hear that; one that can takes 0.3 s."""
 
@@ -87,6 +88,7 @@ class Follow:
         *,
         board: Board,
         token: Token,
+        step: int,
         lost: Callable[[], str | None],
         signals: Signals,
         phases: Phases,
@@ -106,7 +108,8 @@ class Follow:
         self.failures = 0
         self.culprit: int | None = None
         """The rank that caused the last failure."""
-        self._committed = 0
+        self._committed = step
+        """The newest committed step, as far as the driver has heard."""
         self._fit: Future[Any] | None = None
         self._controlling: list[Any] = []
         self.groups = Groups(asked)
@@ -129,7 +132,8 @@ class Follow:
             except RayError as error:
                 self._check_ray()
                 if not wait([fit], timeout=_FIT_SECONDS).done:  # fit() may say why
-                    raise self.ended_by(in_words(error)) from error
+                    died = isinstance(error, ActorDiedError)
+                    raise self.ended_by(in_words(error) if died else "Ray no longer answers") from error
                 break
             for notice in notices:
                 self._hear(notice)
@@ -152,15 +156,13 @@ class Follow:
         for notice in self._board.close(_READ_SECONDS):
             if isinstance(notice, Controlled):
                 self._controlling = notice.actors
-        fit = self._fit
-        if fit is None or fit.done():
-            return
-        if self._controlling:
-            self._controlling[0].abort.remote()
-            if not wait([fit], timeout=_ABORT_SECONDS).done:
+        if self._controlling and self._fit is not None:
+            if not self._fit.done():
+                self._controlling[0].abort.remote()
+                wait([self._fit], timeout=_ABORT_SECONDS)
+            with suppress(RayError):
                 for actor in self._controlling:
                     ray.kill(actor)
-                wait([fit], timeout=_ABORT_SECONDS)
         with suppress(RayError):
             self.groups.clear()
 

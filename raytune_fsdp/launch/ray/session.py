@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
@@ -50,6 +50,7 @@ _QUICK = {
 """Settings with which a Ray for one run on one machine starts faster."""
 _LIMITS = ("RAY_gcs_server_port_wait_time_s", "RAY_raylet_start_wait_time_s")
 """Limits of Ray's on parts of its start, 30 s each. A third one, for its node to be known, cannot be set."""
+_MAKING_SECONDS = 3600.0  # far more than a directory is without its lock
 _NEEDED = ("gcs_server", "raylet")
 _OBJECT_STORE_BYTES = 2 << 30  # the stream fills a quarter with windows built ahead, and READY_BYTES with blocks
 
@@ -198,6 +199,11 @@ def _try_to_start(cpus: int, seconds: float) -> Session:
         )
     except BaseException:
         session.close()
+        # Ray forgets the processes of a start that has failed; some would go on until this one ends.
+        for each in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                if any(str(directory) in argument for argument in each.cmdline()):
+                    each.kill()
         raise
     session.about = f"started on this machine, {_size()}"
     return session
@@ -221,7 +227,11 @@ def _is_in_use(directory: Path) -> bool:
     try:
         with open(directory / "lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # locked, or it has no lock yet, or it belongs to another user
+    except FileNotFoundError:  # it has no lock yet, or its process was killed just before it made one
+        with suppress(OSError):
+            return time.time() - directory.stat().st_mtime < _MAKING_SECONDS
+        return True
+    except OSError:  # locked, or it belongs to another user
         return True
     return False
 

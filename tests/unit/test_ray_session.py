@@ -1,0 +1,104 @@
+"""Joining a Ray, and starting one. No Ray is started."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("ray")
+
+import ray
+from ray.exceptions import AuthenticationError
+
+from raytune_fsdp.config import ClusterConfig
+from raytune_fsdp.errors import ConfigError, TrainingError
+from raytune_fsdp.launch.ray import session
+
+
+@pytest.fixture
+def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An address where something listens, as that of a cluster."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        monkeypatch.setattr(session, "canonicalize_bootstrap_address", lambda _: address)
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+        yield address
+
+
+@pytest.mark.parametrize(("mode", "words"), [("token", "is not the cluster's"), (None, "is not used here")])
+def test_a_token_that_the_cluster_does_not_take_is_one_line_at_once(
+    head: str, mode: str | None, words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(address: str) -> None:
+        os.write(2, b"gcs_client.cc:210: Failed to get cluster ID\n")  # as C++ does
+        raise AuthenticationError("InvalidAuthToken")
+
+    def never(**_: object) -> None:
+        raise AssertionError("it would try for a minute, with warnings")
+
+    monkeypatch.setattr(session, "GcsClient", refuse)
+    monkeypatch.setattr(ray, "init", never)
+    monkeypatch.setenv("RAY_AUTH_MODE", mode) if mode else monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with pytest.raises(ConfigError) as refused:
+        session.connect(ClusterConfig(), 1)
+    message = str(refused.value)
+    assert message.startswith(f"the Ray cluster at {head} asks for a token, and the one of this process {words}: set ")
+    assert "RAY_AUTH_TOKEN" in message and "\n" not in message
+    assert capfd.readouterr().err == ""
+
+
+def test_a_busy_machine_gets_the_time_that_the_config_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[float] = []
+
+    def start(cpus: int, seconds: float) -> SimpleNamespace:
+        tries.append(seconds)
+        if len(tries) < 3:
+            raise Exception("The current node timed out during startup. This could happen because")
+        return SimpleNamespace(cpus=cpus)
+
+    monkeypatch.setattr(session, "_try_to_start", start)
+    assert session._start(4, 200.0).cpus == 4  # type: ignore[attr-defined]
+    assert tries == [200.0] * 3
+    tries.clear()
+    with pytest.raises(TrainingError, match=r"in 0 s \(Exception: The current node.*cluster.start_seconds=1e-09"):
+        session._start(4, 1e-9)
+    assert len(tries) == 1
+
+
+def test_another_failure_to_start_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+
+    def start(cpus: int, seconds: float) -> None:
+        tries.append(cpus)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(session, "_try_to_start", start)
+    with pytest.raises(TrainingError, match="No space left on device"):
+        session._start(4, 200.0)
+    assert tries == [4]
+
+
+def test_directories_of_dead_starts_are_removed_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(session, "_LONGEST_PARENT", 10_000)
+    names = ("dead", "living", "being-made", "never-made")
+    dead, living, making, never = (tmp_path / f"{session._PREFIX}{name}" for name in names)
+    for each in (dead, living, making, never):
+        each.mkdir()
+    (dead / "lock").touch()
+    hours_ago = time.time() - 7200
+    os.utime(never, (hours_ago, hours_ago))
+    with open(living / "lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        directory, lock = session._own_directory()
+    assert sorted(tmp_path.iterdir()) == sorted([living, making, directory])
+    assert not os.get_inheritable(lock), "Ray's processes outlive a driver that is killed, and must not keep it"
+    os.close(lock)

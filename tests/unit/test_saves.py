@@ -1,0 +1,72 @@
+"""What all ranks agree on between two steps; here on one rank, with a storage that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from raytune_fsdp.checkpoint.on_demand import Requests
+from raytune_fsdp.checkpoint.save_in_flight import Outcome
+from raytune_fsdp.checkpoint.saver import Saver
+from raytune_fsdp.checkpoint.state import RunState
+from raytune_fsdp.errors import Interrupted, TransientError
+from raytune_fsdp.launch.worker import join
+from raytune_fsdp.saving import Saves
+from raytune_fsdp.tracking import NullTracker
+from raytune_fsdp.types import StopReason
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    join(torch.device("cpu"), alone=True)
+    yield
+    dist.destroy_process_group()
+
+
+class Failing:
+    """A saver whose storage does not answer."""
+
+    asynchronous, seconds = True, 12.0
+
+    def __init__(self) -> None:
+        self._begun = False
+
+    def status(self) -> tuple[None, bool]:
+        return None, False
+
+    def begin(self, state: RunState, *, before: object) -> None:
+        self._begun = True
+
+    def finish(self) -> Outcome | None:
+        problem = "rank 0 had not written its part after 12 s (checkpoint.timeout_minutes)"
+        return Outcome(step=7, ending="failed", problem=problem) if self._begun else None
+
+
+class Nobody:
+    def waiting(self) -> bool:
+        return False
+
+    def take(self) -> None:
+        pass
+
+    def answer(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("stop", [None, StopReason.SIGNAL])
+def test_a_stop_whose_checkpoint_cannot_be_written_is_still_a_stop(alone: None, stop: StopReason | None) -> None:
+    """Not a failure, which another attempt would follow; without a stop it is one."""
+    saves = Saves(
+        saver=cast(Saver, Failing()), tracker=NullTracker(), requests=cast(Requests, Nobody()), saved=lambda _: None
+    )
+    assert saves.agree(stop).stop == stop
+    with pytest.raises(Interrupted if stop else TransientError) as ended:
+        saves.last(RunState(step=7))
+    message = str(ended.value)
+    assert "the checkpoint of step 7 could not be written: rank 0 had not written its part after 12 s" in message
+    assert message.startswith("stopped by a signal after step 7, but ") == (stop is not None)
+    assert "continue from the previous checkpoint" in message and "\n" not in message
