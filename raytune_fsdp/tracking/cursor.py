@@ -48,7 +48,7 @@ class Sent:
         )
 
 
-class Reader:
+class RecordReader:
     """Reads a record that may still be growing, from a place on."""
 
     def __init__(self, path: Path) -> None:

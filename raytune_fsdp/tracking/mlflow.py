@@ -31,7 +31,7 @@ from raytune_fsdp.durable import replace_at_once
 from raytune_fsdp.errors import RaytuneError, in_one_line
 from raytune_fsdp.redaction import redact, redact_text, redact_yaml
 from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE, MLFLOW_ID_FILE
-from raytune_fsdp.tracking.cursor import Position, Reader, Sent
+from raytune_fsdp.tracking.cursor import Position, RecordReader, Sent
 from raytune_fsdp.tracking.jsonl import append_event, read_events
 from raytune_fsdp.tracking.lines import step_of, time_of
 from raytune_fsdp.tracking.mlflow_run import (
@@ -108,7 +108,7 @@ class MlflowTracker:
         self._run: MlflowRun | None = None
         self._run_id: str | None = None
         self._token = uuid.uuid4().hex
-        self._reader = Reader(directory / METRICS_FILE)
+        self._reader = RecordReader(directory / METRICS_FILE)
         self._first = self._sent = Sent()
         self._asked = False
         """Whether `_sent` is what MLflow says."""

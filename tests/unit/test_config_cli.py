@@ -50,7 +50,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The configs that `finetune` was called with."""
     configs: list[Any] = []
     api = types.ModuleType("raytune_fsdp.api")
-    api.finetune = lambda config, progress: configs.append(config)  # type: ignore[attr-defined]
+    api.WAIT_FOR_TRACKING = 30.0  # type: ignore[attr-defined]
+    api.finetune = lambda config, progress, **rest: configs.append(config)  # type: ignore[attr-defined]
     monkeypatch.setattr("raytune_fsdp.launch.torchrun.is_rank0", lambda: False)
     monkeypatch.setitem(sys.modules, "raytune_fsdp.api", api)
     return configs

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import re
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,6 +49,19 @@ def test_comes_back_as_it_was(cache: WindowCache, window: Window) -> None:
     assert read is not None and equal(read, window)
     assert [s.id for s in read.samples] == [s.id for s in window.samples]
     assert cache.read(1, 3) is None and cache.read(0, 2) is None
+
+
+@pytest.mark.thorough
+def test_windows_are_written_and_read_without_pandas(tmp_path: Path) -> None:
+    """Importing it takes a process about a second, in which nothing can be trained."""
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom tests.rows import make_windows, token_rows\n"
+        "directory = Path(sys.argv[1])\nrows = [token_rows(directory, [3, 9, 16])]\n"
+        "for _ in range(2):\n    make_windows(rows, cache=directory / 'cache', seq_len=21).get(0, 0)\n"
+        "assert 'pandas' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_damage_is_found_and_the_file_removed(cache: WindowCache, window: Window) -> None:

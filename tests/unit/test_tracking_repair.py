@@ -14,7 +14,7 @@ import pytest
 from raytune_fsdp.errors import ResumeError, TrainingError
 from raytune_fsdp.run.checks import check_first
 from raytune_fsdp.tracking import Composite, NullTracker, RunStart
-from raytune_fsdp.tracking.cursor import Position, Reader, Sent
+from raytune_fsdp.tracking.cursor import Position, RecordReader, Sent
 from raytune_fsdp.tracking.jsonl import JsonlTracker, read_evaluations, read_metrics
 from raytune_fsdp.tracking.lines import WHOLE_STEP, read_line, step_of
 from raytune_fsdp.tracking.repair import is_whole
@@ -248,7 +248,7 @@ def test_a_record_of_a_million_steps_is_resumed_in_seconds(tmp_path: Path) -> No
     assert len(read_evaluations(path, 999_500)) == 999
     evaluations = time.process_time() - before
     assert tracker.repaired == {}
-    reader = Reader(path)
+    reader = RecordReader(path)
     before = time.process_time()
     reader.seek(Position(999_000, 1))
     assert next(reader.lines(10**9))[0] == Position(999_000, 2) and next(reader.lines(10**9))[0] == Position(999_001, 1)
@@ -261,20 +261,20 @@ def test_a_cursor_finds_its_place_wherever_it_is(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = write(tmp_path)
     every = []
-    reader = Reader(path)
+    reader = RecordReader(path)
     for place, line in reader.lines(100):
         every.append((place, step_of(line), line["kind"]))
     assert [(step, kind) for _, step, kind in every] == [(step, kind) for kind, step in WHOLE]
     assert [place for place, *_ in every][:3] == [Position(0, 1), Position(1, 1), Position(2, 1)]
     for index, (place, *_) in enumerate(every):
-        again = Reader(path)
+        again = RecordReader(path)
         again.seek(place)
         assert [found for found, _ in again.lines(100)] == [found for found, *_ in every[index + 1 :]]
     # It stops at the last step it may read, and before a line that is still being written.
     reader.seek(Position())
     assert [step_of(line) for _, line in reader.lines(5)] == [0, 1, 2, 3, 4, 5, 5]
     path.write_bytes(b"".join([*lines[:8], b"\xff\n", lines[8][:30]]))
-    growing = Reader(path)
+    growing = RecordReader(path)
     assert len(list(growing.lines(100))) == 8 and list(growing.lines(100)) == []
     with path.open("ab") as file:
         file.write(lines[8][30:])
@@ -282,7 +282,7 @@ def test_a_cursor_finds_its_place_wherever_it_is(tmp_path: Path) -> None:
 
 
 def test_a_cursor_waits_for_a_record_that_is_not_there_yet(tmp_path: Path) -> None:
-    reader = Reader(tmp_path / "metrics.jsonl")
+    reader = RecordReader(tmp_path / "metrics.jsonl")
     reader.seek(Position(3, 1))
     assert list(reader.lines(100)) == []
     write(tmp_path)
