@@ -69,12 +69,12 @@ class Window:
         bits = np.frombuffer(batch["trained"].buffers()[1] or b"", dtype=np.uint8)
         packed = bits[: shape[0] * _row_bytes(seq_len)].reshape(shape[0], _row_bytes(seq_len))
         samples = PackedSamples(
-            input_ids=batch["input_ids"].flatten().to_numpy().reshape(shape),
+            input_ids=_values(batch["input_ids"].flatten()).reshape(shape),
             trained=np.unpackbits(packed, axis=1, count=seq_len).view(np.bool_),
-            ids=batch["id"].to_numpy(),
-            first_document=batch["lengths"].offsets.to_numpy().astype(np.int64),
-            lengths=batch["lengths"].flatten().to_numpy(),
-            sources=batch["sources"].flatten().to_numpy(),
+            ids=_values(batch["id"]),
+            first_document=_values(batch["lengths"].offsets).astype(np.int64),
+            lengths=_values(batch["lengths"].flatten()),
+            sources=_values(batch["sources"].flatten()),
         )
         counts = WindowCounts.from_json(metadata[b"counts"])
         if any(count.cut and not count.without_targets for count in counts.datasets):
@@ -122,6 +122,12 @@ def _array(values: np.ndarray[Any, Any]) -> pa.Array:
     return pa.Array.from_buffers(
         pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(np.ascontiguousarray(values))]
     )
+
+
+def _values(array: pa.Array) -> np.ndarray[Any, Any]:
+    """`array.to_numpy()`, which imports pandas, too."""
+    values = np.frombuffer(array.buffers()[1] or b"", dtype=str(array.type))
+    return values[array.offset : array.offset + len(array)]
 
 
 def _bits(flags: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> pa.Array:
