@@ -27,7 +27,8 @@ def recorded(tree: Mapping[str, Any]) -> dict[str, Any]:
         }
     if isinstance(tracking, dict) and isinstance(tracking.get("mlflow"), dict):
         uri = tree["tracking"]["mlflow"].get("uri")
-        tracking["mlflow"]["uri"] = shown_uri(uri) if isinstance(uri, str) else uri
+        if isinstance(uri, str):
+            tracking["mlflow"]["uri"] = shown_uri(uri)
     return clean
 
 

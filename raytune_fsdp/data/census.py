@@ -24,7 +24,7 @@ Builder = Callable[[Windows, Places], Iterable[tuple[WindowCounts, bool]]]
 
 # The most skipped rows that are kept: they go into the census file and into every process's copy of the census.
 _LISTED_ROWS = 10_000
-# Epochs that are counted one by one. The counts are written again after each, so this many take a day.
+# Epochs that are counted one by one. All counts are written again after each, so the work grows with their square.
 _MAX_EPOCHS = 10_000
 
 

@@ -60,7 +60,9 @@ def _check_readable(directory: Path, what: str) -> None:
         files = (file for pattern in _READ_FILES for file in sorted(directory.glob(pattern)))
         refused = [file for file in files if file.is_file() and not may(file, os.R_OK)]
     if refused:
-        raise ModelError(f"{what}: {refused[0]} may not be read by this user (permission denied); change that")
+        raise ModelError(
+            f"{what}: {refused[0]} may not be read by this user (permission denied); change its permissions"
+        )
 
 
 def is_hub_name(path: str) -> bool:

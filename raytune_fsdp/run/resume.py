@@ -14,7 +14,6 @@ from transformers import PretrainedConfig
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, newest
 from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.load import recorded_text
 from raytune_fsdp.config.recorded import recorded
 from raytune_fsdp.config.text import parse, problem_line, spelled
 from raytune_fsdp.data.identity import files_by_key
@@ -138,7 +137,7 @@ def changed_settings(place: RunDir, config: FinetuneConfig) -> dict[str, list[An
     if not tree:
         return {}
     before = flatten(recorded(tree))
-    now = flatten(spelled(parse(recorded_text(config))[0]))
+    now = flatten(recorded(config.model_dump()))
     return {key: [before.get(key), now.get(key)] for key in sorted({*before, *now}) if before.get(key) != now.get(key)}
 
 

@@ -77,6 +77,9 @@ def test_the_config_of_a_complete_run_is_cleaned_once(tmp_path: Path, place: Run
     before = place.config.stat()
     clean_config(place)
     assert place.config.stat() == before
+    place.config.write_text("run: {name: run}\ntracking: {mlflow: {enabled: false}}\n")  # of a version without a field
+    clean_config(place)
+    assert "uri" not in place.config.read_text()
     place.config.unlink()
     clean_config(place)
     assert not place.config.exists()
