@@ -14,14 +14,16 @@ from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.errors import ModelError, ResumeError, first_line
-from raytune_fsdp.model.bounds import bounded_building, check_tokenizer_files
+from raytune_fsdp.model.bounds import check_tokenizer_files
 from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.keys import owned_tensors
+from raytune_fsdp.model.network import stored_network
 from raytune_fsdp.rundir import MODEL_FILES, checkpoints_below, checkpoints_of
 from raytune_fsdp.untrusted import UnsoundError, is_file_name, shown
 from raytune_fsdp.urls import is_url
 
 _COPIED_BYTES = 128 << 20  # a tokenizer's largest file; weights are never there
+_MOST_PER_BYTE = 64  # bytes that a network may take for each of its files: those of 4 bits, read as fp32, take eight
 READERS = 4
 """Files of a checkpoint that are read at the same time when one process reads them all: neither reading nor hashing
 holds Python's lock."""
@@ -80,38 +82,48 @@ def load_for_inference(path: Path, device: torch.device) -> tuple[PreTrainedMode
         raise ModelError(
             f"{path}: there is no such directory; name a run, a checkpoint, or a Hugging Face model directory"
         )
-    if (path / "config.json").is_file():
-        check_tokenizer_files(path)
-        find_weights(path)
-        try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-            return model.to(device).eval(), AutoTokenizer.from_pretrained(path)
-        except Exception as error:  # each of the libraries below has errors of its own
-            raise ModelError(f"{path} is not a complete Hugging Face model directory: {first_line(error)}") from error
-    checkpoint = find_checkpoint(path)
+    return _model_at(path, device) if (path / "config.json").is_file() else _model_of(find_checkpoint(path), device)
+
+
+def _model_at(path: Path, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer of a Hugging Face directory."""
+    check_tokenizer_files(path)
+    network, stored = stored_network(path), sum(find_weights(path).sizes().values())
+    wanted = sum(tensor.nbytes for tensor in network.parameters()) if network is not None else 0
+    if wanted > _MOST_PER_BYTE * stored:
+        raise ModelError(
+            f"{path / 'config.json'} describes a network of {wanted / 1e9:.1f} GB, but its weights have only "
+            f"{stored / 1e9:.3f}: download the model again"
+        )
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        return model.to(device).eval(), AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # each of the libraries below has errors of its own
+        raise ModelError(f"{path} is not a complete Hugging Face model directory: {first_line(error)}") from error
+
+
+def _model_of(checkpoint: CommittedCheckpoint, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer of a checkpoint."""
     files = model_files(checkpoint)
     if not (files / "config.json").is_file():
         raise ModelError(f"{checkpoint.path} is not in a run directory: {files} has no config.json")
     check_tokenizer_files(files)
-    weights = CheckpointWeights(checkpoint)
+    network, weights = stored_network(files), CheckpointWeights(checkpoint)
+    shapes = weights.shapes()
+    if network is not None:  # compared before it takes any memory
+        wanted = {name: tuple(tensor.shape) for name, tensor in owned_tensors(network).items()}
+        differ = sorted({name for name, _ in wanted.items() ^ shapes.items()})
+        if differ:
+            raise ModelError(
+                f"{checkpoint.path} does not have the tensors of {files / 'config.json'}: {differ[0]} differs"
+                + (f" (and {len(differ) - 1} more)" if len(differ) > 1 else "")
+            )
     try:
         hf_config = AutoConfig.from_pretrained(files)
-        dtype = next(iter(weights.dtypes().values()), None)
-        with torch.device("meta"), bounded_building():  # compared before it takes any memory
-            shapes = {n: tuple(t.shape) for n, t in owned_tensors(AutoModelForCausalLM.from_config(hf_config)).items()}
-        if shapes == weights.shapes():
-            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
-            tokenizer = AutoTokenizer.from_pretrained(files)
-    except ModelError:
-        raise
-    except Exception as error:
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=next(iter(weights.dtypes().values())))
+        tokenizer = AutoTokenizer.from_pretrained(files)
+    except Exception as error:  # as above
         raise ModelError(f"{files} does not hold a model's config and tokenizer: {first_line(error)}") from error
-    if shapes != weights.shapes():
-        differ = sorted(name for name, _ in shapes.items() ^ weights.shapes().items())
-        raise ModelError(
-            f"{checkpoint.path} does not have the tensors of {files / 'config.json'}: {differ[0]} differs"
-            + (f" (and {len(set(differ)) - 1} more)" if len(set(differ)) > 1 else "")
-        )
     # Not strict: a tied weight is stored under one name only.
     model.load_state_dict(weights.read_all(list(shapes)), strict=False)
     return model.to(device).eval(), tokenizer
