@@ -67,7 +67,7 @@ def check_identity(
     differences = [
         f"{key}: {_changed_files(before.get(key), now.get(key), files_before[key], files_now[key])}"
         if key in files_before and key in files_now
-        else f"{key}: was {before.get(key, 'not set')!r}, is {now.get(key, 'not set')!r}"
+        else f"{key}: was {_short(before.get(key, 'not set'))}, is {_short(now.get(key, 'not set'))}"
         for key in sorted({*before, *now})
         if before.get(key) != now.get(key)
     ]
@@ -76,6 +76,11 @@ def check_identity(
             f"{where} was trained with other settings: continuing it would be neither the old run nor a new one; "
             "set these back, or choose another run.name:\n  " + "\n  ".join(differences)
         )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 500 else f"{text[:250]} ... {text[-250:]}"
 
 
 def _changed_files(

@@ -17,16 +17,17 @@ from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.errors import ModelError, ResumeError, first_line
-from raytune_fsdp.model.bounds import bounded_building, check_tokenizer_files
+from raytune_fsdp.model.bounds import check_tokenizer_files
 from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.known_files import CONFIG_FILE, is_known, travelling
-from raytune_fsdp.model.network import NEEDS_CODE, wants_code
+from raytune_fsdp.model.network import NEEDS_CODE, stored_network, wants_code
 from raytune_fsdp.rundir import MODEL_FILES, RECIPE_FILE, checkpoints_below, checkpoints_of
 from raytune_fsdp.untrusted import UnsoundError
 from raytune_fsdp.urls import is_url
 
 _COPIED_BYTES = 128 << 20  # a tokenizer's largest file; weights are never there
+_MOST_PER_BYTE = 64  # bytes that a network may take for each of its files: those of 4 bits, read as fp32, take eight
 READERS = 4
 """Files of a checkpoint that are read at the same time when one process reads them all: neither reading nor hashing
 holds Python's lock."""
@@ -105,40 +106,48 @@ def load_for_inference(
         )
     trust = trust_remote_code  # said in every call: where it is not, transformers asks on standard input
     if (path / CONFIG_FILE).is_file():
-        find_weights(path)  # safetensors, under names that do not lead out of the directory
-        tokenizer = _tokenizer(path, trust)
-        model: PreTrainedModel = _loaded(
-            lambda: AutoModelForCausalLM.from_pretrained(
-                path, dtype="auto", use_safetensors=True, trust_remote_code=trust
-            ),
-            f"{path} is not a complete Hugging Face model directory",
+        tokenizer, model = _tokenizer(path, trust), _model_at(path, trust)
+    else:
+        checkpoint = find_checkpoint(path)
+        files = model_files(checkpoint)
+        tokenizer, model = _tokenizer(files, trust), _model_of(checkpoint, files, trust)
+    return model.to(device).eval(), tokenizer
+
+
+def _model_at(path: Path, trust: bool) -> PreTrainedModel:
+    """The model of a Hugging Face directory: safetensors, under names that do not lead out of it."""
+    network, stored = stored_network(path), sum(find_weights(path).sizes().values())
+    wanted = sum(tensor.nbytes for tensor in network.parameters()) if network is not None else 0
+    if wanted > _MOST_PER_BYTE * stored:
+        raise ModelError(
+            f"{path / CONFIG_FILE} describes a network of {wanted / 1e9:.1f} GB, but its weights have only "
+            f"{stored / 1e9:.3f}: download the model again"
         )
-        return model.to(device).eval(), tokenizer
-    checkpoint = find_checkpoint(path)
-    files = model_files(checkpoint)
-    tokenizer = _tokenizer(files, trust)
-    return _of_checkpoint(checkpoint, files, trust).to(device).eval(), tokenizer
+    model: PreTrainedModel = _loaded(
+        lambda: AutoModelForCausalLM.from_pretrained(path, dtype="auto", use_safetensors=True, trust_remote_code=trust),
+        f"{path} is not a complete Hugging Face model directory",
+    )
+    return model
 
 
-def _of_checkpoint(checkpoint: CommittedCheckpoint, files: Path, trust: bool) -> PreTrainedModel:
+def _model_of(checkpoint: CommittedCheckpoint, files: Path, trust: bool) -> PreTrainedModel:
+    """The model of a checkpoint, with the config in `files`."""
+    network, weights = stored_network(files), CheckpointWeights(checkpoint)
+    shapes = weights.shapes()
+    if network is not None:  # compared before it takes any memory
+        wanted = {name: tuple(tensor.shape) for name, tensor in owned_tensors(network).items()}
+        differ = sorted({name for name, _ in wanted.items() ^ shapes.items()})
+        if differ:
+            raise ModelError(
+                f"{checkpoint.path} does not have the tensors of {files / CONFIG_FILE}: {differ[0]} differs"
+                + (f" (and {len(differ) - 1} more)" if len(differ) > 1 else "")
+            )
     what = f"{files} does not describe a model that transformers can build"
     hf_config = _loaded(lambda: AutoConfig.from_pretrained(files, trust_remote_code=trust), what)
-    weights = CheckpointWeights(checkpoint)
     dtype = next(iter(weights.dtypes().values()), None)
-
-    def build() -> PreTrainedModel:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust)
-        return model
-
-    with torch.device("meta"), bounded_building():  # compared before it takes any memory
-        shapes = {name: tuple(tensor.shape) for name, tensor in owned_tensors(_loaded(build, what)).items()}
-    differ = sorted({name for name, _ in shapes.items() ^ weights.shapes().items()})
-    if differ:
-        raise ModelError(
-            f"{checkpoint.path} does not have the tensors of {files / CONFIG_FILE}: {differ[0]} differs"
-            + (f" (and {len(differ) - 1} more)" if len(differ) > 1 else "")
-        )
-    model: PreTrainedModel = _loaded(build, what)
+    model: PreTrainedModel = _loaded(
+        lambda: AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust), what
+    )
     # Not strict: a tied weight is stored under one name only.
     model.load_state_dict(weights.read_all(list(shapes)), strict=False)
     return model

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import PreTrainedModel
 
 from raytune_fsdp.durable import sync_directory
-from raytune_fsdp.errors import ModelError, TransientError, first_line
-from raytune_fsdp.model.bounds import bounded_building, check_tokenizer_files, read_config
+from raytune_fsdp.errors import ModelError, TransientError
+from raytune_fsdp.model.bounds import check_tokenizer_files, read_config
 from raytune_fsdp.model.conversion import Outgoing, outgoing
 from raytune_fsdp.model.exported import MARK_FILE, check_replaceable, put_mark
 from raytune_fsdp.model.keys import owned_tensors
@@ -37,7 +36,7 @@ from raytune_fsdp.model.known_files import (
     read_object,
     travelling,
 )
-from raytune_fsdp.model.network import kept_in_fp32
+from raytune_fsdp.model.network import kept_in_fp32, stored_network
 from raytune_fsdp.model.older_names import add_older_names, rename_tokenizer
 from raytune_fsdp.model.tensorfile import TensorFile
 
@@ -90,7 +89,7 @@ def export(
         _copy_known(model_files, staging, code=trust_remote_code)
         if card is not None:
             (staging / CARD_FILE).write_text(card, encoding="utf-8")
-        types = _write_weights(source, _network(model_files), staging, DTYPES[dtype], max_file_bytes)
+        types = _write_weights(source, stored_network(model_files), staging, DTYPES[dtype], max_file_bytes)
         _write_configs(staging, types, code=trust_remote_code)
         put_mark(staging)
         sync_directory(staging)
@@ -162,24 +161,6 @@ def _check_apart(destination: Path, model_files: Path) -> None:
             raise ModelError(
                 f"{destination} is, contains or lies in {model_files}, which the run needs: export elsewhere"
             )
-
-
-def _network(model_files: Path) -> PreTrainedModel | None:
-    """The network on the meta device; None if it needs code that is not transformers' own."""
-    values = read_config(model_files)
-    if "auto_map" in values or values.get("model_type") not in CONFIG_MAPPING:
-        return None
-    try:
-        with torch.device("meta"), bounded_building():
-            hf_config = AutoConfig.from_pretrained(model_files, trust_remote_code=False)
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
-    except ModelError:
-        raise
-    except Exception as error:  # its checks may raise anything
-        raise ModelError(
-            f"{model_files / CONFIG_FILE} is not a config that the installed transformers accepts: {first_line(error)}"
-        ) from error
-    return model
 
 
 def _check_own(shapes: Shapes, model: PreTrainedModel) -> None:

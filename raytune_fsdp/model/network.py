@@ -201,6 +201,25 @@ def _words(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
             yield from _words(value, path)
 
 
+def stored_network(directory: Path) -> PreTrainedModel | None:
+    """The network that a directory's config.json describes, on the meta device; None if it needs code of its own."""
+    values = read_config(directory)
+    if "auto_map" in values or values.get("model_type") not in CONFIG_MAPPING:
+        return None
+    try:
+        with torch.device("meta"), bounded_building():
+            hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
+    except ModelError:
+        raise
+    except Exception as error:  # its checks may raise anything
+        raise ModelError(
+            f"{directory / 'config.json'} is not a config that the installed transformers accepts: {first_line(error)}"
+        ) from error
+    check_buffers(model)
+    return model
+
+
 def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
     """Names of the tensors that the architecture keeps in fp32 when the rest of the network has this type."""
     # transformers has two lists: one for both 16-bit types, one for fp16 only, whose numbers end at 65,504.

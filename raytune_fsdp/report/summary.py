@@ -25,6 +25,7 @@ def summary(
     steps = [line["trajectory"] for line in lines if line["kind"] == "step"]
     evals = [line["values"] for line in lines if line["kind"] == "eval"]
     answers = [e["fields"] for e in read_events(run_dir / EVENTS_FILE) if e["event"] == ANSWERED]
+    answers = [fields for fields in answers if {"prompt", "answer", "step"} <= fields.keys()]
     parts = [f"loss {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f} in {len(steps)} steps"]
     for name in dict.fromkeys(name for values in evals for name in values):
         series = [values[name] for values in evals if name in values]

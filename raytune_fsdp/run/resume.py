@@ -120,6 +120,7 @@ def check_same_run(found: Resumed, identity: Mapping[str, Any], files: Mapping[s
 def _check_never_saved(place: RunDir) -> None:
     """Refuse to start a run anew whose checkpoints are not where they should be: its record would be cut."""
     saved = [each["fields"] for each in read_events(place.events) if each["event"] == names.SAVED]
+    saved = [fields for fields in saved if {"step", "path"} <= fields.keys()]
     if saved:
         raise ResumeError(
             f"{place.checkpoints} has no checkpoint, but this run has saved step {saved[-1]['step']} as "

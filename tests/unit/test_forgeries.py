@@ -191,6 +191,15 @@ def read_model(place: Path, good: Path) -> None:
     assert all(torch.equal(tensor, right[name]) for name, tensor in owned_tensors(network).items()), "other values"
 
 
+def ask_model(place: Path, good: Path) -> None:
+    """As a person does who asks a model."""
+    import torch
+
+    from raytune_fsdp.checkpoint.model_files import load_for_inference
+
+    load_for_inference(place, torch.device("cpu"))
+
+
 def read_events(place: Path, good: Path) -> None:
     from raytune_fsdp.tracking.jsonl import read_events
 
@@ -237,6 +246,13 @@ def inside(folder: str, table: Mapping[str, Forge], *, fit: bool) -> dict[str, F
     return {name: forged(forge) for name, forge in table.items()}
 
 
+TO_ASK = [
+    "ten million layers",
+    "a width of a billion",
+    "heads of a billion",
+    "a billion labels",
+    "config.json is deep maps",
+]
 NEWER = "checkpoints/step-00000007.a1"
 Reader = Callable[[Path, Path], None]
 KINDS: dict[str, tuple[Mapping[str, Forge], Reader]] = {
@@ -247,6 +263,7 @@ KINDS: dict[str, tuple[Mapping[str, Forge], Reader]] = {
     "newer files": (inside(NEWER, forgeries.FILES, fit=False), read_newest),
     "newer manifest": (inside(NEWER, forgeries.MANIFEST, fit=False), read_newest),
     "config": (forgeries.CONFIG, read_model),
+    "config to ask": ({name: forgeries.CONFIG[name] for name in TO_ASK}, ask_model),
     "weights": (forgeries.WEIGHTS, read_model),
     "tokenizer": (forgeries.TOKENIZER, read_model),
     "run": ({**forgeries.RECORD, **forgeries.MODEL_OF_RUN}, read_run),
@@ -278,6 +295,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("kind", ["config", "weights", "tokenizer"])
+@pytest.mark.parametrize("kind", ["config", "config to ask", "weights", "tokenizer"])
 def test_what_is_forged_in_a_model_is_refused_in_one_line(kind: str, model: Path) -> None:
     all_of(kind, model, code=2, lines=(1,))
