@@ -39,8 +39,9 @@ from raytune_fsdp.types import Progress
 
 logger = logging.getLogger(__name__)
 
-RANKS_WAIT_SECONDS = 10.0
-"""How long rank 0 waits for MLflow after its last step, when all ranks hold their devices. The command waits longer."""
+RANKS_WAIT_SECONDS = 30.0
+"""How long rank 0 waits for MLflow after its last step, while all ranks hold their devices; it stops after five tries
+that have failed. The command waits longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

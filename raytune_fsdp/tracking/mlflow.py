@@ -58,11 +58,12 @@ RUN_ID = "mlflow_run_id"
 """Key of the run's id in `Tracker.state`."""
 CURSOR = "raytune_fsdp.sent"
 """Tag with the cursor."""
+_ASKED_FOR = "?"
+"""Before a token, in the file of the run's id: a run with it was asked for."""
 _ATTEMPT, _RESUMED_FROM = "raytune_fsdp.attempt", "raytune_fsdp.resumed_from"
 _MAX_PARAM_CHARS, _MAX_TAG_CHARS, _MAX_KEY_CHARS = 6000, 5000, 250
 _MAX_PAUSE_SECONDS = 60.0  # pauses after failures double from two seconds up to this
-_LAST_PAUSES_SECONDS = 1.0
-_SHOW_SECONDS = 0.5
+_LAST_PAUSES_SECONDS, _LAST_TRIES = 1.0, 5  # after the end of a run
 _ALL = 2**62  # a step that no run reaches
 
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
@@ -86,7 +87,7 @@ class MlflowTracker:
         experiment: str,
         directory: Path,
         artifact_root: str | None = None,
-        finish_seconds: float = 10.0,
+        finish_seconds: float = 30.0,
         progress: Progress | None = None,
     ) -> None:
         self._uri = uri
@@ -107,7 +108,6 @@ class MlflowTracker:
         # The thread's own.
         self._run: MlflowRun | None = None
         self._run_id: str | None = None
-        self._token = uuid.uuid4().hex
         self._reader = RecordReader(directory / METRICS_FILE)
         self._first = self._sent = Sent()
         self._asked = False
@@ -167,7 +167,7 @@ class MlflowTracker:
             self._changed.notify_all()
         deadline = time.monotonic() + self._finish_seconds
         while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
-            self._thread.join(min(_SHOW_SECONDS, left))
+            self._thread.join(min(0.5, left))
             if self._progress is not None and self._thread.is_alive():
                 self._progress("steps sent to MLflow", *self._reached())
         self._abandoned = not self._ended
@@ -202,12 +202,12 @@ class MlflowTracker:
     # ---- from here on: what the thread does ----
 
     def _work(self) -> None:
-        failures = 0
+        failures = last_tries = 0
         with muted(*NOISY_LOGGERS):
             while not self._ended and not self._abandoned:
                 try:
                     self._advance()
-                    failures, self._problem = 0, ""
+                    failures, last_tries, self._problem = 0, 0, ""
                 except Exception as error:  # foreign code; whatever it raises must not reach training
                     failures += 1
                     self._unsure = True
@@ -215,6 +215,9 @@ class MlflowTracker:
                     if failures == 1:
                         logger.warning("MLflow at %s: %s", redact_text(self._uri), self._problem)
                     if self._closed:
+                        last_tries += not isinstance(error, RefusedError)
+                        if last_tries == _LAST_TRIES and not self._start.over:
+                            return  # the command goes on, without the devices that the ranks hold
                         time.sleep(_LAST_PAUSES_SECONDS)
                     self._pause(min(2.0 ** min(failures, 10), _MAX_PAUSE_SECONDS))
 
@@ -256,16 +259,20 @@ class MlflowTracker:
         """The run of this attempt, of the run's directory, or of the checkpoint; else a new one."""
         client = connect(self._uri)
         file = self._directory / MLFLOW_ID_FILE
-        written = read_file(file, limit=1024).decode().strip() if file.exists() else self._start.state.get(RUN_ID)
-        run_id = self._run_id or written
-        run = find_run(client, self._uri, run_id) if run_id else None
+        known = self._start.state.get(RUN_ID, "")
+        if file.exists():
+            known = read_file(file, limit=1024).decode().strip()
+        asked_for = known.removeprefix(_ASKED_FOR) if known.startswith(_ASKED_FOR) else None
+        run = find_run(client, self._uri, known) if known and asked_for is None else None
         if run is None:
+            # Kept before it is asked for: a server may create a run and not say so, and this process may crash then.
+            token = asked_for or uuid.uuid4().hex
+            self._directory.mkdir(parents=True, exist_ok=True)
+            replace_at_once(file, f"{_ASKED_FOR}{token}\n".encode())
             run = create_run(
                 client, experiment=self._experiment, artifact_root=self._artifact_root, name=self._start.name,
-                token=self._token, again=self._unsure,
+                token=token, again=asked_for is not None,
             )  # fmt: skip
-            self._directory.mkdir(parents=True, exist_ok=True)
-        # Known from here on: if anything below fails, the next try must not create another run.
         self._run_id = run.id
         replace_at_once(file, f"{run.id}\n".encode())
         if not self._start.over:

@@ -236,7 +236,14 @@ def test_the_same_on_a_real_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     client.create_experiment("e", artifact_location=str(tmp_path / "artifacts"))
     draw = random.Random(0)
     outage: list[Fault] = [None]
-    flaky = Flaky(client, lambda call: outage[0] or draw.choice(["away", "lost", "half", *[None] * 12]))
+    created: list[Fault] = ["lost"]  # the first time: then the run must be found by its tag
+
+    def fault(call: str) -> Fault:
+        if call == "create_run" and created:
+            return created.pop()
+        return outage[0] or draw.choice(["away", "lost", "half", *[None] * 12])
+
+    flaky = Flaky(client, fault)
     monkeypatch.setattr(tracking_mlflow, "connect", lambda uri: flaky)
     story(tmp_path / "run", lambda fault: outage.__setitem__(0, fault))
     experiment = client.get_experiment_by_name("e")
@@ -313,7 +320,9 @@ def test_an_outage_may_take_as_long_as_it_likes(tmp_path: Path, server: FakeServ
     """More failures in a row than a float has powers of two: the pauses stay bounded, and the thread alive."""
     failures = iter(range(1100))
     server.fault = lambda call: None if next(failures, None) is None else "away"
-    assert Attempt(tmp_path, start_of(1, 0, total_steps=20)).train(1, 20).finish().unsent is None
+    attempt = Attempt(tmp_path, start_of(1, 0, total_steps=20)).train(1, 20)
+    wait_for(lambda: server.runs, 60)
+    assert attempt.finish().unsent is None
     assert server.values(the_run(server)) == on_record(tmp_path / "metrics.jsonl")
 
 
@@ -334,8 +343,14 @@ def test_requests_keep_to_the_limits_whatever_there_is_to_send(tmp_path: Path, s
 
 def test_a_server_that_creates_a_run_and_does_not_say_so_has_one_run(tmp_path: Path, server: FakeServer) -> None:
     faults: list[Fault] = ["lost"]
-    server.fault = lambda call: faults.pop() if call == "create_run" and faults else None
-    assert Attempt(tmp_path, start_of(1, 0, total_steps=10)).train(1, 10).finish().unsent is None
+    server.fault = lambda call: (faults.pop() if faults else None) if call == "create_run" else outage[0]
+    outage: list[Fault] = [None]
+    first = Attempt(tmp_path, start_of(1, 0, total_steps=10))
+    wait_for(lambda: not faults)
+    outage[0] = "away"
+    first.crash()  # before it has asked again
+    outage[0] = None
+    assert Attempt(tmp_path, start_of(2, 0, total_steps=10)).train(1, 10).finish().unsent is None
     assert server.values(the_run(server)) == on_record(tmp_path / "metrics.jsonl")
 
 
@@ -397,6 +412,10 @@ def test_a_server_that_is_away_costs_nothing(tmp_path: Path, caplog: pytest.LogC
     before = time.perf_counter()
     unsent = attempt.finish("interrupted").unsent
     assert time.perf_counter() - before < 1.5
+    thread = attempt.mlflow._thread
+    assert thread is not None
+    thread.join(5)
+    assert not thread.is_alive(), "the ranks do not wait for a server that fails again and again"
     assert len(read_trajectory(tmp_path / "run/metrics.jsonl")) == 80
     assert unsent is not None and "has not answered" in unsent and "hunter2" not in caplog.text + unsent
 
