@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.record import write_result
 from raytune_fsdp.config import CompletionFormat, DataConfig, DatasetConfig
 from raytune_fsdp.data.census import census
-from raytune_fsdp.data.packing import best_fit, pack
+from raytune_fsdp.data.packing import best_fit, best_fit_in_order, pack
 from raytune_fsdp.data.rows.formats import Document
 from raytune_fsdp.data.windows import Windows
 
@@ -66,6 +66,7 @@ def lengths(mean: float, sigma: float, many: int) -> list[int]:
 def _efficiency(mean: float, sigma: float, many: int) -> dict[str, Any]:
     sizes = lengths(mean, sigma, many)
     windows = sum(len(best_fit(sizes[i : i + WINDOW], SEQ_LEN)) for i in range(0, many, WINDOW))
+    in_order = sum(len(best_fit_in_order(sizes[i : i + WINDOW], SEQ_LEN)) for i in range(0, many, WINDOW))
     everything = len(best_fit(sizes, SEQ_LEN))
     trl = _trl_pack(_arrow_dataset(sizes, labels=False))
     bound = math.ceil(sum(sizes) / SEQ_LEN)
@@ -74,6 +75,7 @@ def _efficiency(mean: float, sigma: float, many: int) -> dict[str, Any]:
         "all_at_once": everything, "trl": trl, "ours_over_all_at_once": round(windows / everything, 5),
         "ours_over_minimum": round(windows / bound, 5), "trl_over_minimum": round(trl / bound, 5),
         "full": round(sum(sizes) / (windows * SEQ_LEN), 5),
+        "full_in_order": round(sum(sizes) / (in_order * SEQ_LEN), 5),
     }  # fmt: skip
     earlier = "".join(f", {name} {value}x*" for name, value in EARLIER.items()) if (mean, sigma) == (400, 1.0) else ""
     print(
