@@ -134,7 +134,7 @@ UNUSUAL: dict[str, dict[str, Any]] = {
     },
     "mpt": {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
 }  # fmt: skip
-"""Heads that differ by layer, blocks that share weights, buffers that the decoder computes, positions by another name."""
+"""Heads that differ by layer, blocks that share weights, buffers computed by the decoder, positions of another name."""
 
 TIED = ("qwen3", "gemma3_text", "gpt2", "starcoder2", "gemma4_text", "zamba", "zamba2", "mpt")
 

@@ -40,7 +40,8 @@ class Architecture:
     """Weights that every token is multiplied with: all matrices but the input embeddings."""
     layers: int
     query_width: float
-    """Query heads times head dimension, the mean over the layers. That grouped key and value heads are fewer only shows in `matmul_weights`."""
+    """Query heads times head dimension, the mean over the layers. That grouped key and value heads are fewer only shows
+    in `matmul_weights`."""
 
 
 def training_flops(architecture: Architecture, *, tokens: int, attended_pairs: int) -> float:

@@ -68,8 +68,8 @@ def _has(text: PretrainedConfig, key: str) -> bool:
         # Gemma 4's head_dim is one number for some layers and another for the rest: transformers refuses to read it,
         # and whoever set it here would set it for all.
         raise ModelError(
-            f"model.overrides.{key}: it is not the same in all layers of a {text.model_type!r}, so it cannot be set for "
-            f"all of them; leave it out, or change it in a config.json ({first_line(error)})"
+            f"model.overrides.{key}: it is not the same in all layers of a {text.model_type!r}, so it cannot be set "
+            f"for all of them; leave it out, or change it in a config.json ({first_line(error)})"
         ) from error
 
 
@@ -370,7 +370,7 @@ def _unset(buffer: torch.Tensor) -> bool:
 
 
 def _compute_from_outside(model: PreTrainedModel, prefix: str, buffer: torch.Tensor, owner: PreTrainedModel) -> None:
-    """Have the modules around a module compute its buffer: Falcon-H1 computes those of all its layers in the decoder."""
+    """Have the modules around a module compute its buffer: Falcon-H1 computes those of all layers in the decoder."""
     if not type(owner).__module__.startswith("transformers."):
         return  # other code may draw weights there, whether they are marked as initialised or not
     while prefix and _unset(buffer):

@@ -48,8 +48,8 @@ def check_device(config: FinetuneConfig, device: str) -> None:
     """Refuse what cannot be trained on this kind of device."""
     if device == "cpu" and config.model.attention == "flex_attention":
         raise ConfigError(
-            "model.attention=flex_attention on a CPU: torch computes no gradients of it there; set model.attention=sdpa, "
-            "or cluster.device=cuda on machines with GPUs"
+            "model.attention=flex_attention on a CPU: torch computes no gradients there; set model.attention=sdpa "
+            "(or cluster.device=cuda on machines with GPUs)"
         )
 
 

@@ -66,7 +66,7 @@ def prepare(
     _name_class(hf_config, network)
     init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
     _check_network(config, network, hf_config)
-    check_step(config, network)
+    check_step(config, hf_config, network)
     origin = find_origin(config, network, added) if own is None else None
     for prompt in config.eval.prompts:
         encode_prompt(tokenizer, prompt, positions=positions_of(hf_config))

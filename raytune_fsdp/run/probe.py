@@ -41,6 +41,9 @@ _WIDTH = 64
 _TOKENS = 4096
 """The vocabulary to which it is shrunk."""
 
+_EXPERTS = 16
+"""The experts to which it is shrunk, or some more: mostly 8 of them are chosen."""
+
 _SIZES = (
     "_size",
     "_dim",
@@ -58,38 +61,42 @@ _SIZES = (
 _NO_SIZES = ("window", "chunk", "block_size", "patch", "image", "kernel", "state_size", "conv", "group")
 
 
-def check_step(config: FinetuneConfig, network: PreTrainedModel) -> None:
+def check_step(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel) -> None:
     """Refuse a network whose first step would fail, and packing for one in which documents would see each other.
 
-    `network` is on the meta device, and stays as it is.
+    `network` is what `hf_config` describes, on the meta device, and stays as it is.
     """
-    hf_config = network.config
     try:
         model = _first_blocks(_build(config, hf_config if _weights_of_part(network) <= _SMALL else shrunk(hf_config)))
-        error = _step(config, model, real=_weights(model) <= _SMALL)
+        real = _weights(model) <= _SMALL
+        error = _step(config, model, real=real)
     except Exception as unfit:  # sizes that cannot be divided
         error = unfit
     if error is None:
-        _check_packing(config, model)
+        if real:
+            _check_packing(config, model)
         return
     certain = _fails_at_full_width(config, hf_config)
     if certain is not None:
-        raise ModelError(_message(config, network, certain)) from certain
+        raise ModelError(_message(config, hf_config, network, certain)) from certain
     logger.debug("one step was tried and says nothing: %s", in_one_line(error))
 
 
 def _fails_at_full_width(config: FinetuneConfig, hf_config: PretrainedConfig) -> Exception | None:
     error = None
     for cut in (_first_blocks, lambda whole: whole):  # some networks count their blocks: the whole has the last word
-        model = cut(_build(config, hf_config))
+        try:
+            model = cut(_build(config, hf_config))
+        except ModelError:  # it was built before: it is not for this to refuse
+            return None
         error = _step(config, model, real=_weights(model) <= _SMALL)
         if error is None or not _conclusive(config, error):
             return None
     return error
 
 
-def _message(config: FinetuneConfig, network: PreTrainedModel, error: Exception) -> str:
-    chosen, hf_config = config.model, network.config
+def _message(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel, error: Exception) -> str:
+    chosen = config.model
     if chosen.overrides:
         changes = ", ".join(f"{key}={value!r}" for key, value in chosen.overrides.items())
         where, way_out = (
@@ -181,14 +188,12 @@ def _with_fake_tensors(model: PreTrainedModel, length: int, packed: bool) -> Non
 
 
 def _fill(model: PreTrainedModel) -> None:
-    """Random weights: constant ones would hide a leak between documents. Of either sign, or routers are saturated."""
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(tensor: torch.Tensor) -> torch.Tensor:
-        empty = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return empty.normal_(0.0, 0.1, generator=generator) if empty.is_floating_point() else empty.zero_()
-
-    _replace(model, drawn, buffers=False)
+    """Weights and buffers as transformers draws them. What it does not draw is zero."""
+    torch.manual_seed(0)
+    _replace(model, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), buffers=False)
+    with torch.no_grad():
+        for module in reversed(list(model.modules())):
+            model._init_weights(module)
     init_buffers(model, torch.device("cpu"))
 
 
@@ -251,7 +256,7 @@ def _check_packing(config: FinetuneConfig, model: PreTrainedModel) -> None:
 
 
 def shrunk(hf_config: PretrainedConfig) -> PretrainedConfig:
-    """The same architecture, narrower: all sizes divided by the same power of two, so that they still fit each other."""
+    """The same architecture, narrower: all sizes divided by one power of two, so that they still fit each other."""
     small = copy.deepcopy(hf_config)
     text = small.get_text_config()
     values = vars(text)
@@ -267,6 +272,10 @@ def shrunk(hf_config: PretrainedConfig) -> PretrainedConfig:
             values[name] = min(value, _TOKENS)
         elif name.endswith("token_id"):
             values[name] = value % _TOKENS
+        elif "experts" in name and "per_tok" not in name:
+            while not value % 2 and value >= 2 * _EXPERTS:
+                value //= 2
+            values[name] = value
         elif any(part in name for part in _SIZES) and not any(part in name for part in _NO_SIZES):
             values[name] = value // factor if not value % factor else value
     return small

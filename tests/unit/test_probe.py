@@ -39,7 +39,8 @@ def wanted(
 
 def check(values: dict[str, Any], **options: Any) -> None:
     config = wanted(values, **options)
-    check_step(config, build_network(load_architecture(config.model, None), config))
+    hf_config = load_architecture(config.model, None)
+    check_step(config, hf_config, build_network(hf_config, config))
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *EXPERTS, *REARRANGED, *PARTICULAR, *UNUSUAL])
