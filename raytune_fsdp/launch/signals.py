@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 from raytune_fsdp.errors import Interrupted
 from raytune_fsdp.types import StopReason
@@ -32,7 +32,7 @@ class Signals:
         self._holding = False
         self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> Self:
         self._before = {kind: signal.getsignal(kind) for kind in _KINDS}
         self.take()
         return self

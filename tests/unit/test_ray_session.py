@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -102,3 +105,25 @@ def test_directories_of_dead_starts_are_removed_and_no_others(tmp_path: Path, mo
     assert sorted(tmp_path.iterdir()) == sorted([living, making, directory])
     assert not os.get_inheritable(lock), "Ray's processes outlive a driver that is killed, and must not keep it"
     os.close(lock)
+
+
+def test_a_start_that_fails_leaves_no_process_no_variable_and_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def init(**options: object) -> None:
+        code = "import time; time.sleep(60)"
+        started.append(subprocess.Popen([sys.executable, "-S", "-c", code, f"--dir={options['_temp_dir']}/session"]))
+        raise Exception("The current node timed out during startup")
+
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(session, "_LONGEST_PARENT", 10_000)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    before = dict(os.environ)
+    with pytest.raises(Exception, match="timed out"):
+        session._try_to_start(1, 5.0)
+    assert started[0].wait(10) == -signal.SIGKILL
+    assert dict(os.environ) == before
+    assert not list(tmp_path.iterdir())
