@@ -105,7 +105,7 @@ def _references(directory: Path) -> Iterator[str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model directory. ModelError if it is none."""
+    """The object in a JSON file of a run's model directory, or of an export. ModelError if it is none, or a link."""
     try:
         values = json.loads(_text(path))
     except (ValueError, RecursionError) as error:
@@ -116,6 +116,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
+    _check_plain(path)  # a pipe would never end
     if path.stat().st_size > _MAX_BYTES:
         raise ModelError(f"{path} has {path.stat().st_size:,} bytes, and such a file has at most {_MAX_BYTES:,}")
     try:

@@ -13,7 +13,7 @@ import yaml
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.state import RunState, read_state
-from raytune_fsdp.errors import RaytuneError, in_one_line
+from raytune_fsdp.errors import ModelError, RaytuneError, in_one_line
 from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.known_files import CARD_FILE, CONFIG_FILE, read_json
 from raytune_fsdp.rundir import METRICS_FILE, RECIPE_FILE
@@ -72,7 +72,7 @@ def is_of_same_run(export: Path, card: str) -> bool:
     The fingerprint is a hash of all that decided the training: no other run has it, nor a model from elsewhere.
     """
     try:
-        there = (export / CARD_FILE).read_text(encoding="utf-8")
+        there = (export / CARD_FILE).read_text(encoding="utf-8") if (export / CARD_FILE).is_file() else ""
         named = set(find_weights(export).file_of.values())
     except (RaytuneError, OSError, ValueError):
         return False
@@ -83,10 +83,10 @@ def is_of_same_run(export: Path, card: str) -> bool:
 def _recipe(model_files: Path) -> Any:
     """The recipe. An empty one if it is missing (older versions wrote none) or broken: a card can do without it."""
     try:
-        recipe = json.loads((model_files / RECIPE_FILE).read_text())
+        recipe = read_json(model_files / RECIPE_FILE)
         if isinstance(recipe["config"]["model"], dict) and {"version", "run_dir", "model_on_hub"} <= recipe.keys():
             return recipe
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ModelError, FileNotFoundError, KeyError, TypeError) as error:
         logger.warning("%s says nothing about the training: %s", model_files / RECIPE_FILE, error)
     return {"version": None, "run_dir": None, "model_on_hub": False, "config": {}}
 
