@@ -105,18 +105,21 @@ def load_for_inference(
             lambda: AutoModelForCausalLM.from_pretrained(
                 path, dtype="auto", use_safetensors=True, trust_remote_code=trust
             ),
-            f"{path} is not a complete Hugging Face model directory",
+            path,
+            "is not a complete Hugging Face model directory",
         )
         return model.to(device).eval(), tokenizer
     checkpoint = find_checkpoint(path)
     files = model_files(checkpoint)
-    what = f"{files} does not describe a model that transformers can build"
-    hf_config = _loaded(lambda: AutoConfig.from_pretrained(files, trust_remote_code=trust), what)
+    what = "does not describe a model that transformers can build"
+    hf_config = _loaded(lambda: AutoConfig.from_pretrained(files, trust_remote_code=trust), files, what)
     tokenizer = _tokenizer(files, trust)
     weights = CheckpointWeights(checkpoint)
     tensors = weights.read_all(list(weights.shapes()))
     dtype = next(iter(tensors.values())).dtype
-    model = _loaded(lambda: AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust), what)
+    model = _loaded(
+        lambda: AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust), files, what
+    )
     wanted = set(owned_tensors(model))
     if wanted != set(tensors):
         raise ModelError(
@@ -129,16 +132,17 @@ def load_for_inference(
 def _tokenizer(directory: Path, trust: bool) -> PreTrainedTokenizerBase:
     tokenizer: PreTrainedTokenizerBase = _loaded(
         lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=trust),
-        f"{directory} has no tokenizer that transformers can load",
+        directory,
+        "has no tokenizer that transformers can load",
     )
     return tokenizer
 
 
-def _loaded(load: Callable[[], Any], otherwise: str) -> Any:
+def _loaded(load: Callable[[], Any], place: Path, otherwise: str) -> Any:
     """What `load` returns, or why it cannot, in one line."""
     try:
         return load()
     except Exception as error:  # its checks of a stranger's files, and code that comes with a model, may raise anything
         if wants_code(error):
-            raise ModelError(f"{otherwise}: it {NEEDS_CODE}, then add --trust-remote-code") from error
-        raise ModelError(f"{otherwise}: {first_line(error)}") from error
+            raise ModelError(f"{place} {NEEDS_CODE}, then add --trust-remote-code") from error
+        raise ModelError(f"{place} {otherwise}: {first_line(error)}") from error
