@@ -125,7 +125,8 @@ def _model_at(path: Path, trust: bool) -> PreTrainedModel:
         )
     model: PreTrainedModel = _loaded(
         lambda: AutoModelForCausalLM.from_pretrained(path, dtype="auto", use_safetensors=True, trust_remote_code=trust),
-        f"{path} is not a complete Hugging Face model directory",
+        path,
+        "is not a complete Hugging Face model directory",
     )
     return model
 
@@ -142,11 +143,11 @@ def _model_of(checkpoint: CommittedCheckpoint, files: Path, trust: bool) -> PreT
                 f"{checkpoint.path} does not have the tensors of {files / CONFIG_FILE}: {differ[0]} differs"
                 + (f" (and {len(differ) - 1} more)" if len(differ) > 1 else "")
             )
-    what = f"{files} does not describe a model that transformers can build"
-    hf_config = _loaded(lambda: AutoConfig.from_pretrained(files, trust_remote_code=trust), what)
+    what = "does not describe a model that transformers can build"
+    hf_config = _loaded(lambda: AutoConfig.from_pretrained(files, trust_remote_code=trust), files, what)
     dtype = next(iter(weights.dtypes().values()), None)
     model: PreTrainedModel = _loaded(
-        lambda: AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust), what
+        lambda: AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust), files, what
     )
     # Not strict: a tied weight is stored under one name only.
     model.load_state_dict(weights.read_all(list(shapes)), strict=False)
@@ -157,12 +158,13 @@ def _tokenizer(directory: Path, trust: bool) -> PreTrainedTokenizerBase:
     check_tokenizer_files(directory)
     tokenizer: PreTrainedTokenizerBase = _loaded(
         lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=trust),
-        f"{directory} has no tokenizer that transformers can load",
+        directory,
+        "has no tokenizer that transformers can load",
     )
     return tokenizer
 
 
-def _loaded(load: Callable[[], Any], otherwise: str) -> Any:
+def _loaded(load: Callable[[], Any], place: Path, otherwise: str) -> Any:
     """What `load` returns, or why it cannot, in one line."""
     try:
         return load()
@@ -171,5 +173,5 @@ def _loaded(load: Callable[[], Any], otherwise: str) -> Any:
     # A stranger's files and code may raise anything; what a library in Rust panics with is no Exception.
     except BaseException as error:
         if wants_code(error):
-            raise ModelError(f"{otherwise}: it {NEEDS_CODE}, then add --trust-remote-code") from error
-        raise ModelError(f"{otherwise}: {first_line(error)}") from error
+            raise ModelError(f"{place} {NEEDS_CODE}, then add --trust-remote-code") from error
+        raise ModelError(f"{place} {otherwise}: {first_line(error)}") from error

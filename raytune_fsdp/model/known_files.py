@@ -105,9 +105,9 @@ def _references(directory: Path) -> Iterator[str]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model directory. ModelError if it is none."""
+    """The object in a JSON file of a run's model directory, or of an export. ModelError if it is none, or a link."""
     try:
-        values = read_json(path, limit=_MAX_BYTES, links=True)
+        values = read_json(path, limit=_MAX_BYTES)
     except ValueError as error:
         raise ModelError(f"{path} is not JSON ({reason(error)}): restore it, or download it again") from error
     if not isinstance(values, dict):

@@ -85,7 +85,7 @@ def is_of_same_run(export: Path, card: str) -> bool:
     The fingerprint is a hash of all that decided the training: no other run has it, nor a model from elsewhere.
     """
     try:
-        there = (export / CARD_FILE).read_text(encoding="utf-8")
+        there = (export / CARD_FILE).read_text(encoding="utf-8") if (export / CARD_FILE).is_file() else ""
         named = set(find_weights(export).file_of.values())
     except (RaytuneError, OSError, ValueError):
         return False
@@ -96,7 +96,7 @@ def is_of_same_run(export: Path, card: str) -> bool:
 def _recipe(model_files: Path) -> Any:
     """The recipe. An empty one if it is missing (older versions wrote none) or broken: a card can do without it."""
     try:
-        recipe = read_json(model_files / RECIPE_FILE, limit=_RECIPE_BYTES, links=True)
+        recipe = read_json(model_files / RECIPE_FILE, limit=_RECIPE_BYTES)
         _check_recipe(recipe)
         return recipe
     except (OSError, ValueError) as error:

@@ -239,6 +239,14 @@ def _generate(arguments: list[str]) -> int:
     return generate.main([arguments[0], "w1", "--max-new-tokens", "1"])
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_pipe_in_a_run_is_not_waited_for(run: Path, tmp_path: Path, name: str) -> None:
+    (run / "model" / name).unlink()
+    os.mkfifo(run / "model" / name)
+    for read in (export_command.main, _generate):
+        assert read([str(run), str(tmp_path / "out")]) == 2
+
+
 def test_a_checkpoint_without_its_run_says_what_is_missing(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
