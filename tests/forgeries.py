@@ -181,7 +181,7 @@ INDEX: dict[str, Forge] = {
     "start twice": changed(_INDEX, _twice(b'"start": 704', b'"start": 704, "start": 712')),
     "tensors twice": changed(_INDEX, _twice(b'{"format"', b'{"tensors": {}, "format"')),
     "an index larger than its files": changed(_INDEX, lambda values: b" " * (2 << 20) + json.dumps(values).encode()),
-    "an index of 300 MB": sparse(_INDEX, 300 << 20),
+    "an index of 100 MB": sparse(_INDEX, 100 << 20),
 }  # fmt: skip
 
 STATE: dict[str, Forge] = {
@@ -440,7 +440,7 @@ RECIPE: dict[str, Forge] = {
 MODEL_OF_RUN: dict[str, Forge] = {
     "layers of a run": put("model/config.json", "num_hidden_layers", to=10_000_000),
     "a width of a run": put("model/config.json", "hidden_size", to=1 << 19),
-    "more layers than the checkpoint has": put("model/config.json", "num_hidden_layers", to=900),
+    "more layers than the checkpoint has": put("model/config.json", "num_hidden_layers", to=200),
     "labels of a run": put("model/config.json", "num_labels", to=HUGE),
     "a deep config of a run": text("model/config.json", DEEP_MAP),
     "the config of a run is a pipe": pipe("model/config.json"),

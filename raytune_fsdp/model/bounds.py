@@ -31,6 +31,8 @@ _TOKENIZER_FILES = (
     "chat_template.jinja", "chat_template.json", "processor_config.json", "generation_config.json",
 )  # fmt: skip
 """What a tokenizer, and the way a model generates, are read from."""
+# The libraries that read these have limits of depth; a generation config that is broken is ignored.
+_NOT_PARSED = ("tokenizer.json", "generation_config.json")
 
 MOST_TOKENS = 1 << 24  # XLM-V has a vocabulary of a million
 _MOST_LAYERS = 1024  # Llama 3.1 405B has 126
@@ -88,9 +90,9 @@ def check_tokenizer_files(directory: Path) -> None:
     for name in _TOKENIZER_FILES:
         file = directory / name
         try:
-            if name.endswith(".json") and name != "tokenizer.json":
+            if name.endswith(".json") and name not in _NOT_PARSED:
                 read_json(file, limit=_TOKENIZER_BYTES, links=True)
-            else:  # the library that reads it has a limit of depth
+            else:
                 content = read_file(file, limit=_TOKENIZER_BYTES, links=True)
                 if name.endswith(".json"):
                     check_values(content, _TOKENIZER_VALUES)

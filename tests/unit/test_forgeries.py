@@ -104,7 +104,7 @@ def printed() -> Iterator[list[str]]:
 
 def all_of(kind: str, good: Path, code: int | None, lines: tuple[int, ...]) -> None:
     """Every forgery of this kind ends so, within its time and memory."""
-    (found,) = run_ranks(endings, 1, kind, good, seconds=200)
+    (found,) = run_ranks(endings, 1, kind, good, seconds=500)
     wrong = [
         f"{name}: {each}"
         for name, each in found.items()
