@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # The client's own retries (7 of them, 246 s in all) would send a request again without asking whether it has arrived. A
-# server on a busy machine needs more than 5 s for a full request. Telemetry is not ours to send.
+# server on a busy machine needs more than 5 s for a full request. Telemetry is not ours to send, and two lines with
+# addresses at the end are not ours to print.
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 NOISY_LOGGERS = (
     "alembic.runtime.migration",

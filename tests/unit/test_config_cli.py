@@ -46,12 +46,18 @@ ARITHMETIC = [
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def waits() -> list[Any]:
+    """How long `finetune` was asked to wait."""
+    return []
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, waits: list[Any]) -> list[Any]:
     """The configs that `finetune` was called with."""
     configs: list[Any] = []
     api = types.ModuleType("raytune_fsdp.api")
+    api.finetune = lambda config, progress, **how: configs.append(config) or waits.append(how)  # type: ignore[attr-defined]
     api.WAIT_FOR_TRACKING = 30.0  # type: ignore[attr-defined]
-    api.finetune = lambda config, progress, **rest: configs.append(config)  # type: ignore[attr-defined]
     monkeypatch.setattr("raytune_fsdp.launch.torchrun.is_rank0", lambda: False)
     monkeypatch.setitem(sys.modules, "raytune_fsdp.api", api)
     return configs
@@ -66,6 +72,17 @@ def errors(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_train_hands_the_config_to_finetune(started: list[Any]) -> None:
     assert main.main(["train", *FLAGS]) == 0
     assert started[0].run.name == "x"
+
+
+def test_how_long_to_wait_for_mlflow_is_a_flag_of_train_not_of_the_config(
+    started: list[Any], waits: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["train", *FLAGS]) == main.main(["train", *FLAGS, "--wait-for-tracking", "0.5"]) == 0
+    assert waits == [{"wait_for_tracking": 30.0}, {"wait_for_tracking": 0.5}]
+    assert main.main(["train", *FLAGS, "--wait-for-tracking=-1"]) == 2
+    assert main.main(["train", *FLAGS, "--wait-for-tracking", "nan"]) == 2
+    assert len(started) == 2
+    assert errors(capsys)[0].startswith("error: --wait-for-tracking -1 must be 0 or more seconds")
 
 
 def test_train_reads_a_file(started: list[Any]) -> None:

@@ -22,6 +22,7 @@ from raytune_fsdp.tracking import Composite, RunStart
 from raytune_fsdp.tracking import mlflow as tracking_mlflow
 from raytune_fsdp.tracking.jsonl import JsonlTracker, read_events, read_trajectory
 from raytune_fsdp.tracking.mlflow import CURSOR, RUN_ID, MlflowTracker, mlflow_installed
+from raytune_fsdp.tracking.mlflow_run import ENVIRONMENT
 from raytune_fsdp.types import ParameterCount
 from tests.unit.fake_mlflow import FakeServer, Fault, on_record, step
 
@@ -41,7 +42,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.chdir(current)
     monkeypatch.setattr(tracking_mlflow, "_MAX_PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(tracking_mlflow, "_LAST_PAUSES_SECONDS", 0.001)
-    for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_DISABLE_TELEMETRY"):
+    for name in ENVIRONMENT:
         # Set and then deleted, so that what the tracker sets is undone as well.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
