@@ -7,6 +7,7 @@ need not see the model's files.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from raytune_fsdp.data.open_data import open_data
 from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import ConfigError, ModelError, first_line
+from raytune_fsdp.errors import ConfigError, ModelError, RaytuneError, first_line
 from raytune_fsdp.evaluate import encode_prompt
 from raytune_fsdp.model.attention import positions_of, takes_position_ids
 from raytune_fsdp.model.bounds import MOST_TOKENS, check_tokenizer_files
@@ -40,8 +41,10 @@ from raytune_fsdp.run.initial_weights import find_origin, model_directory, own_m
 from raytune_fsdp.run.probe import check_step
 from raytune_fsdp.run.resume import check_same_run, files_of, find_resume, identity_of
 from raytune_fsdp.run.standing import Prepared, Standing, confirm_complete, stand
+from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking.names import evaluation_loss
 from raytune_fsdp.types import Progress
+from raytune_fsdp.urls import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -108,13 +111,18 @@ def prepare(
 def prepare_data(
     config: FinetuneConfig, progress: Progress | None = None
 ) -> tuple[PreTrainedTokenizerBase, Windows, dict[str, Windows]]:
-    """The tokenizer and the data of a config; no weights are fetched."""
+    """The tokenizer and the data of a config, in the order of its run; no weights are fetched."""
+    place, order_version = RunDir.of(config), None
+    if not is_url(place.checkpoints):  # else what looks at the data would have to wait for a store
+        with suppress(RaytuneError):
+            order_version = find_resume(place, resume="auto").order_version
     directory = model_directory(config, weights=False)
     hf_config = load_architecture(config.model, directory)
     tokenizer = load_tokenizer(config, directory)
     added = add_tokens(tokenizer, config.model.add_tokens)
     fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=config.model.resize_embeddings or bool(added))
-    train, evals = open_data(config, tokenizer, hf_config.get_text_config().vocab_size, progress)
+    vocab_size = hf_config.get_text_config().vocab_size
+    train, evals = open_data(config, tokenizer, vocab_size, progress, order_version=order_version)
     return tokenizer, train, evals
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from raytune_fsdp.run.prepare import prepare_data
 from raytune_fsdp.tracking.jsonl import read_events, read_metrics, read_trajectory
 from tests.checkpoints import checkpoints, pieces_of
 from tests.ranks import run_ranks
@@ -79,6 +80,7 @@ def test_a_run_begun_with_the_older_order_goes_on_with_it(tmp_path: Path) -> Non
     assert [row["samples"] for row in old] != [row["samples"] for row in new]
     stopped = make_config(tmp_path, run={"name": "stopped"}, **sections)
     run_ranks(train_in_the_older_order, 1, stopped.model_dump(), 5)
+    assert prepare_data(stopped)[1].order_version == 2, "a preview shows what the run will take"
     assert trajectory(stopped, 1) == old
     orders = {name: order_version(tmp_path / "runs" / name) for name in ("new", "whole", "stopped")}
     assert orders == {"new": {3}, "whole": {2}, "stopped": {2}}

@@ -46,8 +46,8 @@ def test_many_small_files_are_prepared_together(tmp_path: Path, monkeypatch: pyt
     assert len(list((tmp_path / "cache/files").iterdir())) == 3
     handles._HASHES.clear()
     again = pickle.loads(pickle.dumps(opened(tmp_path / "many")))
-    # 0.35 ms a file where it took 2.5 and 1; of the processor, which is shared here.
-    assert time.process_time() - began < 3
+    # 0.3 ms of the processor a file, for both; it was 3 ms.
+    assert time.process_time() - began < 1.5
     assert len(synced) < 20 and again.fingerprints == source.fingerprints and len(again) == 2 * MANY + 100_001
     rows = [row for row in again.rows(range(len(again))) if isinstance(row, dict)]
     assert [row["id"] for row in rows] == [*range(1002), *[-1] * 100_000, -2, *range(1002, 2 * MANY)]

@@ -29,6 +29,8 @@ _PIECE_BYTES = 1 << 20
 # may be longer.
 MAX_RECORD_BYTES = 1 << 28
 _START_BYTES = 1 << 16
+# Up to here Python finds line breaks sooner than the 20 calls of numpy, 0.1 ms, that find any number of them.
+_FEW_BYTES = 1 << 12
 _PROGRESS_BYTES = 64 << 20
 _LINE_BREAK = ord("\n")
 _IS_SPACE = np.array([not bytes([byte]).strip() for byte in range(256)])
@@ -134,6 +136,14 @@ def _scan_lines(file: Scanned, spans: Spans) -> None:
     start, line, blank = file.offset, 1, True
     while piece := file.read(_PIECE_BYTES):
         base = file.offset - len(piece)
+        if len(piece) <= _FEW_BYTES:
+            at = 0
+            while end := piece.find(b"\n", at) + 1:
+                if not blank or piece[at:end].strip():
+                    spans.add(start, base + end - start, line)
+                start, line, blank, at = base + end, line + 1, True, end
+            blank = blank and not piece[at:].strip()
+            continue
         data = np.frombuffer(piece, dtype=np.uint8)
         ends = np.flatnonzero(data == _LINE_BREAK) + 1
         if not len(ends):

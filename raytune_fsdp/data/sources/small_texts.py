@@ -5,6 +5,7 @@ A directory of its own costs a file 8 ms when it is made (four waits for storage
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,8 +18,8 @@ from raytune_fsdp.data.sources.blocks import NAME as BLOCKS
 from raytune_fsdp.data.sources.file_names import compression_of
 from raytune_fsdp.data.sources.handles import Stored, check_unchanged
 from raytune_fsdp.data.sources.prepared import PreparedRows, prepare
-from raytune_fsdp.data.sources.source import File
-from raytune_fsdp.data.sources.texts import TextRows, delimiter_of, find_rows, text_rows
+from raytune_fsdp.data.sources.source import File, reading
+from raytune_fsdp.data.sources.texts import TextRows, find_rows, text_rows
 from raytune_fsdp.types import Progress
 
 # From this many on: with few files, one that changes should not have the others read again.
@@ -47,9 +48,9 @@ def open_small_texts(
         texts = []
         with open(directory / "spans", "wb") as spans, open(directory / BLOCKS, "wb") as blocks:
             for number, file in enumerate(files):
-                meta, hashing = find_rows(
-                    Path(file.url), spans, file=file, kind=kind, delimiter=delimiter_of(file), progress=None
-                )
+                with reading(file.shown), open(file.url, "rb", buffering=0) as opened:
+                    source = io.BytesIO(opened.read(_SMALL_BYTES))
+                meta, hashing = find_rows(source, file.size, spans, file=file, kind=kind, progress=None)
                 blocks.write(hashing.blocks())
                 check_unchanged(file)
                 texts.append(meta)

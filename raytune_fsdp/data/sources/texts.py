@@ -154,10 +154,9 @@ def open_text(file: File, kind: str, *, cache: Path, progress: Progress | None, 
         if copied:
             path = directory / "content"
             copy(file, path, progress=progress)
-        with open(directory / "spans", "wb") as spans:
-            meta, hashing = find_rows(
-                path, spans, file=file, kind=kind, delimiter=delimiter_of(file), progress=progress
-            )
+        with _opened(path, shown=file.shown) as source, open(directory / "spans", "wb") as spans:
+            size = os.fstat(source.fileno()).st_size
+            meta, hashing = find_rows(source, size, spans, file=file, kind=kind, progress=progress)
         if copied:
             keep_hashes(file, directory)
         else:
@@ -198,18 +197,14 @@ def delimiter_of(file: File) -> str:
 
 
 def find_rows(
-    path: Path, out: BinaryIO, *, file: File, kind: str, delimiter: str, progress: Progress | None
+    source: BinaryIO, size: int, out: BinaryIO, *, file: File, kind: str, progress: Progress | None
 ) -> tuple[Mapping[str, Any], BlockHashing]:
-    """Write where the rows of a file are. Returns what is known of it, and the hashes of its content."""
-    syntax = kind
-    with _opened(path, shown=file.shown) as source:
-        spans = Spans(out)
-        if kind == "json":
-            syntax = json_syntax(source, shown=file.shown)
-        size = os.fstat(source.fileno()).st_size
-        scanned = Scanned(source, shown=file.shown, size=size, progress=progress)
-        columns = scan(scanned, spans, syntax=syntax, delimiter=delimiter)
-        spans.flush()
+    """Write where the rows of an open file are. Returns what is known of it, and the hashes of its content."""
+    syntax = json_syntax(source, shown=file.shown) if kind == "json" else kind
+    spans = Spans(out)
+    scanned = Scanned(source, shown=file.shown, size=size, progress=progress)
+    columns = scan(scanned, spans, syntax=syntax, delimiter=delimiter_of(file))
+    spans.flush()
     if not spans.count:
         raise DataError(
             f"{file.shown}: has no rows ({scanned.offset} bytes); {_RULES[syntax]}: correct the dataset's path, or "
