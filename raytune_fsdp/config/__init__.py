@@ -27,7 +27,15 @@ from raytune_fsdp.config.cluster import ClusterConfig
 from raytune_fsdp.config.data import CacheConfig, DataConfig, DatasetConfig
 from raytune_fsdp.config.eval import EvalConfig
 from raytune_fsdp.config.export import ExportConfig
-from raytune_fsdp.config.formats import ChatFormat, CompletionFormat, Format, InstructionFormat, TokensFormat
+from raytune_fsdp.config.formats import (
+    ChatFormat,
+    CompletionFormat,
+    Format,
+    InstructionFormat,
+    PythonFormat,
+    TemplateFormat,
+    TokensFormat,
+)
 from raytune_fsdp.config.method import FullMethod
 from raytune_fsdp.config.model import ModelConfig
 from raytune_fsdp.config.optim import OptimConfig
@@ -96,6 +104,8 @@ __all__ = [
     "ParallelConfig",
     "RunConfig",
     "Section",
+    "PythonFormat",
+    "TemplateFormat",
     "TokensFormat",
     "TrackingConfig",
     "TrainConfig",

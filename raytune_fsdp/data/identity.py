@@ -32,10 +32,15 @@ def identity_of_windows(
     pad_id: int,
     vocab_size: int,
     repeats: bool,
+    code: Sequence[str | None],
 ) -> dict[str, Any]:
-    """Datasets by place, not by name: their order decides the windows, their names do not."""
+    """Datasets by place, not by name: their order decides the windows, their names do not.
+
+    `code`: of each dataset, the hash of the file with the user's function, if its format has one.
+    """
     files = {f"datasets.{i}.files": list(source.fingerprints.values()) for i, source in enumerate(sources)}
     formats = {f"datasets.{i}.format": named("format", dataset.format) for i, dataset in enumerate(datasets)}
+    functions = {f"datasets.{i}.function_file": each for i, each in enumerate(code) if each is not None}
     columnar = {f"datasets.{i}.columnar": source.columnar for i, source in enumerate(sources)}
     mixture = {f"datasets.{i}.weight": str(weight) for i, weight in enumerate(weights)}
     return {
@@ -44,6 +49,7 @@ def identity_of_windows(
         "seed": seed,
         **files,
         **formats,
+        **functions,
         **columnar,
         **mixture,
         "tokenizer": _tokenizer_fingerprint(tokenizer),

@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from raytune_fsdp.config.formats import ChatFormat, CompletionFormat, Format, InstructionFormat, TokensFormat
+from raytune_fsdp.config.formats import (
+    ChatFormat,
+    CompletionFormat,
+    Format,
+    InstructionFormat,
+    PythonFormat,
+    TemplateFormat,
+    TokensFormat,
+)
 from raytune_fsdp.data.rows.chat import Conversation, check_text, read_column, read_conversation
 from raytune_fsdp.data.rows.encoding import SpanEncoder, Tokens
-from raytune_fsdp.data.rows.instruction import read_instruction
+from raytune_fsdp.data.rows.functions import RowFunction
+from raytune_fsdp.data.rows.instruction import read_instruction, read_template
 from raytune_fsdp.data.rows.templates import Span, chat_template
 from raytune_fsdp.data.rows.token_rows import read_tokens
 from raytune_fsdp.data.rows.turns import trained_spans
@@ -75,16 +84,23 @@ class Formatter:
         vocab_size: int,
         template: str | None,
         columnar: bool = False,
+        code: str | None = None,
     ) -> None:
+        self._function = RowFunction(format.function, code) if isinstance(format, PythonFormat) else None
+        self.code = None if self._function is None else self._function.code
+        """The hash of the file with the user's function, if the format has one."""
+        self._given = (format, tokenizer, vocab_size, template, columnar, self.code)
+        format = format.returns if isinstance(format, PythonFormat) else format
         self.format = format
-        self._given = (format, tokenizer, vocab_size, template, columnar)
         self._columnar = columnar
         self._vocab_size = vocab_size
         self._special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         if isinstance(format, TokensFormat):
             return
         self._encoder = SpanEncoder(tokenizer)
-        if isinstance(format, ChatFormat) or (isinstance(format, InstructionFormat) and format.style == "chat"):
+        if isinstance(format, ChatFormat) or (
+            isinstance(format, InstructionFormat | TemplateFormat) and format.style == "chat"
+        ):
             # Two, because a tokenizer may have another template for conversations with tools (Hermes, Command R).
             self._templates = [chat_template(tokenizer, template, tools=tools) for tools in (False, True)]
             if format.loss != "all" and not self._templates[0].trains_an_end():
@@ -117,6 +133,15 @@ class Formatter:
             documents.append(document)
         return documents
 
+    def check_function(self, rows: Sequence[dict[str, Any] | RowError], wheres: Sequence[str]) -> None:
+        """Refuse a function of the user's that makes two documents of one row. Raises DataError."""
+        for first, second, where in zip(self.documents(rows, wheres), self.documents(rows, wheres), wheres, strict=True):
+            if _content(first) != _content(second):
+                raise DataError(
+                    f"{where}: the format's function, called twice, made two different documents of this row, so the data "
+                    "would depend on who reads it; make it depend on the row alone (no random numbers, clocks or sets)"
+                )
+
     def _read_or_error(self, row: dict[str, Any] | RowError, where: str) -> _Text | Document | RowError:
         if isinstance(row, RowError):
             return row
@@ -127,6 +152,8 @@ class Formatter:
 
     def _read(self, row: dict[str, Any], where: str) -> _Text | Document:
         format = self.format
+        if self._function is not None:
+            row = self._function(row, where)
         if isinstance(format, ChatFormat):
             return self._render(read_conversation(row, format, where, columnar=self._columnar), format.loss)
         if isinstance(format, CompletionFormat):
@@ -135,7 +162,10 @@ class Formatter:
             )
         if isinstance(format, TokensFormat):
             return Document(*read_tokens(row, format, where))
-        instruction = read_instruction(row, format, where)
+        if isinstance(format, TemplateFormat):
+            instruction = read_template(row, format, where)
+        else:
+            instruction = read_instruction(row, format, where)
         if format.style == "chat":
             return self._render(instruction.conversation(where), "all" if format.loss == "all" else "assistant")
         prompt = instruction.alpaca() if format.style == "alpaca" else instruction.plain()
@@ -185,9 +215,22 @@ class Formatter:
 
 
 def _formatter(
-    format: Format, tokenizer: PreTrainedTokenizerBase, vocab_size: int, template: str | None, columnar: bool
+    format: Format,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    template: str | None,
+    columnar: bool,
+    code: str | None,
 ) -> Formatter:
-    return Formatter(format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, columnar=columnar)
+    return Formatter(
+        format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, columnar=columnar, code=code
+    )
+
+
+def _content(document: Document | RowError) -> Any:
+    if isinstance(document, RowError):
+        return str(document)
+    return document.input_ids.tolist(), document.labels.tolist()
 
 
 _NO_END = (
@@ -199,6 +242,7 @@ _NO_END = (
 _NO_TARGET = {
     "chat": "a conversation needs a message with role assistant that the chat template marks as generated",
     "instruction": "an answer needs at least one token: remove the row",
+    "template": "an answer needs at least one token: remove the row",
     "completion": "a text needs at least two tokens: remove the row",
     "tokens": "labels must repeat the input id (or mask must be 1) at some place after the first",
 }

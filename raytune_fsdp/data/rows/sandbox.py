@@ -38,6 +38,10 @@ _SAFE_OF_DICTS = frozenset(("copy", "get", "items", "keys", "values"))
 _SAFE_OF_TEXTS = frozenset(name for name in dir(str) if name[0] != "_") - {"format", "format_map"}
 _SAFE_OF_LOOPS = frozenset(("depth", "depth0", "first", "index", "index0", "last", "length", "revindex", "revindex0"))
 
+_WITHOUT_CODE = frozenset((bool, dict, int, list, str))
+
+_CALL = 10  # how many other nodes a call takes as long as
+
 
 class CompiledTemplate:
     """A template's code. Rendering it takes its lock: what it has written and done so far is in its environment."""
@@ -101,7 +105,7 @@ class _Generator(CodeGenerator):
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
         if node.test is not None:  # it runs for items that the body never sees
-            cost = nodes.Const(PER_NODE * (1 + _size(node.test)))
+            cost = nodes.Const(PER_NODE * (1 + _CALL + _size(node.test)))
             call = nodes.Call(nodes.EnvironmentAttribute("charged"), [cost], [], None, None)
             node.test = nodes.And(call, node.test)
         super().visit_For(node, frame)
@@ -125,6 +129,21 @@ class _Generator(CodeGenerator):
             self.write(", ")
         self.write(")))")
 
+    def visit_Add(self, node: nodes.Add, frame: Frame) -> None:
+        """`a + b + c` is one call: most of what templates write is such a sum."""
+        terms: list[nodes.Expr] = [node.right]
+        while isinstance(node.left, nodes.Add):
+            node = node.left
+            terms.append(node.right)
+        self.write("environment.added(context, (")
+        for term in (node.left, *reversed(terms)):
+            self.visit(term, frame)
+            self.write(", ")
+        self.write("))")
+
+    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:
+        self._looked_up(node, node.attr, frame, super().visit_Getattr)
+
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
         self.write("{")
         for item in node.items:
@@ -136,13 +155,41 @@ class _Generator(CodeGenerator):
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
         if not isinstance(node.arg, nodes.Slice):
-            return super().visit_Getitem(node, frame)
+            key = node.arg.value if isinstance(node.arg, nodes.Const) else None
+            self._looked_up(node, key, frame, super().visit_Getitem)
+            return
         self.write("environment.sliced(")
         self.visit(node.node, frame)
         self.write("[")
         self.visit(node.arg, frame)
         self.write("])")
-        return None
+
+    def _looked_up(
+        self, node: nodes.Getattr | nodes.Getitem, key: Any, frame: Frame, otherwise: Callable[[Any, Frame], None]
+    ) -> None:
+        """`message.role` and `loop.first` without a call, where they are what they nearly always are."""
+        ref = frame.symbols.ref(node.node.name) if isinstance(node.node, nodes.Name) else None
+        quick = None
+        if ref is not None and isinstance(key, str):
+            if key not in _ATTRIBUTES_OF_DICTS:
+                quick = f"({ref}[{key!r}] if type({ref}) is dict and {key!r} in {ref} else "
+            if key in _SAFE_OF_LOOPS and isinstance(node, nodes.Getattr) and node.node.name == "loop":
+                quick = f"({ref}.{key} if type({ref}) is LoopContext else "
+        if quick is not None:
+            self.write(quick)
+        otherwise(node, frame)
+        if quick is not None:
+            self.write(")")
+
+    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        if frame.eval_ctx.volatile or frame.eval_ctx.autoescape:
+            super()._output_child_pre(node, frame, finalize)
+        self.write("environment.printed(")
+
+    def _output_child_post(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        self.write(")")
+        if frame.eval_ctx.volatile or frame.eval_ctx.autoescape:
+            super()._output_child_post(node, frame, finalize)
 
     def _checked(self, how: str, node: nodes.Expr, frame: Frame) -> None:
         if _is_literal(node):
@@ -162,7 +209,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.charge = self.work.charge
         self._written: list[str] = []
         self._spans: list[Span] = []
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=EXTENSIONS, finalize=self._printed)
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=EXTENSIONS)
         self.concat = self._concat  # type: ignore[method-assign, assignment]
         for name, function in self.filters.items():
             self.filters[name] = charged_filter(name, function, self.work)
@@ -194,12 +241,19 @@ class _Environment(ImmutableSandboxedEnvironment):
                 return getattr(obj, attribute)
         elif (kind is str and attribute in _SAFE_OF_TEXTS) or (kind is LoopContext and attribute in _SAFE_OF_LOOPS):
             return getattr(obj, attribute)
+        elif kind is _Namespace:
+            value = object.__getattribute__(obj, "_Namespace__attrs").get(attribute)
+            if type(value) in _WITHOUT_CODE:
+                return value
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         if type(argument) is tuple:
             self.work.weigh(argument)  # for its hash
-        return super().getitem(obj, argument)
+        try:
+            return obj[argument]
+        except (TypeError, LookupError):
+            return super().getitem(obj, argument)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call what a template calls."""
@@ -224,11 +278,25 @@ class _Environment(ImmutableSandboxedEnvironment):
             work.leave()
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if type(left) is str and type(right) is str and operator == "+":
-            self.charge(len(left) + len(right))
-            return left + right
+        if type(left) is int and type(right) is int and operator in ("+", "-"):
+            return self.work.result(left + right if operator == "+" else left - right)
         self.work.before_operator(operator, left, right)
         return self.work.result(super().call_binop(context, operator, left, right))
+
+    def added(self, context: Context, terms: tuple[Any, ...]) -> Any:
+        """The sum of these."""
+        length = 0
+        for term in terms:
+            if type(term) is not str:
+                break
+            length += len(term)
+        else:
+            self.charge(length)
+            return "".join(terms)
+        total, *rest = terms
+        for term in rest:
+            total = self.call_binop(context, "+", total, term)
+        return total
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Jinja's own, with formatters that charge."""
@@ -274,10 +342,11 @@ class _Environment(ImmutableSandboxedEnvironment):
     def sliced(self, value: Any) -> Any:
         return self.work.result(value)
 
-    def _printed(self, value: Any) -> Any:
-        if type(value) is not str:  # text is counted when it is joined
-            self.work.weigh(value)
-        return value
+    def printed(self, value: Any) -> str:
+        if type(value) is str:
+            return value  # counted when the pieces are joined
+        self.work.weigh(value)
+        return str(value)
 
     def _concat(self, pieces: Iterable[str]) -> str:
         known = list(pieces)
@@ -366,5 +435,5 @@ def _size(node: nodes.Node) -> int:
     apart = isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block | nodes.FilterBlock)
     exclude = ("body", "else_") if apart else ()
     # What is written is kept as an object of its own, which takes more than its characters.
-    own = 1 + 4 * len(node.nodes) if isinstance(node, nodes.Output) else 1
+    own = 4 * len(node.nodes) if isinstance(node, nodes.Output) else _CALL if isinstance(node, nodes.Call) else 1
     return own + sum(map(_size, node.iter_child_nodes(exclude=exclude)))
