@@ -18,7 +18,7 @@ from typing import Any
 from raytune_fsdp.config.base import Section
 from raytune_fsdp.errors import ResumeError
 
-ABSENT: dict[str, Any] = {}
+ABSENT: dict[str, Any] = {"data.special_tokens_in_text": "keep"}
 """The meaning of a key's absence, by its path: `<section>.<field>`, or `<section>.<type>.<field>` where a section has a
 `type`, as in `optim.<field>`, `optim.schedule.<type>.<field>`, `method.<type>.<field>`, `format.<type>.<field>`.
 Fields that identities have named since their section exists are not here, and `type` itself is always named."""

@@ -87,6 +87,10 @@ class DataConfig(Section):
     """What happens to a row that cannot be used: broken JSON, a missing column, no token to train on, and so on.
     `skip` leaves it out, counts it by reason and lists it in events.jsonl."""
 
+    special_tokens_in_text: Literal["keep", "escape", "error"] = "keep"
+    """What happens to the text of a special token, such as `<|im_end|>`, inside a row's contents. `keep`: it becomes
+    that token, as in transformers; `escape`: it is encoded as plain text; `error`: the row is a bad row."""
+
     shuffle: Literal["rows", "blocks", "none"] = "rows"
     """`rows`: a permutation of all rows keyed by `run.seed`; `blocks`: of the row groups of Parquet files (runs of
     rows of other files) and of the rows inside each, which reads files in place; `none`: the order of the files."""

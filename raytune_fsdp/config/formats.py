@@ -108,7 +108,9 @@ def parts_of(template: str) -> list[tuple[str, str | None]]:
 def _a_function(value: str) -> str:
     module, _, function = value.partition(":")
     if not all(name.isidentifier() for name in (*module.split("."), function)):
-        raise ValueError(f"{value!r} is not module:function; write the module's name as in an import, such as rows:chat")
+        raise ValueError(
+            f"{value!r} is not module:function; write the module's name as in an import, such as rows:chat"
+        )
     return value
 
 

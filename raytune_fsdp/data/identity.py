@@ -19,6 +19,8 @@ from raytune_fsdp.identity import named
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_DECIDING = {"seq_len", "packing", "long_documents", "shuffle", "window", "special_tokens_in_text"}
+
 
 def identity_of_windows(
     datasets: Sequence[DatasetConfig],
@@ -59,7 +61,7 @@ def identity_of_windows(
         "reshuffle": "windows" if repeats else "full",
         # Not bad_rows: without bad rows both policies give the same windows, and a window that skipped rows is refused
         # where bad rows are errors.
-        **data.model_dump(include={"seq_len", "packing", "long_documents", "shuffle", "window"}),
+        **named("data", data, exclude=set(DataConfig.model_fields) - _DECIDING),
     }
 
 

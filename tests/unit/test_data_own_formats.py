@@ -102,7 +102,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "rows_of_mine", raising=False)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"q": f"What {i}?", "a": "The GPU."}) + "\n" for i in range(30)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"q": f"What {i}?", "a": "The GPU."}) + "\n" for i in range(30))
+    )
     return file
 
 
@@ -129,7 +131,9 @@ def test_bad_rows_of_a_function_are_named(module: Path) -> None:
 
 def test_function_is_imported_where_rows_are_read_and_nowhere_else(module: Path) -> None:
     absent = PythonFormat(type="python", function="not_there:chat")  # as `export` and `generate` read a config
-    with pytest.raises(DataError, match=rf"not_there cannot be imported on .* looked for in .*{module.parent}") as caught:
+    with pytest.raises(
+        DataError, match=rf"not_there cannot be imported on .* looked for in .*{module.parent}"
+    ) as caught:
         Formatter(absent, tokenizer=demo(), vocab_size=5000, template=None)
     assert caught.value.exit_code == 2
     with pytest.raises(DataError, match="has no function missing"):

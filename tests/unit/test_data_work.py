@@ -87,14 +87,13 @@ ATTACKS = {
     "wordwrap": LONG + "{{ s|wordwrap(1, wrapstring=s) }}",
     "escaped": "{{ ('&' * 30000000)|e }}",
     "markup": "{{ ('x'|safe) * 1000000000 }}",
-    "hex": "{{ 0x" + "f" * 150_000 + " // 3 }}",
 }
 
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_template_that_would_hang_or_take_all_memory_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "UNITS", 5_000_000)  # a twentieth: the tests take a twentieth of the time, too
-    with pytest.raises(TooMuchWork, match="chat template does too much work: it .*data.chat_template"):
+    with pytest.raises(TooMuchWork, match="chat template does too much work: .*data.chat_template"):
         ChatTemplate(ATTACKS[name], {}).render(MESSAGES, None)
 
 
@@ -121,6 +120,7 @@ def test_loops_in_loops_are_counted(source: str) -> None:
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "cannot be compiled"),
         ("{% for i in range(9) %}" * 30 + "{% endfor %}" * 30, "cannot be compiled: SyntaxError"),
         ("{{ " + "9" * 100_000 + " }}", "cannot be compiled: ValueError"),
+        ("{{ 0x" + "f" * 150_000 + " // 3 }}", "cannot be compiled: ValueError"),
         ("x" * 200_001, "has 200001 characters, at most 200000 are read"),
     ],
 )
@@ -174,6 +174,11 @@ def test_what_templates_may_use_is_what_transformers_gives_them() -> None:
     ours, _ = ChatTemplate(source, {}).render(MESSAGES, None)
     theirs, _ = render_jinja_template([MESSAGES], chat_template=source)
     assert ours == theirs[0]
-    for refused in ("{{ raise_exception('no') }}", "{{ messages.append(1) }}", "{{ ''.__class__.mro() }}", "{{ 1 + '' }}"):
+    for refused in (
+        "{{ raise_exception('no') }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.mro() }}",
+        "{{ 1 + '' }}",
+    ):
         with pytest.raises(Refused):
             ChatTemplate(refused, {}).render(MESSAGES, None)

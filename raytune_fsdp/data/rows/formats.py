@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -22,9 +22,10 @@ from raytune_fsdp.data.rows.chat import Conversation, check_text, read_column, r
 from raytune_fsdp.data.rows.encoding import SpanEncoder, Tokens
 from raytune_fsdp.data.rows.functions import RowFunction
 from raytune_fsdp.data.rows.instruction import read_instruction, read_template
+from raytune_fsdp.data.rows.special_tokens import Policy, SpecialTokens
 from raytune_fsdp.data.rows.templates import Span, chat_template
 from raytune_fsdp.data.rows.token_rows import read_tokens
-from raytune_fsdp.data.rows.turns import trained_spans
+from raytune_fsdp.data.rows.turns import Rendering, trained_spans
 from raytune_fsdp.data.sources import shorten
 from raytune_fsdp.errors import DataError, RowError
 from raytune_fsdp.types import IGNORE
@@ -67,6 +68,8 @@ class _Text:
     """The characters that are trained on; None: all."""
     plain: bool
     """Whether the tokenizer's special tokens go around the text. Chat templates write them themselves."""
+    literals: list[Span]
+    """Special tokens in the text that are encoded as plain text."""
 
 
 class Formatter:
@@ -85,16 +88,18 @@ class Formatter:
         template: str | None,
         columnar: bool = False,
         code: str | None = None,
+        special_tokens: Policy = "keep",
     ) -> None:
         self._function = RowFunction(format.function, code) if isinstance(format, PythonFormat) else None
         self.code = None if self._function is None else self._function.code
         """The hash of the file with the user's function, if the format has one."""
-        self._given = (format, tokenizer, vocab_size, template, columnar, self.code)
+        self._given = (format, tokenizer, vocab_size, template, columnar, self.code, special_tokens)
         format = format.returns if isinstance(format, PythonFormat) else format
         self.format = format
         self._columnar = columnar
         self._vocab_size = vocab_size
         self._special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._in_text = SpecialTokens(self._special, special_tokens)
         if isinstance(format, TokensFormat):
             return
         self._encoder = SpanEncoder(tokenizer)
@@ -124,7 +129,7 @@ class Formatter:
         texts = [item for item in read if isinstance(item, _Text)]
         encoded: Iterator[Tokens] = iter(())
         if texts:
-            encoded = iter(self._encoder.encode([item.text for item in texts], [item.spans for item in texts]))
+            encoded = iter(self._encoder.encode(*zip(*((each.text, each.spans, each.literals) for each in texts))))
         documents: list[Document | RowError] = []
         for item, where in zip(read, wheres, strict=True):
             document = self._assemble(item, next(encoded), where) if isinstance(item, _Text) else item
@@ -135,7 +140,9 @@ class Formatter:
 
     def check_function(self, rows: Sequence[dict[str, Any] | RowError], wheres: Sequence[str]) -> None:
         """Refuse a function of the user's that makes two documents of one row. Raises DataError."""
-        for first, second, where in zip(self.documents(rows, wheres), self.documents(rows, wheres), wheres, strict=True):
+        for first, second, where in zip(
+            self.documents(rows, wheres), self.documents(rows, wheres), wheres, strict=True
+        ):
             if _content(first) != _content(second):
                 raise DataError(
                     f"{where}: the format's function, called twice, made two different documents of this row, so the data "
@@ -157,24 +164,44 @@ class Formatter:
         if isinstance(format, ChatFormat):
             return self._render(read_conversation(row, format, where, columnar=self._columnar), format.loss)
         if isinstance(format, CompletionFormat):
-            return _Text(
-                check_text(read_column(row, format.text, "text", where), f"{where}: {format.text}"), None, True
-            )
+            content = check_text(read_column(row, format.text, "text", where), f"{where}: {format.text}")
+            return self._text(self._in_text.guard(content, where), None, plain=True)
         if isinstance(format, TokensFormat):
             return Document(*read_tokens(row, format, where))
         if isinstance(format, TemplateFormat):
             instruction = read_template(row, format, where)
         else:
             instruction = read_instruction(row, format, where)
+        parts = ("prompt", "input", "completion", "system")
+        if format.style != "chat":
+            guarded = {name: self._in_text.guard(getattr(instruction, name), where) for name in parts}
+            instruction = replace(instruction, **guarded)
         if format.style == "chat":
             return self._render(instruction.conversation(where), "all" if format.loss == "all" else "assistant")
         prompt = instruction.alpaca() if format.style == "alpaca" else instruction.plain()
         text = prompt + instruction.completion
-        return _Text(text, None if format.loss == "all" else [(len(prompt), len(text))], True)
+        return self._text(text, None if format.loss == "all" else [(len(prompt), len(text))], plain=True)
 
     def _render(self, conversation: Conversation, loss: Literal["assistant", "last_turn", "all"]) -> _Text:
         template = self._templates[conversation.tools is not None]
-        return _Text(*trained_spans(template, conversation, loss=loss, special=self._special), False)
+        where = conversation.where
+        guarded = replace(
+            conversation,
+            messages=self._in_text.guard(conversation.messages, where),
+            tools=self._in_text.guard(conversation.tools, where),
+        )
+        text = self._text(*trained_spans(template, guarded, loss=loss, special=self._special), plain=False)
+        if guarded != conversation and Rendering(template, conversation, self._special).text != text.text:
+            raise RowError(
+                f"{where}: the chat template renders a message differently when a special token in it is escaped; "
+                "correct or remove the row, or set data.special_tokens_in_text to keep or error",
+                "special_token",
+            )
+        return text
+
+    def _text(self, text: str, spans: list[Span] | None, *, plain: bool) -> _Text:
+        text, spans, literals = self._in_text.without_breaks(text, spans)
+        return _Text(text, spans, plain, literals)
 
     def _assemble(self, text: _Text, tokens: Tokens, where: str) -> Document | RowError:
         if tokens.missed is not None:
@@ -221,10 +248,12 @@ def _formatter(
     template: str | None,
     columnar: bool,
     code: str | None,
+    special_tokens: Policy,
 ) -> Formatter:
     return Formatter(
-        format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, columnar=columnar, code=code
-    )
+        format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, columnar=columnar, code=code,
+        special_tokens=special_tokens,
+    )  # fmt: skip
 
 
 def _content(document: Document | RowError) -> Any:

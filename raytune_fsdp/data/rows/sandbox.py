@@ -111,7 +111,11 @@ class _Generator(CodeGenerator):
         super().visit_For(node, frame)
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
-        if len(node.ops) == 1 and (_is_constant(node.expr) or _is_constant(node.ops[0].expr)) and "in" not in node.ops[0].op:
+        if (
+            len(node.ops) == 1
+            and (_is_constant(node.expr) or _is_constant(node.ops[0].expr))
+            and "in" not in node.ops[0].op
+        ):
             return super().visit_Compare(node, frame)  # comparing with a short text is soon done
         self.write("(")
         self._checked("compared", node.expr, frame)

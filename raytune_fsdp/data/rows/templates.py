@@ -141,7 +141,9 @@ def _analyze(source: str) -> tuple[bool, frozenset[str]]:
     """Whether the template has generation tags, and every name and string literal in its code."""
     way_out = "correct it, or name another one in data.chat_template"
     if len(source) > _MOST_CHARACTERS:
-        raise DataError(f"the chat template has {len(source)} characters, at most {_MOST_CHARACTERS} are read; {way_out}")
+        raise DataError(
+            f"the chat template has {len(source)} characters, at most {_MOST_CHARACTERS} are read; {way_out}"
+        )
     try:
         # Parsing alone accepts filters and tests that do not exist.
         tree = compiled(source).tree

@@ -145,7 +145,9 @@ class Work:
         """Charge for a method of a text."""
         length = len(text)
         if name in _GROWING and len(args) < 2:
-            return self.charge(4 * length + (_length(args[0]) * (length >> 3 if name == "rpartition" else 1) if args else 0))
+            return self.charge(
+                4 * length + (_length(args[0]) * (length >> 3 if name == "rpartition" else 1) if args else 0)
+            )
         first: Any = args[0] if args else None
         units = (length >> 4) + sum(len(arg) for arg in args if isinstance(arg, str | bytes))
         if name in ("center", "ljust", "rjust", "zfill") and isinstance(first, int):
