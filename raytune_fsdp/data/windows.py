@@ -78,8 +78,12 @@ class Windows:
         template = None if data.chat_template is None else load_template(data.chat_template)
         formatters = [
             Formatter(
-                dataset.format, tokenizer=tokenizer, vocab_size=vocab_size, template=template,
-                columnar=source.columnar, special_tokens=data.special_tokens_in_text,
+                dataset.format,
+                tokenizer=tokenizer,
+                vocab_size=vocab_size,
+                template=template,
+                columnar=source.columnar,
+                special_tokens=data.special_tokens_in_text,
             )  # fmt: skip
             for dataset, source in zip(datasets, self.sources, strict=True)
         ]

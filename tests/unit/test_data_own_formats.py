@@ -103,7 +103,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "rows_of_mine", raising=False)
     (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps({"q": f"What {i}?", "a": "The GPU."}) + "\n" for i in range(30))
+        "".join(json.dumps({"q": f"Is it {i}?", "a": "Yes."}) + "\n" for i in range(30))
     )
     return file
 

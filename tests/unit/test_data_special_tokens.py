@@ -29,7 +29,8 @@ def turns(question: str, answer: str) -> dict[str, Any]:
 
 
 def specials(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    ids = set(tokenizer.all_special_ids) | {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+    """Which of a document's tokens are special, without the bytes that one of the tokenizers counts among these."""
+    ids = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special and not t.content.startswith("<0x")}
     return [str(tokenizer.convert_ids_to_tokens(int(i))) for i in document.input_ids if int(i) in ids]
 
 

@@ -129,7 +129,8 @@ class Formatter:
         texts = [item for item in read if isinstance(item, _Text)]
         encoded: Iterator[Tokens] = iter(())
         if texts:
-            encoded = iter(self._encoder.encode(*zip(*((each.text, each.spans, each.literals) for each in texts))))
+            spans, literals = [each.spans for each in texts], [each.literals for each in texts]
+            encoded = iter(self._encoder.encode([each.text for each in texts], spans, literals))
         documents: list[Document | RowError] = []
         for item, where in zip(read, wheres, strict=True):
             document = self._assemble(item, next(encoded), where) if isinstance(item, _Text) else item
@@ -145,8 +146,9 @@ class Formatter:
         ):
             if _content(first) != _content(second):
                 raise DataError(
-                    f"{where}: the format's function, called twice, made two different documents of this row, so the data "
-                    "would depend on who reads it; make it depend on the row alone (no random numbers, clocks or sets)"
+                    f"{where}: the format's function, called twice, made two different documents of this row, so "
+                    "the data would depend on who reads it; make it depend on the row alone (no random numbers, no "
+                    "clocks, no sets)"
                 )
 
     def _read_or_error(self, row: dict[str, Any] | RowError, where: str) -> _Text | Document | RowError:

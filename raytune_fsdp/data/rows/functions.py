@@ -26,21 +26,21 @@ class RowFunction:
             imported = _import(module)
         except Exception as error:  # it is the user's code that runs here
             raise DataError(
-                f"format.function={name}: {module} cannot be imported on {os.uname().nodename} ({in_one_line(error)}); it "
-                f"was looked for in {', '.join(path or os.getcwd() for path in sys.path)}; put the file into one of these, "
-                "or its directory into PYTHONPATH, wherever data is read"
+                f"format.function={name}: {module} cannot be imported on {os.uname().nodename} ({in_one_line(error)}); "
+                f"it was looked for in {', '.join(path or os.getcwd() for path in sys.path)}; put the file into one of "
+                "these, or its directory into PYTHONPATH, wherever data is read"
             ) from error
-        found = getattr(imported, function, None)
-        if not callable(found) or getattr(imported, "__file__", None) is None:
-            raise DataError(f"format.function={name}: {imported.__file__} has no function {function}; correct the name")
+        found, place = getattr(imported, function, None), getattr(imported, "__file__", None)
+        if not callable(found) or place is None:
+            raise DataError(f"format.function={name}: {place or module} has no function {function}; correct the name")
         self._function: Callable[[dict[str, Any]], Any] = found
-        file = Path(str(imported.__file__))
+        file = Path(place)
         self.code = xxhash.xxh3_128_hexdigest(file.read_bytes())
         """The hash of the whole file: a change anywhere in it may change what the function returns."""
         if code is not None and code != self.code:
             raise DataError(
-                f"format.function={name}: {file} on {os.uname().nodename} is not the file that the run was started with; "
-                "make it the same wherever data is read"
+                f"format.function={name}: {file} on {os.uname().nodename} is not the file that the run was started "
+                "with; make it the same wherever data is read"
             )
 
     def __call__(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class RowFunction:
             ) from error
         if not isinstance(made, dict) or not all(isinstance(key, str) for key in made):
             raise RowError(
-                f"{where}: {self._name} returned {shorten(made)}, not a dict with the columns that format.returns reads",
+                f"{where}: {self._name} returned {shorten(made)}, not a dict with the columns of format.returns",
                 "function",
             )
         return made

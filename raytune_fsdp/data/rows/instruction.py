@@ -81,8 +81,8 @@ def _filled(template: str, row: dict[str, Any], field: str, where: str) -> str:
             value = read_column(row, column, field, where)
             if isinstance(value, bool) or not isinstance(value, str | int | float):
                 raise RowError(
-                    f"{where}: {column}={shorten(value)} is not text or a number but {type(value).__name__}; correct or "
-                    "remove the row",
+                    f"{where}: {column}={shorten(value)} is not text or a number but {type(value).__name__}; correct "
+                    "or remove the row",
                     "wrong_type",
                 )
             text += str(value)

@@ -47,11 +47,10 @@ def with_marks(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 def take_marks(marked: str) -> tuple[str, list[Mark]]:
     """The text without marks, and the marks in order."""
     pieces = _MARK.split(marked)
-    marks, at, place = [], 0, 0
-    for piece in pieces[:-1]:
+    marks, at = [], 0
+    for count, piece in enumerate(pieces[:-1]):
         at += len(piece)
-        marks.append(Mark(at, *_meaning(marked[at + place])))
-        place += 1
+        marks.append(Mark(at, *_meaning(marked[at + count])))
     return "".join(pieces), marks
 
 

@@ -100,7 +100,7 @@ class Work:
     def result(self, value: T) -> T:
         """What something returned, charged for. Here ends what was not foreseen: it cannot grow a second time."""
         kind = type(value)
-        if kind is str or isinstance(value, str | bytes):
+        if isinstance(value, str | bytes):
             self.charge(len(value))
         elif kind is bool:
             pass
@@ -139,7 +139,7 @@ class Work:
             self.charge(sum(abs(value) for value in given if isinstance(value, int)))
         self.charge(len(text) + sum(whole(width) for width in widths if width != "*"))
         # Escapes of %r and %a are up to 10 characters; a dict may be written as often as there are % in the text.
-        self.weigh(values, 10 * (text.count("%" if isinstance(text, str) else b"%") if isinstance(values, dict) else 1))
+        self.weigh(values, 10 * (pattern.count("%") if isinstance(values, dict) else 1))
 
     def before_method(self, name: str, text: str | bytes, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Charge for a method of a text."""
@@ -154,14 +154,15 @@ class Work:
             units += length + max(0, first)
         elif name == "expandtabs":
             size = kwargs.get("tabsize", 8 if first is None else first)
-            tabs = text.count("\t" if isinstance(text, str) else b"\t")
+            tabs = text.count("\t") if isinstance(text, str) else text.count(b"\t")
             units += length + tabs * (abs(size) if isinstance(size, int) else 0)
         elif name == "replace" and len(args) > 1 and isinstance(first, type(text)):
             units += length + text.count(first) * (_length(args[1]) + 1)  # type: ignore[arg-type]
         elif name in ("split", "rsplit"):
             separator = first if args else kwargs.get("sep")
             known = isinstance(separator, type(text)) and len(separator) > 0
-            units += length + PER_ENTRY * ((text.count(separator) if known else length // 2) + 1)  # type: ignore[arg-type]
+            parts = text.count(separator) if known else length // 2  # type: ignore[arg-type]
+            units += length + PER_ENTRY * (parts + 1)
         elif name == "splitlines":
             lines = sum(map(text.count, _SEPARATES_LINES)) if isinstance(text, str) else length
             units += length + PER_ENTRY * lines
@@ -177,10 +178,10 @@ class Work:
         self.charge(units)
 
 
-_GROWING = frozenset(
-    "capitalize casefold decode encode format_map hex lower lstrip partition removeprefix removesuffix rpartition "
-    "rstrip strip swapcase title upper".split()
-)
+_GROWING = {
+    "capitalize", "casefold", "decode", "encode", "hex", "lower", "lstrip", "partition", "removeprefix", "removesuffix",
+    "rpartition", "rstrip", "strip", "swapcase", "title", "upper",
+}  # fmt: skip
 """Methods of texts that return at most about three times the text."""
 
 
