@@ -11,11 +11,10 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp.data.batches import eval_batches
-from raytune_fsdp.data.rows.templates import DATE
+from raytune_fsdp.data.rows.templates import ChatTemplate, Refused
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ConfigError, DataError
 from raytune_fsdp.model.attention import leak_between_documents, positions_of
@@ -103,16 +102,15 @@ def answer(
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, positions: int) -> torch.Tensor:
     """Token ids of a prompt, as a batch of one. DataError if it is empty or leaves no position for an answer."""
-    try:
-        if tokenizer.chat_template:
-            messages = [{"role": "user", "content": prompt}]
-            encoded = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, date_string=DATE
-            )
-        else:
-            encoded = tokenizer(prompt, return_tensors="pt")
-    except TemplateError as error:
-        raise DataError(f"the chat template refuses the prompt {prompt[:40]!r}: {error}") from error
+    if tokenizer.chat_template:
+        try:
+            template = ChatTemplate(tokenizer.get_chat_template(), tokenizer.special_tokens_map)
+            text, _ = template.render([{"role": "user", "content": prompt}], None, prompt=True)
+        except Refused as error:
+            raise DataError(f"the chat template refuses the prompt {prompt[:40]!r}: {error}") from error
+        encoded = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    else:
+        encoded = tokenizer(prompt, return_tensors="pt")
     ids: torch.Tensor = encoded["input_ids"].long()
     if not 0 < ids.shape[1] < positions:
         raise DataError(

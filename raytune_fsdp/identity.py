@@ -23,6 +23,7 @@ ABSENT: dict[str, Any] = {
     "datasets.rows": None,
     "datasets.held_out": None,
     "datasets.only": None,
+    "data.special_tokens_in_text": "keep",
     "model.add_tokens": [],
 }
 """The meaning of a key's absence, by its path: `<section>.<field>`, or `<section>.<type>.<field>` where a section has a

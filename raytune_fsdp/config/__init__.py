@@ -30,7 +30,15 @@ from raytune_fsdp.config.cluster import ClusterConfig
 from raytune_fsdp.config.data import CacheConfig, DataConfig, DatasetConfig, HeldOutConfig, RowsConfig
 from raytune_fsdp.config.eval import EvalConfig
 from raytune_fsdp.config.export import ExportConfig
-from raytune_fsdp.config.formats import ChatFormat, CompletionFormat, Format, InstructionFormat, TokensFormat
+from raytune_fsdp.config.formats import (
+    ChatFormat,
+    CompletionFormat,
+    Format,
+    InstructionFormat,
+    PythonFormat,
+    TemplateFormat,
+    TokensFormat,
+)
 from raytune_fsdp.config.method import FullMethod
 from raytune_fsdp.config.model import ModelConfig
 from raytune_fsdp.config.optim import OptimConfig
@@ -107,6 +115,8 @@ __all__ = [
     "RowsConfig",
     "RunConfig",
     "Section",
+    "PythonFormat",
+    "TemplateFormat",
     "TokensFormat",
     "TrackingConfig",
     "TrainConfig",

@@ -139,6 +139,10 @@ class DataConfig(Section):
     """A row of more bytes is an error, whatever `bad_rows` says: while it is tokenized it takes some 140 times its size in
     memory. Not part of what makes it the same run."""
 
+    special_tokens_in_text: Literal["keep", "escape", "error"] = "keep"
+    """What happens to the text of a special token, such as `<|im_end|>`, inside a row's contents. `keep`: it becomes
+    that token, as in transformers; `escape`: it is encoded as plain text; `error`: the row is a bad row."""
+
     shuffle: Literal["rows", "blocks", "none"] = "rows"
     """`rows`: a permutation of all rows keyed by `run.seed`; `blocks`: of the row groups of Parquet files (runs of
     rows of other files) and of the rows inside each, which reads files in place; `none`: the order of the files."""

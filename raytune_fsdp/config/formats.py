@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
 from raytune_fsdp.config.base import Section
 
@@ -40,13 +41,14 @@ class InstructionFormat(Section):
     """Rows hold a question and an answer in two columns: Alpaca files, prompt/completion files."""
 
     prompt: str = "instruction"
-    """Column with the question."""
+    """Column with the question. With type `template`: the text before the answer, such as
+    `"Question: {question} Answer: "`, where `{question}` stands for the column `question`, and `{{` for a brace."""
 
     input: str | None = "input"
     """Column with the text that the question is about. Rows may lack it, or leave it empty. Null: not read."""
 
     completion: str = "output"
-    """Column with the answer."""
+    """Column with the answer. With type `template`: the answer, such as `"{answer}"`."""
 
     system: str | None = None
     """Column with a system message. Null: none."""
@@ -82,7 +84,86 @@ class TokensFormat(Section):
     """Column with 1 for each token that is trained on and 0 for the others, instead of `labels`."""
 
 
-Format = Annotated[ChatFormat | InstructionFormat | CompletionFormat | TokensFormat, Field(discriminator="type")]
+def parts_of(template: str) -> list[tuple[str, str | None]]:
+    """The parts of a template: a text, and the column whose value follows it; None after the last. Raises ValueError.
+
+    `{name}` stands for the column called `name`, whatever is in the name; `{{` and `}}` stand for braces.
+    """
+    parts: list[tuple[str, str | None]] = []
+    text = ""
+    for match in re.finditer(r"\{\{|\}\}|\{([^{}]*)\}|[{}]|[^{}]+", template):
+        piece = match.group()
+        if piece in ("{", "}"):
+            raise ValueError(f"{template!r} has a single {piece}; write {2 * piece} where the text has one")
+        if match.group(1) is not None:
+            if not match.group(1):
+                raise ValueError(f"{template!r} has {{}} without a name; write a column's name between the braces")
+            parts.append((text, match.group(1)))
+            text = ""
+        else:
+            text += piece[0] if piece in ("{{", "}}") else piece
+    return [*parts, (text, None)]
+
+
+def _a_function(value: str) -> str:
+    module, _, function = value.partition(":")
+    if not all(name.isidentifier() for name in (*module.split("."), function)):
+        raise ValueError(
+            f"{value!r} is not module:function; write the module's name as in an import, such as rows:chat"
+        )
+    return value
+
+
+class TemplateFormat(Section):
+    type: Literal["template"]
+    """Rows have columns of any names, which are put into texts. `{name}` stands for the column `name`; `{{` and `}}`
+    for braces."""
+
+    prompt: str
+    """The text before the answer, such as `"Question: {question} Answer: "`."""
+
+    completion: str
+    """The answer, such as `"{answer}"`."""
+
+    style: Literal["plain", "chat"] = "plain"
+    """`plain`: the answer directly after the prompt; `chat`: as a question of the user and the answer of the assistant,
+    by the chat template."""
+
+    loss: Literal["completion", "all"] = "completion"
+    """Tokens that are trained on: the answer including its end token, or every token."""
+
+    @model_validator(mode="after")
+    def _can_be_read(self) -> Self:
+        parts_of(self.prompt)
+        if len(parts_of(self.completion)) < 2:
+            raise ValueError(
+                f"completion={self.completion!r} names no column, so every row would have this answer; write {{name}} "
+                "for the value of a column"
+            )
+        return self
+
+
+Returned = Annotated[
+    ChatFormat | InstructionFormat | CompletionFormat | TokensFormat | TemplateFormat, Field(discriminator="type")
+]
+
+
+class PythonFormat(Section):
+    type: Literal["python"]
+    """Rows are turned into other rows by a function of yours, and those are read in another format."""
+
+    function: Annotated[str, AfterValidator(_a_function)]
+    """`module:function`. The function takes a row (a dict) and returns one. The module must be importable wherever data
+    is read."""
+
+    returns: Returned = Field(default_factory=ChatFormat)
+    """The format of what the function returns. Default: a conversation in `messages`."""
+
+
+Format = Annotated[
+    ChatFormat | InstructionFormat | CompletionFormat | TokensFormat | TemplateFormat | PythonFormat,
+    Field(discriminator="type"),
+]
 
 COLUMNS: dict[str, tuple[list[str], list[str]]] = {
     "chat": (["messages"], ["tools"]),

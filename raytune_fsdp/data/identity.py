@@ -18,6 +18,8 @@ from raytune_fsdp.identity import ABSENT, named
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_DECIDING = {"seq_len", "packing", "long_documents", "shuffle", "window", "special_tokens_in_text"}
+
 
 def identity_of_windows(
     datasets: Sequence[DatasetConfig],
@@ -32,10 +34,15 @@ def identity_of_windows(
     vocab_size: int,
     repeats: bool,
     order_version: int,
+    code: Sequence[str | None],
 ) -> dict[str, Any]:
-    """Datasets by place, not by name: their order decides the windows, their names do not."""
+    """Datasets by place, not by name: their order decides the windows, their names do not.
+
+    `code`: of each dataset, the hash of the file with the user's function, if its format has one.
+    """
     files = {f"datasets.{i}.files": list(source.fingerprints.values()) for i, source in enumerate(sources)}
     formats = {f"datasets.{i}.format": named("format", dataset.format) for i, dataset in enumerate(datasets)}
+    functions = {f"datasets.{i}.function_file": each for i, each in enumerate(code) if each is not None}
     columnar = {f"datasets.{i}.columnar": source.columnar for i, source in enumerate(sources)}
     # Absent: all rows.
     selections = {
@@ -51,6 +58,7 @@ def identity_of_windows(
         "seed": seed,
         **files,
         **formats,
+        **functions,
         **columnar,
         **selections,
         **mixture,
@@ -61,7 +69,7 @@ def identity_of_windows(
         "reshuffle": "windows" if repeats else "full",
         # Not max_row_bytes, which only refuses. Not bad_rows: without bad rows both policies give the same windows, and
         # a window that skipped rows is refused where bad rows are errors.
-        **data.model_dump(include={"seq_len", "packing", "long_documents", "shuffle", "window"}),
+        **named("data", data, exclude=set(DataConfig.model_fields) - _DECIDING),
     }
 
 

@@ -45,6 +45,9 @@ _MEMORY_BYTES = 128 << 20
 # Rows read, formatted and tokenized together: enough to keep all the tokenizer's threads busy.
 _BATCH_ROWS = 128
 
+# Rows of a dataset that are given to a function of the user's twice.
+_TRIED_ROWS = 20
+
 # Above this many tokens a window is worth a warning: it takes about 24 bytes a token while it is built and written, so
 # 0.8 GB here. A window of 4096 rows reaches it at a mean of 8192 tokens a row.
 _MANY_TOKENS = 1 << 25
@@ -80,12 +83,23 @@ class Windows:
             lowest = ORDER_VERSION
         self.order_version = order_version if order_version in (OLDEST_ORDER, ORDER_VERSION) else lowest
         template = None if data.chat_template is None else load_template(data.chat_template)
-        self._formatters: list[Formatter] | bytes = [
+        formatters = [
             Formatter(
-                dataset.format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, columnar=source.columnar
-            )
+                dataset.format,
+                tokenizer=tokenizer,
+                vocab_size=vocab_size,
+                template=template,
+                columnar=source.columnar,
+                special_tokens=data.special_tokens_in_text,
+            )  # fmt: skip
             for dataset, source in zip(datasets, self.sources, strict=True)
         ]
+        self._formatters: list[Formatter] | bytes = formatters
+        for formatter, source in zip(formatters, self.sources, strict=True):
+            if formatter.code is not None:
+                some = range(min(_TRIED_ROWS, len(source)))
+                formatter.check_function(source.rows(some), [source.where(index) for index in some])
+        code = [formatter.code for formatter in formatters]
         self.pad_id = _pad_id(tokenizer, vocab_size)
         rows = [len(source) for source in self.sources]
         weights = weights_of([each.weight for each in datasets], [each.share for each in datasets], rows)
@@ -98,7 +112,7 @@ class Windows:
         self.identity = identity_of_windows(
             datasets, data, self.sources, weights, tokenizer, template,
             seed=seed, pad_id=self.pad_id, vocab_size=vocab_size, repeats=self.repeats,
-            order_version=self.order_version,
+            order_version=self.order_version, code=code,
         )  # fmt: skip
         """Everything that decides the windows, by name."""
         self.fingerprint = fingerprint_of(self.identity)

@@ -48,12 +48,15 @@ class _Piece:
     end: int
     inner: bool = False
     """Whether the tokenizer must not put a space in front, as it does at the start of a text."""
+    literal: bool = False
+    """Whether special tokens in it are plain text."""
 
 
 @dataclass(slots=True)
 class _Text:
     text: str
     spans: Sequence[Span]
+    literals: Sequence[Span]
     pieces: list[_Piece] = field(default_factory=list)
 
 
@@ -68,41 +71,56 @@ class SpanEncoder:
             )
         description = tokenizer.backend_tokenizer.to_str()
         self._whole, self._inner, self.prefix, self.suffix = _backends(description, tokenizer.eos_token or "a")
+        self._description = description
         self._added = np.array(sorted(self._whole.get_added_tokens_decoder()), dtype=np.int32)
 
-    def encode(self, texts: Sequence[str], spans: Sequence[Sequence[Span] | None]) -> list[Tokens]:
-        """The ids of each text, and which of them lie in its spans (None: all of it)."""
+    def encode(
+        self,
+        texts: Sequence[str],
+        spans: Sequence[Sequence[Span] | None],
+        literals: Sequence[Sequence[Span]] | None = None,
+    ) -> list[Tokens]:
+        """The ids of each text, and which of them lie in its spans (None: all of it).
+
+        `literals`: where each text has special tokens that are encoded as plain text.
+        """
         results: list[Tokens] = []
+        literals = literals if literals is not None else [()] * len(texts)
         for first, end in _chunks(texts):
-            results += self._encode_chunk(texts[first:end], spans[first:end])
+            results += self._encode_chunk(texts[first:end], spans[first:end], literals[first:end])
         return results
 
-    def _encode_chunk(self, texts: Sequence[str], spans: Sequence[Sequence[Span] | None]) -> list[Tokens]:
+    def _encode_chunk(
+        self, texts: Sequence[str], spans: Sequence[Sequence[Span] | None], literals: Sequence[Sequence[Span]]
+    ) -> list[Tokens]:
         results: list[Tokens | None] = [None] * len(texts)
-        whole = [index for index, given in enumerate(spans) if given is None]
+        whole = [index for index, given in enumerate(spans) if given is None and not literals[index]]
         # Not for texts with spans: encode_batch_fast leaves out the offsets, and char_to_token would always be None.
         encodings = self._whole.encode_batch_fast([texts[index] for index in whole], add_special_tokens=False)
         for index, encoding in zip(whole, encodings, strict=True):
             results[index] = Tokens(_ids(encoding), None)
         todo = {
-            index: _Text(text, given, [_Piece(0, len(text))])
-            for index, (text, given) in enumerate(zip(texts, spans, strict=True))
-            if given is not None
+            index: _Text(text, given if given is not None else (), literal, [_Piece(0, len(text))])
+            for index, (text, given, literal) in enumerate(zip(texts, spans, literals, strict=True))
+            if given is not None or literal
         }
         while todo:  # once more for every text that had to be cut
             encoded = iter(self._encode_pieces(list(todo.values())))
             for index, text in list(todo.items()):
                 tokens = self._tokens(text, [next(encoded) for _ in text.pieces])
                 if tokens is not None:
-                    results[index] = tokens
+                    results[index] = tokens if spans[index] is not None else Tokens(tokens.ids, None)
                     del todo[index]
         return [tokens for tokens in results if tokens is not None]
 
     def _encode_pieces(self, texts: Sequence[_Text]) -> list[Encoding]:
-        pieces = [(text.text[piece.start : piece.end], piece.inner) for text in texts for piece in text.pieces]
+        pieces = [(text.text[piece.start : piece.end], piece) for text in texts for piece in text.pieces]
         encodings: list[Any] = [None] * len(pieces)
-        for inner, tokenizer in ((False, self._whole), (True, self._inner)):
-            places = [index for index, piece in enumerate(pieces) if piece[1] == inner]
+        for literal, inner in ((False, False), (False, True), (True, False)):
+            places = [i for i, (_, piece) in enumerate(pieces) if (piece.literal, piece.inner) == (literal, inner)]
+            if not places:
+                continue
+            tokenizer = _literal(self._description) if literal else self._inner if inner else self._whole
             batch = tokenizer.encode_batch([pieces[index][0] for index in places], add_special_tokens=False)
             for index, encoding in zip(places, batch, strict=True):
                 encodings[index] = encoding
@@ -118,6 +136,10 @@ class SpanEncoder:
         borders = sorted({border for span in text.spans for border in span})
         for piece, encoding, own, first in zip(text.pieces, encodings, ids, firsts, strict=False):
             place[piece.start] = int(first)
+            apart = list(self._apart(text, piece, encoding, own))
+            if apart:
+                pieces += apart
+                continue
             for border in borders:
                 if piece.start < border < piece.end:
                     token = self._token_after(border, text.text, piece, encoding, own, is_end=border in ends)
@@ -127,7 +149,7 @@ class SpanEncoder:
                     place[border] = int(first) + token
             else:
                 pieces.append(piece)
-        if len(pieces) > len(text.pieces):
+        if pieces != text.pieces:
             text.pieces = pieces
             return None
         trained = np.zeros(firsts[-1], dtype=np.bool_)
@@ -137,6 +159,28 @@ class SpanEncoder:
             if place[start] == place[end]:
                 missed = (start, end)
         return Tokens(np.concatenate(ids) if len(ids) > 1 else ids[0], trained, missed)
+
+    def _apart(self, text: _Text, piece: _Piece, encoding: Encoding, ids: Int32Array) -> Iterator[_Piece]:
+        """The piece cut where a special token is plain text; nothing if it has none."""
+        if piece.literal:
+            # The model's own vocabulary may have it, as Unigram's has </s>: then it is spelled.
+            if piece.end - piece.start > 1 and np.isin(ids, self._added).any():
+                yield from (_Piece(at, at + 1, literal=True) for at in range(piece.start, piece.end))
+            return
+        for start, end in text.literals:
+            if piece.start <= start < piece.end:
+                if piece.start < start:
+                    yield _Piece(piece.start, start, piece.inner)
+                yield _Piece(start, end, literal=True)
+                rest = piece.end
+                if self._inner is not self._whole and not piece.inner:
+                    added = [_characters(encoding, int(at))[0] for at in np.flatnonzero(np.isin(ids, self._added))]
+                    rest = min((piece.start + at for at in added if piece.start + at >= end), default=rest)
+                if end < rest:
+                    yield _Piece(end, rest, True)
+                if rest < piece.end:
+                    yield _Piece(rest, piece.end)
+                return
 
     def _token_after(
         self, border: int, text: str, piece: _Piece, encoding: Encoding, ids: Int32Array, *, is_end: bool
@@ -209,6 +253,13 @@ def _backends(description: str, probe: str) -> tuple[Tokenizer, Tokenizer, list[
     spaceless = _without_prefix(content)
     inner = whole if spaceless == content else Tokenizer.from_str(json.dumps({**spaceless, "post_processor": None}))
     return whole, inner, prefix, suffix
+
+
+@lru_cache(maxsize=2)
+def _literal(description: str) -> Tokenizer:
+    """A tokenizer that knows no added tokens, for special tokens that are plain text."""
+    content = _without_prefix({**json.loads(description), "truncation": None, "padding": None})
+    return Tokenizer.from_str(json.dumps({**content, "added_tokens": [], "post_processor": None}))
 
 
 def _without_prefix(description: Any) -> Any:

@@ -24,31 +24,10 @@ _FACTORS = {
     "title": 8, "tojson": 6, "unique": 4, "urlencode": 12, "wordcount": 16, "xmlattr": 12,
 }  # fmt: skip
 
-_FREE_TESTS = frozenset(
-    [
-        "boolean",
-        "callable",
-        "defined",
-        "divisibleby",
-        "escaped",
-        "even",
-        "false",
-        "filter",
-        "float",
-        "integer",
-        "iterable",
-        "mapping",
-        "none",
-        "number",
-        "odd",
-        "sameas",
-        "sequence",
-        "string",
-        "test",
-        "true",
-        "undefined",
-    ]
-)
+_FREE_TESTS = {
+    "boolean", "callable", "defined", "divisibleby", "escaped", "even", "false", "filter", "float", "integer",
+    "iterable", "mapping", "none", "number", "odd", "sameas", "sequence", "string", "test", "true", "undefined",
+}  # fmt: skip
 
 
 def charged_filter(name: str, function: Callable[..., Any], work: Work) -> Callable[..., Any]:
@@ -90,7 +69,8 @@ def charged_test(name: str, function: Callable[..., Any], work: Work) -> Callabl
 def _charge(work: Work, name: str, factor: int, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     given = [*args, *kwargs.values()]
     numbers = sum(abs(each) for each in given if isinstance(each, int))
-    texts = sum(len(each) for each in given if isinstance(each, str))
+    separators = [text for each in given if isinstance(each, list | tuple) for text in each]  # of tojson
+    texts = sum(len(each) for each in [*given, *separators] if isinstance(each, str))
     if name in _ITERATED:
         work.charge(PER_ENTRY * (numbers + (len(value) if hasattr(value, "__len__") else 0)))
         return

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from raytune_fsdp.config.formats import ChatFormat, CompletionFormat, Format, InstructionFormat, TokensFormat
+from raytune_fsdp.config.formats import (
+    ChatFormat,
+    CompletionFormat,
+    Format,
+    InstructionFormat,
+    PythonFormat,
+    TemplateFormat,
+    TokensFormat,
+)
 from raytune_fsdp.data.rows.chat import Conversation, check_text, read_column, read_conversation
 from raytune_fsdp.data.rows.encoding import SpanEncoder, Tokens
-from raytune_fsdp.data.rows.instruction import read_instruction
+from raytune_fsdp.data.rows.functions import RowFunction
+from raytune_fsdp.data.rows.instruction import read_instruction, read_template
+from raytune_fsdp.data.rows.special_tokens import Policy, SpecialTokens
 from raytune_fsdp.data.rows.templates import Span, chat_template
 from raytune_fsdp.data.rows.token_rows import read_tokens
-from raytune_fsdp.data.rows.turns import trained_spans
+from raytune_fsdp.data.rows.turns import Rendering, trained_spans
 from raytune_fsdp.data.sources import shorten
 from raytune_fsdp.errors import DataError, RowError
 from raytune_fsdp.types import IGNORE
@@ -58,6 +68,8 @@ class _Text:
     """The characters that are trained on; None: all."""
     plain: bool
     """Whether the tokenizer's special tokens go around the text. Chat templates write them themselves."""
+    literals: list[Span]
+    """Special tokens in the text that are encoded as plain text."""
 
 
 class Formatter:
@@ -75,18 +87,27 @@ class Formatter:
         vocab_size: int,
         template: str | None,
         columnar: bool = False,
+        code: str | None = None,
+        special_tokens: Policy = "keep",
         copied: bool = False,
     ) -> None:
         """`copied`: made from another one, which has said already what there is to warn of."""
+        self._function = RowFunction(format.function, code) if isinstance(format, PythonFormat) else None
+        self.code = None if self._function is None else self._function.code
+        """The hash of the file with the user's function, if the format has one."""
+        self._given = (format, tokenizer, vocab_size, template, columnar, self.code, special_tokens)
+        format = format.returns if isinstance(format, PythonFormat) else format
         self.format = format
-        self._given = (format, tokenizer, vocab_size, template, columnar)
         self._columnar = columnar
         self._vocab_size = vocab_size
         self._special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._in_text = SpecialTokens(self._special, special_tokens)
         if isinstance(format, TokensFormat):
             return
         self._encoder = SpanEncoder(tokenizer)
-        if isinstance(format, ChatFormat) or (isinstance(format, InstructionFormat) and format.style == "chat"):
+        if isinstance(format, ChatFormat) or (
+            isinstance(format, InstructionFormat | TemplateFormat) and format.style == "chat"
+        ):
             # Two, because a tokenizer may have another template for conversations with tools (Hermes, Command R).
             self._templates = [chat_template(tokenizer, template, tools=tools) for tools in (False, True)]
             if format.loss != "all" and not self._templates[0].trains_an_end():
@@ -110,7 +131,8 @@ class Formatter:
         texts = [item for item in read if isinstance(item, _Text)]
         encoded: Iterator[Tokens] = iter(())
         if texts:
-            encoded = iter(self._encoder.encode([item.text for item in texts], [item.spans for item in texts]))
+            spans, literals = [each.spans for each in texts], [each.literals for each in texts]
+            encoded = iter(self._encoder.encode([each.text for each in texts], spans, literals))
         documents: list[Document | RowError] = []
         for item, where in zip(read, wheres, strict=True):
             document = self._assemble(item, next(encoded), where) if isinstance(item, _Text) else item
@@ -118,6 +140,18 @@ class Formatter:
                 document = self._check(document, where) or document
             documents.append(document)
         return documents
+
+    def check_function(self, rows: Sequence[dict[str, Any] | RowError], wheres: Sequence[str]) -> None:
+        """Refuse a function of the user's that makes two documents of one row. Raises DataError."""
+        for first, second, where in zip(
+            self.documents(rows, wheres), self.documents(rows, wheres), wheres, strict=True
+        ):
+            if _content(first) != _content(second):
+                raise DataError(
+                    f"{where}: the format's function, called twice, made two different documents of this row, so "
+                    "the data would depend on who reads it; make it depend on the row alone (no random numbers, no "
+                    "clocks, no sets)"
+                )
 
     def _read_or_error(self, row: dict[str, Any] | RowError, where: str) -> _Text | Document | RowError:
         if isinstance(row, RowError):
@@ -129,24 +163,49 @@ class Formatter:
 
     def _read(self, row: dict[str, Any], where: str) -> _Text | Document:
         format = self.format
+        if self._function is not None:
+            row = self._function(row, where)
         if isinstance(format, ChatFormat):
             return self._render(read_conversation(row, format, where, columnar=self._columnar), format.loss)
         if isinstance(format, CompletionFormat):
-            return _Text(
-                check_text(read_column(row, format.text, "text", where), f"{where}: {format.text}"), None, True
-            )
+            content = check_text(read_column(row, format.text, "text", where), f"{where}: {format.text}")
+            return self._text(self._in_text.guard(content, where), None, plain=True)
         if isinstance(format, TokensFormat):
             return Document(*read_tokens(row, format, where))
-        instruction = read_instruction(row, format, where)
+        if isinstance(format, TemplateFormat):
+            instruction = read_template(row, format, where)
+        else:
+            instruction = read_instruction(row, format, where)
+        parts = ("prompt", "input", "completion", "system")
+        if format.style != "chat":
+            guarded = {name: self._in_text.guard(getattr(instruction, name), where) for name in parts}
+            instruction = replace(instruction, **guarded)
         if format.style == "chat":
             return self._render(instruction.conversation(where), "all" if format.loss == "all" else "assistant")
         prompt = instruction.alpaca() if format.style == "alpaca" else instruction.plain()
         text = prompt + instruction.completion
-        return _Text(text, None if format.loss == "all" else [(len(prompt), len(text))], True)
+        return self._text(text, None if format.loss == "all" else [(len(prompt), len(text))], plain=True)
 
     def _render(self, conversation: Conversation, loss: Literal["assistant", "last_turn", "all"]) -> _Text:
         template = self._templates[conversation.tools is not None]
-        return _Text(*trained_spans(template, conversation, loss=loss, special=self._special), False)
+        where = conversation.where
+        guarded = replace(
+            conversation,
+            messages=self._in_text.guard(conversation.messages, where),
+            tools=self._in_text.guard(conversation.tools, where),
+        )
+        text = self._text(*trained_spans(template, guarded, loss=loss, special=self._special), plain=False)
+        if guarded != conversation and Rendering(template, conversation, self._special).text != text.text:
+            raise RowError(
+                f"{where}: the chat template renders a message differently when a special token in it is escaped; "
+                "correct or remove the row, or set data.special_tokens_in_text to keep or error",
+                "special_token",
+            )
+        return text
+
+    def _text(self, text: str, spans: list[Span] | None, *, plain: bool) -> _Text:
+        text, spans, literals = self._in_text.without_breaks(text, spans)
+        return _Text(text, spans, plain, literals)
 
     def _assemble(self, text: _Text, tokens: Tokens, where: str) -> Document | RowError:
         if tokens.missed is not None:
@@ -187,11 +246,24 @@ class Formatter:
 
 
 def _formatter(
-    format: Format, tokenizer: PreTrainedTokenizerBase, vocab_size: int, template: str | None, columnar: bool
+    format: Format,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    template: str | None,
+    columnar: bool,
+    code: str | None,
+    special_tokens: Policy,
 ) -> Formatter:
     return Formatter(
-        format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, columnar=columnar, copied=True
-    )
+        format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, columnar=columnar, code=code,
+        special_tokens=special_tokens, copied=True,
+    )  # fmt: skip
+
+
+def _content(document: Document | RowError) -> Any:
+    if isinstance(document, RowError):
+        return str(document)
+    return document.input_ids.tolist(), document.labels.tolist()
 
 
 _NO_END = (
@@ -203,6 +275,7 @@ _NO_END = (
 _NO_TARGET = {
     "chat": "a conversation needs a message with role assistant that the chat template marks as generated",
     "instruction": "an answer needs at least one token: remove the row",
+    "template": "an answer needs at least one token: remove the row",
     "completion": "a text needs at least two tokens: remove the row",
     "tokens": "labels must repeat the input id (or mask must be 1) at some place after the first",
 }

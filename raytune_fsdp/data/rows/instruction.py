@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from raytune_fsdp.config.formats import InstructionFormat
-from raytune_fsdp.data.rows.chat import Conversation, check_text, read_column
+from raytune_fsdp.config.formats import InstructionFormat, TemplateFormat, parts_of
+from raytune_fsdp.data.rows.chat import Conversation, check_text, check_unicode, read_column
+from raytune_fsdp.data.sources import shorten
+from raytune_fsdp.errors import RowError
 
 # Word for word as in Stanford Alpaca, because other programs prompt models tuned on this format with the same words.
 _ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
@@ -63,3 +65,26 @@ def read_instruction(row: dict[str, Any], format: InstructionFormat, where: str)
         system=optional(format.system),
         column=format.prompt,
     )
+
+
+def read_template(row: dict[str, Any], format: TemplateFormat, where: str) -> Instruction:
+    """Question and answer made of a row's columns. Raises RowError."""
+    completion = check_text(_filled(format.completion, row, "completion", where), f"{where}: the completion")
+    return Instruction(_filled(format.prompt, row, "prompt", where), None, completion, None, "prompt")
+
+
+def _filled(template: str, row: dict[str, Any], field: str, where: str) -> str:
+    text = ""
+    for before, column in parts_of(template):
+        text += before
+        if column is not None:
+            value = read_column(row, column, field, where)
+            if isinstance(value, bool) or not isinstance(value, str | int | float):
+                raise RowError(
+                    f"{where}: {column}={shorten(value)} is not text or a number but {type(value).__name__}; correct "
+                    "or remove the row",
+                    "wrong_type",
+                )
+            text += str(value)
+    check_unicode(text, f"{where}: the {field}")
+    return text

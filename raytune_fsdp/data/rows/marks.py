@@ -46,16 +46,31 @@ def with_marks(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 def take_marks(marked: str) -> tuple[str, list[Mark]]:
     """The text without marks, and the marks in order."""
-    marks = []
-    for count, match in enumerate(_MARK.finditer(marked)):
-        message, kind = divmod(ord(match.group()) - _FIRST, len(_KINDS))
-        marks.append(Mark(match.start() - count, message, _KINDS[kind]))
-    return _MARK.sub("", marked), marks
+    pieces = _MARK.split(marked)
+    marks, at = [], 0
+    for count, piece in enumerate(pieces[:-1]):
+        at += len(piece)
+        marks.append(Mark(at, *_meaning(marked[at + count])))
+    return "".join(pieces), marks
+
+
+def after_last_mark(marked: str) -> tuple[str, tuple[int, str] | None]:
+    """The text after the last mark, and that mark's message and kind: None if there are no marks."""
+    # From the end: this text is short, and there is a rendering for each turn of the assistant.
+    for at in range(len(marked) - 1, -1, -1):
+        if "\U000f0000" <= marked[at] <= "\U000ffffd":
+            return marked[at + 1 :], _meaning(marked[at])
+    return marked, None
 
 
 def messages_between(marked: str, start: int, end: int) -> set[int]:
     """The messages that have a mark in this part of the text."""
     return {(ord(mark) - _FIRST) // len(_KINDS) for mark in _MARK.findall(marked, start, end)}
+
+
+def _meaning(mark: str) -> tuple[int, str]:
+    message, kind = divmod(ord(mark) - _FIRST, len(_KINDS))
+    return message, _KINDS[kind]
 
 
 def _between(text: str, mark: str) -> str:

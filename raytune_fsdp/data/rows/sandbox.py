@@ -17,7 +17,6 @@ from threading import Lock
 from typing import Any
 
 from jinja2 import TemplateError, nodes
-from jinja2.compiler import CodeGenerator, Frame, operators
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -26,17 +25,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatt
 from jinja2.utils import Namespace
 from markupsafe import Markup
 
+from raytune_fsdp.data.rows.compiler import ATTRIBUTES_OF_DICTS, SAFE_OF_LOOPS, CountingGenerator
 from raytune_fsdp.data.rows.filters import charged_filter, charged_test
-from raytune_fsdp.data.rows.work import PER_NODE, Work, size_of, whole
+from raytune_fsdp.data.rows.work import Work, size_of, whole
 
 Span = tuple[int, int]
 """A range of characters of a text: start and end, as in a slice."""
 
 # What templates ask for all the time. Jinja looks for an attribute first, which takes ten times as long for a dict.
-_ATTRIBUTES_OF_DICTS = frozenset(dir(dict))
 _SAFE_OF_DICTS = frozenset(("copy", "get", "items", "keys", "values"))
 _SAFE_OF_TEXTS = frozenset(name for name in dir(str) if name[0] != "_") - {"format", "format_map"}
-_SAFE_OF_LOOPS = frozenset(("depth", "depth0", "first", "index", "index0", "last", "length", "revindex", "revindex0"))
+
+_WITHOUT_CODE = frozenset((bool, dict, int, list, str))
 
 
 class CompiledTemplate:
@@ -90,75 +90,8 @@ class GenerationTag(Extension):
 EXTENSIONS = (GenerationTag, loopcontrols)
 
 
-class _Generator(CodeGenerator):
-    """Jinja's compiler, with what charges for the work."""
-
-    def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
-        body = list(nodes)
-        if not frame.soft_frame:  # the branches of an `if` belong to the block it is in
-            self.writeline(f"environment.charge({PER_NODE * (1 + sum(map(_size, body)))})")
-        super().blockvisit(body, frame)
-
-    def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        if node.test is not None:  # it runs for items that the body never sees
-            cost = nodes.Const(PER_NODE * (1 + _size(node.test)))
-            call = nodes.Call(nodes.EnvironmentAttribute("charged"), [cost], [], None, None)
-            node.test = nodes.And(call, node.test)
-        super().visit_For(node, frame)
-
-    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
-        if (
-            len(node.ops) == 1
-            and (_is_constant(node.expr) or _is_constant(node.ops[0].expr))
-            and "in" not in node.ops[0].op
-        ):
-            return super().visit_Compare(node, frame)  # comparing with a short text is soon done
-        self.write("(")
-        self._checked("compared", node.expr, frame)
-        for operand in node.ops:
-            self.write(f" {operators[operand.op]} ")
-            self._checked("searched" if "in" in operand.op else "compared", operand.expr, frame)
-        self.write(")")
-        return None
-
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        markup = frame.eval_ctx.autoescape or frame.eval_ctx.volatile
-        self.write(f"{'markup_join' if markup else 'str_join'}(environment.joined((")
-        for each in node.nodes:
-            self.visit(each, frame)
-            self.write(", ")
-        self.write(")))")
-
-    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
-        self.write("{")
-        for item in node.items:
-            self._checked("compared", item.key, frame)
-            self.write(": ")
-            self.visit(item.value, frame)
-            self.write(", ")
-        self.write("}")
-
-    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
-        if not isinstance(node.arg, nodes.Slice):
-            return super().visit_Getitem(node, frame)
-        self.write("environment.sliced(")
-        self.visit(node.node, frame)
-        self.write("[")
-        self.visit(node.arg, frame)
-        self.write("])")
-        return None
-
-    def _checked(self, how: str, node: nodes.Expr, frame: Frame) -> None:
-        if _is_literal(node):
-            self.visit(node, frame)
-        else:
-            self.write(f"environment.{how}(")
-            self.visit(node, frame)
-            self.write(")")
-
-
 class _Environment(ImmutableSandboxedEnvironment):
-    code_generator_class = _Generator
+    code_generator_class = CountingGenerator
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
 
     def __init__(self) -> None:
@@ -166,7 +99,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.charge = self.work.charge
         self._written: list[str] = []
         self._spans: list[Span] = []
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=EXTENSIONS, finalize=self._printed)
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=EXTENSIONS)
         self.concat = self._concat  # type: ignore[method-assign, assignment]
         for name, function in self.filters.items():
             self.filters[name] = charged_filter(name, function, self.work)
@@ -192,18 +125,25 @@ class _Environment(ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
         if kind is dict:
-            if attribute not in _ATTRIBUTES_OF_DICTS:
+            if attribute not in ATTRIBUTES_OF_DICTS:
                 return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
             if attribute in _SAFE_OF_DICTS:
                 return getattr(obj, attribute)
-        elif (kind is str and attribute in _SAFE_OF_TEXTS) or (kind is LoopContext and attribute in _SAFE_OF_LOOPS):
+        elif (kind is str and attribute in _SAFE_OF_TEXTS) or (kind is LoopContext and attribute in SAFE_OF_LOOPS):
             return getattr(obj, attribute)
+        elif kind is _Namespace:
+            value = object.__getattribute__(obj, "_Namespace__attrs").get(attribute)
+            if type(value) in _WITHOUT_CODE:
+                return value
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         if type(argument) is tuple:
             self.work.weigh(argument)  # for its hash
-        return super().getitem(obj, argument)
+        try:
+            return obj[argument]
+        except (TypeError, LookupError):
+            return super().getitem(obj, argument)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call what a template calls."""
@@ -228,11 +168,25 @@ class _Environment(ImmutableSandboxedEnvironment):
             work.leave()
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if type(left) is str and type(right) is str and operator == "+":
-            self.charge(len(left) + len(right))
-            return left + right
+        if type(left) is int and type(right) is int and operator in ("+", "-"):
+            return self.work.result(left + right if operator == "+" else left - right)
         self.work.before_operator(operator, left, right)
         return self.work.result(super().call_binop(context, operator, left, right))
+
+    def added(self, context: Context, terms: tuple[Any, ...]) -> Any:
+        """The sum of these."""
+        length = 0
+        for term in terms:
+            if type(term) is not str:
+                break
+            length += len(term)
+        else:
+            self.charge(length)
+            return "".join(terms)
+        total, *rest = terms
+        for term in rest:
+            total = self.call_binop(context, "+", total, term)
+        return total
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Jinja's own, with formatters that charge."""
@@ -278,10 +232,11 @@ class _Environment(ImmutableSandboxedEnvironment):
     def sliced(self, value: Any) -> Any:
         return self.work.result(value)
 
-    def _printed(self, value: Any) -> Any:
-        if type(value) is not str:  # text is counted when it is joined
-            self.work.weigh(value)
-        return value
+    def printed(self, value: Any) -> str:
+        if type(value) is str:
+            return value  # counted when the pieces are joined
+        self.work.weigh(value)
+        return str(value)
 
     def _concat(self, pieces: Iterable[str]) -> str:
         known = list(pieces)
@@ -355,20 +310,3 @@ def _tojson(
 ) -> str:
     # Jinja's own escapes <, > and & for HTML.
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _is_constant(node: nodes.Node) -> bool:
-    return isinstance(node, nodes.Const)
-
-
-def _is_literal(node: nodes.Node) -> bool:
-    return _is_constant(node) or (isinstance(node, nodes.List | nodes.Tuple) and all(map(_is_constant, node.items)))
-
-
-def _size(node: nodes.Node) -> int:
-    """The number of nodes that run with this one, without the blocks that charge for themselves."""
-    apart = isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block | nodes.FilterBlock)
-    exclude = ("body", "else_") if apart else ()
-    # What is written is kept as an object of its own, which takes more than its characters.
-    own = 1 + 4 * len(node.nodes) if isinstance(node, nodes.Output) else 1
-    return own + sum(map(_size, node.iter_child_nodes(exclude=exclude)))

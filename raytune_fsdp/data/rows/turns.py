@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from raytune_fsdp.data.rows.chat import Conversation, check_unicode
 from raytune_fsdp.data.rows.lost_content import has_all_contents_in_order, lost_content
-from raytune_fsdp.data.rows.marks import Mark, has_marks, messages_between, take_marks, with_marks
+from raytune_fsdp.data.rows.marks import Mark, after_last_mark, has_marks, messages_between, take_marks, with_marks
 from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, Span, TooMuchWork, as_templates_see, plain
 from raytune_fsdp.errors import RowError
 
@@ -164,11 +164,11 @@ class Rendering:
 
     def _start(self, index: int, first: int) -> int:
         before = [mark for mark in self._marks if mark.message < index]
-        prompt, marks = self._render_marked(index, prompt=True)
-        if not before and not marks:
-            anchor, asked = 0, prompt
-        elif before and marks and (before[-1].message, before[-1].kind) == (marks[-1].message, marks[-1].kind):
-            anchor, asked = before[-1].at, prompt[marks[-1].at :]
+        asked, mark = after_last_mark(self._render(self._marked[:index], prompt=True)[0])
+        if not before and mark is None:
+            anchor = 0
+        elif before and (before[-1].message, before[-1].kind) == mark:
+            anchor = before[-1].at
         else:
             raise self._unclear(index, "differently with and without the messages after it")
         if self.text.startswith(asked, anchor):
@@ -194,19 +194,17 @@ class Rendering:
     def _end(self, index: int, last: int) -> int:
         """After the text that closes the turn, both when the conversation ends there and when it goes on."""
         if index + 1 < len(self._conversation.messages):
-            text, marks = self._render_marked(index + 1, prompt=False)
+            closing, mark = after_last_mark(self._render(self._marked[: index + 1])[0])
             onward: str | None = self.text[last:]
         else:
-            text, marks = self.text, self._marks
+            closing, mark = after_last_mark(self._marked_text)
             onward = self._if_asked_again(index)
-        if not marks or marks[-1].message != index:
+        if mark is None or mark[0] != index:
             raise self._unclear(index, "differently with and without the messages after it")
-        closing = text[marks[-1].at :]
         if onward is not None and not onward.startswith(closing):
             # Phi-3 ends a conversation with a token of its own, after the one that ends a turn: only the special tokens
             # common to both are the turn's end.
-            asked, marks = self._render_marked(index + 1, prompt=True)
-            witness = asked[marks[-1].at :]
+            witness, _ = after_last_mark(self._render(self._marked[: index + 1], prompt=True)[0])
             same = re.match(self._specials, os.path.commonprefix([closing, onward, witness]))
             if witness == closing or same is None:
                 raise self._unclear(index, "with a different end when the conversation goes on")
@@ -245,9 +243,6 @@ class Rendering:
             return self._template.render(messages, tools, prompt=prompt)
         except TooMuchWork as error:
             raise TooMuchWork(f"{self._conversation.where}: {error}") from None
-
-    def _render_marked(self, count: int, *, prompt: bool) -> tuple[str, list[Mark]]:
-        return take_marks(self._render(self._marked[:count], prompt=prompt)[0])
 
     def _error(self, message: str) -> RowError:
         return RowError(f"{self._conversation.where}: {message}", "template")

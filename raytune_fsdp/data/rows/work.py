@@ -2,8 +2,8 @@
 
 A template is a stranger's program. `"x" * 10**9`, two nested loops over `range(100000)` or a list put twice into itself
 forty times would take all memory or all day. So whatever a template does is charged, before it is done where it may be
-large: 4 units for every node of its code that is run, 1 for every character written to a text of any kind, 16 for
-every entry of a list. 100 million units are a second or two, and at most 400 MB of text.
+large: 12 units for every node of its code that is run, 1 for every character written to a text of any kind, 16 for
+every entry of a list. 100 million units are a second or two of a processor, and at most 400 MB of text.
 
 A long row may take more: every character of it brings 128 units, which covers templates that gather the text or the
 messages of a conversation in a variable, copying all of it once a message.
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 UNITS = 100_000_000
 UNITS_PER_CHARACTER = 128
-PER_NODE, PER_ENTRY = 4, 16
+PER_NODE, PER_ENTRY = 12, 16
 
 # Macros in macros. Each takes six of Python's thousand frames, and how many of those a caller has left differs.
 MAX_CALLS = 64
@@ -85,7 +85,7 @@ class Work:
                     self.check_number(item)
                 else:
                     inside = _inside(item)
-                    self.charge(factor * PER_ENTRY * len(inside))
+                    self.charge(factor * PER_ENTRY * (4 + len(inside)))
                     below += inside
             if not below:
                 return depth
@@ -99,8 +99,11 @@ class Work:
 
     def result(self, value: T) -> T:
         """What something returned, charged for. Here ends what was not foreseen: it cannot grow a second time."""
+        kind = type(value)
         if isinstance(value, str | bytes):
             self.charge(len(value))
+        elif kind is bool:
+            pass
         elif isinstance(value, int):
             self.check_number(value)
         elif isinstance(value, list | tuple | dict | set):
@@ -136,27 +139,30 @@ class Work:
             self.charge(sum(abs(value) for value in given if isinstance(value, int)))
         self.charge(len(text) + sum(whole(width) for width in widths if width != "*"))
         # Escapes of %r and %a are up to 10 characters; a dict may be written as often as there are % in the text.
-        self.weigh(values, 10 * (text.count("%" if isinstance(text, str) else b"%") if isinstance(values, dict) else 1))
+        self.weigh(values, 10 * (pattern.count("%") if isinstance(values, dict) else 1))
 
     def before_method(self, name: str, text: str | bytes, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Charge for a method of a text."""
         length = len(text)
+        if name in _GROWING and len(args) < 2:
+            return self.charge(
+                4 * length + (_length(args[0]) * (length >> 3 if name == "rpartition" else 1) if args else 0)
+            )
         first: Any = args[0] if args else None
         units = (length >> 4) + sum(len(arg) for arg in args if isinstance(arg, str | bytes))
-        if name in _GROWING:
-            units += 3 * length
-        elif name in ("center", "ljust", "rjust", "zfill") and isinstance(first, int):
+        if name in ("center", "ljust", "rjust", "zfill") and isinstance(first, int):
             units += length + max(0, first)
         elif name == "expandtabs":
             size = kwargs.get("tabsize", 8 if first is None else first)
-            tabs = text.count("\t" if isinstance(text, str) else b"\t")
+            tabs = text.count("\t") if isinstance(text, str) else text.count(b"\t")
             units += length + tabs * (abs(size) if isinstance(size, int) else 0)
         elif name == "replace" and len(args) > 1 and isinstance(first, type(text)):
             units += length + text.count(first) * (_length(args[1]) + 1)  # type: ignore[arg-type]
         elif name in ("split", "rsplit"):
             separator = first if args else kwargs.get("sep")
             known = isinstance(separator, type(text)) and len(separator) > 0
-            units += length + PER_ENTRY * ((text.count(separator) if known else length // 2) + 1)  # type: ignore[arg-type]
+            parts = text.count(separator) if known else length // 2  # type: ignore[arg-type]
+            units += length + PER_ENTRY * (parts + 1)
         elif name == "splitlines":
             lines = sum(map(text.count, _SEPARATES_LINES)) if isinstance(text, str) else length
             units += length + PER_ENTRY * lines
@@ -167,32 +173,15 @@ class Work:
             units += length * max([1, *(len(value) for value in first.values() if isinstance(value, str))])
         elif name in ("maketrans", "fromhex"):
             self.weigh(list(args))
-        if name in ("rfind", "rindex", "rsplit", "rpartition") and first is not None:
+        if name in ("rfind", "rindex", "rsplit") and first is not None:
             units += length * _length(first) >> 3  # unlike find, these compare the whole of it everywhere
         self.charge(units)
 
 
-_GROWING = frozenset(
-    [
-        "capitalize",
-        "casefold",
-        "decode",
-        "encode",
-        "format_map",
-        "hex",
-        "lower",
-        "lstrip",
-        "partition",
-        "removeprefix",
-        "removesuffix",
-        "rpartition",
-        "rstrip",
-        "strip",
-        "swapcase",
-        "title",
-        "upper",
-    ]
-)
+_GROWING = {
+    "capitalize", "casefold", "decode", "encode", "hex", "lower", "lstrip", "partition", "removeprefix", "removesuffix",
+    "rpartition", "rstrip", "strip", "swapcase", "title", "upper",
+}  # fmt: skip
 """Methods of texts that return at most about three times the text."""
 
 

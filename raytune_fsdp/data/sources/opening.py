@@ -10,7 +10,7 @@ from threading import Lock
 from typing import Any
 
 from raytune_fsdp.config.data import DatasetConfig
-from raytune_fsdp.config.formats import COLUMNS, Format
+from raytune_fsdp.config.formats import COLUMNS, Format, PythonFormat, TemplateFormat, parts_of
 from raytune_fsdp.data.order import OLDEST_ORDER
 from raytune_fsdp.data.sources.arrow import open_arrow
 from raytune_fsdp.data.sources.file_names import shorten
@@ -72,6 +72,11 @@ def open_source(
 
 
 def _columns(format: Format) -> Columns:
+    if isinstance(format, PythonFormat):
+        return Columns((), (), every=True)
+    if isinstance(format, TemplateFormat):
+        parts = (*parts_of(format.prompt), *parts_of(format.completion))
+        return Columns(tuple(dict.fromkeys(name for _, name in parts if name is not None)), ())
     needed, optional = (
         tuple(name for field in fields if (name := getattr(format, field)) is not None)
         for fields in COLUMNS[format.type]

@@ -63,10 +63,12 @@ class Columns(NamedTuple):
 
     needed: tuple[str, ...]
     optional: tuple[str, ...]
+    every: bool = False
+    """Whether all columns are read, because nobody knows which are needed."""
 
     def of(self, names: Sequence[str]) -> list[str] | None:
         """Which of a file's columns to read. None: all, so that the error for a missing one can list them."""
-        if not set(self.needed) <= set(names):
+        if self.every or not set(self.needed) <= set(names):
             return None
         return [name for name in names if name in self.needed or name in self.optional]
 

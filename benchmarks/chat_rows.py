@@ -1,0 +1,114 @@
+"""How fast conversations become token ids and masks, on one thread; beside another tree of this package.
+
+    python -m benchmarks.chat_rows --base DIR
+
+Processor time of one thread, for conversations of one to five turns with the demo's tokenizer: `rendering` is from a
+row to text and spans, `rows` is from a row to ids and labels. Each tree is measured in processes of its own that take
+turns. The shipped templates say themselves what is trained on (`{% generation %}`); without these tags, as most models'
+own templates are, each turn is found by rendering the conversation again. The trees must make the same documents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROWS = 512
+WORDS = ("what", "is", "sharding", "the", "GPU", "memory", "of", "a", "parameter")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path, help="the root of another tree")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(measure()))
+        return
+    trees = {"ours": Path(__file__).resolve().parents[1], **({"base": options.base} if options.base else {})}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
+    for _ in range(options.rounds):
+        for name, tree in trees.items():
+            environment = {**os.environ, "PYTHONPATH": str(tree.resolve()), "RAYON_NUM_THREADS": "1"}
+            command = [sys.executable, str(Path(__file__).resolve()), "--measure"]
+            done = subprocess.run(command, env=environment, cwd=tree, capture_output=True, text=True, check=True)
+            found[name].append(json.loads(done.stdout.splitlines()[-1]))
+    table = {}
+    for template in found["ours"][0]:
+        assert len({each[template]["hash"] for rounds in found.values() for each in rounds}) == 1, template
+        for name, rounds in found.items():
+            table[f"{template} {name}"] = {
+                key: round(median(each[template][key] for each in rounds)) for key in ("rendering", "rows")
+            }
+            print(f"{template:24} {name:6} {table[f'{template} {name}']}")
+    if options.out:
+        from benchmarks.record import write_result
+
+        write_result(options.out, {"rows_per_second": table})
+
+
+def measure() -> dict[str, Any]:
+    """Rows a second of processor time, and a hash of the documents, by template."""
+    import xxhash
+    from transformers import AutoTokenizer
+
+    from raytune_fsdp.config import ChatFormat
+    from raytune_fsdp.data.rows.formats import Document, Formatter
+    from raytune_fsdp.data.rows.templates import load_template
+    from raytune_fsdp.demo import TOKENIZER
+
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    rows, results = _rows(), {}
+    for name in ("chatml", "openassistant"):
+        tagged = load_template(name)
+        bare = re.sub(r"{%-? *(end)?generation *-?%}", "", tagged)
+        for label, template in ((name, tagged), (f"{name} without tags", bare)):
+            formatter = Formatter(ChatFormat(), tokenizer=tokenizer, vocab_size=len(tokenizer), template=template)
+            digest = xxhash.xxh3_128()
+            for document in formatter.documents(rows, ["row"] * ROWS):
+                assert isinstance(document, Document), document
+                digest.update(document.input_ids.tobytes() + document.labels.tobytes())
+            results[label] = {
+                "hash": digest.hexdigest(),
+                "rendering": _rate(lambda f=formatter: [f._read(row, "row") for row in rows]),
+                "rows": _rate(lambda f=formatter: f.documents(rows, ["row"] * ROWS)),
+            }
+    return results
+
+
+def _rows() -> list[dict[str, Any]]:
+    drawn = random.Random(1)
+
+    def words(low: int, high: int) -> str:
+        return " ".join(drawn.choices(WORDS, k=drawn.randint(low, high)))
+
+    roles = (("user", 5, 60), ("assistant", 20, 150))
+    return [
+        {"messages": [{"role": role, "content": words(low, high)} for _ in range(turns) for role, low, high in roles]}
+        for turns in drawn.choices((1, 2, 3, 5), k=ROWS)
+    ]
+
+
+def _rate(work: Callable[[], Any]) -> float:
+    seconds = []
+    for _ in range(3):
+        start = time.process_time()
+        work()
+        seconds.append(time.process_time() - start)
+    return ROWS / min(seconds)
+
+
+if __name__ == "__main__":
+    main()
