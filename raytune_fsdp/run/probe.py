@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -90,7 +91,7 @@ def _fails_at_full_width(config: FinetuneConfig, hf_config: PretrainedConfig) ->
         except ModelError:  # it was built before: it is not for this to refuse
             return None
         error = _step(config, model, real=_weights(model) <= _SMALL)
-        if error is None or not _conclusive(config, error):
+        if error is None or not _conclusive(config, model, error):
             return None
     return error
 
@@ -151,19 +152,23 @@ def _lists(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, list[nn.Mod
                 yield parent, name, list(blocks)[:kept], list(blocks)[kept:]
 
 
+class _Untried(Exception):
+    """The step was not reached."""
+
+
 def _step(config: FinetuneConfig, model: PreTrainedModel, *, real: bool) -> Exception | None:
     """Forward and backward; what went wrong. A real network has its memory afterwards."""
-    length = min(config.data.seq_len, _LENGTH)
-    try:
-        # Random numbers are keyed everywhere, but a caller's own are left alone.
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            if real:
-                _fill(model)
-                _forward_and_backward(model, length, config.data.packing != "none")
-            else:
-                _with_fake_tensors(model, length, config.data.packing != "none")
-    except Exception as error:  # the code of any model, and of whatever it calls
-        return error
+    # Random numbers are keyed everywhere, but a caller's own are left alone.
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            tensors = _fill(model) if real else _with_fake_tensors(model)
+        except Exception as error:
+            return _Untried(in_one_line(error))
+        try:
+            with tensors:
+                _forward_and_backward(model, min(config.data.seq_len, _LENGTH), config.data.packing != "none")
+        except Exception as error:  # the code of any model, and of whatever it calls
+            return error
     return None
 
 
@@ -176,18 +181,19 @@ def _forward_and_backward(model: PreTrainedModel, length: int, packed: bool) -> 
     model.zero_grad(set_to_none=True)
 
 
-def _with_fake_tensors(model: PreTrainedModel, length: int, packed: bool) -> None:
+def _with_fake_tensors(model: PreTrainedModel) -> AbstractContextManager[object]:
     # Imported here: it brings half of the compiler, a second that small networks do not need to wait for.
     from torch._subclasses import FakeTensorMode
 
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # the shape rule of grouped products is for bf16 on GPUs only
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
         _replace(model, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), buffers=True)
-        _forward_and_backward(model, length, packed)
+    return mode
 
 
-def _fill(model: PreTrainedModel) -> None:
+def _fill(model: PreTrainedModel) -> AbstractContextManager[object]:
     """Weights and buffers as transformers draws them. What it does not draw is zero."""
     torch.manual_seed(0)
     _replace(model, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), buffers=False)
@@ -195,6 +201,7 @@ def _fill(model: PreTrainedModel) -> None:
         for module in reversed(list(model.modules())):
             model._init_weights(module)
     init_buffers(model, torch.device("cpu"))
+    return nullcontext()
 
 
 def _replace(model: PreTrainedModel, make: Callable[[torch.Tensor], torch.Tensor], *, buffers: bool) -> None:
@@ -214,18 +221,26 @@ def _replace(model: PreTrainedModel, make: Callable[[torch.Tensor], torch.Tensor
                 module._buffers[name] = make(buffer)
 
 
-def _conclusive(config: FinetuneConfig, error: Exception) -> bool:
+def _conclusive(config: FinetuneConfig, model: PreTrainedModel, error: Exception) -> bool:
     """Whether a rank would fail too, for the same reason."""
-    if isinstance(error, MemoryError | ImportError | torch.OutOfMemoryError):
+    if isinstance(error, _Untried | MemoryError | ImportError | torch.OutOfMemoryError):
         return False
     # What a fake tensor cannot do: say a value, tell a shape that values decide, run an operation without a shape rule.
     if type(error).__module__.startswith(("torch._subclasses", "torch.fx", "torch._dynamo", "torch._inductor")):
         return False
-    text = str(error)
-    if any(word in text for word in ("FakeTensor", "fake tensor", "data pointer", "alloc", "meta tensor", "symbolic")):
+    text = str(error).lower()
+    if any(word in text for word in ("faketensor", "fake tensor", "data pointer", "alloc", "meta tensor", "symbolic")):
         return False
-    # Kernels that only a GPU has.
-    return not (_on_a_device(config) and (isinstance(error, NotImplementedError) or "CPU" in text or "cpu" in text))
+    if not _on_a_device(config):
+        return True
+    # Kernels that only a GPU has, and code of others that asks for one in words that nobody knows.
+    kernels = ("cpu", "cuda", "gpu", "triton", "kernel", "driver", "device", "not implemented")
+    return _is_ours(model) and not isinstance(error, NotImplementedError) and not any(word in text for word in kernels)
+
+
+def _is_ours(model: PreTrainedModel) -> bool:
+    """Whether the network is of transformers, not of code that came with a model."""
+    return type(model).__module__.startswith("transformers.")
 
 
 def _on_a_device(config: FinetuneConfig) -> bool:
@@ -243,8 +258,7 @@ def _check_packing(config: FinetuneConfig, model: PreTrainedModel) -> None:
     """Refuse to pack documents for a network in which they see each other. Needs the memory that a step leaves."""
     # Flash kernels find the borders where sdpa may not. In transformers nothing else does: kernels of state spaces are
     # told of borders by nobody. Code that comes with a model may be of any kind, and is tried by the ranks.
-    ours = type(model).__module__.startswith("transformers.")
-    if config.data.packing == "none" or _other_attention(config) or not ours:
+    if config.data.packing == "none" or _other_attention(config) or not _is_ours(model):
         return
     try:
         with torch.no_grad():
