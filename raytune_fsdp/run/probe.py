@@ -88,7 +88,7 @@ def _fails_at_full_width(config: FinetuneConfig, hf_config: PretrainedConfig) ->
     for cut in (_first_blocks, lambda whole: whole):  # some networks count their blocks: the whole has the last word
         try:
             model = cut(_build(config, hf_config))
-        except ModelError:  # it was built before: it is not for this to refuse
+        except Exception:  # the network was built before: it is not for this to refuse it
             return None
         error = _step(config, model, real=_weights(model) <= _SMALL)
         if error is None or not _conclusive(config, model, error):
@@ -100,10 +100,7 @@ def _message(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTr
     chosen = config.model
     if chosen.overrides:
         changes = ", ".join(f"{key}={value!r}" for key, value in chosen.overrides.items())
-        where, way_out = (
-            f"model.overrides ({changes})",
-            "without the one that does not fit the others it can be trained",
-        )
+        where, way_out = f"model.overrides ({changes})", "take back the one that does not fit the others"
     elif chosen.architecture is not None:
         where, way_out = f"model.architecture ({hf_config.model_type})", "correct the sizes that do not fit each other"
     else:
@@ -136,8 +133,10 @@ def _first_blocks(model: PreTrainedModel) -> PreTrainedModel:
 
 def _weights_of_part(model: PreTrainedModel) -> int:
     """The weights that `_first_blocks` would leave."""
-    cut = {id(p): p.numel() for _, _, _, rest in _lists(model) for block in rest for p in block.parameters()}
-    return _weights(model) - sum(cut.values())
+    lists = list(_lists(model))
+    cut = {id(p): p.numel() for _, _, _, rest in lists for block in rest for p in block.parameters()}
+    left = {id(p) for _, _, kept, _ in lists for block in kept for p in block.parameters()}  # blocks may share some
+    return _weights(model) - sum(size for key, size in cut.items() if key not in left)
 
 
 def _lists(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, list[nn.Module], list[nn.Module]]]:
