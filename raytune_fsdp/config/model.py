@@ -61,7 +61,8 @@ class ModelConfig(Section):
     are drawn like all others."""
 
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "auto"
-    """Attention implementation. `auto`: `sdpa` if the architecture has it, else `eager`."""
+    """Attention implementation. `auto`: `sdpa` if the architecture has it, else `eager`. `flex_attention` trains on GPUs
+    only."""
 
     fill: Literal["auto", "sharded", "rank0"] = "auto"
     """How weights reach the ranks. `sharded`: every rank reads its own slices. `rank0`: only rank 0 opens the files

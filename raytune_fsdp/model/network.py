@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -227,7 +228,11 @@ def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
     patterns |= set(model._keep_in_fp32_modules or ()) if dtype == torch.float16 else set()
     # Matched anywhere in the name, as transformers does; `(?!)` matches nothing.
     found = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)) or r"(?!)")
-    return {name for name, tensor in model.state_dict().items() if tensor.is_floating_point() and found.search(name)}
+    listed = {name for name, tensor in model.state_dict().items() if tensor.is_floating_point() and found.search(name)}
+    # And some are made in fp32 whatever the type is (Zamba's A_log), which only a network of that type shows.
+    with torch.device("meta"):
+        twin = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+    return listed | {name for name, tensor in twin.state_dict().items() if tensor.dtype == torch.float32 != dtype}
 
 
 def _keep_in_fp32(model: PreTrainedModel) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -87,10 +88,10 @@ def _fails_at_full_width(config: FinetuneConfig, hf_config: PretrainedConfig) ->
     for cut in (_first_blocks, lambda whole: whole):  # some networks count their blocks: the whole has the last word
         try:
             model = cut(_build(config, hf_config))
-        except ModelError:  # it was built before: it is not for this to refuse
+        except Exception:  # the network was built before: it is not for this to refuse it
             return None
         error = _step(config, model, real=_weights(model) <= _SMALL)
-        if error is None or not _conclusive(config, error):
+        if error is None or not _conclusive(config, model, error):
             return None
     return error
 
@@ -99,10 +100,7 @@ def _message(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTr
     chosen = config.model
     if chosen.overrides:
         changes = ", ".join(f"{key}={value!r}" for key, value in chosen.overrides.items())
-        where, way_out = (
-            f"model.overrides ({changes})",
-            "without the one that does not fit the others it can be trained",
-        )
+        where, way_out = f"model.overrides ({changes})", "take back the one that does not fit the others"
     elif chosen.architecture is not None:
         where, way_out = f"model.architecture ({hf_config.model_type})", "correct the sizes that do not fit each other"
     else:
@@ -135,8 +133,10 @@ def _first_blocks(model: PreTrainedModel) -> PreTrainedModel:
 
 def _weights_of_part(model: PreTrainedModel) -> int:
     """The weights that `_first_blocks` would leave."""
-    cut = {id(p): p.numel() for _, _, _, rest in _lists(model) for block in rest for p in block.parameters()}
-    return _weights(model) - sum(cut.values())
+    lists = list(_lists(model))
+    cut = {id(p): p.numel() for _, _, _, rest in lists for block in rest for p in block.parameters()}
+    left = {id(p) for _, _, kept, _ in lists for block in kept for p in block.parameters()}  # blocks may share some
+    return _weights(model) - sum(size for key, size in cut.items() if key not in left)
 
 
 def _lists(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, list[nn.Module], list[nn.Module]]]:
@@ -151,19 +151,23 @@ def _lists(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, list[nn.Mod
                 yield parent, name, list(blocks)[:kept], list(blocks)[kept:]
 
 
+class _Untried(Exception):
+    """The step was not reached."""
+
+
 def _step(config: FinetuneConfig, model: PreTrainedModel, *, real: bool) -> Exception | None:
     """Forward and backward; what went wrong. A real network has its memory afterwards."""
-    length = min(config.data.seq_len, _LENGTH)
-    try:
-        # Random numbers are keyed everywhere, but a caller's own are left alone.
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            if real:
-                _fill(model)
-                _forward_and_backward(model, length, config.data.packing != "none")
-            else:
-                _with_fake_tensors(model, length, config.data.packing != "none")
-    except Exception as error:  # the code of any model, and of whatever it calls
-        return error
+    # Random numbers are keyed everywhere, but a caller's own are left alone.
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            tensors = _fill(model) if real else _with_fake_tensors(model)
+        except Exception as error:
+            return _Untried(in_one_line(error))
+        try:
+            with tensors:
+                _forward_and_backward(model, min(config.data.seq_len, _LENGTH), config.data.packing != "none")
+        except Exception as error:  # the code of any model, and of whatever it calls
+            return error
     return None
 
 
@@ -176,18 +180,19 @@ def _forward_and_backward(model: PreTrainedModel, length: int, packed: bool) -> 
     model.zero_grad(set_to_none=True)
 
 
-def _with_fake_tensors(model: PreTrainedModel, length: int, packed: bool) -> None:
+def _with_fake_tensors(model: PreTrainedModel) -> AbstractContextManager[object]:
     # Imported here: it brings half of the compiler, a second that small networks do not need to wait for.
     from torch._subclasses import FakeTensorMode
 
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # the shape rule of grouped products is for bf16 on GPUs only
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
         _replace(model, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), buffers=True)
-        _forward_and_backward(model, length, packed)
+    return mode
 
 
-def _fill(model: PreTrainedModel) -> None:
+def _fill(model: PreTrainedModel) -> AbstractContextManager[object]:
     """Weights and buffers as transformers draws them. What it does not draw is zero."""
     torch.manual_seed(0)
     _replace(model, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), buffers=False)
@@ -195,6 +200,7 @@ def _fill(model: PreTrainedModel) -> None:
         for module in reversed(list(model.modules())):
             model._init_weights(module)
     init_buffers(model, torch.device("cpu"))
+    return nullcontext()
 
 
 def _replace(model: PreTrainedModel, make: Callable[[torch.Tensor], torch.Tensor], *, buffers: bool) -> None:
@@ -214,18 +220,26 @@ def _replace(model: PreTrainedModel, make: Callable[[torch.Tensor], torch.Tensor
                 module._buffers[name] = make(buffer)
 
 
-def _conclusive(config: FinetuneConfig, error: Exception) -> bool:
+def _conclusive(config: FinetuneConfig, model: PreTrainedModel, error: Exception) -> bool:
     """Whether a rank would fail too, for the same reason."""
-    if isinstance(error, MemoryError | ImportError | torch.OutOfMemoryError):
+    if isinstance(error, _Untried | MemoryError | ImportError | torch.OutOfMemoryError):
         return False
     # What a fake tensor cannot do: say a value, tell a shape that values decide, run an operation without a shape rule.
     if type(error).__module__.startswith(("torch._subclasses", "torch.fx", "torch._dynamo", "torch._inductor")):
         return False
-    text = str(error)
-    if any(word in text for word in ("FakeTensor", "fake tensor", "data pointer", "alloc", "meta tensor", "symbolic")):
+    text = str(error).lower()
+    if any(word in text for word in ("faketensor", "fake tensor", "data pointer", "alloc", "meta tensor", "symbolic")):
         return False
-    # Kernels that only a GPU has.
-    return not (_on_a_device(config) and (isinstance(error, NotImplementedError) or "CPU" in text or "cpu" in text))
+    if not _on_a_device(config):
+        return True
+    # Kernels that only a GPU has, and code of others that asks for one in words that nobody knows.
+    kernels = ("cpu", "cuda", "gpu", "triton", "kernel", "driver", "device", "not implemented")
+    return _is_ours(model) and not isinstance(error, NotImplementedError) and not any(word in text for word in kernels)
+
+
+def _is_ours(model: PreTrainedModel) -> bool:
+    """Whether the network is of transformers, not of code that came with a model."""
+    return type(model).__module__.startswith("transformers.")
 
 
 def _on_a_device(config: FinetuneConfig) -> bool:
@@ -243,8 +257,7 @@ def _check_packing(config: FinetuneConfig, model: PreTrainedModel) -> None:
     """Refuse to pack documents for a network in which they see each other. Needs the memory that a step leaves."""
     # Flash kernels find the borders where sdpa may not. In transformers nothing else does: kernels of state spaces are
     # told of borders by nobody. Code that comes with a model may be of any kind, and is tried by the ranks.
-    ours = type(model).__module__.startswith("transformers.")
-    if config.data.packing == "none" or _other_attention(config) or not ours:
+    if config.data.packing == "none" or _other_attention(config) or not _is_ours(model):
         return
     try:
         with torch.no_grad():

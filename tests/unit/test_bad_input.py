@@ -80,7 +80,7 @@ def flags(directory: Path, **fields: Any) -> list[str]:
 
 def drawn(model_type: str, **values: Any) -> dict[str, Any]:
     """Fields of a randomly initialised network."""
-    inline = {"model_type": model_type, "vocab_size": 1024, **values}
+    inline = {"model_type": model_type, **values, "vocab_size": 1024}
     return {"model__init": "random", "model__tokenizer": TOKENIZER, "model__architecture": inline}
 
 
@@ -270,6 +270,11 @@ def test_configs_that_transformers_does_not_accept(refused: Refused, model: Path
     for broken in ("{", "{}", json.dumps({**config, "hidden_size": "big"}), json.dumps({**config, "layer_types": [1]})):
         (model / "config.json").write_text(broken)
         says(refused(model__path=model), f"model.path={model}", "not a config that transformers accepts")
+
+
+def test_weights_that_are_made_in_fp32_whatever_the_type(refused: Refused) -> None:
+    line = refused(**drawn(**architecture("zamba")), parallel__precision="bf16_pure")
+    says(line, "parallel.precision=bf16_pure", "ZambaForCausalLM keeps model.layers.0.mamba.A_log in fp32", "=bf16")
 
 
 @pytest.mark.thorough

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import types
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import raytune_fsdp
 from raytune_fsdp.cli import common, main, train
 from raytune_fsdp.errors import ConfigError, Interrupted, TrainingError, UserError
+from raytune_fsdp.launch.quiet import quiet
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = [
@@ -224,6 +226,18 @@ def test_nothing_heavy_is_imported(code: str) -> None:
         [sys.executable, "-c", f"{code}\n{check}"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
+
+
+def test_advice_of_libraries_is_not_shown_and_a_user_s_own_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS", "TOKENIZERS_PARALLELISM", "PYTHONWARNINGS"):
+        monkeypatch.setenv(name, "")  # so that they are as before afterwards
+    monkeypatch.setattr(sys, "warnoptions", [])
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        quiet()
+        warnings.warn_explicit("old", FutureWarning, "a.py", 1, module="transformers.modeling_utils")
+        warnings.warn_explicit("mine", FutureWarning, "b.py", 1, module="users.code")
+    assert [str(each.message) for each in shown] == ["mine"]
 
 
 def test_the_job_runs_from_any_directory(tmp_path: Path) -> None:

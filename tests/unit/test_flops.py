@@ -50,6 +50,11 @@ def test_of_experts_only_the_chosen_count() -> None:
     assert found.matmul_weights == 2 * (attention + router + 2 * expert) + 131 * 32  # 2 of 5 experts
 
 
+def test_heads_that_differ_by_layer_count_each_with_its_width() -> None:
+    found, _ = count(architecture("gemma4_text"))
+    assert (found.layers, found.query_width) == (4, (4 * 8 + 4 * 16) / 2)  # two layers of either kind
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_embeddings_count_once_on_the_way_out(name: str) -> None:
     """A tied embedding is one tensor and one product, an untied one two tensors and one product."""

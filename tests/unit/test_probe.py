@@ -62,6 +62,13 @@ def test_overrides_that_only_a_forward_pass_refuses(large: bool) -> None:
     check(values)
 
 
+def test_an_override_of_what_differs_by_layer_is_refused() -> None:
+    with pytest.raises(
+        ModelError, match=r"^model\.overrides\.head_dim: it is not the same in all layers of a 'gemma4_text'"
+    ):
+        check(architecture("gemma4_text"), overrides={"head_dim": 8})
+
+
 def test_an_architecture_whose_sizes_do_not_fit_is_named() -> None:
     reason = (
         r"^model\.architecture \(deepseek_v3\): the first step of a DeepseekV3ForCausalLM fails: RuntimeError: The size"
