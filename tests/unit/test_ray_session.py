@@ -55,8 +55,6 @@ def test_a_token_that_the_cluster_does_not_take_is_one_line_at_once(
     message = str(refused.value)
     start = f"the Ray cluster at {head} asks for a token, and the one of this process is {words}: set "
     assert message.startswith(start)
-        f"the Ray cluster at {head} asks for a token, and the one of this process is {words}: set "
-    )
     assert "RAY_AUTH_TOKEN" in message and "\n" not in message
     assert capfd.readouterr().err == ""
 
