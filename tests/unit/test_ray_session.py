@@ -21,7 +21,6 @@ pytest.importorskip("ray")
 import ray
 from ray.exceptions import AuthenticationError
 
-from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.errors import ConfigError, TrainingError
 from raytune_fsdp.launch.ray import session
 
@@ -36,7 +35,7 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield address
 
 
-@pytest.mark.parametrize(("mode", "words"), [("token", "is not the cluster's"), (None, "is not used here")])
+@pytest.mark.parametrize(("mode", "words"), [("token", "missing, or not the cluster's"), (None, "not used here")])
 def test_a_token_that_the_cluster_does_not_take_is_one_line_at_once(
     head: str, mode: str | None, words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,14 +47,33 @@ def test_a_token_that_the_cluster_does_not_take_is_one_line_at_once(
         raise AssertionError("it would try for a minute, with warnings")
 
     monkeypatch.setattr(session, "GcsClient", refuse)
+    monkeypatch.setattr(session, "ensure_token_if_auth_enabled", lambda *_, **__: None)
     monkeypatch.setattr(ray, "init", never)
     monkeypatch.setenv("RAY_AUTH_MODE", mode) if mode else monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with pytest.raises(ConfigError) as refused:
-        session.connect(ClusterConfig(), 1)
+        session.find()
     message = str(refused.value)
-    assert message.startswith(f"the Ray cluster at {head} asks for a token, and the one of this process {words}: set ")
+    start = f"the Ray cluster at {head} asks for a token, and the one of this process is {words}: set "
+    assert message.startswith(start)
     assert "RAY_AUTH_TOKEN" in message and "\n" not in message
     assert capfd.readouterr().err == ""
+
+
+def test_no_token_where_one_is_to_be_used_is_found_before_ray_ends_the_process(
+    head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exits(address: str) -> None:
+        raise AssertionError("C++ would end the process here")
+
+    def lacking(_: object, *, create_token_if_missing: bool) -> None:
+        assert not create_token_if_missing, "nothing is written into the home directory"
+        raise AuthenticationError("Token authentication is enabled but no authentication token was found")
+
+    monkeypatch.setattr(session, "GcsClient", exits)
+    monkeypatch.setattr(session, "ensure_token_if_auth_enabled", lacking)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    with pytest.raises(ConfigError, match="the one of this process is missing"):
+        session.find()
 
 
 def test_a_busy_machine_gets_the_time_that_the_config_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:

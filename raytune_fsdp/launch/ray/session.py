@@ -24,6 +24,7 @@ import ray
 import ray._private.worker
 
 # Ray's own search for a cluster, as in ray.init() without an address. No public function says what it would find.
+from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 from ray._private.services import canonicalize_bootstrap_address, parse_address
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError
@@ -101,12 +102,13 @@ def check_not_in_a_copy(config: FinetuneConfig, run_dir: Path) -> None:
 @contextmanager
 def connecting(config: ClusterConfig, workers: int) -> Iterator[Future[Session]]:
     """Connect to Ray in a thread while the block runs; close the connection at its end."""
+    address = find()
     session: Future[Session] = Future()
     ended = Event()
 
     def run() -> None:
         try:
-            session.set_result(connect(config, workers))
+            session.set_result(connect(config, workers, address))
         except BaseException as error:
             session.set_exception(error)
         # The thread must outlive the run: for Linux it is the parent of the Ray processes, which end with it.
@@ -122,33 +124,52 @@ def connecting(config: ClusterConfig, workers: int) -> Iterator[Future[Session]]
         ended.set()
 
 
-def connect(config: ClusterConfig, workers: int) -> Session:
-    """Join the cluster that ray.init() would join, or start one that is large enough for this number of workers."""
+def find() -> str | None:
+    """The address of the cluster that ray.init() would join, once it has answered; None if there is none.
+
+    Refuses in milliseconds, before any heavy import, what ray.init() would try for a minute or many.
+    """
     if ray.is_initialized():
-        return Session(f"connected already, {_size()}", owned=False)
+        return None
     try:
-        address = canonicalize_bootstrap_address(None)
+        address: str | None = canonicalize_bootstrap_address(None)
     except (ValueError, ConnectionError) as error:
         raise ConfigError(
             f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}: {first_line(error)}; it must be HOST:PORT of a head, or "
             "local to start a Ray for this run. From outside a cluster use `ray job submit`"
         ) from None
+    if address is not None:
+        with _joining(address):
+            host, port = parse_address(address)
+            socket.create_connection((host, int(port)), timeout=_KNOCK_SECONDS).close()
+            ensure_token_if_auth_enabled(None, create_token_if_missing=False)  # C++ would end this process without one
+            with stderr_muted():  # C++ warns of a wrong token
+                GcsClient(address=address)  # asks for the cluster's id, and with that whether our token is right
+    return address
+
+
+def connect(config: ClusterConfig, workers: int, address: str | None) -> Session:
+    """Join the cluster at this address. Without one, use the Ray there is, or start one that is large enough."""
+    if ray.is_initialized():
+        return Session(f"connected already, {_size()}", owned=False)
     if address is None:
         return _start(local_cpus(config, workers), config.start_seconds)
-    try:
-        # Find out in seconds that nothing listens there: ray.init() would try for many minutes.
-        host, port = parse_address(address)
-        socket.create_connection((host, int(port)), timeout=_KNOCK_SECONDS).close()
-        with stderr_muted():  # by Ray's C++
-            # Asks for the cluster's id, which shows in milliseconds whether it takes our token. ray.init() tries for a
-            # minute, with a warning a second.
-            GcsClient(address=address)
+    with _joining(address):
         # log_to_driver=False: each rank writes its own file in the run directory.
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    return Session(f"joined the cluster at {address}, {_size()}", owned=True)
+
+
+@contextmanager
+def _joining(address: str) -> Iterator[None]:
+    """Say what to do about a cluster that cannot be joined."""
+    try:
+        yield
     except AuthenticationError as error:
-        has = "is not the cluster's" if os.environ.get("RAY_AUTH_MODE") == "token" else "is not used here"
+        used = os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
+        has = "missing, or not the cluster's" if used else "not used here"
         raise ConfigError(
-            f"the Ray cluster at {address} asks for a token, and the one of this process {has}: set "
+            f"the Ray cluster at {address} asks for a token, and the one of this process is {has}: set "
             "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to what they were at its `ray start`; with RAY_ADDRESS=local a Ray "
             "is started for this run"
         ) from error
@@ -158,7 +179,6 @@ def connect(config: ClusterConfig, workers: int) -> Session:
             "RAY_ADDRESS, or is the last one that `ray start` started here; with RAY_ADDRESS=local a Ray is started "
             "for this run"
         ) from error
-    return Session(f"joined the cluster at {address}, {_size()}", owned=True)
 
 
 def _start(cpus: int, seconds: float) -> Session:
