@@ -27,6 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from raytune_fsdp.config.recorded import shown_uri
 from raytune_fsdp.durable import replace_at_once
 from raytune_fsdp.errors import RaytuneError, in_one_line
 from raytune_fsdp.redaction import redact, redact_text, redact_yaml
@@ -191,7 +192,7 @@ class MlflowTracker:
         has = f"has {sent:,} of {wanted:,} steps of this run" if sent < wanted else "does not know how this run ended"
         has = has if self._asked else "has not answered"
         because = f" ({self._problem[:200]})" if self._problem else ""  # some errors quote half of a library
-        return f"MLflow at {redact_text(self._uri)} {has}{because}; the same command sends the rest"
+        return f"MLflow at {shown_uri(self._uri)} {has}{because}; the same command sends the rest"
 
     def _reached(self) -> tuple[int, int]:
         """The last step that MLflow has, and the last one that it may have."""
@@ -213,7 +214,7 @@ class MlflowTracker:
                     self._unsure = True
                     self._problem = redact_text(in_one_line(error))
                     if failures == 1:
-                        logger.warning("MLflow at %s: %s", redact_text(self._uri), self._problem)
+                        logger.warning("MLflow at %s: %s", shown_uri(self._uri), self._problem)
                     if self._closed:
                         last_tries += not isinstance(error, RefusedError)
                         if last_tries == _LAST_TRIES and not self._start.over:
@@ -280,7 +281,7 @@ class MlflowTracker:
         self._describe(run)
         self._go_to(self._cursor(run, otherwise=None))
         self._first = self._sent
-        logger.info("MLflow run %s (%s) at %s", run.id, self._experiment, redact_text(self._uri))
+        logger.info("MLflow run %s (%s) at %s", run.id, self._experiment, shown_uri(self._uri))
         return run
 
     def _describe(self, run: MlflowRun) -> None:

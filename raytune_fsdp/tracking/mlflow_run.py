@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raytune_fsdp.config.recorded import shown_uri
 from raytune_fsdp.durable import keep_private
 from raytune_fsdp.errors import in_one_line
-from raytune_fsdp.redaction import redact_text
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -149,7 +149,7 @@ def find_run(client: MlflowClient, uri: str, run_id: str) -> MlflowRun | None:
     except GoneError:
         logger.warning(
             "MLflow at %s no longer has run %s; metrics go to a new one from here on, with all there were",
-            redact_text(uri), run_id,
+            shown_uri(uri), run_id,
         )  # fmt: skip
         return None
 
