@@ -25,6 +25,8 @@ NAMED_FROM_THE_BEGINNING = {
     "format.instruction": "type prompt input completion system style loss",
     "format.completion": "type text",
     "format.tokens": "type input_ids labels mask",
+    "format.template": "type prompt completion style loss",
+    "format.python": "type function returns",
 }
 """Never to be changed: the fields that each section had when it came, the first ones in the first version. A field that
 came later has an entry in ABSENT."""

@@ -60,7 +60,7 @@ class CountingGenerator(CodeGenerator):
             self.write(", ")
         self.write(")))")
 
-    def visit_Add(self, node: nodes.Add, frame: Frame) -> None:
+    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
         """`a + b + c` is one call: most of what templates write is such a sum."""
         terms: list[nodes.Expr] = [node.right]
         while isinstance(node.left, nodes.Add):
@@ -99,9 +99,9 @@ class CountingGenerator(CodeGenerator):
         self, node: nodes.Getattr | nodes.Getitem, key: Any, frame: Frame, otherwise: Callable[[Any, Frame], None]
     ) -> None:
         """`message.role` and `loop.first` without a call, where they are what they nearly always are."""
-        ref = frame.symbols.ref(node.node.name) if isinstance(node.node, nodes.Name) else None
         quick = None
-        if ref is not None and isinstance(key, str):
+        if isinstance(node.node, nodes.Name) and isinstance(key, str):
+            ref = frame.symbols.ref(node.node.name)
             if key not in ATTRIBUTES_OF_DICTS:
                 quick = f"({ref}[{key!r}] if type({ref}) is dict and {key!r} in {ref} else "
             if key in SAFE_OF_LOOPS and isinstance(node, nodes.Getattr) and node.node.name == "loop":

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from raytune_fsdp.data.rows.templates import Span
+from raytune_fsdp.data.rows.sandbox import Span
 from raytune_fsdp.errors import DataError
 
 if TYPE_CHECKING:

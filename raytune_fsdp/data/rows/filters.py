@@ -97,8 +97,10 @@ def _charge(work: Work, name: str, factor: int, value: Any, args: Sequence[Any],
 def _passed(function: Callable[..., Any]) -> Callable[[Context], tuple[Any, ...]]:
     """What Jinja passes to a function in front of its arguments."""
     wanted = getattr(getattr(function, "jinja_pass_arg", None), "name", None)
-    return {
-        "context": lambda context: (context,),
-        "eval_context": lambda context: (context.eval_ctx,),
-        "environment": lambda context: (context.environment,),
-    }.get(wanted, lambda context: ())
+    if wanted == "context":
+        return lambda context: (context,)
+    if wanted == "eval_context":
+        return lambda context: (context.eval_ctx,)
+    if wanted == "environment":
+        return lambda context: (context.environment,)
+    return lambda context: ()

@@ -22,8 +22,9 @@ from raytune_fsdp.data.rows.chat import Conversation, check_text, read_column, r
 from raytune_fsdp.data.rows.encoding import SpanEncoder, Tokens
 from raytune_fsdp.data.rows.functions import RowFunction
 from raytune_fsdp.data.rows.instruction import read_instruction, read_template
+from raytune_fsdp.data.rows.sandbox import Span
 from raytune_fsdp.data.rows.special_tokens import Policy, SpecialTokens
-from raytune_fsdp.data.rows.templates import Span, chat_template
+from raytune_fsdp.data.rows.templates import chat_template
 from raytune_fsdp.data.rows.token_rows import read_tokens
 from raytune_fsdp.data.rows.turns import Rendering, trained_spans
 from raytune_fsdp.data.sources import shorten

@@ -104,6 +104,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         for name, function in self.filters.items():
             self.filters[name] = charged_filter(name, function, self.work)
         self.filters["tojson"] = charged_filter("tojson", _tojson, self.work)
+        test: Any
         for name, test in self.tests.items():
             self.tests[name] = charged_test(name, test, self.work)
         # These write other text every time they are asked, and the same data would be different tomorrow.
@@ -196,13 +197,12 @@ class _Environment(ImmutableSandboxedEnvironment):
         escaped = isinstance(text, Markup)
         formatter = _EscapingFormatter(self, escape=text.escape) if escaped else _Formatter(self)
 
-        def wrapper(*args: Any, **kwargs: Any) -> str:
-            if many:
-                if kwargs or len(args) != 1:
-                    raise TypeError("format_map() takes exactly one argument, and no keyword arguments")
-                args, kwargs = (), args[0]
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if many and (kwargs or len(args) != 1):
+                raise TypeError("format_map() takes exactly one argument, and no keyword arguments")
             self.charge(len(text))
-            return type(text)(formatter.vformat(text, args, kwargs))
+            given = ((), args[0]) if many else (args, kwargs)
+            return type(text)(formatter.vformat(text, *given))
 
         return update_wrapper(wrapper, value)
 
@@ -247,7 +247,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 class _Charging(Formatter):
     """Formats with `str.format`, charging for what is written."""
 
-    _env: _Environment
+    _env: Any  # our environment
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         field = super().get_field(field_name, args, kwargs)
@@ -261,11 +261,11 @@ class _Charging(Formatter):
 
 
 class _Formatter(_Charging, SandboxedFormatter):
-    pass
+    _env: Any
 
 
 class _EscapingFormatter(_Charging, SandboxedEscapeFormatter):
-    pass
+    _env: Any
 
 
 class _Dict:

@@ -125,9 +125,12 @@ def plain(value: Any) -> Any:
         return {plain(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return kind(map(plain, value)) if kind in (list, tuple) else [plain(item) for item in value]
-    for base, as_base in ((str, str.__str__), (int, int.__int__), (float, float.__float__)):
-        if isinstance(value, base):
-            return as_base(value)  # without the methods of its own class
+    if isinstance(value, str):  # these without the methods of their own class
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
     return plain(value.item()) if isinstance(value, np.generic) else f"<{kind.__name__}>"
 
 
