@@ -222,32 +222,40 @@ def stored_network(directory: Path) -> PreTrainedModel | None:
 
 
 def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
-    """Names of the tensors that the architecture keeps in fp32 when the rest of the network has this type."""
+    """Names of the tensors that are in fp32 when the rest of the network has this type."""
+    # Some are made so whatever the type is (Zamba's A_log), which only a network of that type shows.
+    with torch.device("meta"):
+        twin = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+    made = {name for name, tensor in twin.state_dict().items() if tensor.dtype == torch.float32 != dtype}
+    return made | _listed_for_fp32(model, dtype)
+
+
+def _listed_for_fp32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
     # transformers has two lists: one for both 16-bit types, one for fp16 only, whose numbers end at 65,504.
     patterns = set(model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()
     patterns |= set(model._keep_in_fp32_modules or ()) if dtype == torch.float16 else set()
     # Matched anywhere in the name, as transformers does; `(?!)` matches nothing.
     found = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)) or r"(?!)")
-    listed = {name for name, tensor in model.state_dict().items() if tensor.is_floating_point() and found.search(name)}
-    # And some are made in fp32 whatever the type is (Zamba's A_log), which only a network of that type shows.
-    with torch.device("meta"):
-        twin = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
-    return listed | {name for name, tensor in twin.state_dict().items() if tensor.dtype == torch.float32 != dtype}
+    return {name for name, tensor in model.state_dict().items() if tensor.is_floating_point() and found.search(name)}
 
 
 def _keep_in_fp32(model: PreTrainedModel) -> None:
     """Keep those buffers in fp32. Refuse weights: FSDP gathers a block in one buffer, so its weights need one type."""
-    kept = kept_in_fp32(model, torch.bfloat16)
+    kept = _listed_for_fp32(model, torch.bfloat16)
     weights = sorted(kept & {name for name, _ in model.named_parameters()})
     if weights:
-        raise ModelError(
-            f"parallel.precision=bf16_pure: {type(model).__name__} keeps {weights[0]} in fp32"
-            + (f" (and {len(weights) - 1} more)" if len(weights) > 1 else "")
-            + "; use parallel.precision=bf16, whose master weights are fp32"
-        )
+        raise fp32_in_bf16(model, weights)
     for name in kept:
         owner, _, buffer = name.rpartition(".")
         model.get_submodule(owner)._buffers[buffer] = model.get_buffer(name).float()
+
+
+def fp32_in_bf16(model: PreTrainedModel, weights: Sequence[str]) -> ModelError:
+    return ModelError(
+        f"parallel.precision=bf16_pure: {type(model).__name__} keeps {weights[0]} in fp32"
+        + (f" (and {len(weights) - 1} more)" if len(weights) > 1 else "")
+        + "; use parallel.precision=bf16, whose master weights are fp32"
+    )
 
 
 def _sees_ahead(hf_config: PretrainedConfig) -> bool:

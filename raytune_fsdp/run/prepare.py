@@ -31,6 +31,7 @@ from raytune_fsdp.model.network import (
     build_network,
     count_parameters,
     fit_vocabulary,
+    fp32_in_bf16,
     init_buffers,
     load_architecture,
     wants_code,
@@ -68,7 +69,7 @@ def prepare(
     network = build_network(hf_config, config)
     _name_class(hf_config, network)
     init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
-    _check_network(config, network, hf_config)
+    _check_network(config, network, hf_config, world)
     check_step(config, hf_config, network)
     origin = find_origin(config, network, added) if own is None else None
     for prompt in config.eval.prompts:
@@ -183,7 +184,7 @@ def _name_class(hf_config: PretrainedConfig, network: PreTrainedModel) -> None:
         del hf_config.auto_map  # it would load other code; this network is transformers' own
 
 
-def _check_network(config: FinetuneConfig, network: PreTrainedModel, hf_config: PretrainedConfig) -> None:
+def _check_network(config: FinetuneConfig, network: PreTrainedModel, hf_config: PretrainedConfig, world: int) -> None:
     """Refuse what this architecture cannot do."""
     positions = positions_of(hf_config)
     if config.data.seq_len > positions:
@@ -201,3 +202,7 @@ def _check_network(config: FinetuneConfig, network: PreTrainedModel, hf_config: 
             f"parallel.activation_checkpointing={config.parallel.activation_checkpointing}: {type(network).__name__} "
             "does not support it; set it to none"
         )
+    wide = [name for name, parameter in network.named_parameters() if parameter.dtype == torch.float32]
+    # One rank alone is not wrapped, and may mix types.
+    if config.parallel.precision == "bf16_pure" and wide and world > 1:
+        raise fp32_in_bf16(network, wide)

@@ -273,7 +273,8 @@ def test_configs_that_transformers_does_not_accept(refused: Refused, model: Path
 
 
 def test_weights_that_are_made_in_fp32_whatever_the_type(refused: Refused) -> None:
-    line = refused(**drawn(**architecture("zamba")), parallel__precision="bf16_pure")
+    """One rank alone may mix types; FSDP gathers a block in one buffer."""
+    line = refused(**drawn(**architecture("zamba")), parallel__precision="bf16_pure", cluster__workers=2)
     says(line, "parallel.precision=bf16_pure", "ZambaForCausalLM keeps model.layers.0.mamba.A_log in fp32", "=bf16")
 
 
