@@ -21,7 +21,8 @@ from raytune_fsdp.model.bounds import check_tokenizer_files
 from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.known_files import CONFIG_FILE, is_known, travelling
-from raytune_fsdp.model.network import NEEDS_CODE, stored_network, wants_code
+from raytune_fsdp.model.network import stored_network
+from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.rundir import MODEL_FILES, RECIPE_FILE, checkpoints_below, checkpoints_of
 from raytune_fsdp.untrusted import UnsoundError
 from raytune_fsdp.urls import is_url

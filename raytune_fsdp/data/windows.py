@@ -85,21 +85,13 @@ class Windows:
         template = None if data.chat_template is None else load_template(data.chat_template)
         formatters = [
             Formatter(
-                dataset.format,
-                tokenizer=tokenizer,
-                vocab_size=vocab_size,
-                template=template,
-                columnar=source.columnar,
+                dataset.format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, columnar=source.columnar,
                 special_tokens=data.special_tokens_in_text,
-            )  # fmt: skip
+            )
             for dataset, source in zip(datasets, self.sources, strict=True)
-        ]
+        ]  # fmt: skip
+        _try_functions(formatters, self.sources)
         self._formatters: list[Formatter] | bytes = formatters
-        for formatter, source in zip(formatters, self.sources, strict=True):
-            if formatter.code is not None:
-                some = range(min(_TRIED_ROWS, len(source)))
-                formatter.check_function(source.rows(some), [source.where(index) for index in some])
-        code = [formatter.code for formatter in formatters]
         self.pad_id = _pad_id(tokenizer, vocab_size)
         rows = [len(source) for source in self.sources]
         weights = weights_of([each.weight for each in datasets], [each.share for each in datasets], rows)
@@ -112,7 +104,7 @@ class Windows:
         self.identity = identity_of_windows(
             datasets, data, self.sources, weights, tokenizer, template,
             seed=seed, pad_id=self.pad_id, vocab_size=vocab_size, repeats=self.repeats,
-            order_version=self.order_version, code=code,
+            order_version=self.order_version, code=[formatter.code for formatter in formatters],
         )  # fmt: skip
         """Everything that decides the windows, by name."""
         self.fingerprint = fingerprint_of(self.identity)
@@ -329,6 +321,14 @@ class Windows:
         made = self._formatters
         packed = made if isinstance(made, bytes) else pickle.dumps(made)
         return {**self.__dict__, "_memory": OrderedDict(), "_formatters": packed}
+
+
+def _try_functions(formatters: Sequence[Formatter], sources: Sequence[Source]) -> None:
+    """Refuse a user's function that does not give the same twice."""
+    for formatter, source in zip(formatters, sources, strict=True):
+        if formatter.code is not None:
+            some = range(min(_TRIED_ROWS, len(source)))
+            formatter.check_function(source.rows(some), [source.where(index) for index in some])
 
 
 def open_sources(

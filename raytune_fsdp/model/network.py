@@ -6,7 +6,6 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -25,6 +22,7 @@ from raytune_fsdp.config import FinetuneConfig, ModelConfig
 from raytune_fsdp.errors import ModelError, first_line
 from raytune_fsdp.estimate.flops import Architecture
 from raytune_fsdp.model.bounds import bounded_building, check_buffers, read_config
+from raytune_fsdp.model.refusals import NEEDS_CODE, unknown_word, wants_code
 from raytune_fsdp.types import ParameterCount
 
 MASTER_DTYPE = {
@@ -125,15 +123,6 @@ def _checked(read: Callable[[], Any], what: str) -> Any:
         raise ModelError(f"{what} is not a config that transformers accepts: {first_line(cause)}") from error
 
 
-NEEDS_CODE = "needs Python code that comes with it (auto_map in config.json or tokenizer_config.json): read that code"
-"""Part of a message, followed by the way to trust it."""
-
-
-def wants_code(error: BaseException) -> bool:
-    """Whether transformers refuses because the user has not allowed code that comes with a model."""
-    return isinstance(error, ValueError) and "trust_remote_code=True" in str(error)
-
-
 def class_name(model: nn.Module) -> str:
     """The name of a network's class. `fully_shard` puts one of its own, FSDP<name>, before it."""
     kind = type(model)
@@ -169,37 +158,6 @@ def build_base(hf_config: PretrainedConfig, config: ModelConfig, precision: str)
         _keep_in_fp32(model)
     model.train()
     return model
-
-
-def unknown_word(hf_config: PretrainedConfig, error: Exception) -> str | None:
-    """The field of the config that holds the word which transformers looked up in vain; None if that is not the reason.
-
-    Its message is only that word: `'siluu'`, from a table of activations, of rope types, of kinds of layers.
-    """
-    word = error.args[0] if isinstance(error, KeyError) and error.args else None
-    if not isinstance(word, str):
-        return None
-    for field, value in _words(hf_config.get_text_config().to_dict()):
-        if value == word:
-            # Of two tables the words are known here; a near one is named, as a word is mostly mistyped.
-            known = ROPE_INIT_FUNCTIONS if field.endswith("rope_type") else ACT2FN
-            near = get_close_matches(word, [str(each) for each in known], n=1)
-            return f"{field}={word!r} is not known to the installed transformers" + (
-                f"; nearest: {near[0]}" if near else f"; it knows {', '.join(sorted(map(str, known)))}"
-            )
-    return None
-
-
-def _words(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """All words in a config, with the fields that hold them."""
-    if isinstance(values, str):
-        yield path, values
-    elif isinstance(values, dict):
-        for key, value in values.items():
-            yield from _words(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(values, list):
-        for value in values:
-            yield from _words(value, path)
 
 
 def stored_network(directory: Path) -> PreTrainedModel | None:

@@ -27,15 +27,14 @@ from raytune_fsdp.model.bounds import MOST_TOKENS, check_tokenizer_files
 from raytune_fsdp.model.files import locate
 from raytune_fsdp.model.hub import check_push
 from raytune_fsdp.model.network import (
-    NEEDS_CODE,
     build_network,
     count_parameters,
     fit_vocabulary,
     fp32_in_bf16,
     init_buffers,
     load_architecture,
-    wants_code,
 )
+from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.run.added_tokens import add_tokens
 from raytune_fsdp.run.checks import check_best, check_export, check_first
 from raytune_fsdp.run.initial_weights import find_origin, model_directory, own_model_files

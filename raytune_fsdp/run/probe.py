@@ -22,7 +22,8 @@ from raytune_fsdp.errors import ModelError, in_one_line
 from raytune_fsdp.evaluate import refuse_leak
 from raytune_fsdp.model.attention import leak_between_documents, logits_of
 from raytune_fsdp.model.loss import token_loss_sum
-from raytune_fsdp.model.network import build_network, init_buffers, unknown_word
+from raytune_fsdp.model.network import build_network, init_buffers
+from raytune_fsdp.model.refusals import unknown_word
 from raytune_fsdp.parallel import checkpoint_activations
 
 logger = logging.getLogger(__name__)

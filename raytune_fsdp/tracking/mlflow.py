@@ -15,17 +15,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import posixpath
-import re
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from raytune_fsdp.config.recorded import shown_uri
 from raytune_fsdp.durable import replace_at_once
@@ -34,21 +30,20 @@ from raytune_fsdp.redaction import redact, redact_text, redact_yaml
 from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE, MLFLOW_ID_FILE
 from raytune_fsdp.tracking.cursor import Position, RecordReader, Sent
 from raytune_fsdp.tracking.jsonl import append_event, read_events
-from raytune_fsdp.tracking.lines import step_of, time_of
 from raytune_fsdp.tracking.mlflow_run import (
     ENVIRONMENT,
     MAX_POINTS,
     NOISY_LOGGERS,
     GoneError,
     MlflowRun,
-    Point,
     RefusedError,
     connect,
     create_run,
     find_run,
 )
 from raytune_fsdp.tracking.muted import muted
-from raytune_fsdp.tracking.names import NOT_SENT_TO_MLFLOW, SAVED, step_values, with_perplexity
+from raytune_fsdp.tracking.names import NOT_SENT_TO_MLFLOW, SAVED
+from raytune_fsdp.tracking.points import Point, event_tag, mlflow_name, points_of
 from raytune_fsdp.tracking.tracker import RunStart, Status
 from raytune_fsdp.types import Progress, StepMetrics
 from raytune_fsdp.untrusted import read_file
@@ -62,7 +57,7 @@ CURSOR = "raytune_fsdp.sent"
 _ASKED_FOR = "?"
 """Before a token, in the file of the run's id: a run with it was asked for."""
 _ATTEMPT, _RESUMED_FROM = "raytune_fsdp.attempt", "raytune_fsdp.resumed_from"
-_MAX_PARAM_CHARS, _MAX_TAG_CHARS, _MAX_KEY_CHARS = 6000, 5000, 250
+_MAX_PARAM_CHARS = 6000
 _MAX_PAUSE_SECONDS = 60.0  # pauses after failures double from two seconds up to this
 _LAST_PAUSES_SECONDS, _LAST_TRIES = 1.0, 5  # after the end of a run
 _ALL = 2**62  # a step that no run reaches
@@ -141,7 +136,7 @@ class MlflowTracker:
     def event(self, name: str, /, **fields: object) -> None:
         """Keeps the last event of every name, as a tag. After a commit the thread may send the lines up to it."""
         with self._changed:
-            self._tags.update([_event_tag(name, redact(fields))])
+            self._tags.update([event_tag(name, redact(fields))])
             if name == SAVED and isinstance(step := fields.get("step"), int):
                 self._committed = max(self._committed, step)
             self._changed.notify_all()
@@ -293,7 +288,7 @@ class MlflowTracker:
                 params["parameters.total"] = str(start.parameters.total)
                 params["parameters.trainable"] = str(start.parameters.trainable)
             try:
-                run.add_params({_name(key): value[:_MAX_PARAM_CHARS] for key, value in params.items()})
+                run.add_params({mlflow_name(key): value[:_MAX_PARAM_CHARS] for key, value in params.items()})
             except RefusedError as error:
                 logger.warning("MLflow did not take the params of run %s: %s", run.id, redact_text(str(error)))
             try:
@@ -304,7 +299,7 @@ class MlflowTracker:
                 logger.warning("MLflow did not take the artifacts of run %s: %s", run.id, problem)
             # Last, as a sign that the others are there.
             run.set_tags({_ATTEMPT: str(start.attempt), _RESUMED_FROM: str(start.resumed_from)})
-        events = dict(_event_tag(each["event"], each["fields"]) for each in read_events(self._directory / EVENTS_FILE))
+        events = dict(event_tag(each["event"], each["fields"]) for each in read_events(self._directory / EVENTS_FILE))
         with self._changed:
             self._tags = {**{key: text for key, text in events.items() if run.tags.get(key) != text}, **self._tags}
 
@@ -346,7 +341,7 @@ class MlflowTracker:
         for place, line in self._reader.lines(last_step):
             num_lines += 1
             if place not in self._hopeless:
-                found = _points(line, run.start_time)
+                found = points_of(line, run.start_time)
                 points += [point for point in found if point[3] > highest or not self._has(run, point)]
             if len(points) > self._room - 10:  # a step has up to nine
                 break
@@ -384,21 +379,3 @@ class MlflowTracker:
             logger.warning("MLflow did not take tags of run %s: %s", run.id, redact_text(str(error)))
         with self._changed:
             self._tags = {key: text for key, text in self._tags.items() if tags.get(key) != text}
-
-
-def _points(line: Mapping[str, Any], otherwise: int) -> Iterator[Point]:
-    """The points of a line. Lines of older versions have no time: theirs is `otherwise`."""
-    step, at = step_of(line), time_of(line)
-    values = step_values(line) if line["kind"] == "step" else with_perplexity(line["values"])
-    for name, value in {_name(name): float(value) for name, value in values.items()}.items():
-        yield name, value, otherwise if at is None else at, step
-
-
-def _event_tag(name: str, fields: object) -> tuple[str, str]:
-    return _name(f"event.{name}"), json.dumps(fields, default=str)[:_MAX_TAG_CHARS]
-
-
-@lru_cache(1000)
-def _name(key: str) -> str:
-    """The key in characters and a length that MLflow accepts, and without `//`, `..` or a leading `/`."""
-    return posixpath.normpath(re.sub(r"[^\w./: -]", "_", key)).lstrip("/.")[:_MAX_KEY_CHARS] or "_"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from raytune_fsdp.config.recorded import shown_uri
 from raytune_fsdp.durable import keep_private
 from raytune_fsdp.errors import in_one_line
+from raytune_fsdp.tracking.points import Point
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -45,9 +46,6 @@ MAX_POINTS, _MAX_PARAMS, _MAX_TAGS = 900, 100, 100
 _GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 _REFUSED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 _START = "raytune_fsdp.start"
-
-Point = tuple[str, float, int, int]
-"""A metric's name, value, time in milliseconds since 1970, and step."""
 
 
 class RefusedError(Exception):
