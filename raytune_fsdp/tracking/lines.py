@@ -28,7 +28,7 @@ _NUMBER = rb'(?:-?[0-9][0-9.eE+-]*+|"NaN"|"-?Infinity")'
 WHOLE_STEP = re.compile(
     # Every value of the trajectory; of what stands beside it only that it is one line of plain text without braces.
     # Nothing is tried twice (`*+`), so that no line takes long. With a million lines a resume takes 4 s of processor
-    # time; it took 16 s when each was parsed. A line in another form is parsed: one more key costs time, not correctness.
+    # time; it took 16 s when each was parsed. A line in another form is parsed: one more key only costs time.
     rb'^\{"kind": "step", "trajectory": \{"step": ([1-9][0-9]{0,14}), "epoch": '
     + _NUMBER
     + rb', "samples": "[0-9a-f]*+", "tokens": [0-9]++, "target_tokens": [0-9]++, "loss": '
