@@ -156,8 +156,8 @@ class PythonFormat(Section):
     """`module:function`. The function takes a row (a dict) and returns one. The module must be importable wherever data
     is read."""
 
-    returns: Returned = Field(default_factory=ChatFormat)
-    """The format of what the function returns. Default: a conversation in `messages`."""
+    then: Returned = Field(default_factory=ChatFormat)
+    """The format in which what the function returns is read. Default: a conversation in `messages`."""
 
 
 Format = Annotated[

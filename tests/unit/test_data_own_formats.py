@@ -110,7 +110,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def python(function: str, **returns: Any) -> PythonFormat:
     return PythonFormat.model_validate(
-        {"type": "python", "function": f"rows_of_mine:{function}", **({"returns": returns} if returns else {})}
+        {"type": "python", "function": f"rows_of_mine:{function}", **({"then": returns} if returns else {})}
     )
 
 

@@ -26,7 +26,7 @@ NAMED_FROM_THE_BEGINNING = {
     "format.completion": "type text",
     "format.tokens": "type input_ids labels mask",
     "format.template": "type prompt completion style loss",
-    "format.python": "type function returns",
+    "format.python": "type function then",
 }
 """Never to be changed: the fields that each section had when it came, the first ones in the first version. A field that
 came later has an entry in ABSENT."""

@@ -97,7 +97,7 @@ class Formatter:
         self.code = None if self._function is None else self._function.code
         """The hash of the file with the user's function, if the format has one."""
         self._given = (format, tokenizer, vocab_size, template, columnar, self.code, special_tokens)
-        format = format.returns if isinstance(format, PythonFormat) else format
+        format = format.then if isinstance(format, PythonFormat) else format
         self.format = format
         self._columnar = columnar
         self._vocab_size = vocab_size

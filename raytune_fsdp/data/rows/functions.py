@@ -54,7 +54,7 @@ class RowFunction:
             ) from error
         if not isinstance(made, dict) or not all(isinstance(key, str) for key in made):
             raise RowError(
-                f"{where}: {self._name} returned {shorten(made)}, not a dict with the columns of format.returns",
+                f"{where}: {self._name} returned {shorten(made)}, not a dict with the columns of format.then",
                 "function",
             )
         return made
