@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from raytune_fsdp.tracking.jsonl import read_metrics
 from raytune_fsdp.tracking.lines import is_number
-from raytune_fsdp.tracking.mlflow import _name
 from raytune_fsdp.tracking.names import step_values, with_perplexity
+from raytune_fsdp.tracking.points import mlflow_name
 from raytune_fsdp.types import StepMetrics
 
 Fault = Literal["away", "lost", "half"] | BaseException | None
@@ -160,7 +160,7 @@ def on_record(path: Path) -> dict[tuple[str, int], list[float | None]]:
     found: dict[tuple[str, int], list[float | None]] = {}
     for key, number, value in _values(path):
         assert is_number(value)
-        found[_name(key), number] = [None if math.isnan(value) else value]
+        found[mlflow_name(key), number] = [None if math.isnan(value) else value]
     return found
 
 
