@@ -99,3 +99,8 @@ def in_one_line(error: BaseException) -> str:
         return " ".join(str(error).split())
     kind, line = type(error).__name__, first_line(error)[:500]  # some libraries quote a whole answer of a server
     return line if line == kind or (isinstance(error, OSError) and error.strerror) else f"{kind}: {line}"
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust has panicked. That is no Exception, like signals and exits, which must pass."""
+    return type(error).__name__ == "PanicException"

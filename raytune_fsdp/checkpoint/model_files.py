@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint, newest, verify
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
-from raytune_fsdp.errors import ModelError, ResumeError, first_line
+from raytune_fsdp.errors import ModelError, ResumeError, first_line, is_panic
 from raytune_fsdp.model.bounds import check_tokenizer_files
 from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.keys import owned_tensors
@@ -169,10 +169,11 @@ def _loaded(load: Callable[[], Any], place: Path, otherwise: str) -> Any:
     """What `load` returns, or why it cannot, in one line."""
     try:
         return load()
-    except (ModelError, KeyboardInterrupt, SystemExit, GeneratorExit):
+    except ModelError:
         raise
-    # A stranger's files and code may raise anything; what a library in Rust panics with is no Exception.
-    except BaseException as error:
+    except BaseException as error:  # a stranger's files and code may raise anything
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         if wants_code(error):
             raise ModelError(f"{place} {NEEDS_CODE}, then add --trust-remote-code") from error
         raise ModelError(f"{place} {otherwise}: {first_line(error)}") from error

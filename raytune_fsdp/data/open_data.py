@@ -32,6 +32,21 @@ def open_data(
     order_version: int | None = None,
 ) -> tuple[Windows, dict[str, Windows]]:
     """The training data, and each evaluation dataset by its name. `order_version`: that of the run, if it continues."""
+    train, evals = _open_data(config, tokenizer, vocab_size, progress, order_version)
+    versions = {each.order_version for each in (train, *evals.values())}
+    if order_version is None and len(versions) > 1:
+        # A run has one, and its evaluations must be of the same rows when it continues.
+        return _open_data(config, tokenizer, vocab_size, progress, max(versions))
+    return train, evals
+
+
+def _open_data(
+    config: FinetuneConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    progress: Progress | None,
+    order_version: int | None,
+) -> tuple[Windows, dict[str, Windows]]:
     cache = cache_of(config)
 
     def windows(datasets: Sequence[DatasetConfig], sources: Sequence[Source] | None = None) -> Windows:

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 # What file systems answer that have no locks: NFS without a lock daemon, and mounted object stores.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
+_TRIES, _PAUSE_SECONDS = 50, 0.1  # while others remove the file and make it anew
 _MOST_BYTES = 1000  # read of a lock file, which anyone may have written
 
 _held: dict[Path, int] = {}
@@ -72,11 +74,12 @@ def _release(place: RunDir, made: list[Path]) -> None:
 
 def _take(config: FinetuneConfig, place: RunDir) -> int | None:
     """The open and locked file; None where that is impossible. Storage that cannot be written is reported later."""
-    while True:
+    for _ in range(_TRIES):
         try:
             place.path.mkdir(parents=True, exist_ok=True)
             handle = _open(place.lock)
         except FileNotFoundError:  # the command before us has just removed the directory
+            time.sleep(_PAUSE_SECONDS)
             continue
         except OSError:
             return None
@@ -98,13 +101,20 @@ def _take(config: FinetuneConfig, place: RunDir) -> int | None:
                 ) from None
             if error.errno not in _NO_LOCKS:
                 raise
-            logger.warning(
-                "run.storage=%s: this storage has no locks (%s), so nothing prevents a second start of %s while this "
-                "one runs, which would damage the run",
-                config.run.storage, error.strerror, config.run.name,
-            )  # fmt: skip
+            _warn(config, error.strerror)
             return None
         os.close(handle)
+        time.sleep(_PAUSE_SECONDS)
+    _warn(config, "a file that was made there is not there")
+    return None
+
+
+def _warn(config: FinetuneConfig, why: str | None) -> None:
+    logger.warning(
+        "run.storage=%s: this storage has no locks (%s), so nothing prevents a second start of %s while this one runs, "
+        "which would damage the run",
+        config.run.storage, why, config.run.name,
+    )  # fmt: skip
 
 
 def _open(path: Path) -> int:

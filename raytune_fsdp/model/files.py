@@ -21,7 +21,7 @@ _INDEX_BYTES = 64 * MIB
 # What a config, a tokenizer, a chat template and the code of a model come in.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "tokenizer*"]
 # Of a directory's files, those that will be read; others may be anybody's notes.
-_READ_FILES = ["*config.json", "tokenizer*", "*.model", "vocab*", "merges.txt", "*.jinja", "*.safetensors*"]
+_READ_FILES = ["*config.json", "tokenizer*", "*.model", "vocab*", "merges.txt", "*.jinja"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ def locate(path: str, revision: str | None, *, field: str, weights: bool) -> Pat
     """
     local = Path(path).expanduser()
     if local.is_dir():
-        _check_readable(local, f"{field}={path}")
+        _check_readable(local, f"{field}={path}", weights=weights)
         return local.absolute()
     if local.exists():
         raise ModelError(f"{field}={path} is a file; it must be a Hugging Face model directory or a hub name")
@@ -52,12 +52,13 @@ def locate(path: str, revision: str | None, *, field: str, weights: bool) -> Pat
     return _fetch(path, revision, field=field, weights=weights)
 
 
-def _check_readable(directory: Path, what: str) -> None:
+def _check_readable(directory: Path, what: str, *, weights: bool) -> None:
     """Name what this user may not read: the libraries that read these files call them broken instead."""
     may = partial(os.access, effective_ids=os.access in os.supports_effective_ids)
     refused = [] if may(directory, os.R_OK | os.X_OK) else [directory]
     if not refused:
-        files = (file for pattern in _READ_FILES for file in sorted(directory.glob(pattern)))
+        patterns = [*_READ_FILES, "*.safetensors*"] if weights else _READ_FILES
+        files = (file for pattern in patterns for file in sorted(directory.glob(pattern)))
         refused = [file for file in files if file.is_file() and not may(file, os.R_OK)]
     if refused:
         raise ModelError(

@@ -27,7 +27,7 @@ from raytune_fsdp.model.files import WeightFiles, find_weights, locate
 from raytune_fsdp.model.fill import FillMode
 from raytune_fsdp.model.keys import Match, check_shapes, grown_rows, match_keys, owned_tensors, rows_of_tokens
 from raytune_fsdp.model.known_files import CONFIG_FILE, travelling
-from raytune_fsdp.model.network import build_network
+from raytune_fsdp.model.network import blocks_of, build_network
 from raytune_fsdp.model.weights import FileWeights, GrownWeights, RandomWeights, Weights
 from raytune_fsdp.rundir import RunDir, checkpoints_of, is_run
 from raytune_fsdp.urls import is_url
@@ -135,7 +135,14 @@ def find_origin(config: FinetuneConfig, network: PreTrainedModel, added: Mapping
         _check_names(network, weights, origin.where)
     grown = grown_rows(network, weights.shapes()) if config.model.resize_embeddings or added else {}
     check_shapes(network, GrownWeights(weights, grown))
-    return replace(origin, grown=grown, added=dict.fromkeys(rows_of_tokens(network), added) if added else {})
+    return replace(origin, grown=grown, added=dict.fromkeys(_rows_of_tokens(network), added) if added else {})
+
+
+def _rows_of_tokens(network: PreTrainedModel) -> list[str]:
+    """The embeddings and the head: a block's tensor may have as many rows as there are tokens by chance."""
+    inside = {id(tensor) for block in blocks_of(network) for tensor in block.parameters()}
+    owned = owned_tensors(network)
+    return [name for name in rows_of_tokens(network) if id(owned[name]) not in inside]
 
 
 def _check_names(network: PreTrainedModel, weights: Weights, where: str) -> None:

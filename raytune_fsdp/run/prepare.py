@@ -20,7 +20,7 @@ from raytune_fsdp.data.open_data import open_data
 from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import ConfigError, ModelError, RaytuneError, first_line
+from raytune_fsdp.errors import ConfigError, ModelError, RaytuneError, first_line, is_panic
 from raytune_fsdp.evaluate import encode_prompt
 from raytune_fsdp.model.attention import positions_of, takes_position_ids
 from raytune_fsdp.model.bounds import MOST_TOKENS, check_tokenizer_files
@@ -143,9 +143,9 @@ def load_tokenizer(config: FinetuneConfig, directory: Path | None) -> PreTrained
             directory, trust_remote_code=config.model.trust_remote_code
         )
         vocabulary_of(tokenizer)
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:  # many libraries read tokenizers; what one in Rust panics with is no Exception
+    except BaseException as error:  # many libraries read tokenizers, one of them in Rust
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         if wants_code(error):
             raise ModelError(f"{field}={name} {NEEDS_CODE}, then set model.trust_remote_code=true") from error
         first = first_line(error).rstrip(": ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 from pathlib import Path
@@ -64,6 +65,7 @@ def _anonymous() -> int:
 
 def _peak(small: Path, directory: Path, mode: str) -> tuple[int, int, int]:
     load(small, mode)  # what is loaded and started once is not the weights'
+    gc.collect()  # a network refers to itself: one of the mode before would be freed while this one is loaded
     with Peak() as peak:
         model = load(directory, mode)
     local = [p.to_local() for p in model.parameters()]

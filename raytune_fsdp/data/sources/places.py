@@ -160,14 +160,15 @@ def _local_files(path: str, pattern: str, choose: Callable[..., list[str]], old_
 
 
 def _matching(pattern: str) -> tuple[list[str], bool]:
-    """What a pattern with `**` matches, and whether a link led to a directory again."""
+    """What a pattern with `**` matches, and whether `glob` would give some of it again: it follows links wherever they
+    lead, and names a file once for each way to divide its path between two `**`."""
     parts = pattern.split("/")
     first = parts.index("**")
     head = "/".join(parts[:first])
     tops = glob.glob(f"{head}/") if head or parts[0] == "" and first else [""]
     below, again = _walk("", tops, skip=lambda name: name.startswith("."), unreadable=False)
     matches = re.compile(f"(?:{'|'.join(map(re.escape, tops))}){glob_translate('/'.join(parts[first:]))}").match
-    return [name for name in below if matches(name)], again
+    return [name for name in below if matches(name)], again or parts.count("**") > 1
 
 
 def _walk(

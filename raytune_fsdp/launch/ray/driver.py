@@ -152,7 +152,7 @@ def _train(
         if follow is not None:
             follow.exports.cancel()
         if follow is not None and follow.attempt:
-            _close_mlflow(config, prepared, standing, follow.attempt, error, say)
+            _close_mlflow(config, prepared, standing, follow, error, say)
         else:
             (run_dir / _STORAGE_MARKER).unlink(missing_ok=True)
         raise
@@ -233,7 +233,7 @@ def _close_mlflow(
     config: FinetuneConfig,
     prepared: Prepared,
     standing: Standing,
-    attempt: int,
+    follow: Follow,
     error: RaytuneError,
     say: Callable[[str], None],
 ) -> None:
@@ -241,9 +241,8 @@ def _close_mlflow(
     place = prepared.place
     if config.tracking.mlflow.enabled and place.mlflow_id.exists() and mlflow_installed():
         tracker = mlflow_tracker(config, place)
-        saved = committed(place.checkpoints)
-        start = run_start(config, prepared, standing, attempt)
-        tracker.start(replace(start, over=True, committed=saved[-1].step if saved else 0))
+        start = run_start(config, prepared, standing, follow.attempt)
+        tracker.start(replace(start, over=True, committed=follow.last_step()))
         tracker.finish("interrupted" if isinstance(error, Interrupted) else "failed")
         if tracker.unsent is not None:
             say(tracker.unsent)

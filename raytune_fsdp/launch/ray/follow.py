@@ -163,13 +163,15 @@ class Follow:
             with suppress(RayError):
                 for actor in self._controlling:
                     ray.kill(actor)
-        with suppress(RayError):
-            self.groups.clear()
+        if self._fit is None or not self._fit.done() or self._fit.exception() is not None:
+            # After a run that has finished there is none left, and one that looks like it is another run's.
+            with suppress(RayError):
+                self.groups.clear()
 
     def describe(self, rank: int | None, cause: str) -> str:
         """A failure with everything that helps: which rank, where, why, the last committed step, and the logs."""
         who = "the run failed" if rank is None else f"rank {rank}{self._where(rank)} failed"
-        saved = self._last_step()
+        saved = self.last_step()
         where = f"the last committed step is {saved}" if saved else "no step was committed yet"
         logs = f"; the logs of all ranks are in {self._logs}" if self._logs else ""
         return f"{who}: {cause}. {where[0].upper()}{where[1:]}{logs}{_CONTINUES}"
@@ -211,7 +213,7 @@ class Follow:
             rank=rank,
             node=self._ranks[rank].node if rank in self._ranks else None,
             cause=cause,
-            last_step=self._last_step(),
+            last_step=self.last_step(),
             logs=self._logs,
         )
         self.failures += 1
@@ -226,7 +228,7 @@ class Follow:
         self._next_word = self._waiting_since + _FIRST_WORD_SECONDS
         self._phases.restart()
 
-    def _last_step(self) -> int:
+    def last_step(self) -> int:
         """The newest committed step, 0 if there is none. Where storage does not answer: as the ranks have said."""
         asked = in_thread(lambda: committed(self._place.checkpoints), "storage")
         if wait([asked], timeout=_STORAGE_SECONDS).done and asked.exception() is None:
@@ -283,7 +285,7 @@ class Follow:
     def ended_by(self, cause: str) -> TrainingError:
         """Record a failure that is no rank's; the error to end the run with, if no attempt follows."""
         self._event(
-            names.ATTEMPT_FAILED, rank=None, node=None, cause=cause, last_step=self._last_step(), logs=self._logs
+            names.ATTEMPT_FAILED, rank=None, node=None, cause=cause, last_step=self.last_step(), logs=self._logs
         )
         self.failures += 1
         return TrainingError(self.describe(None, cause))
