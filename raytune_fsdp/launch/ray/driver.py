@@ -18,7 +18,6 @@ from ray.exceptions import RayError
 from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.counts import WindowCounts
 from raytune_fsdp.data.census import Places, build_here
