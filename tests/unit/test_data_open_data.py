@@ -37,6 +37,17 @@ def test_evaluation_on_trained_data_is_warned_of(tmp_path: Path, caplog: pytest.
     assert str(tmp_path / "copy.jsonl") in record.getMessage() and str(tmp_path / "tokens.jsonl") in record.getMessage()
 
 
+def test_the_evaluations_of_a_run_have_its_order(tmp_path: Path) -> None:
+    """Only the order of the training data is on record: an evaluation of another one would change at a restart."""
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval/e.jsonl").write_text('{"input_ids": [3, 4, 5], "labels": [3, 4, 5]}\n')
+    (tmp_path / "eval/again").symlink_to(".")
+    train, evals = open_with(tmp_path, [{"path": f"{tmp_path}/eval/**/*.jsonl", "format": {"type": "tokens"}}])
+    (measured,) = evals.values()
+    assert [len(source) for source in measured.sources] == [1]
+    assert train.order_version == measured.order_version == 3
+
+
 def test_two_of_one_name(tmp_path: Path) -> None:
     path = {"path": str(tmp_path / "tokens.jsonl"), "format": TOKENS}
     with pytest.raises(DataError, match=r"data\.eval: two datasets have the same name; .*data\.eval\.\*\.name"):

@@ -127,6 +127,17 @@ def test_links_are_followed_and_no_directory_is_read_twice(tmp_path: Path, monke
     assert list(opened("data", tmp_path / "cache").fingerprints) == expected
 
 
+def test_two_stars_twice_read_a_file_once_and_older_runs_as_often_as_they_did(tmp_path: Path) -> None:
+    (tmp_path / "data/a").mkdir(parents=True)
+    (tmp_path / "data/a/1.jsonl").write_text('{"file": "1"}\n')
+    config = DatasetConfig(path=f"{tmp_path}/data/**/**.jsonl")
+    new, old = (
+        open_source(config, cache=tmp_path / "cache", in_place=False, old_order=before) for before in (False, True)
+    )
+    assert (len(new), new.order_version) == (1, 3)
+    assert len(old) > 1 and old.fingerprints == new.fingerprints, "only the version tells the two apart"
+
+
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
