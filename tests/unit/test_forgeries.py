@@ -183,7 +183,7 @@ def read_model(place: Path, good: Path) -> None:
     fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=True)
     network = build_network(hf_config, config)
     init_buffers(network, torch.device("cpu"))
-    origin = find_origin(config, network)
+    origin = find_origin(config, network, {})
     assert origin is not None
     network = build_network(hf_config, config)
     fill(network, origin.weights(network), "sharded", torch.device("cpu"))
