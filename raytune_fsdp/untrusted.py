@@ -21,7 +21,7 @@ MAX_DEPTH = 64
 MAX_VALUES = 2_000_000
 """Values in a file that is parsed here. Each may take 200 bytes of memory: empty lists, three bytes each, take twenty
 times the size of their file. The 128,000 added tokens of a speech model are 1,000,000 values."""
-_LINE_BYTES = 16 * MIB
+LINE_BYTES = 16 * MIB
 """The longest line of a record. One with the answers to every prompt of an evaluation has some 100 KB."""
 
 
@@ -155,11 +155,11 @@ def _check_depth(value: Any, depth: int) -> None:
 def lines_of(path: Path) -> Iterator[bytes]:
     """The lines of a record that grows. Of a line that no record has, because it is too long, only the beginning."""
     with os.fdopen(open_regular(path, links=True), "rb") as file:
-        while line := file.readline(_LINE_BYTES):
+        while line := file.readline(LINE_BYTES):
             rest = line
-            while not rest.endswith(b"\n") and (rest := file.readline(_LINE_BYTES)):
+            while not rest.endswith(b"\n") and (rest := file.readline(LINE_BYTES)):
                 pass
-            yield line if rest is line else line[: _LINE_BYTES - 1] + b"\n" * rest.endswith(b"\n")
+            yield line if rest is line else line[: LINE_BYTES - 1] + b"\n" * rest.endswith(b"\n")
 
 
 def is_file_name(name: object) -> bool:

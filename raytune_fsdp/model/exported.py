@@ -7,6 +7,7 @@ says something about this directory only.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
@@ -17,12 +18,12 @@ import xxhash
 
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.model.known_files import CONFIG_FILE, code_files, is_known, is_weights
+from raytune_fsdp.untrusted import MIB, read_json
 
 MARK_FILE = "raytune_fsdp_export.json"
 _FORMAT = 1
 _ABOUT = "Written by raytune_fsdp. Its next export to this place replaces these files, and refuses if there are others."
-_MAX_BYTES = 64 << 20
-_CHUNK = 1 << 20
+_MAX_BYTES = 64 * MIB
 
 
 def put_mark(directory: Path) -> None:
@@ -77,13 +78,11 @@ def _read_mark(directory: Path) -> dict[str, Any] | str:
     """The files that the mark lists, or what is wrong with it."""
     path = directory / MARK_FILE
     try:
-        if not stat.S_ISREG(path.lstat().st_mode) or path.stat().st_size > _MAX_BYTES:
-            raise ValueError
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path, limit=_MAX_BYTES)
         number, files = values["format"], values["files"]
         if not isinstance(number, int) or not isinstance(files, dict):
             raise ValueError
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return f"its {MARK_FILE} is not what an export writes"
     return files if number == _FORMAT else f"its {MARK_FILE} has format {number}, and this version knows {_FORMAT}"
 
@@ -113,8 +112,5 @@ def _seen(path: Path) -> dict[str, Any]:
     size = path.stat().st_size
     if path.suffix == ".safetensors":
         return {"bytes": size}
-    digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        while piece := file.read(_CHUNK):
-            digest.update(piece)
-    return {"bytes": size, "xxh3_128": digest.hexdigest()}
+        return {"bytes": size, "xxh3_128": hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()}

@@ -61,10 +61,7 @@ def prepare(
         check_push(config.export.push)
     own = own_model_files(config, place)
     directory = own or model_directory(config, weights=False)
-    hf_config = load_architecture(config.model, directory)
-    tokenizer = load_tokenizer(config, directory)
-    added = add_tokens(tokenizer, config.model.add_tokens)
-    fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=config.model.resize_embeddings or bool(added))
+    hf_config, tokenizer, added = _fitted(config, directory)
     network = build_network(hf_config, config)
     _name_class(hf_config, network)
     init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
@@ -116,14 +113,21 @@ def prepare_data(
     if not is_url(place.checkpoints):  # else what looks at the data would have to wait for a store
         with suppress(RaytuneError):
             order_version = find_resume(place, resume="auto").order_version
-    directory = model_directory(config, weights=False)
+    hf_config, tokenizer, _ = _fitted(config, model_directory(config, weights=False))
+    vocab_size = hf_config.get_text_config().vocab_size
+    train, evals = open_data(config, tokenizer, vocab_size, progress, order_version=order_version)
+    return tokenizer, train, evals
+
+
+def _fitted(
+    config: FinetuneConfig, directory: Path | None
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, dict[int, tuple[int, ...]]]:
+    """The architecture and the tokenizer, fitted to each other, and the tokens that were added."""
     hf_config = load_architecture(config.model, directory)
     tokenizer = load_tokenizer(config, directory)
     added = add_tokens(tokenizer, config.model.add_tokens)
     fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=config.model.resize_embeddings or bool(added))
-    vocab_size = hf_config.get_text_config().vocab_size
-    train, evals = open_data(config, tokenizer, vocab_size, progress, order_version=order_version)
-    return tokenizer, train, evals
+    return hf_config, tokenizer, added
 
 
 def load_tokenizer(config: FinetuneConfig, directory: Path | None) -> PreTrainedTokenizerBase:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from raytune_fsdp.tracking.lines import LONGEST, is_number, read_line, step_of
+from raytune_fsdp.tracking.lines import is_number, read_line, step_of
+from raytune_fsdp.untrusted import LINE_BYTES
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -77,7 +78,7 @@ class RecordReader:
             return
         while True:
             offset = self._file.tell()
-            raw = self._file.readline(LONGEST)
+            raw = self._file.readline(LINE_BYTES)
             line = read_line(raw) if raw.endswith(b"\n") else None
             if line is None and raw.endswith(b"\n"):
                 continue  # not one of ours: the repair at the start of the next attempt says so
@@ -106,9 +107,9 @@ def _line_after(file: BinaryIO, offset: int, end: int) -> tuple[int, int | None]
     """Of the first line of ours that begins at an offset or after it, before the end: where it ends, and its step."""
     file.seek(max(0, offset - 1))
     if offset > 0:
-        file.readline(LONGEST)  # the rest of the line that the byte before the offset belongs to
+        file.readline(LINE_BYTES)  # the rest of the line that the byte before the offset belongs to
     while file.tell() < end:
-        line = read_line(file.readline(LONGEST))
+        line = read_line(file.readline(LINE_BYTES))
         if line is not None:
             return file.tell(), step_of(line)
     return end, None

@@ -16,9 +16,6 @@ from typing import Any
 from raytune_fsdp.types import StepMetrics
 from raytune_fsdp.untrusted import parse_json
 
-LONGEST = 2**24
-"""Bytes of a line, at most. A longer one is not ours, and is not read into memory."""
-
 # One NaN object for all: containers compare by identity first, so two runs with the same NaN have equal trajectories.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 # What is the same however often a run is interrupted or resized; no key of it may depend on the machine.

@@ -17,7 +17,8 @@ from typing import BinaryIO
 
 from raytune_fsdp.durable import sync_directory
 from raytune_fsdp.errors import ResumeError
-from raytune_fsdp.tracking.lines import LONGEST, WHOLE_STEP, read_line, step_of
+from raytune_fsdp.tracking.lines import WHOLE_STEP, read_line, step_of
+from raytune_fsdp.untrusted import LINE_BYTES
 
 _PIECE = 2**22  # bytes that are read at a time
 
@@ -140,7 +141,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, int, Iterable[str] | None]]:
             yield int(match[1]), offset + position, None
         yield from _others(block[position:end], offset + position)
         rest = block[end:]
-        if len(rest) > LONGEST:
+        if len(rest) > LINE_BYTES:
             rest = b"\0"  # a line without an end is not kept in memory, and its end is not taken for a line
         offset += len(block) - len(rest)
     if read_line(rest) is not None:  # editors leave out the end of the last line; a crash leaves half of it
