@@ -4,6 +4,8 @@ VENV := .venv
 OLDEST := .venv-oldest
 COMPAT := .venv-compat
 BIN := $(VENV)/bin
+# Tests of a file share what it has made, and those in tests/ray a Ray: see tests/conftest.py.
+PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
 .PHONY: help demo quick test test-all same oldest compat check format docs lock clean
@@ -18,13 +20,13 @@ quick: $(VENV)/.installed-dev  ## unit tests, without those of a second or more
 	$(BIN)/python -m pytest tests/unit -m "not slow and not thorough"
 
 test: $(VENV)/.installed-dev  ## every test that guards an invariant
-	$(BIN)/python -m pytest -m "not slow" --durations=15
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" --durations=15
 
 same: $(VENV)/.installed-dev  ## two trees, the same trajectories: make same BASE=<commit>
 	$(BIN)/python -m tests.same $(BASE)
 
 test-all: $(VENV)/.installed-dev  ## every test
-	$(BIN)/python -m pytest --durations=15
+	$(BIN)/python -m pytest $(PARALLEL) --durations=15
 
 oldest: $(OLDEST)/.installed  ## unit and distributed tests on the oldest torch and transformers, without Ray and the extras
 	$(OLDEST)/bin/python -m pytest -m "not slow" tests/unit tests/distributed

@@ -15,8 +15,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests in tests/distributed and tests/ray by the folder that they are in."""
+    """Mark tests in tests/distributed and tests/ray by the folder that they are in, and what one process is to run."""
     for item in items:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        place = item.path.relative_to(Path(__file__).parent)
+        folder = place.parts[0]
         if folder in ("distributed", "ray"):
             item.add_marker(folder)
+        # With `pytest -n 2`: tests of a file share what it has made, and those in tests/ray share a Ray.
+        item.add_marker(pytest.mark.xdist_group("ray" if folder == "ray" else str(place)))

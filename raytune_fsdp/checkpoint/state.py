@@ -12,11 +12,13 @@ from typing import Any
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.storage import STATE_BYTES, STATE_FILE
-from raytune_fsdp.errors import ResumeError, TransientError
+from raytune_fsdp.errors import ConfigError, ResumeError, TransientError
 from raytune_fsdp.types import Cursor
-from raytune_fsdp.untrusted import UnsoundError, check_format, is_count, parse_json, reason, shown
+from raytune_fsdp.untrusted import MAX_VALUES, UnsoundError, check_format, is_count, parse_json, reason, shown
 
 FORMAT = 1
+_MARGIN_BYTES, _MARGIN_VALUES = 1 << 20, 10_000
+"""For what a state has besides the hashes and names of files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,17 @@ class RunState:
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True)
+
+
+def check_size(state: RunState) -> None:
+    """Refuse, before it is saved, a state that would be refused as too large when it is read."""
+    content = state.to_json().encode()
+    num_files = sum(len(hashes) for hashes in state.identity.values() if isinstance(hashes, list))
+    if len(content) + _MARGIN_BYTES > STATE_BYTES or content.count(b",") + _MARGIN_VALUES > MAX_VALUES:
+        raise ConfigError(
+            f"data.train has {num_files:,} files, and every checkpoint lists the hash of each, in {STATE_BYTES >> 20} "
+            "MiB at most: join them into fewer files"
+        )
 
 
 def read_state(found: CommittedCheckpoint) -> RunState:

@@ -89,7 +89,7 @@ class DatasetConfig(Section):
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
-        if (self.path is None) == (self.hub is None):
+        if (self.path is None) == (self.hub is None) or self.hub == "":
             raise ValueError(f"path={self.path!r} and hub={self.hub!r}: set exactly one of the two")
         if self.path is not None and (self.subset is not None or self.revision is not None):
             raise ValueError("subset and revision belong to a hub dataset: set hub instead of path, or leave them out")

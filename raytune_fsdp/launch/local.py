@@ -74,6 +74,7 @@ def _alone(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> No
             work(config, prepared, agree(config, prepared, lambda: standing), device, stop)
         finally:
             dist.destroy_process_group()
+        stop.check_export(config.export.at_end)
 
 
 def _start_ranks(config: FinetuneConfig, prepared: Prepared, standing: Standing, world: int) -> None:
@@ -135,6 +136,7 @@ def _run_rank(config: FinetuneConfig) -> tuple[Prepared, Standing]:
                 work(config, prepared, standing, device, stop)
         finally:
             dist.destroy_process_group()
+        stop.check_export(config.export.at_end)
     return prepared, standing
 
 

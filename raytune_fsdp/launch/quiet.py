@@ -1,4 +1,4 @@
-"""Keeps libraries from printing."""
+"""Keeps libraries from printing, and from doing what we do ourselves."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from raytune_fsdp.tracking.mlflow_run import ENVIRONMENT
+
 _LIBRARIES = r"(transformers|tokenizers|huggingface_hub|torch|datasets|raytune_fsdp)(\.|$)"
 """Whose warnings are not shown. Ours are lines of a log; what is warned of in our name is how we call the others."""
 
 
 def quieting() -> dict[str, str]:
-    """Variables that keep progress bars and advice of libraries out of the run's own lines."""
+    """Variables that keep progress bars and advice of libraries out of the run's own lines, and those for MLflow."""
     found = {
+        **ENVIRONMENT,
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "true",  # it warns of forks, and nothing is forked here

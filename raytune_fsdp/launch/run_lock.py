@@ -97,7 +97,7 @@ def _take(config: FinetuneConfig, place: RunDir) -> int | None:
             if isinstance(error, BlockingIOError):
                 raise ConfigError(
                     f"run.name={config.run.name}: another command works on {place.path}{holder}; wait for its end, "
-                    "stop it, or choose another run.name"
+                    f"stop it, or choose another run.name; if its machine is lost, remove {place.lock}"
                 ) from None
             if error.errno not in _NO_LOCKS:
                 raise

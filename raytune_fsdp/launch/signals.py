@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import threading
 import time
@@ -52,6 +53,11 @@ class Signals:
     def hold(self) -> None:
         self._holding = True
 
+    def check_export(self, at_end: bool) -> None:
+        """Raise if a stop came too late for training and an export, which may take as long, is to follow."""
+        if self.count and at_end:
+            raise Interrupted("stopped: the run is complete, but its export is not; the same command makes it")
+
     def _receive(self, kind: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if now - self._last < _TOGETHER_SECONDS:
@@ -73,15 +79,26 @@ class StopFlag(Signals):
         """With `insist`, a second signal of the same kind has its default effect, which ends the process."""
         super().__init__("before the first step; the same command continues")
         self._insist = insist
+        self._timer: threading.Timer | None = None
 
     def __call__(self) -> StopReason | None:
         self.hold()
         return StopReason.SIGNAL if self.count else None
 
+    def __exit__(self, *error: Any) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
+        super().__exit__(*error)
+
     def _receive(self, kind: int, frame: FrameType | None) -> None:
         super()._receive(kind, frame)
-        if self._insist:
-            signal.signal(kind, signal.SIG_DFL)
+        if self._insist and self._timer is None:
+            # Later, as the same one may be sent twice. By C, as Python can do it neither in a thread nor while the main
+            # thread waits in a collective for a rank that hangs, which is when a person presses Ctrl-C again.
+            self._timer = threading.Timer(_TOGETHER_SECONDS, ctypes.CDLL(None).signal, (kind, signal.SIG_DFL.value))
+            self._timer.daemon = True
+            self._timer.start()
 
 
 def _may_handle() -> bool:

@@ -11,8 +11,8 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.signals import Signals
-from raytune_fsdp.launch.torchrun import under_torchrun, world_of_torchrun
-from raytune_fsdp.run.checks import check_first
+from raytune_fsdp.launch.torchrun import is_rank0, under_torchrun, world_of_torchrun
+from raytune_fsdp.run.checks import check_config, check_first
 
 if TYPE_CHECKING:
     from raytune_fsdp.run.standing import Prepared, Standing
@@ -57,7 +57,14 @@ def _check_local(config: FinetuneConfig) -> None:
             "without Ray, leave export.every unset and run `raytune-fsdp export` on a checkpoint when you want one"
         )
     wanted = config.cluster.workers
-    check_first(config, world_of_torchrun() if under_torchrun() else None if wanted == "auto" else wanted)
+    if not under_torchrun():
+        check_first(config, None if wanted == "auto" else wanted)
+    elif is_rank0():
+        check_first(config, world_of_torchrun())
+    else:
+        # Not the storage of another node: a rank that refused it alone would leave the others waiting for it for
+        # minutes. All ranks look at it together (launch/shared_storage.py).
+        check_config(config, world_of_torchrun())
 
 
 def _run_on_ray(config: FinetuneConfig, progress: Progress | None) -> tuple[Prepared, Standing]:

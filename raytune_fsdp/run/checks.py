@@ -23,6 +23,14 @@ def check_first(config: FinetuneConfig, world: int | None) -> RunDir:
 
     `world` is None where only torch can tell how many ranks there will be.
     """
+    check_config(config, world)
+    place = RunDir.of(config)
+    _check_places(config, place)
+    return place
+
+
+def check_config(config: FinetuneConfig, world: int | None) -> None:
+    """The part of `check_first` that has the same outcome in every process of a run."""
     check_device(config, config.cluster.device)
     if config.train.max_steps is None:
         if world is not None:
@@ -31,7 +39,9 @@ def check_first(config: FinetuneConfig, world: int | None) -> RunDir:
         plan = resolve(config, world or 1)  # of one rank the least is asked
         check_best(config, plan)
         check_export(config, plan)
-    place = RunDir.of(config)
+
+
+def _check_places(config: FinetuneConfig, place: RunDir) -> None:
     _check_storage("run.storage", place.path)
     if config.export.at_end:
         export = Path(os.path.realpath(place.export))
@@ -41,7 +51,6 @@ def check_first(config: FinetuneConfig, world: int | None) -> RunDir:
     for file in (place.metrics, place.events):
         if file.exists() and not file.is_file():  # a pipe would keep its reader waiting
             raise ResumeError(f"{file} is not a regular file, so it cannot be the record of the run: move it away")
-    return place
 
 
 def check_device(config: FinetuneConfig, device: str) -> None:

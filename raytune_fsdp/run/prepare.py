@@ -14,6 +14,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from raytune_fsdp.checkpoint.state import RunState, check_size
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.census import Builder, build_here, census
 from raytune_fsdp.data.open_data import open_data
@@ -76,6 +77,7 @@ def prepare(
     )
     identity, files_of_data = identity_of(config, hf_config, train), files_of(train)
     # Before the census, which may take an hour, so that a run that cannot continue is refused in seconds.
+    check_size(RunState(identity=identity, files=files_of_data))
     check_same_run(found, identity, files_of_data)
     # Evaluation data is counted in every run: its broken rows show now, not in the middle of training.
     built = sum(census(windows, progress=progress, build=build).built for windows in evals.values())

@@ -180,13 +180,17 @@ def make_up_tracking(
     """A tracker that sends what MLflow has not got of a run that is complete, from now on; None if it has everything.
 
     `before` is where the run stood when the command began. If it was complete then, MLflow is asked what it has; if
-    not, rank 0 has recorded whether it could send everything, and asking would cost the seconds of importing MLflow.
+    not, rank 0 has recorded whether it could send everything, unless it died meanwhile, and asking would cost the
+    seconds of importing MLflow.
     """
     if not (config.tracking.mlflow.enabled and mlflow_installed()):
         return None
     events = read_events(prepared.place.events)
     attempt = max((event["attempt"] for event in events), default=0)
-    missed = any(event["event"] == names.NOT_SENT_TO_MLFLOW and event["attempt"] == attempt for event in events)
+    # An attempt that found the run complete has trained nothing, and sent nothing.
+    trained = max((event["attempt"] for event in events if event["event"] == names.ATTEMPT_STARTED), default=0)
+    signs = (names.NOT_SENT_TO_MLFLOW, names.ATTEMPT_FAILED)
+    missed = any(event["event"] in signs and event["attempt"] == trained for event in events)
     if not (before.complete or missed):
         return None
     tracker = mlflow_tracker(config, prepared.place, seconds=seconds, progress=progress)

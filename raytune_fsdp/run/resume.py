@@ -28,6 +28,10 @@ from raytune_fsdp.tracking.tracker import flatten
 
 logger = logging.getLogger(__name__)
 
+_MOST_NAMED = 100_000
+"""Files of a dataset that a checkpoint names, beside their hashes: names may take more room than all else in its state.
+Without them, a message about other data says only which dataset it is."""
+
 
 def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Windows) -> dict[str, Any]:
     """Everything that decides the trajectory, by the names a user knows. Paths do not decide it; their content does."""
@@ -61,8 +65,9 @@ def _data_key(key: str) -> str:
 
 
 def files_of(train: Windows) -> dict[str, list[str]]:
-    """The names of the files whose hashes are in the identity, by its keys."""
-    return {_data_key(key): files for key, files in files_by_key(train.sources).items()}
+    """The names of the files whose hashes are in the identity, by its keys; only of datasets that have few."""
+    found = {_data_key(key): files for key, files in files_by_key(train.sources).items()}
+    return {key: files for key, files in found.items() if len(files) <= _MOST_NAMED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

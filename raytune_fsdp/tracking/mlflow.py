@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 import time
 import uuid
@@ -31,7 +30,6 @@ from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE, MLFLOW_ID_FILE
 from raytune_fsdp.tracking.cursor import Position, RecordReader, Sent
 from raytune_fsdp.tracking.jsonl import append_event, read_events
 from raytune_fsdp.tracking.mlflow_run import (
-    ENVIRONMENT,
     MAX_POINTS,
     NOISY_LOGGERS,
     GoneError,
@@ -118,9 +116,6 @@ class MlflowTracker:
         self._problem = ""
 
     def start(self, run: RunStart) -> None:
-        # Before the thread imports mlflow, which may read them only then. What the user has set stays.
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
         self._start = run
         committed = run.resumed_from if run.committed is None else run.committed
         self._committed = committed or -1  # at step 0 nothing is committed: an evaluation there may come again

@@ -91,7 +91,7 @@ def test_one_rank_equals_a_plain_loop(gpt2: Any) -> None:
     check_against_plain(alone, plain, BOUNDS["gpt2 fp64"])
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=SLOW), 3, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=SLOW), 3, pytest.param(4, marks=SLOW)])
 def test_world_sizes_that_do_not_divide_the_batch(gpt2: Any, world: int) -> None:
     """Five blocks a step on 2, 3 and 4 ranks: fillers in every step, blocks change ranks from step to step."""
     directory, _, alone = gpt2

@@ -143,7 +143,9 @@ def test_torchrun_gives_the_same_run(tmp_path: Path) -> None:
     assert read_trajectory(tmp_path / "runs" / "torchrun" / "metrics.jsonl") == trajectory(ours, 2)
 
 
-@pytest.mark.parametrize(("workers", "kind"), [(1, signal.SIGTERM), (2, signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("workers", "kind"), [pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow), (2, signal.SIGINT)]
+)
 def test_a_signal_saves_and_exits_130(tmp_path: Path, workers: int, kind: signal.Signals) -> None:
     """SIGTERM to the process that was started, as schedulers do; SIGINT to all, as a terminal does for Ctrl-C.
 

@@ -119,7 +119,7 @@ def train_with_scale(values: Mapping[str, Any], scale: float) -> dict[str, Any]:
     return train_watched(replace(parts, scale=LossScale.start(enabled=True, device=CPU, value=scale)))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_fp16_recovers_from_an_overflow(tmp_path: Path, world: int) -> None:
     config = make_config(tmp_path, LLAMA, parallel={"precision": "fp16"}, train={**SHORT, "max_steps": 40})
     first = 2.0**26

@@ -230,9 +230,9 @@ LATE = "checkpoint.timeout_minutes"
     [
         pytest.param(0, "ENOSPC", "ENOSPC", 0.1, 0, marks=SLOW),
         (1, "ENOSPC", "ENOSPC", 0.1, 0),
-        (0, "EIO", "EIO", 0.1, 0),
+        pytest.param(0, "EIO", "EIO", 0.1, 0, marks=SLOW),
         pytest.param(1, "EIO", "EIO", 0.1, 0, marks=SLOW),
-        (0, "killed", "its writer", 0.1, 0),
+        pytest.param(0, "killed", "its writer", 0.1, 0, marks=SLOW),
         (1, "killed", "its writer", 0.1, 0),
         pytest.param(0, "stall", LATE, 0.3, 1.5, marks=SLOW),
         (1, "stall", LATE, 0.3, 1.5),

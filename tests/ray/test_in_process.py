@@ -112,7 +112,10 @@ def test_a_caller_keeps_its_ray_and_all_that_is_in_it(tmp_path: Path, capsys: py
     assert "cluster.wait_minutes=0.3" in str(raised[0]) and isinstance(raised[0], TrainingError)
     assert "the workers did not start in that time; waiting for 3 workers with 1 CPU each" in str(raised[0])
 
+    alike = []
+
     def twice() -> None:
+        alike.append(ray.util.placement_group([{"CPU": 1}]))  # as that of the run's worker, by the same job
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1.1)
         os.kill(os.getpid(), signal.SIGINT)
@@ -139,7 +142,9 @@ def test_a_caller_keeps_its_ray_and_all_that_is_in_it(tmp_path: Path, capsys: py
     assert not left
     assert dict(os.environ) == variables
     assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] == handlers
-    ray.util.remove_placement_group(group)
+    assert ray.util.placement_group_table(alike[0])["state"] != "REMOVED"
+    for each in (group, *alike):
+        ray.util.remove_placement_group(each)
 
 
 @pytest.mark.slow

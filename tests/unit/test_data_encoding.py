@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import functools
+import json
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models, processors
+from tokenizers import AddedToken, Tokenizer, models, normalizers, processors
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from raytune_fsdp.config import ChatFormat
 from raytune_fsdp.data.rows import encoding
+from raytune_fsdp.data.rows.byte_tokens import ByteTokens, is_byte_level
 from raytune_fsdp.data.rows.encoding import SpanEncoder
 from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.types import IGNORE
@@ -361,6 +365,60 @@ def test_spans_are_kept_to_the_character(which: str, parts: list[tuple[str, bool
     trained = [token for token, flag in zip(ids, tokens.trained, strict=True) if flag]
     expected = "".join(text[start:end] for start, end in spans)
     assert plain(trained, tokenizer) == (expected if tokenizer is demo() else expected.replace(" ", ""))
+
+
+@functools.cache
+def normalizing() -> PreTrainedTokenizerBase:
+    """Byte-level, as Qwen's: an e and an accent become one character."""
+    backend = copy.deepcopy(demo().backend_tokenizer)
+    backend.normalizer = normalizers.NFC()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+
+
+@functools.cache
+def swallowing() -> PreTrainedTokenizerBase:
+    """Byte-level, with a special token that takes the white space behind it."""
+    backend = copy.deepcopy(demo().backend_tokenizer)
+    backend.add_special_tokens([AddedToken("</s>", rstrip=True, normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+
+
+@pytest.mark.thorough
+@settings(max_examples=300, deadline=None)
+@given(
+    tokenizer=st.sampled_from([demo, chat, normalizing, swallowing]),
+    parts=st.lists(st.tuples(TEXT, st.booleans()), min_size=1, max_size=6),
+)
+def test_what_is_known_by_bytes_is_what_the_tokenizer_says(tokenizer: Any, parts: list[tuple[str, bool]]) -> None:
+    spans, text = [], ""
+    for part, trained in parts:
+        if trained and part:
+            spans.append((len(text), len(text) + len(part)))
+        text += part
+    quick, asking = SpanEncoder(tokenizer()), SpanEncoder(tokenizer())
+    asking._quick = False
+    (found,), (wanted,) = quick.encode([text], [spans]), asking.encode([text], [spans])
+    assert found.ids.tolist() == wanted.ids.tolist() and found.missed == wanted.missed
+    assert found.trained is not None and wanted.trained is not None
+    assert found.trained.tolist() == wanted.trained.tolist()
+
+
+def test_places_by_bytes() -> None:
+    backend = normalizing().backend_tokenizer
+    tokens = ByteTokens(backend)
+    text = "<|endoftext|>The caf\u00e9 \u2603\n<|endoftext|>"
+    ids = np.array(backend.encode(text).ids, dtype=np.int32)
+    snow = text.index("\u2603")
+    places = tokens.places(text, ids, [0, 13, snow + 1, len(text)])
+    assert places is not None and places[0] == 0 and places[len(text)] == len(ids) and places[13] == 1
+    assert backend.decode(ids[: places[snow + 1]].tolist(), skip_special_tokens=False) == text[: snow + 1]
+    assert tokens.places(text, ids, [4]) is None, "inside of a token"
+    assert tokens.places(text + " ", ids, [0]) is None, "not its tokens"
+    composed = np.array(backend.encode("cafe\u0301").ids, dtype=np.int32)
+    assert tokens.places("cafe\u0301", composed, [0]) is None, "normalized"
+    assert is_byte_level(json.loads(backend.to_str())) and is_byte_level({"pre_tokenizer": {"type": "ByteLevel"}})
+    assert not is_byte_level(json.loads(metaspace("first").backend_tokenizer.to_str()))
+    assert not is_byte_level({"pre_tokenizer": None})
 
 
 def plain(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:

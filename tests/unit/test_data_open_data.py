@@ -70,6 +70,7 @@ def test_the_cache_is_beside_the_runs_unless_it_is_named(tmp_path: Path) -> None
         ([{"path": "a", "weight": 0}, {"path": "b", "weight": 0}], "all are 0, so nothing would be trained on"),
         ([{"path": "a", "weight": 1, "share": 1}], "weight=1.0 and share=1.0: set at most one"),
         ([{}], "path=None and hub=None: set exactly one of the two"),
+        ([{"hub": ""}], "path=None and hub='': set exactly one of the two"),
         ([{"path": "a", "hub": "b"}], "path='a' and hub='b': set exactly one of the two"),
         ([{"path": "a", "revision": "main"}], "subset and revision belong to a hub dataset"),
     ],

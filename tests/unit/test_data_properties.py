@@ -89,7 +89,7 @@ def test_every_row_as_often_as_its_weight_and_nothing_lost_but_by_policy(mixture
 
 
 @pytest.mark.thorough
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(mixture=mixtures(), data=st.data())
 def test_one_stream_for_all_worlds_from_every_step(mixture: dict[str, Any], data: st.DataObject) -> None:
     blocks, micro = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.counts import Census
 from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.launch.start import _check_local
 from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.run.checks import check_first
 from raytune_fsdp.rundir import RunDir
@@ -75,6 +77,18 @@ def test_what_does_not_depend_on_the_length_is_checked_before_the_data_is_counte
         check_first(wanted, 9)
     with pytest.raises(ConfigError, match=r"optim.warmup_steps=101 is more than the 100 steps"):
         check_first(config(run=run, optim={"warmup_steps": 101}), 1)
+
+
+@pytest.mark.parametrize(("rank", "refused"), [("0", True), ("1", False)])
+def test_under_torchrun_only_rank_0_looks_at_the_storage_before_all_have_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str, refused: bool
+) -> None:
+    (tmp_path / "file").touch()
+    wanted = config(run={"name": "a", "storage": str(tmp_path / "file")})
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(ConfigError, match="run.storage") if refused else nullcontext():
+        _check_local(wanted)
 
 
 def test_steps_count_themselves() -> None:

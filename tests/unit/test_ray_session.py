@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ pytest.importorskip("ray")
 import ray
 from ray.exceptions import AuthenticationError
 
+from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.errors import ConfigError, TrainingError
 from raytune_fsdp.launch.ray import session
 
@@ -145,3 +147,27 @@ def test_a_start_that_fails_leaves_no_process_no_variable_and_no_directory(
     assert started[0].wait(10) == -signal.SIGKILL
     assert dict(os.environ) == before
     assert not list(tmp_path.iterdir())
+
+
+def test_a_stop_while_ray_starts_leaves_none_for_the_next_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command does not wait for it, but the next one of the same process does: Ray cannot be started twice."""
+    story: list[str] = []
+    may_start = threading.Event()
+
+    def connect(*_: object) -> SimpleNamespace:
+        story.append("starts")
+        may_start.wait(10)
+        story.append("has started")
+        return SimpleNamespace(close=lambda: story.append("closed"))
+
+    monkeypatch.setattr(session, "_CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(session, "find", lambda: story.append("looks for one"))
+    monkeypatch.setattr(session, "connect", connect)
+    config = ClusterConfig()
+    with pytest.raises(KeyboardInterrupt), session.connecting(config, 1):
+        raise KeyboardInterrupt
+    threading.Timer(0.3, may_start.set).start()
+    with session.connecting(config, 1) as second:
+        second.result(10)
+    one = ["looks for one", "starts", "has started", "closed"]
+    assert story == one + one

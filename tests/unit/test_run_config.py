@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from raytune_fsdp.checkpoint import state
+from raytune_fsdp.checkpoint.state import RunState, check_size
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import dump_config, recorded_text
 from raytune_fsdp.durable import keep_private, replace_durably
+from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.redaction import REDACTED
+from raytune_fsdp.run import resume
 from raytune_fsdp.run.record import clean_config
 from raytune_fsdp.run.resume import changed_settings
 from raytune_fsdp.rundir import RunDir
@@ -101,3 +106,22 @@ def test_private_files_are_for_their_owner_and_group(tmp_path: Path, umask: int,
         os.umask(previous)
     assert [path.stat().st_mode & 0o777 for path in (file, database, old)] == [mode, mode, 0o640]
     assert yaml.safe_load(file.read_text()) == {"run": {}} and database.read_bytes() == b""
+
+
+def test_files_that_no_checkpoint_could_list_are_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state that is too large to be read again would lose the run."""
+    names = {"train.x.files": [f"{number}.jsonl" for number in range(500)]}
+    monkeypatch.setattr(resume, "files_by_key", lambda _: names)
+    train: Any = SimpleNamespace(sources=[])
+    assert resume.files_of(train) == {f"data.{key}": files for key, files in names.items()}
+    monkeypatch.setattr(resume, "_MOST_NAMED", 499)
+    assert resume.files_of(train) == {}, "names are only for messages"
+    some = RunState(identity={"data.train.x.files": ["0" * 32] * 500})
+    check_size(some)
+    for limit, value in (("MAX_VALUES", state._MARGIN_VALUES + 500), ("STATE_BYTES", state._MARGIN_BYTES + 500 * 32)):
+        with monkeypatch.context() as small:
+            small.setattr(state, limit, value)
+            with pytest.raises(ConfigError, match="data.train has 500 files, and every checkpoint lists the hash"):
+                check_size(some)

@@ -57,6 +57,7 @@ def test_a_second_start_is_refused_by_name_until_the_first_ends(tmp_path: Path) 
         message = str(refused.value)
         assert message.startswith(f"run.name=mine: another command works on {place.path}: process {os.getpid()} on ")
         assert ", since 20" in message and "another run.name" in message and "\n" not in message
+        assert message.endswith(f"if its machine is lost, remove {place.lock}")
         assert is_locked(place), "a refusal does not release it"
     assert not is_locked(place)
     assert not (tmp_path / "runs").exists(), "a refused run leaves nothing behind"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -55,8 +57,54 @@ def test_a_rank_stops_at_once_until_it_trains_and_with_a_checkpoint_then(monkeyp
     with StopFlag() as stop:
         stop()
         send(signal.SIGINT)
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL, "a second one ends the process"
         assert stop() is StopReason.SIGNAL
+
+
+STOPPED = """
+import signal, sys, time
+from raytune_fsdp.launch.signals import StopFlag
+
+with StopFlag() as stop:
+    stop()
+    print("training", flush=True)
+    while stop() is None:
+        time.sleep(0.01)
+    print("stopping", flush=True)
+    time.sleep(20 if sys.argv[1:] else 0.5)
+signal.signal(signal.SIGINT, lambda *_: print("the caller's handler", flush=True))
+signal.raise_signal(signal.SIGINT)
+time.sleep(1.2)
+signal.raise_signal(signal.SIGINT)
+"""
+
+
+def test_a_second_stop_ends_a_rank_and_the_first_one_sent_twice_does_not() -> None:
+    """A rank may hang where Python handles no signal, and a terminal and a scheduler may both send the first one."""
+    command = [sys.executable, "-c", STOPPED]
+    with subprocess.Popen([*command, "hangs"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "training\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "stopping\n"
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(signals._TOGETHER_SECONDS + 0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == -signal.SIGINT
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "training\n"
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=20)
+    assert out == "stopping\n" + "the caller's handler\n" * 2 and process.returncode == 0
+
+
+def test_a_stop_after_the_last_step_does_not_begin_an_export() -> None:
+    with StopFlag(insist=False) as stop:
+        stop()
+        stop.check_export(at_end=True)
+        send(signal.SIGTERM)
+        stop.check_export(at_end=False)
+        with pytest.raises(Interrupted, match="the run is complete, but its export is not; the same command makes it"):
+            stop.check_export(at_end=True)
 
 
 def test_outside_of_the_main_thread_nothing_is_touched() -> None:

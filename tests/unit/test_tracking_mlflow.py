@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import random
 import socket
 import subprocess
@@ -42,10 +41,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.chdir(current)
     monkeypatch.setattr(tracking_mlflow, "_MAX_PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(tracking_mlflow, "_LAST_PAUSES_SECONDS", 0.001)
-    for name in ENVIRONMENT:
-        # Set and then deleted, so that what the tracker sets is undone as well.
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+    for name, value in ENVIRONMENT.items():  # as finetune() and every rank do
+        monkeypatch.setenv(name, value)
     yield
     assert list(current.iterdir()) == []
 
@@ -442,9 +439,3 @@ def test_mlflow_is_not_imported_before_it_is_used() -> None:
     code = "import sys, raytune_fsdp.tracking.mlflow, raytune_fsdp.tracking.console, raytune_fsdp.report.curves\n"
     code += "assert not {'mlflow', 'torch', 'ray', 'matplotlib'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
-
-
-def test_the_settings_of_the_user_win(tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "77")
-    Attempt(tmp_path, start_of(1, 0)).finish()
-    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77" and os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "0"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from raytune_fsdp.launch.quiet import quiet
 from raytune_fsdp.tracking import Composite, RunStart
 from raytune_fsdp.tracking.jsonl import JsonlTracker, read_trajectory
 from raytune_fsdp.tracking.mlflow import MlflowTracker, mlflow_installed
@@ -88,6 +89,7 @@ def until(condition: Callable[[], bool], seconds: float, problem: str) -> None:
 
 def train(directory: Path, uri: str, story: Story, attempt: int, first: int, last: int) -> None:
     """A process that trains: it writes steps at their pace, commits, and at `dies_at` it is gone."""
+    quiet()
     mlflow = MlflowTracker(uri, experiment="story", directory=directory)
     tracker = Composite([mlflow], record=JsonlTracker(directory))
     tracker.start(RunStart(name="story", attempt=attempt, resumed_from=first - 1, total_steps=story.steps))

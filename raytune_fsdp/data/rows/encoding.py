@@ -7,7 +7,7 @@ the text is cut at that border and the pieces are encoded apart. Generation sees
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
+from raytune_fsdp.data.rows.byte_tokens import ByteTokens, is_byte_level
 from raytune_fsdp.data.rows.sandbox import Span
 from raytune_fsdp.errors import DataError
 
@@ -73,6 +74,7 @@ class SpanEncoder:
         self._whole, self._inner, self.prefix, self.suffix = _backends(description, tokenizer.eos_token or "a")
         self._description = description
         self._added = np.array(sorted(self._whole.get_added_tokens_decoder()), dtype=np.int32)
+        self._quick = is_byte_level(json.loads(description))
 
     def encode(
         self,
@@ -94,15 +96,17 @@ class SpanEncoder:
         self, texts: Sequence[str], spans: Sequence[Sequence[Span] | None], literals: Sequence[Sequence[Span]]
     ) -> list[Tokens]:
         results: list[Tokens | None] = [None] * len(texts)
-        whole = [index for index, given in enumerate(spans) if given is None and not literals[index]]
-        # Not for texts with spans: encode_batch_fast leaves out the offsets, and char_to_token would always be None.
-        encodings = self._whole.encode_batch_fast([texts[index] for index in whole], add_special_tokens=False)
-        for index, encoding in zip(whole, encodings, strict=True):
-            results[index] = Tokens(_ids(encoding), None)
+        # Without offsets: where tokens lie is not asked, or known by their bytes.
+        quick = [i for i, given in enumerate(spans) if not literals[i] and (given is None or self._quick)]
+        encodings = self._whole.encode_batch_fast([texts[index] for index in quick], add_special_tokens=False)
+        for index, encoding in zip(quick, encodings, strict=True):
+            results[index] = self._tokens_by_bytes(texts[index], spans[index], _ids(encoding))
+        if sum(results[index] is None for index in quick) > len(quick) // 2:
+            self._quick = False  # the wrong tokenizer or template for it, and to encode twice takes twice as long
         todo = {
             index: _Text(text, given if given is not None else (), literal, [_Piece(0, len(text))])
             for index, (text, given, literal) in enumerate(zip(texts, spans, literals, strict=True))
-            if given is not None or literal
+            if results[index] is None
         }
         while todo:  # once more for every text that had to be cut
             encoded = iter(self._encode_pieces(list(todo.values())))
@@ -125,6 +129,12 @@ class SpanEncoder:
             for index, encoding in zip(places, batch, strict=True):
                 encodings[index] = encoding
         return encodings
+
+    def _tokens_by_bytes(self, text: str, spans: Sequence[Span] | None, ids: Int32Array) -> Tokens | None:
+        if spans is None:
+            return Tokens(ids, None)
+        place = _byte_tokens(self._description).places(text, ids, (border for span in spans for border in span))
+        return None if place is None else _marked(ids, spans, place)
 
     def _tokens(self, text: _Text, encodings: Sequence[Encoding]) -> Tokens | None:
         """The tokens of a text. If a token lies across a border: None, and the text is cut into more pieces."""
@@ -152,13 +162,7 @@ class SpanEncoder:
         if pieces != text.pieces:
             text.pieces = pieces
             return None
-        trained = np.zeros(firsts[-1], dtype=np.bool_)
-        missed = None
-        for start, end in text.spans:
-            trained[place[start] : place[end]] = True
-            if place[start] == place[end]:
-                missed = (start, end)
-        return Tokens(np.concatenate(ids) if len(ids) > 1 else ids[0], trained, missed)
+        return _marked(np.concatenate(ids) if len(ids) > 1 else ids[0], text.spans, place)
 
     def _apart(self, text: _Text, piece: _Piece, encoding: Encoding, ids: Int32Array) -> Iterator[_Piece]:
         """The piece cut where a special token is plain text; nothing if it has none."""
@@ -214,6 +218,16 @@ class SpanEncoder:
             yield _Piece(end, piece.end)
 
 
+def _marked(ids: Int32Array, spans: Sequence[Span], place: Mapping[int, int]) -> Tokens:
+    trained = np.zeros(len(ids), dtype=np.bool_)
+    missed = None
+    for start, end in spans:
+        trained[place[start] : place[end]] = True
+        if place[start] == place[end]:
+            missed = (start, end)
+    return Tokens(ids, trained, missed)
+
+
 def _characters(encoding: Encoding, token: int) -> Span:
     span = encoding.token_to_chars(token)
     assert span is not None  # only tokens that are added around a text have none, and none are added here
@@ -253,6 +267,11 @@ def _backends(description: str, probe: str) -> tuple[Tokenizer, Tokenizer, list[
     spaceless = _without_prefix(content)
     inner = whole if spaceless == content else Tokenizer.from_str(json.dumps({**spaceless, "post_processor": None}))
     return whole, inner, prefix, suffix
+
+
+@lru_cache(maxsize=2)
+def _byte_tokens(description: str) -> ByteTokens:
+    return ByteTokens(Tokenizer.from_str(description))
 
 
 @lru_cache(maxsize=2)

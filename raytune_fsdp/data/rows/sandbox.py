@@ -176,12 +176,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def added(self, context: Context, terms: tuple[Any, ...]) -> Any:
         """The sum of these."""
-        length = 0
-        for term in terms:
-            if type(term) is not str:
-                break
-            length += len(term)
-        else:
+        length = _length_of_texts(terms)
+        if length is not None:
             self.charge(length)
             return "".join(terms)
         total, *rest = terms
@@ -225,6 +221,10 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def joined(self, parts: tuple[Any, ...]) -> tuple[Any, ...]:
         """What is joined by `~`."""
+        length = _length_of_texts(parts)
+        if length is not None:
+            self.charge(length)
+            return parts
         for part in parts:
             self.work.weigh(part, 6 if isinstance(part, Markup) else 1)
         return parts
@@ -242,6 +242,16 @@ class _Environment(ImmutableSandboxedEnvironment):
         known = list(pieces)
         self.charge(sum(map(len, known)))
         return "".join(known)
+
+
+def _length_of_texts(parts: tuple[Any, ...]) -> int | None:
+    """Of all of them together; None if one is something else than plain text."""
+    length = 0
+    for part in parts:
+        if type(part) is not str:
+            return None
+        length += len(part)
+    return length
 
 
 class _Charging(Formatter):

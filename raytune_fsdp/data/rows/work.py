@@ -75,6 +75,9 @@ class Work:
 
     def weigh(self, value: Any, factor: int = 1) -> int:
         """Charge for all that is in a value, as often as it is in it: text made of it would be as long. Its depth."""
+        if type(value) is str:  # as most are
+            self.charge(factor * len(value))
+            return 0
         level = [value]
         for depth in range(MAX_DEPTH):
             below: list[Any] = []

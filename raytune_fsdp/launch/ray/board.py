@@ -68,6 +68,8 @@ class Committed:
 class Controlled:
     """Ray Train has started its controller: whoever ends it, ends the ranks."""
 
+    controller: str
+    """The id of its actor."""
     actors: list[Any]
     """Handles of its actor, and of the one that it leaves to look after its resources, which would outlive it."""
 

@@ -96,6 +96,7 @@ def run(
     standing = on_world(config, prepared, standing, asked.workers)
     with environment(RAY_TRAIN):
         _train(config, prepared, standing, asked, session=session, signals=signals, phases=phases, say=say)
+    signals.check_export(config.export.at_end)
     return prepared, standing
 
 

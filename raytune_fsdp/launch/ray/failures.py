@@ -43,7 +43,8 @@ class ControllerWatch(ControllerCallback):  # type: ignore[misc]
         # isinstance() fails on proxies whose object has gone.
         callbacks = [each for each in gc.get_objects() if type(each) is PlacementGroupCleanerCallback]
         helpers = [each._cleaner for each in callbacks if each._cleaner is not None]
-        if not self._board.tell_and_ask(Controlled([ray.get_runtime_context().current_actor, *helpers])):
+        this = ray.get_runtime_context()
+        if not self._board.tell_and_ask(Controlled(str(this.get_actor_id()), [this.current_actor, *helpers])):
             raise TrainingError("the driver has given up the run")
 
 

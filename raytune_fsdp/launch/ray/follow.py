@@ -112,7 +112,7 @@ class Follow:
         """The newest committed step, as far as the driver has heard."""
         self._fit: Future[Any] | None = None
         self._controlling: list[Any] = []
-        self.groups = Groups(asked)
+        self.groups = Groups()
         trust = config.model.trust_remote_code
         self.exports = Exports(config.export, place, token, trust_remote_code=trust, event=self._event, say=say)
         self._next_look = 0.0
@@ -155,7 +155,7 @@ class Follow:
             return  # nothing answers; the session ends what is left
         for notice in self._board.close(_READ_SECONDS):
             if isinstance(notice, Controlled):
-                self._controlling = notice.actors
+                self._hear_controller(notice)
         if self._controlling and self._fit is not None:
             if not self._fit.done():
                 self._controlling[0].abort.remote()
@@ -163,10 +163,8 @@ class Follow:
             with suppress(RayError):
                 for actor in self._controlling:
                     ray.kill(actor)
-        if self._fit is None or not self._fit.done() or self._fit.exception() is not None:
-            # After a run that has finished there is none left, and one that looks like it is another run's.
-            with suppress(RayError):
-                self.groups.clear()
+        with suppress(RayError):
+            self.groups.clear()
 
     def describe(self, rank: int | None, cause: str) -> str:
         """A failure with everything that helps: which rank, where, why, the last committed step, and the logs."""
@@ -178,8 +176,8 @@ class Follow:
 
     def _hear(self, notice: Notice) -> None:
         match notice:
-            case Controlled(actors):
-                self._controlling = actors
+            case Controlled():
+                self._hear_controller(notice)
             case Line(text):
                 self._say(text)
             case Joined(rank=rank):
@@ -194,6 +192,10 @@ class Follow:
             case Committed(step):
                 self._committed = step
                 self.exports.committed(CommittedCheckpoint(step, self.attempt, self._place.checkpoints))
+
+    def _hear_controller(self, notice: Controlled) -> None:
+        self._controlling = notice.actors
+        self.groups.made_by(notice.controller)
 
     def _reached(self, phase: str) -> None:
         if phase == "workers" and "workers" in self._phases.seconds:

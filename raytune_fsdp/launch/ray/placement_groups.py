@@ -1,27 +1,28 @@
-"""The placement groups that hold the resources of this job's workers."""
+"""The placement groups that hold the resources of this run's workers."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import ray
+from ray._private.state import state as ray_state
 from ray._raylet import PlacementGroupID
-from ray.util import placement_group_table, remove_placement_group
+from ray.core.generated.gcs_pb2 import PlacementGroupTableData
+from ray.util import remove_placement_group
 from ray.util.placement_group import PlacementGroup
-
-from raytune_fsdp.launch.ray.resources import Request
 
 
 class Groups:
-    """Watched from the driver, every two seconds, while it waits for workers."""
+    """Watched from the driver, every two seconds, while it waits for workers.
 
-    def __init__(self, asked: Request) -> None:
-        self._asked = asked
-        self._others: set[str] = set()
-        self._others = set(self._live())
-        """Those of a caller whose Ray this is, which may look the same."""
+    A group is this run's if one of its controllers made it: other runs of the same job may have groups that look alike.
+    """
+
+    def __init__(self) -> None:
+        self._makers: set[str] = set()
         self._seen: list[str] = []
         self._suspected: set[str] = set()
+
+    def made_by(self, actor_id: str) -> None:
+        """From now on, groups that this actor makes are this run's."""
+        self._makers.add(actor_id)
 
     def look(self) -> tuple[str | None, int]:
         """The state of the group that is to hold the workers, None before there is one; how many were forgotten.
@@ -45,23 +46,17 @@ class Groups:
         self._seen, self._suspected = [], set()
 
     def _live(self) -> dict[str, str]:
-        """The state of each group of this job's workers, by id."""
-        job = ray.get_runtime_context().get_job_id()
+        """The state of each group of this run, by id, in the order in which they were made."""
+        if not self._makers:
+            return {}
+        # Not ray.util.placement_group_table(): it leaves out who made a group, and when.
+        accessor = ray_state._connect_and_get_accessor()
+        table = [PlacementGroupTableData.FromString(each) for each in accessor.get_placement_group_table()]
         return {
-            name: group["state"]
-            for name, group in placement_group_table().items()
-            # An id ends with the id of the job that created the group.
-            if name.endswith(job)
-            and name not in self._others
-            and group["state"] != "REMOVED"
-            and self._is_for_workers(group)
+            group.placement_group_id.hex(): PlacementGroupTableData.PlacementGroupState.Name(group.state)
+            for group in sorted(table, key=lambda group: group.placement_group_creation_timestamp_ms)
+            if group.creator_actor_id.hex() in self._makers and group.state != PlacementGroupTableData.REMOVED
         }
-
-    def _is_for_workers(self, group: dict[str, Any]) -> bool:
-        bundles = list(group["bundles"].values())
-        return len(bundles) == self._asked.workers and all(
-            self._asked.per_worker.items() <= bundle.items() for bundle in bundles
-        )
 
 
 def _remove(name: str) -> None:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,11 +38,14 @@ logger = logging.getLogger(__name__)
 _PREFIX = "raytune-ray-"
 _LONGEST_PARENT = 24  # the path becomes part of the names of sockets, which may have 107 bytes on Linux
 _CLOSE_SECONDS = 8.0
-"""How long the end of the command waits for a Ray that is still starting: a stop should not take longer than 10 s. Its
-processes end with this one, and the next start removes its directory."""
+"""How long the end of the command waits for a Ray that is still starting: a stop should not take longer than 10 s. If
+this process lives on, that Ray is closed once it has started; if not, its processes end with this one, and the next
+start removes its directory."""
 _COPIES = "working_dir_files"
 """Where Ray puts the working directories of submitted jobs."""
 _KNOCK_SECONDS = 15.0  # for a head on a slow network; ray.init() would try for many minutes
+_late: list[Thread] = []
+"""Threads of commands of this process that ended while their Ray was still starting."""
 _QUICK = {
     "RAY_USAGE_STATS_ENABLED": "0",  # telemetry is not ours to send
     "RAY_enable_metrics_collection": "0",  # useless without a dashboard, and its start takes a second
@@ -102,6 +105,8 @@ def check_not_in_a_copy(config: FinetuneConfig, run_dir: Path) -> None:
 @contextmanager
 def connecting(config: ClusterConfig, workers: int) -> Iterator[Future[Session]]:
     """Connect to Ray in a thread while the block runs; close the connection at its end."""
+    while _late:
+        _late.pop().join(config.start_seconds)
     address = find()
     session: Future[Session] = Future()
     ended = Event()
@@ -113,15 +118,19 @@ def connecting(config: ClusterConfig, workers: int) -> Iterator[Future[Session]]
             session.set_exception(error)
         # The thread must outlive the run: for Linux it is the parent of the Ray processes, which end with it.
         ended.wait()
+        if session.exception() is None:
+            session.result().close()
 
     # A daemon, so that a Ray that does not start cannot keep this process from ending.
-    Thread(target=run, name="ray", daemon=True).start()
+    thread = Thread(target=run, name="ray", daemon=True)
+    thread.start()
     try:
         yield session
     finally:
-        if wait([session], timeout=_CLOSE_SECONDS).done and session.exception() is None:
-            session.result().close()
         ended.set()
+        thread.join(_CLOSE_SECONDS)
+        if thread.is_alive():
+            _late.append(thread)
 
 
 def find() -> str | None:
