@@ -157,6 +157,10 @@ class Windows:
             held -= oldest.samples.nbytes
         return window, built
 
+    def forget(self) -> None:
+        """Free the windows that are held in memory: of a large one, nothing may be needed any more."""
+        self._memory.clear()
+
     def check_skipped(self, skipped: Sequence[SkippedRow]) -> None:
         """Raise for rows left out while data.bad_rows was skip, if bad rows are errors now."""
         for row in skipped[:1]:

@@ -18,6 +18,7 @@ from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, TrainingError
 from raytune_fsdp.launch.environment import environment
+from raytune_fsdp.launch.shared_storage import check_shared
 from raytune_fsdp.launch.signals import Signals, StopFlag
 from raytune_fsdp.launch.torchrun import ranks_here, under_torchrun, world_of_torchrun
 from raytune_fsdp.launch.worker import choose_device, join, work
@@ -133,6 +134,7 @@ def _run_rank(config: FinetuneConfig) -> tuple[Prepared, Standing]:
         try:
             prepared, standing = prepare_on_rank0(config)
             if not standing.complete:
+                check_shared(prepared.place.path)
                 work(config, prepared, standing, device, stop)
         finally:
             dist.destroy_process_group()

@@ -65,7 +65,9 @@ def is_locked(place: RunDir) -> bool:
 
 def _release(place: RunDir, made: list[Path]) -> None:
     with suppress(OSError):
-        place.lock.unlink()  # still locked: whoever waits for this file finds that it has gone, and makes another
+        # Unless a person has removed ours, and another command has the one that is there.
+        if os.path.samestat(os.fstat(_held[place.lock]), place.lock.stat()):
+            place.lock.unlink()  # still locked: whoever waits for this file finds that it has gone, and makes another
     for directory in made:
         with suppress(OSError):
             directory.rmdir()  # only if nothing was written there

@@ -79,26 +79,27 @@ class StopFlag(Signals):
         """With `insist`, a second signal of the same kind has its default effect, which ends the process."""
         super().__init__("before the first step; the same command continues")
         self._insist = insist
-        self._timer: threading.Timer | None = None
+        self._timers: dict[int, threading.Timer] = {}
 
     def __call__(self) -> StopReason | None:
         self.hold()
         return StopReason.SIGNAL if self.count else None
 
     def __exit__(self, *error: Any) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer.join()
+        for timer in self._timers.values():
+            timer.cancel()
+            timer.join()
         super().__exit__(*error)
 
     def _receive(self, kind: int, frame: FrameType | None) -> None:
         super()._receive(kind, frame)
-        if self._insist and self._timer is None:
+        if self._insist and kind not in self._timers:
             # Later, as the same one may be sent twice. By C, as Python can do it neither in a thread nor while the main
             # thread waits in a collective for a rank that hangs, which is when a person presses Ctrl-C again.
-            self._timer = threading.Timer(_TOGETHER_SECONDS, ctypes.CDLL(None).signal, (kind, signal.SIG_DFL.value))
-            self._timer.daemon = True
-            self._timer.start()
+            timer = threading.Timer(_TOGETHER_SECONDS, ctypes.CDLL(None).signal, (kind, signal.SIG_DFL.value))
+            timer.daemon = True
+            self._timers[kind] = timer
+            timer.start()
 
 
 def _may_handle() -> bool:

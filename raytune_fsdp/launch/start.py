@@ -11,7 +11,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.signals import Signals
-from raytune_fsdp.launch.torchrun import is_rank0, under_torchrun, world_of_torchrun
+from raytune_fsdp.launch.torchrun import under_torchrun, world_of_torchrun
 from raytune_fsdp.run.checks import check_config, check_first
 
 if TYPE_CHECKING:
@@ -57,14 +57,12 @@ def _check_local(config: FinetuneConfig) -> None:
             "without Ray, leave export.every unset and run `raytune-fsdp export` on a checkpoint when you want one"
         )
     wanted = config.cluster.workers
-    if not under_torchrun():
-        check_first(config, None if wanted == "auto" else wanted)
-    elif is_rank0():
-        check_first(config, world_of_torchrun())
-    else:
-        # Not the storage of another node: a rank that refused it alone would leave the others waiting for it for
-        # minutes. All ranks look at it together (launch/shared_storage.py).
+    if under_torchrun():
+        # Not the storage: a rank that refused it alone would leave those on other nodes waiting for it for minutes. All
+        # of them look at it together (local.py).
         check_config(config, world_of_torchrun())
+    else:
+        check_first(config, None if wanted == "auto" else wanted)
 
 
 def _run_on_ray(config: FinetuneConfig, progress: Progress | None) -> tuple[Prepared, Standing]:
@@ -74,8 +72,11 @@ def _run_on_ray(config: FinetuneConfig, progress: Progress | None) -> tuple[Prep
     from raytune_fsdp.launch.ray.session import check_not_in_a_copy, connecting
 
     check_not_in_a_copy(config, place.path)
-    with Signals() as signals, connecting(config.cluster, workers) as session:
-        # Imported while Ray starts, which is mostly waiting for its processes.
-        from raytune_fsdp.launch.ray import driver
+    with Signals() as signals:
+        with connecting(config.cluster, workers) as session:
+            # Imported while Ray starts, which is mostly waiting for its processes.
+            from raytune_fsdp.launch.ray import driver
 
-        return driver.run(config, session, signals=signals, phases=phases, progress=progress, say=_say)
+            found = driver.run(config, session, signals=signals, phases=phases, progress=progress, say=_say)
+        signals.check_export(config.export.at_end)
+    return found

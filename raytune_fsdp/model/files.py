@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import threading
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from raytune_fsdp.errors import ModelError, first_line, in_one_line
 from raytune_fsdp.model.bounds import check_index
+from raytune_fsdp.threads import in_thread
 from raytune_fsdp.untrusted import MIB, read_json, reason
 
 HUB_SECONDS = 4
@@ -134,21 +135,12 @@ def _ask_hub(name: str, revision: str | None) -> str | None:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    outcome: list[str | None] = [f"no answer within {HUB_SECONDS} s"]
-
-    def ask() -> None:
-        try:
-            HfApi().model_info(name, revision=revision, timeout=HUB_SECONDS)
-            outcome[0] = None
-        except HfHubHTTPError as error:
-            outcome[0] = None if error.response.status_code < 500 else in_one_line(error)
-        except Exception as error:  # which HTTP library raises it depends on the version of huggingface_hub
-            outcome[0] = in_one_line(error)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(HUB_SECONDS)
-    return outcome[0]
+    asked = in_thread(lambda: HfApi().model_info(name, revision=revision, timeout=HUB_SECONDS), "hub")
+    if not wait([asked], timeout=HUB_SECONDS).done:
+        return f"no answer within {HUB_SECONDS} s"
+    error = asked.exception()  # which HTTP library raises it depends on the version of huggingface_hub
+    refused = isinstance(error, HfHubHTTPError) and error.response.status_code < 500
+    return None if error is None or refused else in_one_line(error)
 
 
 def find_weights(directory: Path) -> WeightFiles:

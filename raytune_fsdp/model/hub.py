@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 from raytune_fsdp.errors import ModelError, RaytuneError, TransientError, in_one_line
 from raytune_fsdp.model.files import HUB_SECONDS, is_hub_name
 from raytune_fsdp.model.known_files import is_weights, travelling
+from raytune_fsdp.threads import in_thread
 
 _ANY_WEIGHTS = (".safetensors", ".safetensors.index.json")
 _LATER = {408, 409, 412, 429}
@@ -88,15 +88,7 @@ def _soon(call: Callable[[], T]) -> T:
 
     Without one, a name server, a proxy or a hub that accepts connections and then says nothing would block for ever.
     """
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except Exception as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
+    answer = in_thread(call, "hub")
     if not wait([answer], timeout=HUB_SECONDS).done:
         raise TimeoutError(f"no answer within {HUB_SECONDS} s")
     return answer.result()

@@ -28,9 +28,9 @@ from raytune_fsdp.tracking.tracker import flatten
 
 logger = logging.getLogger(__name__)
 
-_MOST_NAMED = 100_000
-"""Files of a dataset that a checkpoint names, beside their hashes: names may take more room than all else in its state.
-Without them, a message about other data says only which dataset it is."""
+_MOST_NAMED, _NAMES_BYTES = 100_000, 8 << 20
+"""Files that a checkpoint names beside their hashes, and the characters of all names: they may take more room than all
+else in its state. Without them, a message about other data says only which dataset it is."""
 
 
 def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Windows) -> dict[str, Any]:
@@ -65,9 +65,10 @@ def _data_key(key: str) -> str:
 
 
 def files_of(train: Windows) -> dict[str, list[str]]:
-    """The names of the files whose hashes are in the identity, by its keys; only of datasets that have few."""
+    """The names of the files whose hashes are in the identity, by its keys; none if there are too many."""
     found = {_data_key(key): files for key, files in files_by_key(train.sources).items()}
-    return {key: files for key, files in found.items() if len(files) <= _MOST_NAMED}
+    named = sum(map(len, found.values())) <= _MOST_NAMED
+    return found if named and sum(len(name) for files in found.values() for name in files) <= _NAMES_BYTES else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

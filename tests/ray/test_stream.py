@@ -20,7 +20,7 @@ from raytune_fsdp.division import Division
 from raytune_fsdp.errors import RowError, TrainingError
 from raytune_fsdp.launch.ray import tasks
 from raytune_fsdp.launch.ray.batches import ray_batches
-from raytune_fsdp.launch.ray.stream import build_on_ray, split, stream_dataset
+from raytune_fsdp.launch.ray.stream import FIRST_STEPS, build_on_ray, first_samples, split, stream_dataset
 from raytune_fsdp.types import Cursor, StepBatches
 from tests.ray.conftest import CPUS
 from tests.rows import make_windows, token_rows
@@ -82,9 +82,11 @@ def shards_of(stream: Stream, cursor: Cursor, part: Part) -> list[Any]:
 
 @ray.remote(num_cpus=0)
 class Rank:
-    def steps(self, shard: Any, windows: Windows, part: Part, rank: int, count: int | None = None) -> list[Any]:
+    def steps(
+        self, shard: Any, windows: Windows, part: Part, rank: int, count: int | None = None, first: Any = None
+    ) -> list[Any]:
         found = []
-        batches = ray_batches(shard, windows, *part, data_rank=rank)
+        batches = ray_batches(shard, windows, *part, data_rank=rank, first=first)
         for step in batches:
             found.append(seen(step))
             time.sleep(0.02 * (rank % 2))
@@ -119,9 +121,11 @@ def seen(step: StepBatches) -> tuple[object, ...]:
 
 
 def through_ray(ranks: list[Any], stream: Stream, cursor: Cursor, part: Part) -> list[list[Any]]:
-    shards = shards_of(stream, cursor, part)
+    read, left, cursor = first_samples(stream, cursor, *part)
+    assert left[-1] == part.steps[-1] and len(part.steps) - len(left) <= FIRST_STEPS
+    shards = shards_of(stream, cursor, Part(part.division, left))
     running = [
-        actor.steps.remote(shard, stream.windows, part, rank)
+        actor.steps.remote(shard, stream.windows, part, rank, first=read)
         for rank, (actor, shard) in enumerate(zip(ranks, shards, strict=False))
     ]
     result: list[list[Any]] = ray.get(running)
@@ -210,6 +214,31 @@ def test_bad_row_reaches_the_rank_as_what_it_is(tmp_path: Path, ranks: list[Any]
     for kind, message, reason in ray.get(running):
         assert kind is RowError and reason == "too_long"
         assert "rows.jsonl:84: the row has 17 tokens, more than data.seq_len=16" in message and "\n" not in message
+
+
+def test_the_first_samples_are_those_of_whole_steps_in_the_first_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = make(tmp_path, window=50)
+    stream = Stream(windows, seed=SEED)
+    held = list(stream.section(Cursor(), 0))
+    part = divide(2, last=1000, blocks=2)
+    size = part.division.global_batch
+    steps = len(held) // size
+    assert 0 < steps < FIRST_STEPS and len(held) % size
+    read, left, cursor = first_samples(stream, Cursor(), *part)
+    assert read["id"].to_pylist() == [each.sample.id for each in held[: steps * size]]
+    assert left == range(1 + steps, 1001) and cursor == cursors(stream, steps, blocks=2)[-1]
+
+    def nothing(cursor: Cursor, steps: range) -> bool:
+        read, left, after = first_samples(stream, cursor, part.division, steps)
+        return (len(read), left, after) == (0, steps, cursor)
+
+    assert first_samples(stream, Cursor(), part.division, range(1, 3))[1] == range(2, 3), "Ray Data has the last step"
+    assert nothing(Cursor(), range(5, 6))
+    assert nothing(held[-size].after, part.steps), "the window has less than a step"
+    monkeypatch.setattr("raytune_fsdp.launch.ray.stream.FIRST_BYTES", 1000)
+    assert nothing(Cursor(), part.steps)
 
 
 def test_census_on_all_cpus(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, processors
-from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.pre_tokenizers import ByteLevel, Whitespace
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from raytune_fsdp.config import ChatFormat
@@ -383,10 +383,19 @@ def swallowing() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
 
 
+@functools.cache
+def swallowing_and_prefixing() -> PreTrainedTokenizerBase:
+    """Puts a space in front of every piece, perhaps in place of one that was swallowed."""
+    backend = copy.deepcopy(swallowing().backend_tokenizer)
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=True)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+
+
 @pytest.mark.thorough
 @settings(max_examples=300, deadline=None)
+@example(tokenizer=swallowing_and_prefixing, parts=[(" q</s> ", False), ("7", True), ("x", False)])
 @given(
-    tokenizer=st.sampled_from([demo, chat, normalizing, swallowing]),
+    tokenizer=st.sampled_from([demo, chat, normalizing, swallowing, swallowing_and_prefixing]),
     parts=st.lists(st.tuples(TEXT, st.booleans()), min_size=1, max_size=6),
 )
 def test_what_is_known_by_bytes_is_what_the_tokenizer_says(tokenizer: Any, parts: list[tuple[str, bool]]) -> None:
@@ -396,7 +405,7 @@ def test_what_is_known_by_bytes_is_what_the_tokenizer_says(tokenizer: Any, parts
             spans.append((len(text), len(text) + len(part)))
         text += part
     quick, asking = SpanEncoder(tokenizer()), SpanEncoder(tokenizer())
-    asking._quick = False
+    asking._bytes = None
     (found,), (wanted,) = quick.encode([text], [spans]), asking.encode([text], [spans])
     assert found.ids.tolist() == wanted.ids.tolist() and found.missed == wanted.missed
     assert found.trained is not None and wanted.trained is not None

@@ -118,6 +118,9 @@ def test_files_that_no_checkpoint_could_list_are_refused_before_training(
     assert resume.files_of(train) == {f"data.{key}": files for key, files in names.items()}
     monkeypatch.setattr(resume, "_MOST_NAMED", 499)
     assert resume.files_of(train) == {}, "names are only for messages"
+    monkeypatch.setattr(resume, "_MOST_NAMED", 500)
+    monkeypatch.setattr(resume, "_NAMES_BYTES", 500 * len("0.jsonl"))
+    assert resume.files_of(train) == {}, "some names are longer"
     some = RunState(identity={"data.train.x.files": ["0" * 32] * 500})
     check_size(some)
     for limit, value in (("MAX_VALUES", state._MARGIN_VALUES + 500), ("STATE_BYTES", state._MARGIN_BYTES + 500 * 32)):

@@ -62,6 +62,11 @@ def test_a_second_start_is_refused_by_name_until_the_first_ends(tmp_path: Path) 
     assert not is_locked(place)
     assert not (tmp_path / "runs").exists(), "a refused run leaves nothing behind"
     with locked(config):
+        place.lock.unlink()  # as the refusal advises for a lost machine; and another command has begun
+        place.lock.touch()
+    assert place.lock.exists(), "the other's"
+    place.lock.unlink()
+    with locked(config):
         (place.path / "events.jsonl").touch()
     assert [path.name for path in place.path.iterdir()] == ["events.jsonl"]
 

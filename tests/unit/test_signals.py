@@ -83,11 +83,12 @@ def test_a_second_stop_ends_a_rank_and_the_first_one_sent_twice_does_not() -> No
     command = [sys.executable, "-c", STOPPED]
     with subprocess.Popen([*command, "hangs"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "training\n"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)  # a scheduler, and then a person
         assert process.stdout.readline() == "stopping\n"
-        process.send_signal(signal.SIGINT)
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(signals._TOGETHER_SECONDS + 0.5)
+        for kind in (signal.SIGTERM, signal.SIGINT):
+            process.send_signal(kind)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(signals._TOGETHER_SECONDS + 0.5)
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == -signal.SIGINT
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

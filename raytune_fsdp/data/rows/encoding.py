@@ -71,10 +71,10 @@ class SpanEncoder:
                 "for; use a tokenizer with a tokenizer.json, or datasets with format.type=tokens"
             )
         description = tokenizer.backend_tokenizer.to_str()
-        self._whole, self._inner, self.prefix, self.suffix = _backends(description, tokenizer.eos_token or "a")
+        backends = _backends(description, tokenizer.eos_token or "a")
+        self._whole, self._inner, self._bytes, self.prefix, self.suffix = backends
         self._description = description
         self._added = np.array(sorted(self._whole.get_added_tokens_decoder()), dtype=np.int32)
-        self._quick = is_byte_level(json.loads(description))
 
     def encode(
         self,
@@ -97,12 +97,12 @@ class SpanEncoder:
     ) -> list[Tokens]:
         results: list[Tokens | None] = [None] * len(texts)
         # Without offsets: where tokens lie is not asked, or known by their bytes.
-        quick = [i for i, given in enumerate(spans) if not literals[i] and (given is None or self._quick)]
+        quick = [i for i, given in enumerate(spans) if not literals[i] and (given is None or self._bytes)]
         encodings = self._whole.encode_batch_fast([texts[index] for index in quick], add_special_tokens=False)
         for index, encoding in zip(quick, encodings, strict=True):
             results[index] = self._tokens_by_bytes(texts[index], spans[index], _ids(encoding))
         if sum(results[index] is None for index in quick) > len(quick) // 2:
-            self._quick = False  # the wrong tokenizer or template for it, and to encode twice takes twice as long
+            self._bytes = None  # the wrong tokenizer or template for it, and to encode twice takes twice as long
         todo = {
             index: _Text(text, given if given is not None else (), literal, [_Piece(0, len(text))])
             for index, (text, given, literal) in enumerate(zip(texts, spans, literals, strict=True))
@@ -133,7 +133,8 @@ class SpanEncoder:
     def _tokens_by_bytes(self, text: str, spans: Sequence[Span] | None, ids: Int32Array) -> Tokens | None:
         if spans is None:
             return Tokens(ids, None)
-        place = _byte_tokens(self._description).places(text, ids, (border for span in spans for border in span))
+        assert self._bytes is not None
+        place = self._bytes.places(text, ids, (border for span in spans for border in span))
         return None if place is None else _marked(ids, spans, place)
 
     def _tokens(self, text: _Text, encodings: Sequence[Encoding]) -> Tokens | None:
@@ -250,8 +251,9 @@ def _chunks(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 # Shared by the datasets of a run: with a large vocabulary each tokenizer takes some 100 MB.
 @lru_cache(maxsize=2)
-def _backends(description: str, probe: str) -> tuple[Tokenizer, Tokenizer, list[int], list[int]]:
-    """A tokenizer for whole texts, one for pieces after a cut, and the special tokens that go around a text.
+def _backends(description: str, probe: str) -> tuple[Tokenizer, Tokenizer, ByteTokens | None, list[int], list[int]]:
+    """A tokenizer for whole texts, one for pieces after a cut, the bytes of its tokens unless it has to be asked where
+    they lie, and the special tokens that go around a text.
 
     Copies: truncation and padding of the original change with its callers.
     """
@@ -266,12 +268,9 @@ def _backends(description: str, probe: str) -> tuple[Tokenizer, Tokenizer, list[
     # SentencePiece-like tokenizers put a space in front of a text. A piece after a cut must not get one.
     spaceless = _without_prefix(content)
     inner = whole if spaceless == content else Tokenizer.from_str(json.dumps({**spaceless, "post_processor": None}))
-    return whole, inner, prefix, suffix
-
-
-@lru_cache(maxsize=2)
-def _byte_tokens(description: str) -> ByteTokens:
-    return ByteTokens(Tokenizer.from_str(description))
+    # A space in front of a text may replace one that a token has swallowed: the bytes are the text's all the same.
+    by_bytes = ByteTokens(whole) if inner is whole and is_byte_level(content) else None
+    return whole, inner, by_bytes, prefix, suffix
 
 
 @lru_cache(maxsize=2)

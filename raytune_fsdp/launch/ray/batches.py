@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -16,8 +16,9 @@ from raytune_fsdp.data.stream import StreamSample
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.division import Division
 from raytune_fsdp.errors import TransientError
-from raytune_fsdp.launch.ray.stream import TOKEN_COLUMNS
+from raytune_fsdp.launch.ray.stream import TOKEN_COLUMNS, cut
 from raytune_fsdp.launch.ray.tasks import own_errors
+from raytune_fsdp.threads import in_thread
 from raytune_fsdp.types import Batch, Cursor, PackedSample, StepBatches
 
 if TYPE_CHECKING:
@@ -32,28 +33,37 @@ def ray_batches(
     steps: range,
     *,
     data_rank: int,
+    first: pa.Table | None = None,
     device: torch.device | str = "cpu",
 ) -> Iterator[StepBatches]:
-    """The batches of `rank_batches`, from this rank's shard of a `stream_dataset` that begins with the first step."""
+    """The batches of `rank_batches`: of the `first` samples, and then from this rank's shard of a `stream_dataset` that
+    begins with the step after them."""
     ahead = 2 * max(division.rounds(steps[0]), 2)
-    arriving = shard.iter_torch_batches(
-        batch_size=None, prefetch_batches=ahead, collate_fn=ToBlock(division, device), device="cpu"
-    )
-    with closing(iter(arriving)) as arrived, own_errors():
-        # Ask at once, also where the first step has no block for this rank: Ray Data starts when all ranks have asked.
-        blocks = chain([next(arrived, None)], arrived)
+    to_block = ToBlock(division, device)
+    arrived = iter(shard.iter_torch_batches(batch_size=None, prefetch_batches=ahead, collate_fn=to_block, device="cpu"))
+    # Ask at once, also where the first step has no block for this rank: Ray Data starts when all ranks have asked.
+    asked = in_thread(lambda: next(arrived, None), "first-block")
+    try:
+        samples = 0 if first is None else len(first)
+        tables = cut(iter([first]), division.micro_batch, samples, division.first_block(steps[0]))
+        own_tables = (table for table in tables if table["block"][0].as_py() % division.data_ranks == data_rank)
+        blocks = chain(map(to_block, own_tables), map(Future.result, [asked]), arrived)
         for step in steps:
             own: list[Batch] = []
             built = 0
             for index, size in enumerate(division.block_sizes(step)):
                 if division.owner(step, index) == data_rank:
-                    block = next(blocks, None)
+                    with own_errors():
+                        block = next(blocks, None)
                     number = division.first_block(step) + index
                     if block is None or block.number != number or len(block.batch.sample_ids) != size:
                         raise _out_of_order(data_rank, number, size, block)
                     own.append(block.batch)
                     built += block.windows_built
             yield fill_up(step, own, division, windows, device, windows_built=built)
+    finally:
+        if asked.done():  # else a thread is in it, and ends with the process
+            arrived.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray.board import Board
 from raytune_fsdp.launch.ray.exports import Exports
 from raytune_fsdp.launch.ray.failures import ControllerWatch, FailureWatch, first_cause, in_words, underlying
-from raytune_fsdp.launch.ray.follow import Follow, in_thread
+from raytune_fsdp.launch.ray.follow import Follow
 from raytune_fsdp.launch.ray.rank import RankJob, train_rank
 from raytune_fsdp.launch.ray.resources import Request, check, may_grow, nodes, request, scaling_config
 from raytune_fsdp.launch.ray.session import Session
@@ -43,6 +43,7 @@ from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.record import mlflow_tracker, run_start
 from raytune_fsdp.run.standing import Prepared, Standing, on_world
 from raytune_fsdp.rundir import RunDir, storage_of
+from raytune_fsdp.threads import in_thread
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import append_event
 from raytune_fsdp.tracking.mlflow import mlflow_installed
@@ -96,7 +97,6 @@ def run(
     standing = on_world(config, prepared, standing, asked.workers)
     with environment(RAY_TRAIN):
         _train(config, prepared, standing, asked, session=session, signals=signals, phases=phases, say=say)
-    signals.check_export(config.export.at_end)
     return prepared, standing
 
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict
-from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
@@ -35,11 +34,10 @@ from raytune_fsdp.launch.ray.resources import Request, nodes, waiting_for
 from raytune_fsdp.launch.shared_storage import Token
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.threads import in_thread
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import append_event
 from raytune_fsdp.types import StopReason
-
-T = TypeVar("T")
 
 _READ_SECONDS = 0.5  # how late a signal is seen at most
 _FIRST_WORD_SECONDS, _NEXT_WORD_SECONDS = 15.0, 60.0
@@ -61,20 +59,6 @@ _STORAGE_SECONDS = 5.0  # how long a message waits for the number of the last co
 _ABORT_SECONDS = 2.0
 """How long Ray Train's controller is given to end by itself, before it is killed. One that waits for resources cannot
 hear that; one that can takes 0.3 s."""
-
-
-def in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Run a call that cannot be interrupted. In a daemon thread, not a pool: the process may end before the call."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    Thread(target=run, name=name, daemon=True).start()
-    return outcome
 
 
 class Follow:

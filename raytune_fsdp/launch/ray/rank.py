@@ -132,25 +132,29 @@ def _batches(
 ) -> Iterator[StepBatches]:
     """This rank's batches through Ray Data. Rank 0 opens the stream: only one process may decide where it begins.
 
-    The first batch is made while the model is being loaded.
+    The first batch is made while the model is being loaded. Ray Data starts while the first steps are trained, whose
+    samples rank 0 reads itself.
     """
     from raytune_fsdp.data.stream import Stream
     from raytune_fsdp.launch.ray.batches import ray_batches
-    from raytune_fsdp.launch.ray.stream import split, stream_dataset
+    from raytune_fsdp.launch.ray.stream import first_samples, split, stream_dataset
 
     division, state = standing.plan.division, standing.state
     steps = standing.steps_left
     if rank == 0:
+        stream = Stream(prepared.train, seed=job.config.run.seed)
+        read, left, cursor = first_samples(stream, state.cursor, division, steps)
+        prepared.train.forget()
         dataset = stream_dataset(
-            Stream(prepared.train, seed=job.config.run.seed),
-            state.cursor,
+            stream,
+            cursor,
             micro_batch=division.micro_batch,
-            samples=division.samples_of_steps(steps[0], steps[-1]),
-            first_block=division.first_block(steps[0]),
+            samples=division.samples_of_steps(left[0], left[-1]),
+            first_block=division.first_block(left[0]),
         )
-        job.board.share(key, split(dataset, division.data_ranks))
-    shard = job.board.shared(key)[rank]
-    batches = ray_batches(shard, prepared.train, division, steps, data_rank=rank, device=device)
+        job.board.share(key, (read, split(dataset, division.data_ranks)))
+    read, shards = job.board.shared(key)
+    batches = ray_batches(shards[rank], prepared.train, division, steps, data_rank=rank, first=read, device=device)
     threads = ThreadPoolExecutor(1, thread_name_prefix="first-batch")
     first = threads.submit(next, batches)
     first.add_done_callback(lambda _: reached("data"))

@@ -44,8 +44,8 @@ start removes its directory."""
 _COPIES = "working_dir_files"
 """Where Ray puts the working directories of submitted jobs."""
 _KNOCK_SECONDS = 15.0  # for a head on a slow network; ray.init() would try for many minutes
-_late: list[Thread] = []
-"""Threads of commands of this process that ended while their Ray was still starting."""
+_late: list[Event] = []
+"""For each command of this process whose Ray is not closed yet, as it was still starting: set when it is closed."""
 _QUICK = {
     "RAY_USAGE_STATS_ENABLED": "0",  # telemetry is not ours to send
     "RAY_enable_metrics_collection": "0",  # useless without a dashboard, and its start takes a second
@@ -105,11 +105,11 @@ def check_not_in_a_copy(config: FinetuneConfig, run_dir: Path) -> None:
 @contextmanager
 def connecting(config: ClusterConfig, workers: int) -> Iterator[Future[Session]]:
     """Connect to Ray in a thread while the block runs; close the connection at its end."""
-    while _late:
-        _late.pop().join(config.start_seconds)
+    for closed in list(_late):
+        closed.wait(config.start_seconds)
     address = find()
     session: Future[Session] = Future()
-    ended = Event()
+    ended, closed = Event(), Event()
 
     def run() -> None:
         try:
@@ -118,8 +118,12 @@ def connecting(config: ClusterConfig, workers: int) -> Iterator[Future[Session]]
             session.set_exception(error)
         # The thread must outlive the run: for Linux it is the parent of the Ray processes, which end with it.
         ended.wait()
-        if session.exception() is None:
-            session.result().close()
+        try:
+            if session.exception() is None:
+                session.result().close()
+        finally:
+            closed.set()
+            _late.remove(closed)
 
     # A daemon, so that a Ray that does not start cannot keep this process from ending.
     thread = Thread(target=run, name="ray", daemon=True)
@@ -127,10 +131,9 @@ def connecting(config: ClusterConfig, workers: int) -> Iterator[Future[Session]]
     try:
         yield session
     finally:
+        _late.append(closed)  # first: a stop may end the wait
         ended.set()
-        thread.join(_CLOSE_SECONDS)
-        if thread.is_alive():
-            _late.append(thread)
+        closed.wait(_CLOSE_SECONDS)
 
 
 def find() -> str | None:

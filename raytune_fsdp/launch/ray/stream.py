@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from raytune_fsdp.counts import WindowCounts
 from raytune_fsdp.data.census import Places
 from raytune_fsdp.data.stream import Stream, StreamSample
 from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.division import Division
 from raytune_fsdp.launch.ray.tasks import cpus, in_order, on_a_cpu, opened, own_errors
 from raytune_fsdp.types import Cursor
 
@@ -42,6 +43,10 @@ FIRST_AHEAD = 8
 
 READY_BYTES = 256 << 20
 """Blocks that are ready take at most this much of the object store, or four blocks per rank if that is more."""
+
+FIRST_STEPS, FIRST_BYTES = 8, 64 << 20
+"""Steps whose samples rank 0 reads itself, and the most that these take. Ray Data needs 5 s to start the processes of a
+stream (docs/results.md): eight steps of a model that is worth several GPUs take as long."""
 
 COUNTED_PER_CPU = 2
 """Windows in flight per CPU in a census, so that no CPU waits for its next window."""
@@ -61,8 +66,7 @@ def stream_dataset(stream: Stream, cursor: Cursor, *, micro_batch: int, samples:
     dataset = ray.data.read_datasource(
         source, override_num_blocks=1, num_cpus=0, label_selector={"ray.io/node-id": here}
     )
-    # A row of `_to_table`: int32 tokens, and five 8-byte columns with the number of the block.
-    block_bytes = micro_batch * (4 * len(TOKEN_COLUMNS) * stream.windows.seq_len + 8 * 5)
+    block_bytes = micro_batch * _sample_bytes(stream.windows.seq_len)
     context = dataset.context
     context.set_config(_FIRST_BLOCK, first_block)
     context.set_config(_BYTES_PER_BLOCK, block_bytes)
@@ -73,6 +77,36 @@ def stream_dataset(stream: Stream, cursor: Cursor, *, micro_batch: int, samples:
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     return dataset
+
+
+def first_samples(stream: Stream, cursor: Cursor, division: Division, steps: range) -> tuple[pa.Table, range, Cursor]:
+    """The samples of the first steps, as far as the window has them that the stream begins in; the steps that are left,
+    and where those begin. For them a run need not wait until Ray Data has started, which takes seconds.
+    """
+    seq_len = stream.windows.seq_len
+    # Ray Data always has the last step, which may be short.
+    most = min(FIRST_STEPS, FIRST_BYTES // (_sample_bytes(seq_len) * division.global_batch), len(steps) - 1)
+    samples = list(islice(stream.section(cursor, 0), most * division.global_batch)) if most else []
+    num = len(samples) // division.global_batch
+    samples = samples[: num * division.global_batch]
+    return _to_table(samples, seq_len), steps[num:], samples[-1].after if samples else cursor
+
+
+def cut(tables: Iterator[pa.Table], micro_batch: int, samples: int, first_block: int) -> Iterator[pa.Table]:
+    """The first `samples` samples of these tables as numbered blocks."""
+    rest: pa.Table | None = None
+    block, left = first_block, samples
+    while left:
+        table = next(tables).slice(0, left)
+        left -= len(table)
+        if rest is not None:
+            table = pa.concat_tables([rest, table])
+        whole = len(table) if not left else len(table) // micro_batch * micro_batch
+        for first in range(0, whole, micro_batch):
+            part = table.slice(first, min(micro_batch, whole - first))
+            yield part.append_column("block", pa.array(np.full(len(part), block, dtype=np.int64)))
+            block += 1
+        rest = table.slice(whole)
 
 
 class StreamDatasource(Datasource):  # type: ignore[misc]
@@ -114,20 +148,8 @@ def build_on_ray(windows: Windows, places: Places) -> Iterator[tuple[WindowCount
 
 def _blocks(held: ObjectRef, cursor: Cursor, micro_batch: int, samples: int, first_block: int) -> Iterator[pa.Table]:
     """Runs in the source's task."""
-    rest: pa.Table | None = None
-    block, left = first_block, samples
     with closing(_sections(held, cursor)) as tables:
-        while left:
-            table = next(tables).slice(0, left)
-            left -= len(table)
-            if rest is not None:
-                table = pa.concat_tables([rest, table])
-            whole = len(table) if not left else len(table) // micro_batch * micro_batch
-            for first in range(0, whole, micro_batch):
-                part = table.slice(first, min(micro_batch, whole - first))
-                yield part.append_column("block", pa.array(np.full(len(part), block, dtype=np.int64)))
-                block += 1
-            rest = table.slice(whole)
+        yield from cut(tables, micro_batch, samples, first_block)
 
 
 def _sections(held: ObjectRef, cursor: Cursor) -> Generator[pa.Table, None, None]:
@@ -160,6 +182,11 @@ def _count(held: Sequence[ObjectRef], epoch: int, k: int) -> tuple[WindowCounts,
 
 
 _section_task, _count_task = on_a_cpu(_section), on_a_cpu(_count)
+
+
+def _sample_bytes(seq_len: int) -> int:
+    """Of a row of `_to_table`: int32 tokens, and five 8-byte columns with the number of the block."""
+    return 4 * len(TOKEN_COLUMNS) * seq_len + 8 * 5
 
 
 def _to_table(samples: Sequence[StreamSample], seq_len: int) -> pa.Table:
