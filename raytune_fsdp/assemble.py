@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TextIO
 
@@ -21,13 +22,15 @@ from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.estimate.flops import Architecture
-from raytune_fsdp.evaluate import check_packing, score
+from raytune_fsdp.evaluate import check_network, score
 from raytune_fsdp.loop import Parts
 from raytune_fsdp.metrics import Meter
+from raytune_fsdp.model.attention import Choice, choose, use
 from raytune_fsdp.model.fill import fill
-from raytune_fsdp.model.network import build_network, count_architecture
+from raytune_fsdp.model.head import choose_loss, install
+from raytune_fsdp.model.network import MASTER_DTYPE, build_network, count_architecture
 from raytune_fsdp.optim import Optimizer, build_optimizer
-from raytune_fsdp.parallel import make_mesh, shard
+from raytune_fsdp.parallel import COMPUTE_DTYPE, make_mesh, shard
 from raytune_fsdp.run.initial_weights import first_weights
 from raytune_fsdp.run.record import open_run, start_tracker
 from raytune_fsdp.run.standing import Prepared, Standing
@@ -65,21 +68,20 @@ def assemble(
     """Build everything. Collective: needs the process group."""
     hooks = hooks or LauncherHooks()
     plan, state = standing.plan, standing.state
-    model, optimizer, architecture = _learner(config, prepared, standing, device)
+    model, optimizer, architecture, kernels = _learner(config, prepared, standing, device)
     # On the model itself: some architectures take position_ids and still let packed documents see each other.
-    if config.data.packing != "none":
-        check_packing(model, config.data.packing)
+    check_network(model, config.data.packing)
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")
-    tracker = start_tracker(config, prepared, standing, opened, hooks.console)
+    tracker = start_tracker(config, prepared, standing, opened, kernels, hooks.console)
     stream = Stream(prepared.train, seed=config.run.seed)
     batches = hooks.batches or rank_batches(
         stream, plan.division, standing.steps_left,
         cursor=state.cursor, data_rank=dist.get_rank(), device=device,
     )  # fmt: skip
     meter = Meter(
-        plan, architecture, device, windows=prepared.train.count, cursor=state.cursor,
+        plan, architecture, device, windows=prepared.train.count, cursor=state.cursor, datasets=prepared.train.names,
         max_skipped=config.optim.max_skipped, checkpoints=prepared.place.checkpoints,
         skipped_in_row=state.skipped_in_row,
     )  # fmt: skip
@@ -107,17 +109,18 @@ def assemble(
             saved=hooks.saved,
         ),
         tracker=tracker,
-        state=_next_state(prepared, standing),
+        state=_next_state(prepared, standing, kernels),
     )
 
 
-def _next_state(prepared: Prepared, standing: Standing) -> RunState:
+def _next_state(prepared: Prepared, standing: Standing, kernels: Mapping[str, Choice]) -> RunState:
     """The state that this attempt starts from and saves: the checkpoint's, with the identity and the world of today."""
     return replace(
         standing.state,
         schedule_steps=standing.plan.schedule_steps,
         identity=prepared.identity,
         files=prepared.files_of_data,
+        kernels={what: choice.name for what, choice in kernels.items()},
         attempt=standing.attempt,
         world_size=standing.plan.layout.world,
     )
@@ -125,19 +128,38 @@ def _next_state(prepared: Prepared, standing: Standing) -> RunState:
 
 def _learner(
     config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device
-) -> tuple[PreTrainedModel, Optimizer, Architecture]:
+) -> tuple[PreTrainedModel, Optimizer, Architecture, Mapping[str, Choice]]:
     """The network, sharded, and its optimizer, as they are before the attempt's first step."""
-    model = build_network(prepared.hf_config, config)
+    # Of its own, because the attention is noted in it.
+    model = build_network(copy.deepcopy(prepared.hf_config), config)
+    kernels = _choose(config, prepared, standing, model, device)
     architecture = count_architecture(model)  # before sharding: by the shapes of whole weights
     shard(model, make_mesh(standing.plan.layout, device), config.parallel)
     if standing.checkpoint is None:
         weights, mode = first_weights(config, prepared.origin, model)
         fill(model, weights, mode, device)
-        return model, build_optimizer(model, config.optim), architecture
+        return model, build_optimizer(model, config.optim), architecture, kernels
     fill(model, None, "empty", device)  # the checkpoint holds every tensor
     optimizer = build_optimizer(model, config.optim)
     load(model, optimizer, standing.checkpoint)
-    return model, optimizer, architecture
+    return model, optimizer, architecture, kernels
+
+
+def _choose(
+    config: FinetuneConfig, prepared: Prepared, standing: Standing, model: PreTrainedModel, device: torch.device
+) -> Mapping[str, Choice]:
+    """Give the network its attention and its loss."""
+    # States from before there was a choice name none: those runs have transformers' attention and the plain loss.
+    before = {"attention": model.config._attn_implementation, "loss": "plain", **standing.state.kernels}
+    kept = before if standing.checkpoint is not None else {}
+    precision = config.parallel.precision
+    dtype = COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])
+    chosen = config.model
+    attention = choose(chosen.attention, prepared.needs, kept=kept.get("attention"), device=device, dtype=dtype)
+    loss = choose_loss(chosen.loss, prepared.needs, kept=kept.get("loss"))
+    if loss.name == "chunked":
+        install(model)
+    return {"attention": use(model, attention), "loss": loss}
 
 
 def _saver(

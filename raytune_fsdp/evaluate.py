@@ -16,14 +16,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from raytune_fsdp.data.batches import eval_batches
 from raytune_fsdp.data.rows.templates import ChatTemplate, Refused
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import ConfigError, DataError
-from raytune_fsdp.model.attention import leak_between_documents, positions_of
+from raytune_fsdp.errors import ConfigError, DataError, ModelError
+from raytune_fsdp.model.attention import SIXTEEN_BITS, positions_of, without_borders
 from raytune_fsdp.model.network import class_name
+from raytune_fsdp.model.proof import error_of_kernel, error_of_loss, leak_between_documents
 from raytune_fsdp.parallel import release_gathered
 from raytune_fsdp.step import eval_step
+from raytune_fsdp.tracking.names import evaluation_accuracy, evaluation_loss
 
-# Separates rounding in the type of the weights, far below, from another document's tokens, far above.
-_LEAK = 1e-5
+# Separates rounding, far below, from another document's tokens, far above. The same products with other tokens beside
+# them give the same bits, but experts in 16 bits get batches of other sizes.
+_LEAK, _LEAK_OF_EXPERTS = 1e-5, 2e-2
+
+_ERROR = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+"""A kernel's largest error, relative to its largest value. One that leaks, or ignores a window, is off by 1."""
 
 
 @contextmanager
@@ -41,19 +47,19 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 def losses(
     model: PreTrainedModel, datasets: Mapping[str, Windows], *, micro_batch: int, data_ranks: int, device: torch.device
 ) -> dict[str, float]:
-    """Loss per target token of each dataset, over all ranks. Collective."""
-    results = {}
+    """Loss per target token and accuracy of each dataset, by the names of metrics, over all ranks. Collective."""
+    results: dict[str, float] = {}
     with evaluating(model):
         for name, windows in datasets.items():
-            sums = torch.zeros(2, dtype=torch.float64, device=device)
+            sums = torch.zeros(3, dtype=torch.float64, device=device)
             blocks = eval_batches(
                 windows, micro_batch=micro_batch, data_ranks=data_ranks, data_rank=dist.get_rank(), device=device
             )
             for block in blocks:
                 sums += eval_step(model, block)
             dist.all_reduce(sums)
-            total, targets = sums.tolist()
-            results[name] = total / targets
+            total, right, targets = sums.tolist()
+            results |= {evaluation_loss(name): total / targets, evaluation_accuracy(name): right / targets}
     return results
 
 
@@ -69,7 +75,7 @@ def answers(
 ) -> list[str]:
     """The model's answer to each prompt, by greedy decoding. Collective."""
     device = next(model.parameters()).device
-    with evaluating(model):
+    with evaluating(model), without_borders(model):
         return [answer(model, tokenizer, prompt, max_new_tokens=max_new_tokens, device=device) for prompt in prompts]
 
 
@@ -120,15 +126,31 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, positions:
     return ids
 
 
-def check_packing(model: PreTrainedModel, packing: str) -> None:
-    """Refuse to pack documents for a model in which one document sees another. Collective."""
+def check_network(model: PreTrainedModel, packing: str) -> None:
+    """Refuse an attention or a loss that computes something else, and packing where one document sees another.
+    Collective."""
     with evaluating(model):
-        change = leak_between_documents(model)
+        error, dtype = error_of_kernel(model)
+        change = leak_between_documents(model) if packing != "none" else 0.0
+        loss = error_of_loss(model)
+    leak = _LEAK_OF_EXPERTS if dtype in SIXTEEN_BITS and model._can_set_experts_implementation() else _LEAK
     # The sum makes every rank refuse if one does.
-    leaks = torch.tensor(float(change > _LEAK))
-    dist.all_reduce(leaks)
-    if leaks:
-        refuse_leak(model, packing, max(change, 2 * _LEAK))
+    wrong = torch.tensor(
+        [float(not error <= _ERROR[dtype]), float(not change <= leak), float(not loss <= _ERROR[dtype])]
+    )
+    dist.all_reduce(wrong)
+    if wrong[0]:
+        raise ModelError(
+            f"model.attention: {model.config._attn_implementation} is wrong here: its results are off by up to "
+            f"{error:.1e} from attention by the book in {str(dtype)[6:]}; set model.attention=sdpa"
+        )
+    if wrong[1]:
+        refuse_leak(model, packing, max(change, 2 * leak))
+    if wrong[2]:
+        raise ModelError(
+            f"model.loss: losses are off by up to {loss:.1e} from those of the network's own logits; "
+            "set model.loss=plain"
+        )
 
 
 def refuse_leak(model: PreTrainedModel, packing: str, change: float) -> None:

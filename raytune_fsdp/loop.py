@@ -104,12 +104,11 @@ def _log(parts: Parts) -> None:
 
 def _evaluate(parts: Parts, step: int) -> None:
     config, division = parts.config, parts.plan.division
-    losses = evaluate.losses(
+    values = evaluate.losses(
         parts.model, parts.evals,
         micro_batch=division.micro_batch, data_ranks=division.data_ranks, device=parts.device,
     )  # fmt: skip
-    if losses:
-        values = {names.evaluation_loss(name): loss for name, loss in losses.items()}
+    if values:
         parts.tracker.evaluation(step, values)
         parts.saves.scored(step, evaluate.score(values, config.checkpoint.best))
     prompts = config.eval.prompts

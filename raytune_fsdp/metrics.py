@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +39,7 @@ class Meter:
         *,
         windows: Callable[[int], int],
         cursor: Cursor,
+        datasets: Sequence[str],
         max_skipped: int,
         checkpoints: str,
         skipped_in_row: int = 0,
@@ -47,6 +48,7 @@ class Meter:
         self._architecture = architecture
         self._device = device
         self._windows = windows
+        self._datasets = datasets
         self.cursor = cursor
         """The sample after the last fetched step: a run that stops there continues from it."""
         self._max_skipped = max_skipped
@@ -94,7 +96,10 @@ class Meter:
     def _metrics(self, pending: _Pending, packed: list[int], values: list[float], seconds: float) -> StepMetrics:
         counts = StepCounts.unpack(packed, pending.step, self._plan.division)
         self.cursor = counts.cursor
-        loss, norm, skipped = values
+        loss, norm, skipped, *by_dataset = values
+        sums, right = by_dataset[: len(counts.by_dataset)], by_dataset[len(counts.by_dataset) :]
+        each = zip(self._datasets, sums, right, counts.by_dataset, strict=True)
+        datasets = tuple((name, total / many, hits / many, many) for name, total, hits, many in each if many)
         flops = training_flops(self._architecture, tokens=counts.tokens, attended_pairs=counts.attended_pairs)
         world = self._plan.layout.world
         return StepMetrics(
@@ -113,6 +118,8 @@ class Meter:
             tokens_per_second=counts.tokens / seconds,
             mfu=mfu(flops, seconds=seconds, devices=world, peak_flops=self._peak) if self._peak else None,
             memory_bytes=self._memory(),
+            accuracy=sum(right) / counts.target_tokens if counts.target_tokens else None,
+            datasets=datasets if len(self._datasets) > 1 else (),
             windows_built=counts.windows_built,
         )
 

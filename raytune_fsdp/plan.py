@@ -47,6 +47,8 @@ class Plan:
     eval_every: int
     save_every: int
     layout: Layout
+    datasets: int
+    """How many datasets are trained on."""
 
     def due(self, step: int, every: int) -> bool:
         """Whether something with this cadence is due after this step. After the last step everything is."""
@@ -118,6 +120,7 @@ def resolve(
         eval_every=config.eval.every or steps,
         save_every=config.checkpoint.every or steps,
         layout=layout,
+        datasets=len(config.data.train),
     )
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.config import OptimConfig, ParallelConfig
 from raytune_fsdp.keyed import derive_key
+from raytune_fsdp.model.head import Losses
 from raytune_fsdp.model.loss import block_loss
 from raytune_fsdp.optim import Optimizer, local_gradients
 from raytune_fsdp.parallel import set_gradient_sync
@@ -62,7 +63,8 @@ class StepTensors:
     counts: torch.Tensor
     """int64: `StepCounts`, packed."""
     values: torch.Tensor
-    """float64: loss, gradient norm, 1 if the update was skipped."""
+    """float64: loss, gradient norm, 1 if the update was skipped; then the sum of losses of each dataset, and of each how
+    many targets were the model's first choice."""
 
 
 def train_step(
@@ -79,34 +81,39 @@ def train_step(
 ) -> StepTensors:
     """Forward, backward and update over one global batch. All ranks must call this with the same number of blocks."""
     device = scale.value.device
-    counts = torch.tensor(StepCounts.pack(batches, plan.division), dtype=torch.int64)
+    counts = torch.tensor(StepCounts.pack(batches, plan.division, plan.datasets), dtype=torch.int64)
     counts = counts.to(device, non_blocking=True)
     dist.all_reduce(counts)
     # A step without a single target has loss 0, not 0/0.
     targets = counts[0].clamp(min=1)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    by_dataset = torch.zeros(2, plan.datasets, dtype=torch.float64, device=device)
     for k, block in enumerate(batches.blocks):
         set_gradient_sync(model, last=k == len(batches.blocks) - 1, config=parallel)
         _seed_block(seed, batches.step, block)
-        loss = block_loss(model, block)
+        losses = block_loss(model, block)
+        loss = losses.total
         loss_sum += loss.detach()
+        by_dataset += _by_dataset(losses, block, plan.datasets)
         # Divided by the targets of the global batch before backward; gradients are then only summed, over blocks and
         # ranks. An average over ranks would weight a token by how many others its rank happens to have.
         (loss * (scale.value / targets).to(loss.dtype)).backward()  # type: ignore[no-untyped-call]
     grads = local_gradients(model.parameters())
-    loss_value, norm = _global_loss_and_norm(loss_sum, grads, targets, scale, replicas=plan.layout.replicas)
+    loss_value, norm = _sum_over_ranks(loss_sum, by_dataset, grads, targets, scale, replicas=plan.layout.replicas)
     finite = torch.isfinite(loss_value) & torch.isfinite(norm)
     _clip(grads, norm, optim.max_grad_norm, scale)
     optimizer.step(lr_factor, (~finite).float())
     scale.update(finite)
-    return StepTensors(counts=counts, values=torch.stack([loss_value, norm, (~finite).double()]))
+    values = torch.cat([torch.stack([loss_value, norm, (~finite).double()]), by_dataset.flatten()])
+    return StepTensors(counts=counts, values=values)
 
 
 @torch.no_grad()
 def eval_step(model: PreTrainedModel, block: Batch) -> torch.Tensor:
-    """Loss sum and target tokens of one block on this rank, in float64. All ranks must call this (sharded forward)."""
-    loss = block_loss(model, block)
-    return torch.stack([loss.double(), torch.tensor(float(block.target_tokens), dtype=torch.float64).to(loss.device)])
+    """Loss sum, right choices and target tokens of one block on this rank, in float64. All ranks must call this."""
+    losses = block_loss(model, block)
+    targets = torch.tensor(float(block.target_tokens), dtype=torch.float64).to(losses.total.device)
+    return torch.stack([losses.total.double(), losses.right.sum().double(), targets])
 
 
 def _seed_block(seed: int, step: int, block: Batch) -> None:
@@ -118,17 +125,31 @@ def _seed_block(seed: int, step: int, block: Batch) -> None:
         torch.cuda.manual_seed(key)
 
 
-def _global_loss_and_norm(
-    loss_sum: torch.Tensor, grads: list[torch.Tensor], targets: torch.Tensor, scale: LossScale, *, replicas: int
+def _by_dataset(losses: Losses, block: Batch, datasets: int) -> torch.Tensor:
+    """The sums of losses and of right choices of each dataset."""
+    # A product, because index_add on a GPU adds in any order.
+    member = (block.targets.datasets[:, None] == torch.arange(datasets, device=losses.each.device)).double()
+    return torch.stack([losses.each.double(), losses.right.double()]) @ member
+
+
+def _sum_over_ranks(
+    loss_sum: torch.Tensor,
+    by_dataset: torch.Tensor,
+    grads: list[torch.Tensor],
+    targets: torch.Tensor,
+    scale: LossScale,
+    *,
+    replicas: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss per target token and norm of the whole gradient, the same bits on every rank."""
+    """Loss per target token and norm of the whole gradient, the same bits on every rank. `by_dataset` in place."""
     # 16-bit gradients (bf16_pure) have too few digits to sum their own squares.
     wide = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
     squares = torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).double().square().sum()
-    both = torch.stack([loss_sum, squares])
-    dist.all_reduce(both)
-    norm = (both[1] / replicas).sqrt() / scale.value  # every replica counted the same gradient
-    return both[0] / targets, norm
+    sums = torch.cat([torch.stack([loss_sum, squares]), by_dataset.flatten()])
+    dist.all_reduce(sums)
+    by_dataset.copy_(sums[2:].view_as(by_dataset))
+    norm = (sums[1] / replicas).sqrt() / scale.value  # every replica counted the same gradient
+    return sums[0] / targets, norm
 
 
 def _clip(grads: list[torch.Tensor], norm: torch.Tensor, max_norm: float | None, scale: LossScale) -> None:

@@ -10,7 +10,7 @@ from raytune_fsdp.types import Cursor, StepBatches
 
 _FIRST_ID = 7
 """Seven numbers come before the sample ids: target tokens, tokens, attended pairs, windows built, and the cursor after
-the step (epoch, window, index)."""
+the step (epoch, window, index). After the ids come the target tokens of each dataset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,21 +24,26 @@ class StepCounts:
     cursor: Cursor
     """The sample after the step's last one."""
     sample_ids: tuple[int, ...]
+    by_dataset: tuple[int, ...]
+    """The target tokens of each dataset."""
 
     @staticmethod
-    def pack(batches: StepBatches, division: Division) -> list[int]:
+    def pack(batches: StepBatches, division: Division, datasets: int) -> list[int]:
         """This rank's share: the sum over all ranks is the global batch's.
 
         Each rank writes the ids of its own blocks in their places and leaves zeros elsewhere; the cursor comes from the
         rank that has the step's last block.
         """
-        counts = [0] * (_FIRST_ID + division.global_batch)
+        first_dataset = _FIRST_ID + division.global_batch
+        counts = [0] * (first_dataset + datasets)
         counts[3] = batches.windows_built
         last = len(division.block_sizes(batches.step)) - 1
         for block in batches.blocks:
             counts[0] += block.target_tokens
             counts[1] += block.tokens
             counts[2] += block.attended_pairs
+            for dataset, many in enumerate(block.targets.by_dataset):
+                counts[first_dataset + dataset] += many
             if block.index == last:
                 counts[4:_FIRST_ID] = [block.after.epoch, block.after.window, block.after.index]
             if not block.is_filler:
@@ -57,4 +62,5 @@ class StepCounts:
             windows_built=built,
             cursor=Cursor(epoch=epoch, window=window, index=index),
             sample_ids=tuple(counts[_FIRST_ID : _FIRST_ID + division.samples_of(step)]),
+            by_dataset=tuple(counts[_FIRST_ID + division.global_batch :]),
         )

@@ -53,6 +53,30 @@ class PackedSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Borders:
+    """Where documents begin in a block laid out as one row, its samples one after another. Padding is a document."""
+
+    starts: torch.Tensor
+    """int32: the first token of each document, and at the end the number of all tokens."""
+    longest: int
+    """Tokens of the longest document."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """The tokens of a block that are trained on, found on the host: only their predictions are ever computed."""
+
+    places: torch.Tensor
+    """int64: for each, the place of the token that predicts it, the samples laid out one after another."""
+    ids: torch.Tensor
+    """int64: what is to be predicted."""
+    datasets: torch.Tensor
+    """int64: the dataset of each, as in `source_ids`."""
+    by_dataset: tuple[int, ...]
+    """How many there are of each dataset, up to the last one that has any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """A block: `micro_batch` packed samples (fewer only at the very end of a run), or a filler.
 
@@ -66,6 +90,8 @@ class Batch:
     labels: torch.Tensor
     position_ids: torch.Tensor
     source_ids: torch.Tensor
+    borders: Borders
+    targets: Targets
     sample_ids: tuple[int, ...]
     """Ids of the packed samples, in order; empty for a filler."""
     tokens: int
@@ -110,6 +136,10 @@ class StepMetrics:
     tokens_per_second: float
     mfu: float | None
     memory_bytes: int
+    accuracy: float | None = None
+    """Share of the target tokens that were the model's first choice."""
+    datasets: tuple[tuple[str, float, float, int], ...] = ()
+    """Of each dataset in the step, where there are several: its name, loss, accuracy and target tokens."""
     windows_built: int = 0
     """Windows that had to be tokenized for this step, because they were not in the cache."""
 

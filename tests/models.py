@@ -112,6 +112,22 @@ ROTATED: dict[str, dict[str, Any]] = {
 }
 """Whose rotary embeddings older versions of transformers described in their own way."""
 
+SCALED: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        **_LIKE_LLAMA, **_HEAD, "query_pre_attn_scalar": 8, "sliding_window": 16, "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0, "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "granite": {**_LIKE_LLAMA, "logits_scaling": 4.0, "tie_word_embeddings": False},
+    "cohere": {**_LIKE_LLAMA, "logit_scale": 0.25},
+    "opt": {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "max_position_embeddings": 128, "word_embed_proj_dim": 32, "dropout": 0.0,
+    },
+    "gptj": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4},
+    "bloom": {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+}  # fmt: skip
+"""With caps and scales on scores and logits, and families whose attention is given other things than most."""
+
 _ALTERNATING = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
 UNUSUAL: dict[str, dict[str, Any]] = {
     "gemma4_text": {
@@ -141,7 +157,7 @@ TIED = ("qwen3", "gemma3_text", "gpt2", "starcoder2", "gemma4_text", "zamba", "z
 
 def architecture(model_type: str, **changes: Any) -> dict[str, Any]:
     """The content of a config.json."""
-    known = {**ARCHITECTURES, **EXPERTS, **REARRANGED, **PARTICULAR, **ROTATED, **UNUSUAL}
+    known = {**ARCHITECTURES, **EXPERTS, **REARRANGED, **PARTICULAR, **ROTATED, **SCALED, **UNUSUAL}
     return {"model_type": model_type, **known[model_type], **changes}
 
 

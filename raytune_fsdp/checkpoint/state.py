@@ -40,6 +40,8 @@ class RunState:
     files: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Names of the files whose hashes are in `identity`, by its keys. Only for messages."""
     tracking: Mapping[str, str] = field(default_factory=dict)
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    """What the run computes with, where there is a choice: the attention. States from before there was one lack it."""
     attempt: int = 0
     world_size: int = 0
 
@@ -104,6 +106,7 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     "identity": lambda value: isinstance(value, dict) and all(key.isprintable() for key in value),
     "files": partial(_is_map_of, _is_texts),
     "tracking": partial(_is_map_of, _is_text),
+    "kernels": partial(_is_map_of, _is_text),
     "attempt": is_count,
     "world_size": is_count,
 }

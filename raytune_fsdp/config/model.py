@@ -60,9 +60,24 @@ class ModelConfig(Section):
     """Tokens to add to the tokenizer and the embeddings: texts, or `{text, special, like}`. With `init: random` their rows
     are drawn like all others."""
 
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "auto"
-    """Attention implementation. `auto`: `sdpa` if the architecture has it, else `eager`. `flex_attention` trains on GPUs
-    only."""
+    attention: Literal[
+        "auto",
+        "documents",
+        "eager",
+        "sdpa",
+        "flash_attention_2",
+        "flash_attention_3",
+        "flash_attention_4",
+        "flex_attention",
+    ] = "auto"
+    """Attention implementation. `documents`: kernels that are told where packed documents begin, instead of a mask: of
+    flash-attn where it is installed, else of torch. `auto`: those, where they are right for the network and the precision,
+    else `sdpa`, else `eager`; a run that goes on keeps what it began with. `flex_attention` trains on GPUs only."""
+
+    loss: Literal["auto", "chunked", "plain"] = "auto"
+    """`plain` makes the logits of a whole micro-batch. `chunked` goes from hidden states to losses and gradients a few
+    hundred tokens at a time, and has no other logits. `auto`: `chunked`, if it gives the losses of the network's own head;
+    a run that goes on keeps what it began with."""
 
     fill: Literal["auto", "sharded", "rank0"] = "auto"
     """How weights reach the ranks. `sharded`: every rank reads its own slices. `rank0`: only rank 0 opens the files

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch
 from raytune_fsdp.data.stream import Stream, StreamSample
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.division import Division
-from raytune_fsdp.types import IGNORE, PADDING, Batch, Cursor, PackedSample, StepBatches
+from raytune_fsdp.types import IGNORE, PADDING, Batch, Borders, Cursor, PackedSample, StepBatches, Targets
 
 FILLER_INDEX = -1
 """`Batch.index` of a filler, which is not a block of the step."""
@@ -106,6 +107,8 @@ def to_batch(
         labels=tensors[1],
         position_ids=tensors[2],
         source_ids=tensors[3],
+        borders=borders_of(position_ids, device),
+        targets=targets_of(labels, source_ids, device),
         sample_ids=tuple(sample.id for sample in samples),
         tokens=int(real.sum()),
         target_tokens=int((labels[:, 1:] != IGNORE).sum()),
@@ -115,15 +118,39 @@ def to_batch(
     )
 
 
+def borders_of(position_ids: np.ndarray[Any, Any], device: torch.device | str = "cpu") -> Borders:
+    """The borders of documents, which begin where positions restart. Found on the host: no kernel waits for them."""
+    starts = np.append(np.flatnonzero(position_ids.reshape(-1) == 0), position_ids.size).astype(np.int32)
+    return Borders(starts=torch.from_numpy(starts).to(device), longest=int(np.diff(starts).max()))
+
+
+def targets_of(
+    labels: np.ndarray[Any, Any], source_ids: np.ndarray[Any, Any], device: torch.device | str = "cpu"
+) -> Targets:
+    """The target tokens of samples. The one at place i of a sample is predicted at i - 1."""
+    predicted = np.full_like(labels, IGNORE)
+    predicted[:, :-1] = labels[:, 1:]
+    places = np.flatnonzero(predicted != IGNORE)
+    datasets = source_ids.reshape(-1)[places].astype(np.int64)
+    arrays = (places, predicted.reshape(-1)[places], datasets)
+    tensors = [torch.from_numpy(each.astype(np.int64)).to(device) for each in arrays]
+    return Targets(
+        places=tensors[0], ids=tensors[1], datasets=tensors[2], by_dataset=tuple(np.bincount(datasets).tolist())
+    )
+
+
 def filler(micro_batch: int, *, seq_len: int, pad_id: int, device: torch.device | str = "cpu") -> Batch:
     """A block of padding: the shape of a full block, nothing trained on, nothing counted."""
     shape = (micro_batch, seq_len)
+    positions = np.tile(np.arange(seq_len), (micro_batch, 1))
     return Batch(
         index=FILLER_INDEX,
         input_ids=torch.full(shape, pad_id, dtype=torch.int64, device=device),
         labels=torch.full(shape, IGNORE, dtype=torch.int64, device=device),
-        position_ids=torch.arange(seq_len, dtype=torch.int64, device=device).repeat(micro_batch, 1),
+        position_ids=torch.from_numpy(positions).to(device),
         source_ids=torch.full(shape, PADDING, dtype=torch.int64, device=device),
+        borders=borders_of(positions, device),
+        targets=targets_of(np.empty((0, 1)), np.empty((0, 1)), device),
         sample_ids=(),
         tokens=0,
         target_tokens=0,

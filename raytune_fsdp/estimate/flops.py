@@ -14,22 +14,26 @@ from dataclasses import dataclass
 _TERA = 1e12
 
 PEAK_FLOPS = {
-    # Dense bf16 matrix throughput by a part of the device's name, from the vendors' data sheets, which also show twice
-    # that for sparse matrices. The first match wins, so "H100 PCIe" comes before "H100".
-    "B200": 2250 * _TERA,
-    "H200": 989 * _TERA,
-    "H100 PCIe": 756 * _TERA,
-    "H100": 989 * _TERA,
-    "A100": 312 * _TERA,
-    "A10G": 70 * _TERA,
-    "A10": 125 * _TERA,
-    "A40": 150 * _TERA,
-    "L40S": 362 * _TERA,
-    "L4": 121 * _TERA,
-    "V100": 125 * _TERA,
-    "MI300X": 1307 * _TERA,
-}
-"""V100 has no bf16: its figure is fp16's."""
+    name: tera * _TERA
+    for name, tera in {
+        # Dense bf16 matrix throughput with fp32 accumulation, by a part of the device's name, from the vendors' data
+        # sheets, which also show twice that for sparse matrices. The first match wins: "H100 PCIe" before "H100".
+        "GB300": 2500, "GB200": 2500, "B300": 2250, "B200": 2250,
+        "H200 NVL": 835, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989,
+        "H20": 148,
+        "A100": 312, "A800": 312, "A30": 165, "A40": 150, "A10G": 70, "A10": 125,
+        "L40S": 362, "L40": 181, "L20": 119.5, "L4": 121,
+        "RTX PRO 6000": 504, "RTX 6000 Ada": 364, "RTX 5000 Ada": 261, "RTX A6000": 155, "RTX A5000": 111,
+        # GeForce halves the rate of 16-bit products that are summed in fp32.
+        "RTX 5090": 209.5, "RTX 5080": 112.6, "RTX 4090": 165, "RTX 4080": 97.5, "RTX 3090 Ti": 80, "RTX 3090": 71,
+        "RTX 3080": 59.5,
+        "MI355X": 2516, "MI350X": 2307, "MI325X": 1307, "MI300X": 1307,
+        "MI250X": 191.5,  # of one of its two dies, which are two devices
+        "MI210": 181,
+        "V100": 125, "T4": 65,
+    }.items()
+}  # fmt: skip
+"""V100 and T4 have no bf16: their figures are fp16's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from raytune_fsdp.errors import Interrupted
 from raytune_fsdp.types import StopReason
@@ -26,14 +26,21 @@ class Signals:
     Does nothing outside of the main thread: only that one may handle signals.
     """
 
+    _lost: ClassVar[SignalReceived | None] = None
+    """What was raised and has not ended its block yet. Python drops what is raised in a finalizer or in the callback of a
+    weakref (imports have many): then the next block that begins, or the end of this one, raises it again."""
+
     def __init__(self, when: str = "before training began; nothing is lost") -> None:
         self.count = 0
         self._when = when
         self._last = -_TOGETHER_SECONDS
         self._holding = False
+        self._raised: SignalReceived | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
+        if Signals._lost is not None:
+            raise Signals._lost
         self._before = {kind: signal.getsignal(kind) for kind in _KINDS}
         self.take()
         return self
@@ -42,8 +49,11 @@ class Signals:
         for each, handler in self._before.items():
             if handler is not None and _may_handle():  # None: a library's, which Python can neither see nor put back
                 signal.signal(each, handler)
-        if isinstance(error, SignalReceived):
-            raise Interrupted(str(error)) from None
+        lost = self._raised if Signals._lost is self._raised and error is None else None
+        if self._raised is not None:
+            Signals._lost = None
+        if isinstance(error, SignalReceived) or lost is not None:
+            raise Interrupted(str(error or lost)) from None
 
     def take(self) -> None:
         """Handle both signals; called again after a library has installed its own handlers."""
@@ -51,7 +61,10 @@ class Signals:
             signal.signal(kind, self._receive)
 
     def hold(self) -> None:
-        self._holding = True
+        if not self._holding:
+            self._holding = True
+        elif self._raised is not None and Signals._lost is self._raised:
+            raise self._raised
 
     def check_export(self, at_end: bool) -> None:
         """Raise if a stop came too late for training and an export, which may take as long, is to follow."""
@@ -66,7 +79,8 @@ class Signals:
         self.count += 1
         if not self._holding:
             self._holding = True  # raise only once: clean-up must not be interrupted
-            raise SignalReceived(f"stopped by {signal.Signals(kind).name} {self._when}")
+            self._raised = Signals._lost = SignalReceived(f"stopped by {signal.Signals(kind).name} {self._when}")
+            raise self._raised
 
 
 class StopFlag(Signals):
@@ -82,7 +96,7 @@ class StopFlag(Signals):
         self._timers: dict[int, threading.Timer] = {}
 
     def __call__(self) -> StopReason | None:
-        self.hold()
+        self._holding, Signals._lost = True, None
         return StopReason.SIGNAL if self.count else None
 
     def __exit__(self, *error: Any) -> None:

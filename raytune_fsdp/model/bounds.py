@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from raytune_fsdp.errors import ModelError, first_line
 from raytune_fsdp.model.known_files import CONFIG_FILE
-from raytune_fsdp.untrusted import MIB, UnsoundError, check_values, read_file, read_json, shown
+from raytune_fsdp.untrusted import MIB, UnsoundError, check_values, parse_json, read_file, read_json, shown
 
 _CONFIG_BYTES = 8 * MIB
 """A config.json has 1 to 10 kB; those of classifiers, with the names of 20,000 classes, 1 MB."""
@@ -35,6 +35,7 @@ _TOKENIZER_FILES = (
 _NOT_PARSED = ("tokenizer.json", "generation_config.json")
 
 MOST_TOKENS = 1 << 24  # XLM-V has a vocabulary of a million
+_LONG_NUMBER = re.compile(rb"[:\s]\d{8,}")
 _MOST_LAYERS = 1024  # Llama 3.1 405B has 126
 _MOST = {
     "vocab_size": MOST_TOKENS,
@@ -96,12 +97,29 @@ def check_tokenizer_files(directory: Path) -> None:
                 content = read_file(file, limit=_TOKENIZER_BYTES, links=True)
                 if name.endswith(".json"):
                     check_values(content, _TOKENIZER_VALUES)
+                if name == "tokenizer.json":
+                    _check_ids(content)
         except FileNotFoundError:
             continue
         except UnsoundError as error:
             raise ModelError(f"{file} {error}, so it is not that of a tokenizer: download it again") from error
         except (OSError, ValueError) as error:
             raise ModelError(f"{file} cannot be read ({first_line(error)}): download it again") from error
+
+
+def _check_ids(content: bytes) -> None:
+    """Refuse ids that no vocabulary has: transformers 5.17 makes a list as long as the largest, of 8.6 GB for 2**31."""
+    if not _LONG_NUMBER.search(content):  # 250,000 tokens take 0.09 s to search, 0.19 s to parse
+        return
+    values = parse_json(content, doubles=True, constants=True, values=_TOKENIZER_VALUES, depth=None)
+    model = values.get("model") if isinstance(values, dict) else None
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    added = values.get("added_tokens") if isinstance(values, dict) else None
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    most = max((each for each in ids if isinstance(each, int)), default=0)
+    if most >= MOST_TOKENS:
+        raise UnsoundError(f"has a token with the id {most}, more than any vocabulary has")
 
 
 @contextmanager

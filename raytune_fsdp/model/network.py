@@ -137,7 +137,7 @@ def build_network(hf_config: PretrainedConfig, config: FinetuneConfig) -> PreTra
 def build_base(hf_config: PretrainedConfig, config: ModelConfig, precision: str) -> PreTrainedModel:
     """The network of the architecture on the meta device, in the type of its master weights, tied weights tied."""
     kwargs: dict[str, Any] = {"dtype": MASTER_DTYPE[precision], "trust_remote_code": config.trust_remote_code}
-    if config.attention != "auto":
+    if config.attention not in ("auto", "documents"):  # those are chosen later, for the device
         kwargs["attn_implementation"] = config.attention
     try:
         with torch.device("meta"), bounded_building():

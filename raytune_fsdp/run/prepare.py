@@ -39,11 +39,12 @@ from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.run.added_tokens import add_tokens
 from raytune_fsdp.run.checks import check_best, check_export, check_first
 from raytune_fsdp.run.initial_weights import find_origin, model_directory, own_model_files
+from raytune_fsdp.run.needs import network_needs
 from raytune_fsdp.run.probe import check_step
 from raytune_fsdp.run.resume import check_same_run, files_of, find_resume, identity_of
 from raytune_fsdp.run.standing import Prepared, Standing, confirm_complete, stand
 from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking.names import evaluation_loss
+from raytune_fsdp.tracking.names import evaluation_accuracy, evaluation_loss
 from raytune_fsdp.types import Progress
 from raytune_fsdp.urls import is_url
 
@@ -67,7 +68,8 @@ def prepare(
     _name_class(hf_config, network)
     init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
     _check_network(config, network, hf_config, world)
-    check_step(config, hf_config, network)
+    needs = network_needs(config, hf_config, network)
+    check_step(config, hf_config, network, needs)
     origin = find_origin(config, network, added) if own is None else None
     for prompt in config.eval.prompts:
         encode_prompt(tokenizer, prompt, positions=positions_of(hf_config))
@@ -100,9 +102,10 @@ def prepare(
         identity=identity,
         files_of_data=files_of_data,
         parameters=count_parameters(network),
+        needs=needs,
     )
     standing = stand(config, prepared, world, found, windows_built=built)
-    check_best(config, standing.plan, map(evaluation_loss, evals))
+    check_best(config, standing.plan, [name(each) for each in evals for name in (evaluation_loss, evaluation_accuracy)])
     check_export(config, standing.plan)
     return prepared, confirm_complete(config, prepared, standing)
 

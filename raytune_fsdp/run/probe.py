@@ -20,9 +20,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ModelError, in_one_line
 from raytune_fsdp.evaluate import refuse_leak
-from raytune_fsdp.model.attention import leak_between_documents, logits_of
+from raytune_fsdp.model.attention import Needs, logits_of
 from raytune_fsdp.model.loss import token_loss_sum
 from raytune_fsdp.model.network import build_network, init_buffers
+from raytune_fsdp.model.proof import leak_between_documents
 from raytune_fsdp.model.refusals import unknown_word
 from raytune_fsdp.parallel import checkpoint_activations
 
@@ -63,7 +64,7 @@ _SIZES = (
 _NO_SIZES = ("window", "chunk", "block_size", "patch", "image", "kernel", "state_size", "conv", "group")
 
 
-def check_step(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel) -> None:
+def check_step(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel, needs: Needs) -> None:
     """Refuse a network whose first step would fail, and packing for one in which documents would see each other.
 
     `network` is what `hf_config` describes, on the meta device, and stays as it is.
@@ -75,13 +76,24 @@ def check_step(config: FinetuneConfig, hf_config: PretrainedConfig, network: Pre
     except Exception as unfit:  # sizes that cannot be divided
         error = unfit
     if error is None:
-        if real:
+        if real and needs.refused:  # with borders, packed documents have been compared with the same ones alone
             _check_packing(config, model)
         return
     certain = _fails_at_full_width(config, hf_config)
     if certain is not None:
         raise ModelError(_message(config, hf_config, network, certain)) from certain
     logger.debug("one step was tried and says nothing: %s", in_one_line(error))
+
+
+def small_network(config: FinetuneConfig, hf_config: PretrainedConfig) -> PreTrainedModel:
+    """The first blocks of a network, at a fraction of its widths if it is large, with random weights, on the CPU."""
+    large = _weights_of_part(build_network(copy.deepcopy(hf_config), config)) > _SMALL
+    model = _first_blocks(_build(config, shrunk(hf_config) if large else hf_config))
+    if _weights(model) > _SMALL:
+        raise MemoryError(f"{_weights(model):,} weights are too many to try")
+    with torch.random.fork_rng(devices=[]):
+        _fill(model)
+    return model.float()
 
 
 def _fails_at_full_width(config: FinetuneConfig, hf_config: PretrainedConfig) -> Exception | None:
@@ -254,7 +266,7 @@ def _on_a_device(config: FinetuneConfig) -> bool:
 
 
 def _other_attention(config: FinetuneConfig) -> bool:
-    return config.model.attention not in ("auto", "eager", "sdpa")
+    return config.model.attention not in ("auto", "documents", "eager", "sdpa")
 
 
 def _check_packing(config: FinetuneConfig, model: PreTrainedModel) -> None:

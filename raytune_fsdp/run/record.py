@@ -24,6 +24,7 @@ from raytune_fsdp.data.open_data import HELD_OUT
 from raytune_fsdp.data.skipped import events_of_rows
 from raytune_fsdp.durable import replace_durably
 from raytune_fsdp.errors import pip_install
+from raytune_fsdp.model.attention import Choice
 from raytune_fsdp.redaction import redact
 from raytune_fsdp.report.card import recipe_of
 from raytune_fsdp.run.resume import changed_settings, last_config
@@ -97,7 +98,12 @@ def _version() -> str | None:
 
 
 def start_tracker(
-    config: FinetuneConfig, prepared: Prepared, standing: Standing, opened: Opened, console: TextIO | None
+    config: FinetuneConfig,
+    prepared: Prepared,
+    standing: Standing,
+    opened: Opened,
+    kernels: Mapping[str, Choice],
+    console: TextIO | None,
 ) -> Tracker:
     """Rank 0's trackers; the other ranks get one that does nothing."""
     if dist.get_rank() != 0:
@@ -114,8 +120,12 @@ def start_tracker(
         tracker.event(names.RECORD_REPAIRED, **record.repaired)
     plan = standing.plan
     tracker.event(
-        names.ATTEMPT_STARTED, world_size=plan.layout.world, resumed_from=standing.state.step, **plan.spread()
+        names.ATTEMPT_STARTED,
+        world_size=plan.layout.world,
+        resumed_from=standing.state.step,
+        **plan.spread(),
     )
+    _report_kernels(tracker, kernels, standing.state.kernels)
     if config.tracking.mlflow.enabled and not mlflow_installed():
         tracker.event(names.NOT_SENT_TO_MLFLOW, because=f"it is not installed: {pip_install('mlflow')}")
     for fields in opened.aside:
@@ -131,6 +141,14 @@ def start_tracker(
     if prepared.census is not None and standing.state.step == 0:
         _report_lost_rows(tracker, prepared.census)
     return tracker
+
+
+def _report_kernels(tracker: Tracker, kernels: Mapping[str, Choice], before: Mapping[str, str]) -> None:
+    chosen = {what: choice.name for what, choice in kernels.items()}
+    tracker.event(names.KERNELS, **chosen, **{f"{what}_why": choice.why for what, choice in kernels.items()})
+    for what, choice in kernels.items():
+        if before.get(what, choice.name) != choice.name:
+            tracker.event(names.KERNELS_CHANGED, what=what, was=before[what], now=choice.name, why=choice.why)
 
 
 def mlflow_tracker(

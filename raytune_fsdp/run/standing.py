@@ -22,6 +22,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.counts import Census
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.model.attention import Needs
 from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.run.initial_weights import Origin
 from raytune_fsdp.run.resume import Resumed, check_same_run, find_resume
@@ -51,6 +52,8 @@ class Prepared:
     """Names of the files whose hashes are in the identity, by its keys."""
     parameters: ParameterCount
     """The size of the network."""
+    needs: Needs
+    """What it needs of its attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,11 +21,13 @@ _BOLD, _YELLOW, _RESET = "\033[1m", "\033[33m", "\033[0m"
 _LAST_WORDS = {"finished": "finished", "interrupted": "interrupted; the same command continues"}
 _WORDS = {
     names.ATTEMPT_STARTED: "started on {world_size} workers",
+    names.KERNELS: "attention {attention} ({attention_why}), loss {loss} ({loss_why})",
     names.SAVE_FAILED: "checkpoint of step {step} was not written, training goes on: {problem}",
     names.SAVE_POSTPONED: "checkpoint of step {step} is postponed: the previous one is still being written",
     names.CHECKPOINT_DAMAGED: "checkpoint {path} is damaged ({problem}), so an older one is used",
     names.WINDOWS_BUILT: "tokenized {windows} windows of data",
     names.NOT_SENT_TO_MLFLOW: "not sent to MLflow: {because}",
+    names.KERNELS_CHANGED: "{what} is {now} ({why}), and was {was} until here",
     names.RESIZED: "resized from {before} to {after} workers",
 }
 # Bits of a braille character, by dot: left and right column, from the top.

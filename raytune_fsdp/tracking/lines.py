@@ -20,7 +20,10 @@ from raytune_fsdp.untrusted import parse_json
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 # What is the same however often a run is interrupted or resized; no key of it may depend on the machine.
 _TRAJECTORY = ("step", "epoch", "samples", "tokens", "target_tokens", "loss", "grad_norm", "lr")
-_BESIDE = ("step_seconds", "data_seconds", "tokens_per_second", "mfu", "memory_bytes", "windows_built", "skipped")
+_BESIDE = (
+    "accuracy", "datasets", "step_seconds", "data_seconds", "tokens_per_second", "mfu", "memory_bytes", "windows_built",
+    "skipped",
+)  # fmt: skip
 
 _NUMBER = rb'(?:-?[0-9][0-9.eE+-]*+|"NaN"|"-?Infinity")'
 WHOLE_STEP = re.compile(

@@ -12,6 +12,7 @@ LOSS = "train/loss"
 GRAD_NORM = "train/grad_norm"
 LR = "train/lr"
 EPOCH = "train/epoch"
+ACCURACY = "train/accuracy"
 TOKENS_PER_SECOND = "perf/tokens_per_second"
 MFU = "perf/mfu"
 STEP_SECONDS = "perf/step_seconds"
@@ -20,6 +21,8 @@ MEMORY_BYTES = "perf/memory_bytes"
 
 ATTEMPT_STARTED = "attempt_started"
 """Fields: world_size, resumed_from, and the part of the plan that depends on the world size."""
+KERNELS = "kernels"
+"""What an attempt computes with, where there is a choice. Fields: attention, loss, and why it is this one of each."""
 SAVED = "saved"
 """Fields: step, seconds, bytes, path."""
 SAVE_FAILED = "save_failed"
@@ -54,6 +57,9 @@ RECORD_REPAIRED = "record_repaired"
 """metrics.jsonl was broken; what can be trusted was kept. Fields: problems, kept (the file as it was)."""
 SETTINGS_CHANGED = "settings_changed"
 """A run continues with other settings, which do not affect the result. Fields: old and new value of each."""
+KERNELS_CHANGED = "kernels_changed"
+"""A run continues with another attention or loss than it was trained with: the same up to rounding. Fields: what, was,
+now, why."""
 FIRST_STEP = "first_step"
 """An attempt has ended its first step. Fields: seconds until then, in total and by phase, as the driver saw them."""
 ATTEMPT_FAILED = "attempt_failed"
@@ -66,6 +72,10 @@ RESIZED = "resized"
 
 def evaluation_loss(dataset: str) -> str:
     return f"eval/{dataset}/loss"
+
+
+def evaluation_accuracy(dataset: str) -> str:
+    return f"eval/{dataset}/accuracy"
 
 
 def with_perplexity(values: Mapping[str, float]) -> dict[str, float]:
@@ -86,6 +96,16 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
+def _of_datasets(datasets: Any) -> dict[str, Any]:
+    """Loss and accuracy of each dataset of a step."""
+    values: dict[str, Any] = {}
+    for entry in datasets if isinstance(datasets, list | tuple) else ():
+        if isinstance(entry, list | tuple) and len(entry) == 4 and isinstance(entry[0], str):
+            name, loss, accuracy, _ = entry
+            values |= {f"train/{name}/loss": loss, f"train/{name}/accuracy": accuracy}
+    return values
+
+
 def step_values(line: Mapping[str, Any]) -> dict[str, float]:
     """The line of a step as named numbers; without those that it does not have, such as MFU on unknown devices."""
     values = {
@@ -93,6 +113,8 @@ def step_values(line: Mapping[str, Any]) -> dict[str, float]:
         GRAD_NORM: line["trajectory"]["grad_norm"],
         LR: line["trajectory"]["lr"],
         EPOCH: line["trajectory"]["epoch"],
+        ACCURACY: line.get("accuracy"),
+        **_of_datasets(line.get("datasets")),
         TOKENS_PER_SECOND: line.get("tokens_per_second"),
         STEP_SECONDS: line.get("step_seconds"),
         DATA_SECONDS: line.get("data_seconds"),

@@ -23,6 +23,7 @@ from raytune_fsdp.config import ExportConfig, FinetuneConfig
 from raytune_fsdp.errors import ModelError, TransientError
 from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.loop import train
+from raytune_fsdp.model.attention import without_borders
 from raytune_fsdp.model.export import export
 from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.tensorfile import TensorFile
@@ -53,7 +54,7 @@ def _train(values: Mapping[str, Any], reference: Path) -> None:
     parts = assemble(config, *prepare_on_rank0(config), CPU)
     train(parts, stop=lambda: None)
     weights = gathered(parts.model)
-    with torch.no_grad():
+    with torch.no_grad(), without_borders(parts.model):
         logits = parts.model.eval()(input_ids=_tokens(), use_cache=False).logits
     if dist.get_rank() == 0:
         save_file({**{name: t.clone() for name, t in weights.items()}, "logits": logits}, reference)

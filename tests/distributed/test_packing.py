@@ -48,8 +48,11 @@ def test_packed_equals_alone(tmp_path: Any, architecture: dict[str, Any], attent
 
 
 def test_an_architecture_whose_documents_see_each_other_is_refused(tmp_path: Any) -> None:
-    """OPT takes position_ids, but its mask does not look at them."""
-    config = make_config(tmp_path, OPT, train={"global_batch": 4, "micro_batch": 2, "max_steps": 2})
+    """OPT takes position_ids, but its mask does not look at them. With a kernel that is told the borders it packs."""
+    train = {"global_batch": 4, "micro_batch": 2, "max_steps": 2}
+    config = make_config(tmp_path, OPT, run={"name": "borders"}, train=train)
+    assert run_ranks(train_rank, 2, config.model_dump()) == [False, False]
+    config = make_config(tmp_path, OPT, train=train, model={"attention": "sdpa"})
     # By the name that transformers gives the class, not FSDPOPTForCausalLM.
     with pytest.raises(AssertionError, match="in OPTForCausalLM with .* packed documents see each other"):
         run_ranks(train_rank, 2, config.model_dump())

@@ -27,6 +27,7 @@ from tests.runs import trajectory
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
+@pytest.mark.slow
 def test_three_ranks_and_a_census_on_the_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Blocks that do not divide by the ranks, a last step that is short, and a run that is complete already."""
     sections = {"data": {"train": config_of(tmp_path).model_dump()["data"]["train"], "seq_len": 48, "window": 10}}

@@ -17,7 +17,7 @@ from tests.ray.jobs import TEMPORARY, TRAIN, Command, config_of, events, is_ther
 from tests.runs import trajectory
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
-LONG = {**TRAIN, "max_steps": 120}
+LONG = {**TRAIN, "max_steps": None, "epochs": 20.3}
 """It must not be over before what is done to it."""
 
 
@@ -90,6 +90,7 @@ def disturbed(directory: Path) -> FinetuneConfig:
     return config_of(
         directory,
         train=LONG,
+        data={"cache": {"path": str(directory / "other")}},  # so that the census is taken on the cluster
         cluster={"launch": "ray", "workers": 2, "device": "cpu", "max_failures": 2},
         tracking={"console": True, "mlflow": {"enabled": True}},
     )

@@ -177,6 +177,7 @@ class Busy:
         return True
 
 
+@pytest.mark.slow
 def test_empty_windows_and_a_single_cpu(tmp_path: Path, ranks: list[Any]) -> None:
     # Windows of two rows, most of which are too long: some windows have no sample.
     options: dict[str, Any] = {"window": 2, "long_documents": "drop"}

@@ -112,6 +112,12 @@ def test_attention_counts_pairs_and_weights_count_tokens() -> None:
         ("NVIDIA A10G", 70),
         ("NVIDIA A100-PCIE-40GB", 312),
         ("Tesla V100-SXM2-16GB", 125),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA GeForce RTX 3090 Ti", 80),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("AMD Instinct MI300X", 1307),
     ],
 )
 def test_peaks_are_found_by_the_device_s_name(name: str, tera: float) -> None:
@@ -119,4 +125,4 @@ def test_peaks_are_found_by_the_device_s_name(name: str, tera: float) -> None:
 
 
 def test_an_unknown_device_has_no_peak() -> None:
-    assert peak_flops("cpu") is None and peak_flops("NVIDIA GeForce RTX 4090") is None
+    assert peak_flops("cpu") is None and peak_flops("NVIDIA GeForce GTX 1080") is None

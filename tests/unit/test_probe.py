@@ -14,6 +14,7 @@ from raytune_fsdp.errors import ConfigError, ModelError
 from raytune_fsdp.model.network import build_network, load_architecture
 from raytune_fsdp.run import probe
 from raytune_fsdp.run.checks import check_first
+from raytune_fsdp.run.needs import network_needs
 from raytune_fsdp.run.probe import check_step
 from tests.models import ARCHITECTURES, EXPERTS, PARTICULAR, REARRANGED, UNUSUAL, architecture
 
@@ -40,7 +41,8 @@ def wanted(
 def check(values: dict[str, Any], **options: Any) -> None:
     config = wanted(values, **options)
     hf_config = load_architecture(config.model, None)
-    check_step(config, hf_config, build_network(hf_config, config))
+    network = build_network(hf_config, config)
+    check_step(config, hf_config, network, network_needs(config, hf_config, network))
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *EXPERTS, *REARRANGED, *PARTICULAR, *UNUSUAL])

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 
@@ -19,6 +20,37 @@ from raytune_fsdp.types import StopReason
 
 def send(kind: signal.Signals) -> None:
     os.kill(os.getpid(), kind)
+
+
+def lose(kind: signal.Signals) -> None:
+    """Send it where Python drops what is raised."""
+
+    class Thing:
+        pass
+
+    thing = Thing()
+    kept = weakref.ref(thing, lambda _: send(kind))
+    del thing
+    assert kept() is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_stop_that_python_drops_is_not_lost() -> None:
+    with pytest.raises(Interrupted, match="stopped by SIGTERM before training began"), Signals():
+        lose(signal.SIGTERM)
+    with pytest.raises(Interrupted, match="stopped by SIGTERM before"), Signals():
+        lose(signal.SIGTERM)
+        with Signals("during another block"):
+            raise AssertionError("this block begins although the run was to stop")
+    with pytest.raises(Interrupted, match="stopped by SIGINT before"), Signals() as signals:
+        lose(signal.SIGINT)
+        signals.hold()
+        raise AssertionError("training would begin")
+    with StopFlag(insist=False) as stop:
+        lose(signal.SIGTERM)
+        assert stop() is StopReason.SIGNAL, "training ends after its first step, with a checkpoint"
+    with Signals():
+        pass  # nothing is left over
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])

@@ -49,7 +49,7 @@ def test_a_line_has_the_trajectory_and_the_rest_beside_it(tmp_path: Path) -> Non
             "grad_norm": 1.0, "lr": 1e-4,
         },
         "world_size": 2, "attempt": 1, "step_seconds": 0.5, "data_seconds": 0.01, "tokens_per_second": 8192.0,
-        "mfu": None, "memory_bytes": 2**30, "windows_built": 0, "skipped": False,
+        "mfu": None, "memory_bytes": 2**30, "windows_built": 0, "skipped": False, "accuracy": None, "datasets": [],
     }  # fmt: skip
 
 

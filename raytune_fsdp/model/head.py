@@ -1,0 +1,200 @@
+"""From hidden states to losses without the logits of a batch.
+
+Logits are the largest tensor of a step: 8,192 tokens of a vocabulary of 128,256 are 4 GiB in fp32, held together with
+their softmax and their gradient. Here a few hundred tokens at a time become logits, losses and at once gradients, which
+is all that is kept. On one CPU thread, 2,048 tokens of that vocabulary take 0.38 of the logits' memory beside the
+gradients, in the time of the plain loss, which takes 2.76 of it (docs/results.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.model.attention import Choice, Needs
+from raytune_fsdp.types import Targets
+
+_CHUNK = 2**25
+"""Logits at a time: 128 MiB in fp32, and products large enough for matrix units (261 tokens of 128,256)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Losses:
+    """The losses of a block's target tokens, in the order of its `Targets`."""
+
+    total: torch.Tensor
+    """Their sum, through which gradients flow."""
+    each: torch.Tensor
+    """In at least fp32, without gradients."""
+    right: torch.Tensor
+    """Whether the most likely token is the target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a network does to its logits after the product with the output embedding."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, hf_config: PretrainedConfig) -> Shape:
+        """By the names that configs have for it. What they do not say shows when the losses are compared."""
+        text = hf_config.get_text_config()
+        scale = 1.0
+        for name, divides in (("logits_scaling", True), ("logit_scale", False), ("lm_head_multiplier", False)):
+            value = getattr(text, name, None)
+            if isinstance(value, int | float) and value:
+                scale *= 1 / value if divides else value
+        cap = getattr(text, "final_logit_softcapping", None)
+        return cls(scale=scale, softcap=cap if isinstance(cap, int | float) and cap else None)
+
+
+class LossHead(nn.Linear):
+    """An output embedding that goes straight to losses when it is told the targets; otherwise it returns logits.
+
+    The product is computed in this module's forward pass, not beside it, since that is when FSDP has gathered the
+    weight.
+    """
+
+    shape: Shape
+    _targets: Targets | None = None
+    losses: Losses | None = None
+
+    @classmethod
+    def of(cls, linear: nn.Linear, shape: Shape) -> LossHead:
+        """With the same parameters, tied or not."""
+        head = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+        head.weight, head.bias, head.shape = linear.weight, linear.bias, shape
+        return head.train(linear.training)
+
+    @contextmanager
+    def aimed_at(self, targets: Targets) -> Iterator[None]:
+        """In here, a forward pass of the network leaves `losses`, and has no logits."""
+        self._targets, self.losses = targets, None
+        try:
+            yield
+        finally:
+            self._targets = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._targets is None:
+            return super().forward(hidden)
+        chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._targets.places)
+        self.losses = linear_cross_entropy(chosen, self.weight, self.bias, self._targets.ids, self.shape)
+        # What the network does to logits afterwards (caps, scales) is done to nothing.
+        return hidden.new_empty(*hidden.shape[:-1], 0)
+
+
+def install(model: PreTrainedModel) -> None:
+    """Put a `LossHead` in the place of the network's output embedding, which must be an `nn.Linear`."""
+    old = model.get_output_embeddings()
+    name = next(name for name, module in model.named_modules() if module is old)
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, LossHead.of(old, Shape.of(model.config)))
+
+
+def choose_loss(asked: str, needs: Needs, *, kept: str | None) -> Choice:
+    """How the losses of a run are computed. `kept` is how its checkpoint was; None: it has none yet."""
+    if asked == "chunked" and needs.plain_loss:
+        raise ConfigError(f"model.loss=chunked: {needs.plain_loss}; set model.loss=auto")
+    if asked != "auto":
+        return Choice(name=asked, why="as model.loss says")
+    if needs.plain_loss:
+        return Choice(name="plain", why=needs.plain_loss)
+    if kept is not None:
+        return Choice(name=kept, why="as the run began")
+    return Choice(name="chunked", why="without the logits of a whole micro-batch")
+
+
+def has_plain_head(model: PreTrainedModel) -> bool:
+    """Whether the network ends in one linear layer."""
+    return type(model.get_output_embeddings()) is nn.Linear
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, shape: Shape
+) -> Losses:
+    """Cross-entropies of `ids` after `hidden` (tokens, width), which are all target tokens."""
+    total, each, right = _LinearCrossEntropy.apply(hidden, weight, bias, ids, shape)  # type: ignore[no-untyped-call]
+    return Losses(total=total, each=each, right=right)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The gradient of the sum is computed in the forward pass, chunk by chunk; backward only scales it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, shape: Shape
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        each = torch.empty(len(ids), dtype=wide, device=hidden.device)
+        right = torch.empty(len(ids), dtype=torch.bool, device=hidden.device)
+        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        # In fp32 also for 16-bit weights: chunks are summed here that one product would sum in its accumulators.
+        of_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
+        size = max(1, _CHUNK // weight.shape[0])
+        for start in range(0, len(ids), size):
+            part = slice(start, start + size)
+            logits, slope = _logits(hidden[part], weight, bias, shape, wide)
+            each[part], right[part] = _losses(logits, ids[part])
+            if of_hidden is None and of_weight is None:
+                continue
+            if slope is not None:
+                logits.mul_(slope)
+            gradient = (logits.mul_(shape.scale) if shape.scale != 1.0 else logits).to(weight.dtype)
+            if of_hidden is not None:
+                torch.mm(gradient, weight, out=of_hidden[part])
+            if of_weight is not None:
+                _add_product(of_weight, gradient, hidden[part])
+            if of_bias is not None:
+                of_bias += gradient.sum(0, dtype=wide)
+        ctx.gradients = (of_hidden, of_weight, of_bias)
+        ctx.dtype = weight.dtype
+        ctx.mark_non_differentiable(each, right)
+        return each.sum(), each, right
+
+    @staticmethod
+    def backward(ctx: Any, factor: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        scaled = [None if g is None else g.mul_(factor.to(g.dtype)).to(ctx.dtype) for g in ctx.gradients]
+        del ctx.gradients  # scaled in place: a second backward would be wrong, and finds nothing
+        return (*scaled, None, None)
+
+
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shape: Shape, wide: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logits as the network makes them, and the slope of the cap on them."""
+    logits = F.linear(hidden, weight, bias).to(wide)
+    if shape.scale != 1.0:
+        logits.mul_(shape.scale)
+    if shape.softcap is None:
+        return logits, None
+    bent = logits.div_(shape.softcap).tanh_()
+    slope = 1 - bent.square()
+    return bent.mul_(shape.softcap), slope
+
+
+def _losses(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses, and whether the best is right. Leaves the gradient of the losses' sum in `logits`."""
+    best, at = logits.max(-1)
+    picked = logits.gather(-1, ids[:, None])[:, 0]
+    sums = logits.sub_(best[:, None]).exp_().sum(-1)
+    logits.div_(sums[:, None]).scatter_add_(-1, ids[:, None], logits.new_full((len(ids), 1), -1.0))
+    return sums.log() + (best - picked), at == ids
+
+
+def _add_product(sum_: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
+    if sum_.dtype == gradient.dtype:
+        sum_.addmm_(gradient.t(), hidden)
+    else:
+        sum_ += gradient.t() @ hidden

@@ -1,0 +1,103 @@
+"""The proof, at every start, that attention keeps documents apart and that attention and loss compute what they should.
+
+On two rows of several documents: transformers' flash attention finds the borders in a batch of one row, and lets the
+documents of two see each other without a word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from raytune_fsdp.data.batches import to_batch
+from raytune_fsdp.model.attention import logits_of
+from raytune_fsdp.model.head import LossHead
+from raytune_fsdp.model.kernels import KERNELS, PREFIX, Call, attend, reference
+from raytune_fsdp.model.loss import block_loss, plain_losses
+from raytune_fsdp.types import IGNORE, Batch, Cursor, PackedSample
+
+LENGTHS = ((7, 3, 9), (11, 8))
+"""Documents of each row."""
+
+WINDOW = 5
+"""The window of layers that have one, in a check: shorter than most of these documents."""
+
+_CHECKED = f"{PREFIX}checked"
+
+
+def documents(model: PreTrainedModel) -> Batch:
+    """Two rows of documents on the model's device, each token another one unless the vocabulary is small."""
+    vocabulary = model.config.get_text_config().vocab_size
+    samples, first = [], 0
+    for row in LENGTHS:
+        ids = (np.arange(sum(row), dtype=np.int32) + first) % vocabulary
+        positions = np.concatenate([np.arange(length, dtype=np.int32) for length in row])
+        labels = np.where(positions == 0, IGNORE, ids).astype(np.int32)
+        samples.append(
+            PackedSample(input_ids=ids, labels=labels, position_ids=positions, source_ids=np.zeros_like(ids), id=0)
+        )
+        first += sum(row)
+    return to_batch(samples, index=0, after=Cursor(), device=next(model.parameters()).device)
+
+
+def leak_between_documents(model: PreTrainedModel) -> float:
+    """How much the logits of documents change, relatively, when the one packed before them changes. Collective.
+
+    Not every architecture that takes position_ids takes the borders of documents from them (state spaces and
+    convolutions run on, some masks ignore them), so it is tried. Needs evaluation mode, without gradients.
+    """
+    block, first = documents(model), LENGTHS[0][0]
+    other = block.input_ids.clone()
+    other[0, :first] = (other[0, :first] + 1 + first) % model.config.get_text_config().vocab_size
+    seen = [
+        logits_of(model, ids, block.position_ids, block.borders).flatten(0, 1)[first:].double()
+        for ids in (block.input_ids, other)
+    ]
+    return float((seen[0] - seen[1]).abs().max() / seen[0].abs().max().clamp(min=1e-30))
+
+
+def error_of_kernel(model: PreTrainedModel) -> tuple[float, torch.dtype]:
+    """How far a network's attention is, relatively, from attention by the book, over the calls of one forward pass, and
+    the type it computes in. Collective. Needs evaluation mode, without gradients.
+
+    On the device and with the scale and shapes of the run. Windows are made shorter than the documents. 0 where the
+    network's attention is transformers' own.
+    """
+    name, dtype = model.config._attn_implementation, next(model.parameters()).dtype
+    if name not in KERNELS:
+        return 0.0, dtype
+    worst: list[torch.Tensor] = []
+    types = [dtype]
+
+    def compared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
+        call = call if call.window is None else replace(call, window=min(call.window, WINDOW))
+        out, right = KERNELS[name](q, k, v, call), reference(q.double(), k.double(), v.double(), call)
+        worst.append((out.double() - right).abs().max() / right.abs().max().clamp(min=1e-30))
+        types.append(q.dtype)
+        return out
+
+    AttentionInterface.register(_CHECKED, partial(attend, compared))
+    model.set_attn_implementation(_CHECKED)
+    try:
+        block = documents(model)
+        logits_of(model, block.input_ids, block.position_ids, block.borders)
+    finally:
+        model.set_attn_implementation(name)
+    return max(map(float, worst), default=0.0), types[-1]
+
+
+def error_of_loss(model: PreTrainedModel) -> float:
+    """How far the loss without logits is, relatively, from the one of the network's logits. Collective.
+
+    Needs evaluation mode, without gradients. 0 where there is no `LossHead`.
+    """
+    if not isinstance(model.get_output_embeddings(), LossHead):
+        return 0.0
+    block = documents(model)
+    right = plain_losses(logits_of(model, block.input_ids, block.position_ids, block.borders), block).each.double()
+    found = block_loss(model, block).each.double()
+    return float((found - right).abs().max() / right.abs().max())

@@ -1,0 +1,136 @@
+"""What a network needs of its attention and its loss: tried before a rank is started.
+
+Architectures differ in what reaches their attention. Most pass the borders on, some do not, some never call the
+registered attention and say nothing, and state spaces run on whatever they are told. So a small network of the same
+config computes packed documents with borders, and each document alone with transformers' eager attention. Where the two
+differ, something was not passed on: borders, or a window, a bias, a chunk that only its mask knew.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from functools import partial
+
+import torch
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.errors import in_one_line
+from raytune_fsdp.model.attention import Needs, logits_of, takes_position_ids
+from raytune_fsdp.model.head import has_plain_head, install
+from raytune_fsdp.model.kernels import PREFIX, Call, Unfit, attend, reference
+from raytune_fsdp.model.proof import LENGTHS, WINDOW, documents, error_of_loss
+from raytune_fsdp.run.probe import small_network
+
+logger = logging.getLogger(__name__)
+
+_BOUND = 5e-5
+"""The largest difference, relative to the largest logit, that is rounding in fp32. Twelve blocks have 3e-6."""
+
+_LOSS_BOUND = 1e-5
+"""The same for losses."""
+
+_UNTRIED = "it could not be tried"
+
+_TRIED = f"{PREFIX}tried"
+
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention_window")
+
+
+def network_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel) -> Needs:
+    """What this network needs of its attention and its loss. `network` is it, on the meta device."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = small_network(config, _with_short_windows(hf_config))
+            _stir(model)
+    except Exception as error:  # sizes that cannot be divided, the code of any model
+        logger.debug("no small network could be built: %s", in_one_line(error))
+        return Needs(refused=_UNTRIED, plain_loss=_UNTRIED)
+    plain_loss = _plain_loss(config, model)
+    refused, softcap = _borders(config, network, model)
+    return Needs(refused=refused, softcap=softcap, width=_width(hf_config), plain_loss=plain_loss)
+
+
+def _plain_loss(config: FinetuneConfig, model: PreTrainedModel) -> str | None:
+    """Why losses have to be computed from logits."""
+    if config.model.loss == "plain":
+        return "model.loss says so"
+    if not has_plain_head(model):
+        return "its head is not one linear layer"
+    try:
+        install(model)
+        with torch.no_grad():
+            error = error_of_loss(model.eval())
+    except Exception as failed:  # the code of any model
+        logger.debug("the loss without logits was tried and failed: %s", in_one_line(failed))
+        return _UNTRIED
+    return None if error < _LOSS_BOUND else "it does more to its logits than scale and cap them"
+
+
+def _borders(config: FinetuneConfig, network: PreTrainedModel, model: PreTrainedModel) -> tuple[str | None, bool]:
+    """Why it cannot be told where documents begin, and whether its scores have a soft cap."""
+    if config.model.attention in ("eager", "sdpa", "flex_attention"):
+        return "model.attention says otherwise", False
+    if not takes_position_ids(network):
+        return "it takes no position_ids", False
+    softcaps: list[bool] = []
+
+    def recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
+        softcaps.append(call.softcap is not None)
+        return reference(q, k, v, call)
+
+    AttentionInterface.register(_TRIED, partial(attend, recorded))
+    try:
+        difference = _packed_and_alone(model)
+    except Unfit as unfit:
+        return str(unfit), False
+    except Exception as error:  # the code of any model
+        logger.debug("a network with borders was tried and failed: %s", in_one_line(error))
+        return _UNTRIED, False
+    if not softcaps:
+        return "its attention is its own", False
+    return None if difference < _BOUND else "it needs more than borders to compute the same", any(softcaps)
+
+
+def _with_short_windows(hf_config: PretrainedConfig) -> PretrainedConfig:
+    """The same network, in which documents of a few tokens are longer than windows and chunks."""
+    short = copy.deepcopy(hf_config)
+    values = vars(short.get_text_config())
+    for name in _WINDOWS:
+        if isinstance(values.get(name), int) and values[name] > WINDOW:
+            values[name] = WINDOW
+    return short
+
+
+@torch.no_grad()
+def _packed_and_alone(model: PreTrainedModel) -> float:
+    """The largest difference between logits of packed documents and of the same ones alone, to the largest logit."""
+    block = documents(model)
+    model.set_attn_implementation(_TRIED)
+    model.train()  # dropout of attention weights is only asked for here
+    logits_of(model, block.input_ids, block.position_ids, block.borders)
+    model.eval()
+    packed = logits_of(model, block.input_ids, block.position_ids, block.borders).flatten(0, 1)
+    model.set_attn_implementation("eager")
+    each = torch.split(block.input_ids.flatten(), [length for row in LENGTHS for length in row])
+    alone = torch.cat([logits_of(model, ids[None], torch.arange(len(ids))[None])[0] for ids in each])
+    return float((packed - alone).abs().max() / alone.abs().max())
+
+
+@torch.no_grad()
+def _stir(model: PreTrainedModel) -> None:
+    """Weights that are zero at first, as some biases and projections are, would hide what they multiply."""
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        if not parameter.any():
+            parameter.normal_(0.0, 0.1)
+
+
+def _width(hf_config: PretrainedConfig) -> int:
+    """Of the widest head, by the names that configs have for it."""
+    text = hf_config.get_text_config()
+    each = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
+    names = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
+    widths = [width for layer in each for name in names if isinstance(width := getattr(layer, name, None), int)]
+    return max(widths) if widths else int(text.hidden_size // (getattr(text, "num_attention_heads", None) or 1))

@@ -1,0 +1,100 @@
+"""Losses and gradients without the logits of a batch are those with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.model import head
+from raytune_fsdp.model.attention import Needs, logits_of
+from raytune_fsdp.model.head import LossHead, Shape, choose_loss, install, linear_cross_entropy
+from raytune_fsdp.model.loss import block_loss, plain_losses
+from raytune_fsdp.model.proof import documents
+from tests.models import ARCHITECTURES, EXPERTS, SCALED, build
+
+SHAPES = [Shape(), Shape(scale=0.25), Shape(softcap=3.0), Shape(scale=8.0, softcap=5.0)]
+
+
+def parts(dtype: torch.dtype, tokens: int = 37, bias: bool = True) -> list[torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((tokens, 16), (131, 16), (131,))
+    drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) / 4 for shape in shapes)
+    made = [each.to(dtype).requires_grad_() for each in drawn]
+    return [*made[:2], made[2] if bias else None]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 3e-2)], ids=str
+)
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_values_and_gradients(
+    shape: Shape, bias: bool, dtype: torch.dtype, bound: float, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "_CHUNK", 131 * chunk)
+    ids = torch.randint(131, (37,), generator=torch.Generator().manual_seed(1))
+    ours, plain = parts(dtype, bias=bias), [None if x is None else x.detach().double() for x in parts(dtype, bias=bias)]
+    right = [None if x is None else x.requires_grad_() for x in plain]
+    found = linear_cross_entropy(*ours, ids, shape)
+    logits = nn.functional.linear(*right) * shape.scale
+    if shape.softcap:
+        logits = shape.softcap * torch.tanh(logits / shape.softcap)
+    each = nn.functional.cross_entropy(logits, ids, reduction="none")
+    (found.total * 0.125).backward()
+    (each.sum() * 0.125).backward()
+    assert (found.each.double() - each).abs().max() <= bound * each.abs().max()
+    assert found.total.item() == pytest.approx(each.sum().item(), rel=bound)
+    if dtype != torch.bfloat16 and not shape.softcap:  # near ties may fall otherwise
+        assert torch.equal(found.right, logits.argmax(-1) == ids)
+    for a, b in zip(ours, right, strict=True):
+        if a is not None:
+            assert a.grad.dtype == dtype and (a.grad.double() - b.grad).abs().max() <= bound * b.grad.abs().max()
+
+
+def test_no_targets_at_all() -> None:
+    """A filler: it weighs nothing, but backward must run through it, or ranks would wait for each other."""
+    hidden, weight, _ = parts(torch.float32, tokens=0)
+    found = linear_cross_entropy(hidden, weight, None, torch.empty(0, dtype=torch.int64), Shape())
+    found.total.backward()
+    assert found.total.item() == 0.0 and len(found.each) == 0
+    assert not weight.grad.any() and hidden.grad.shape == (0, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [(name, "eager") for name in (*ARCHITECTURES, *EXPERTS, *SCALED)]
+    + [(name, "documents_cpu") for name in ("llama", "gemma3_text", "mixtral")],
+)
+def test_a_network_with_it_has_the_losses_and_gradients_of_its_own(name: str, attention: str) -> None:
+    model = build(name)
+    model.set_attn_implementation(attention)
+    block = documents(model)
+    plain = plain_losses(logits_of(model, block.input_ids, block.position_ids, block.borders), block)
+    plain.total.backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    names = list(model.state_dict())
+    install(model)
+    assert isinstance(model.get_output_embeddings(), LossHead) and list(model.state_dict()) == names
+    found = block_loss(model, block)
+    found.total.backward()
+    assert found.total.item() == pytest.approx(plain.total.item(), rel=1e-6)
+    assert torch.allclose(found.each, plain.each, rtol=1e-5, atol=1e-6) and torch.equal(found.right, plain.right)
+    got = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert got.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert (got[key] - value).abs().max() <= 1e-5 * max(value.abs().max().item(), 1e-3), key
+
+
+def test_which_loss_a_run_gets() -> None:
+    any_, own = Needs(), Needs(plain_loss="its head is not one linear layer")
+    assert choose_loss("auto", any_, kept=None).name == "chunked"
+    assert choose_loss("auto", any_, kept="plain").name == "plain", "as the run began"
+    assert choose_loss("chunked", any_, kept="plain").name == "chunked"
+    assert choose_loss("plain", any_, kept="chunked").name == "plain"
+    assert choose_loss("auto", own, kept="chunked").name == "plain"
+    with pytest.raises(ConfigError, match=r"^model\.loss=chunked: its head is not one linear layer; set"):
+        choose_loss("chunked", own, kept=None)
