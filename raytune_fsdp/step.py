@@ -63,8 +63,8 @@ class StepTensors:
     counts: torch.Tensor
     """int64: `StepCounts`, packed."""
     values: torch.Tensor
-    """float64: loss, gradient norm, 1 if the update was skipped; then the sum of losses of each dataset, and of each how
-    many targets were the model's first choice."""
+    """float64: loss, gradient norm, 1 if the update was skipped; then the sum of losses of each dataset, and how many
+    targets of each were the model's first choice."""
 
 
 def train_step(

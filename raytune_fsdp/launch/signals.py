@@ -27,8 +27,8 @@ class Signals:
     """
 
     _lost: ClassVar[SignalReceived | None] = None
-    """What was raised and has not ended its block yet. Python drops what is raised in a finalizer or in the callback of a
-    weakref (imports have many): then the next block that begins, or the end of this one, raises it again."""
+    """What was raised and has not ended its block. Python drops what is raised in finalizers and in callbacks of weak
+    references (imports have many): then the next block that begins, or the end of this one, raises it again."""
 
     def __init__(self, when: str = "before training began; nothing is lost") -> None:
         self.count = 0
