@@ -21,6 +21,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.stream import Stream
+from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.estimate.flops import Architecture
 from raytune_fsdp.evaluate import check_network, score
 from raytune_fsdp.loop import Parts
@@ -30,7 +31,7 @@ from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.head import choose_loss, install
 from raytune_fsdp.model.network import MASTER_DTYPE, build_network, count_architecture
 from raytune_fsdp.optim import Optimizer, build_optimizer
-from raytune_fsdp.parallel import COMPUTE_DTYPE, make_mesh, shard
+from raytune_fsdp.parallel import COMPUTE_DTYPE, check_precision, make_mesh, shard
 from raytune_fsdp.run.initial_weights import first_weights
 from raytune_fsdp.run.record import open_run, start_tracker
 from raytune_fsdp.run.standing import Prepared, Standing
@@ -49,7 +50,7 @@ class LauncherHooks:
     """What a launcher provides to a rank. Every field has a default, which is to do without it."""
 
     batches: Iterator[StepBatches] | None = None
-    """This rank's batches, starting with the next step. None: the rank makes them itself."""
+    """This rank's batches on the host, starting with the next step. None: the rank makes them itself."""
     console: TextIO | None = None
     """Where the progress of the run is printed. None: stdout."""
     saved: Callable[[Saved], None] = _nobody
@@ -68,6 +69,7 @@ def assemble(
     """Build everything. Collective: needs the process group."""
     hooks = hooks or LauncherHooks()
     plan, state = standing.plan, standing.state
+    check_precision(config.parallel.precision, device)
     model, optimizer, architecture, kernels = _learner(config, prepared, standing, device)
     # On the model itself: some architectures take position_ids and still let packed documents see each other.
     check_network(model, config.data.packing)
@@ -78,7 +80,7 @@ def assemble(
     stream = Stream(prepared.train, seed=config.run.seed)
     batches = hooks.batches or rank_batches(
         stream, plan.division, standing.steps_left,
-        cursor=state.cursor, data_rank=dist.get_rank(), device=device,
+        cursor=state.cursor, data_rank=dist.get_rank(),
     )  # fmt: skip
     meter = Meter(
         plan, architecture, device, windows=prepared.train.count, cursor=state.cursor, datasets=prepared.train.names,
@@ -98,7 +100,7 @@ def assemble(
             value=state.loss_scale or FIRST_SCALE,
             good_steps=state.good_steps,
         ),
-        batches=batches,
+        batches=to_device(batches, device),
         evals=prepared.evals,
         meter=meter,
         skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),

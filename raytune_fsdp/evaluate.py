@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp.data.batches import eval_batches
 from raytune_fsdp.data.rows.templates import ChatTemplate, Refused
+from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ConfigError, DataError, ModelError
 from raytune_fsdp.model.attention import SIXTEEN_BITS, positions_of, without_borders
@@ -52,10 +53,8 @@ def losses(
     with evaluating(model):
         for name, windows in datasets.items():
             sums = torch.zeros(3, dtype=torch.float64, device=device)
-            blocks = eval_batches(
-                windows, micro_batch=micro_batch, data_ranks=data_ranks, data_rank=dist.get_rank(), device=device
-            )
-            for block in blocks:
+            blocks = eval_batches(windows, micro_batch=micro_batch, data_ranks=data_ranks, data_rank=dist.get_rank())
+            for block in to_device(blocks, device):
                 sums += eval_step(model, block)
             dist.all_reduce(sums)
             total, right, targets = sums.tolist()

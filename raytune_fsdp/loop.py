@@ -70,7 +70,7 @@ def train(parts: Parts, stop: Stop) -> RunState:
         saving = last or parts.saves.due(boundary, plan.due(step, plan.save_every), step)
         # The only place where training waits for the device: every train.log_every steps, for all of them at once.
         if plan.due(step, plan.log_every) or evaluating or saving:
-            _log(parts)
+            _log(parts, last=evaluating or saving)
         if saving:
             # Before the evaluation: if that fails, the weights are unharmed and the step is saved already.
             state = _state_after(parts, state, step)
@@ -87,9 +87,9 @@ def train(parts: Parts, stop: Stop) -> RunState:
     return state
 
 
-def _log(parts: Parts) -> None:
-    """Fetch and write the metrics of all steps since the last call."""
-    rows = parts.meter.fetch()
+def _log(parts: Parts, *, last: bool) -> None:
+    """Fetch and write the metrics of the steps since the last call; of the latest one too if it must be the `last`."""
+    rows = parts.meter.fetch(last=last)
     parts.tracker.steps(rows, parts.plan.layout.world, parts.saves.saver.attempt)
     for row in rows:
         if row.skipped:

@@ -56,6 +56,9 @@ class Meter:
         self.skipped_in_row = skipped_in_row
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._peak = peak_flops(name)
+        # A GPU computes one step while the host queues the next. The metrics of the latest step would make the host
+        # wait until it has nothing left to do.
+        self._late = 1 if device.type == "cuda" else 0
         self._pending: list[_Pending] = []
         self._since = time.perf_counter()
 
@@ -66,19 +69,22 @@ class Meter:
     def add(self, batches: StepBatches, tensors: StepTensors, *, lr: float, data_seconds: float) -> None:
         self._pending.append(_Pending(step=batches.step, lr=lr, data_seconds=data_seconds, tensors=tensors))
 
-    def fetch(self) -> list[StepMetrics]:
-        """Metrics of all steps since the last fetch, each with the mean step time. Waits for the device."""
-        if not self._pending:
+    def fetch(self, *, last: bool = True) -> list[StepMetrics]:
+        """Metrics of all steps since the last fetch, each with the mean step time. Waits for the device.
+
+        Without `last`, the step that a GPU may still be computing is left for the next fetch.
+        """
+        ready = self._pending if last else self._pending[: len(self._pending) - self._late]
+        if not ready:
             return []
-        counts = torch.stack([p.tensors.counts for p in self._pending]).cpu()
-        values = torch.stack([p.tensors.values for p in self._pending]).cpu()
+        counts = torch.stack([p.tensors.counts for p in ready]).cpu()
+        values = torch.stack([p.tensors.values for p in ready]).cpu()
         now = time.perf_counter()
-        seconds = (now - self._since) / len(self._pending)
+        seconds = (now - self._since) / len(ready)
         rows = [
-            self._metrics(pending, counts[i].tolist(), values[i].tolist(), seconds)
-            for i, pending in enumerate(self._pending)
+            self._metrics(pending, counts[i].tolist(), values[i].tolist(), seconds) for i, pending in enumerate(ready)
         ]
-        self._pending.clear()
+        self._pending = self._pending[len(ready) :]
         self._since = now
         return rows
 

@@ -13,11 +13,23 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from raytune_fsdp.config import ParallelConfig
+from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.network import blocks_of
 from raytune_fsdp.plan import Layout
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Precisions that compute in another type than that of the weights."""
+
+
+def check_precision(precision: str, device: torch.device) -> None:
+    """Refuse bf16 on a GPU that only imitates it: torch computes it there in fp32, and slower than that."""
+    if device.type != "cuda" or not precision.startswith("bf16"):
+        return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ConfigError(
+            f"parallel.precision={precision}: {torch.cuda.get_device_name(device)} has no bf16 (since Ampere they have): "
+            "set parallel.precision=fp16 or fp32"
+        )
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:

@@ -19,7 +19,6 @@ from raytune_fsdp.model.loss import block_loss
 from raytune_fsdp.optim import Optimizer, local_gradients
 from raytune_fsdp.parallel import set_gradient_sync
 from raytune_fsdp.plan import Plan
-from raytune_fsdp.step_counts import StepCounts
 from raytune_fsdp.types import Batch, StepBatches
 
 FIRST_SCALE = 2.0**15
@@ -81,8 +80,7 @@ def train_step(
 ) -> StepTensors:
     """Forward, backward and update over one global batch. All ranks must call this with the same number of blocks."""
     device = scale.value.device
-    counts = torch.tensor(StepCounts.pack(batches, plan.division, plan.datasets), dtype=torch.int64)
-    counts = counts.to(device, non_blocking=True)
+    counts = batches.counts.clone()
     dist.all_reduce(counts)
     # A step without a single target has loss 0, not 0/0.
     targets = counts[0].clamp(min=1)
@@ -112,7 +110,7 @@ def train_step(
 def eval_step(model: PreTrainedModel, block: Batch) -> torch.Tensor:
     """Loss sum, right choices and target tokens of one block on this rank, in float64. All ranks must call this."""
     losses = block_loss(model, block)
-    targets = torch.tensor(float(block.target_tokens), dtype=torch.float64).to(losses.total.device)
+    targets = torch.full((), float(block.target_tokens), dtype=torch.float64, device=losses.total.device)
     return torch.stack([losses.total.double(), losses.right.sum().double(), targets])
 
 

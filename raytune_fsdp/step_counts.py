@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raytune_fsdp.division import Division
-from raytune_fsdp.types import Cursor, StepBatches
+from raytune_fsdp.types import Batch, Cursor
 
 _FIRST_ID = 7
 """Seven numbers come before the sample ids: target tokens, tokens, attended pairs, windows built, and the cursor after
@@ -28,7 +28,7 @@ class StepCounts:
     """The target tokens of each dataset."""
 
     @staticmethod
-    def pack(batches: StepBatches, division: Division, datasets: int) -> list[int]:
+    def pack(step: int, blocks: Sequence[Batch], windows_built: int, division: Division, datasets: int) -> list[int]:
         """This rank's share: the sum over all ranks is the global batch's.
 
         Each rank writes the ids of its own blocks in their places and leaves zeros elsewhere; the cursor comes from the
@@ -36,9 +36,9 @@ class StepCounts:
         """
         first_dataset = _FIRST_ID + division.global_batch
         counts = [0] * (first_dataset + datasets)
-        counts[3] = batches.windows_built
-        last = len(division.block_sizes(batches.step)) - 1
-        for block in batches.blocks:
+        counts[3] = windows_built
+        last = len(division.block_sizes(step)) - 1
+        for block in blocks:
             counts[0] += block.target_tokens
             counts[1] += block.tokens
             counts[2] += block.attended_pairs

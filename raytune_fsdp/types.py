@@ -113,6 +113,8 @@ class StepBatches:
     step: int
     """1 for the first optimizer step of a run."""
     blocks: tuple[Batch, ...]
+    counts: torch.Tensor
+    """int64: this rank's share of the `StepCounts`, packed."""
     windows_built: int = 0
     """Windows that begin in this step and had to be tokenized for this rank, because they were not in the cache."""
 

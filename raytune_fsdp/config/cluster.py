@@ -44,5 +44,8 @@ class ClusterConfig(Section):
     start_seconds: float = Field(default=120.0, gt=0)
     """Ray: seconds that a Ray started for this run may take to start. On a very busy machine it needs more; Ray's own limit of 30 s then ends single tries."""
 
+    collective_minutes: float = Field(default=30.0, gt=0)
+    """Minutes after which a rank that waits for others in a collective gives up: this catches ranks that hang, while those that die are noticed at once. Longer than the slowest start of a rank takes."""
+
     wait_minutes: float = Field(default=30.0, gt=0)
     """Ray: minutes to wait for the workers' resources, at the start and after a failure."""

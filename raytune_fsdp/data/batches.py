@@ -16,6 +16,7 @@ import torch
 from raytune_fsdp.data.stream import Stream, StreamSample
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.division import Division
+from raytune_fsdp.step_counts import StepCounts
 from raytune_fsdp.types import IGNORE, PADDING, Batch, Borders, Cursor, PackedSample, StepBatches, Targets
 
 FILLER_INDEX = -1
@@ -29,7 +30,6 @@ def rank_batches(
     *,
     cursor: Cursor,
     data_rank: int,
-    device: torch.device | str = "cpu",
 ) -> Iterator[StepBatches]:
     """A rank's blocks in these steps, the first of which begins at `cursor`. Reads the samples of all ranks."""
     assert 0 <= data_rank < division.data_ranks, (data_rank, division.data_ranks)
@@ -41,8 +41,8 @@ def rank_batches(
                 block = list(islice(samples, size))
                 built += sum(each.built for each in block)
                 if division.owner(step, index) == data_rank:
-                    own.append(stream_batch(block, index=index, device=device))
-            yield fill_up(step, own, division, stream.windows, device, windows_built=built)
+                    own.append(stream_batch(block, index=index))
+            yield fill_up(step, own, division, stream.windows, windows_built=built)
 
 
 def fill_up(
@@ -50,38 +50,37 @@ def fill_up(
     own: list[Batch],
     division: Division,
     windows: Windows,
-    device: torch.device | str,
     *,
     windows_built: int,
 ) -> StepBatches:
     """A rank's own blocks of a step, and fillers until it has as many as every other rank."""
     while len(own) < division.rounds(step):
-        own.append(filler(division.micro_batch, seq_len=windows.seq_len, pad_id=windows.pad_id, device=device))
-    return StepBatches(step=step, blocks=tuple(own), windows_built=windows_built)
+        own.append(filler(division.micro_batch, seq_len=windows.seq_len, pad_id=windows.pad_id))
+    counts = StepCounts.pack(step, own, windows_built, division, len(windows.names))
+    return StepBatches(
+        step=step, blocks=tuple(own), counts=torch.tensor(counts, dtype=torch.int64), windows_built=windows_built
+    )
 
 
-def eval_batches(
-    windows: Windows, *, micro_batch: int, data_ranks: int, data_rank: int, device: torch.device | str = "cpu"
-) -> Iterator[Batch]:
+def eval_batches(windows: Windows, *, micro_batch: int, data_ranks: int, data_rank: int) -> Iterator[Batch]:
     """All samples once, in the order of the windows. Block i belongs to rank i mod data_ranks; fillers even it out."""
     assert 0 <= data_rank < data_ranks, (data_rank, data_ranks)
     samples = (sample for k in range(windows.count(0)) for sample in windows.get(0, k)[0].samples)
     index = 0
     while block := list(islice(samples, micro_batch)):
         if index % data_ranks == data_rank:
-            yield to_batch(block, index=index, after=Cursor(), device=device)
+            yield to_batch(block, index=index, after=Cursor())
         index += 1
     # The ranks after the owner of the last block have one block fewer than it does.
     if index % data_ranks and data_rank >= index % data_ranks:
-        yield filler(micro_batch, seq_len=windows.seq_len, pad_id=windows.pad_id, device=device)
+        yield filler(micro_batch, seq_len=windows.seq_len, pad_id=windows.pad_id)
 
 
-def stream_batch(block: Sequence[StreamSample], *, index: int, device: torch.device | str = "cpu") -> Batch:
+def stream_batch(block: Sequence[StreamSample], *, index: int) -> Batch:
     return to_batch(
         [each.sample for each in block],
         index=index,
         after=block[-1].after,
-        device=device,
     )
 
 
@@ -90,7 +89,6 @@ def to_batch(
     *,
     index: int,
     after: Cursor,
-    device: torch.device | str = "cpu",
 ) -> Batch:
     """Samples stacked as int64 tensors, with counts that are cheap to take before they leave the host."""
     input_ids = np.stack([sample.input_ids for sample in samples])
@@ -98,17 +96,15 @@ def to_batch(
     position_ids = np.stack([sample.position_ids for sample in samples])
     source_ids = np.stack([sample.source_ids for sample in samples])
     real = source_ids != PADDING
-    tensors = [
-        torch.from_numpy(values.astype(np.int64)).to(device) for values in (input_ids, labels, position_ids, source_ids)
-    ]
+    tensors = [torch.from_numpy(values.astype(np.int64)) for values in (input_ids, labels, position_ids, source_ids)]
     return Batch(
         index=index,
         input_ids=tensors[0],
         labels=tensors[1],
         position_ids=tensors[2],
         source_ids=tensors[3],
-        borders=borders_of(position_ids, device),
-        targets=targets_of(labels, source_ids, device),
+        borders=borders_of(position_ids),
+        targets=targets_of(labels, source_ids),
         sample_ids=tuple(sample.id for sample in samples),
         tokens=int(real.sum()),
         target_tokens=int((labels[:, 1:] != IGNORE).sum()),
@@ -118,39 +114,37 @@ def to_batch(
     )
 
 
-def borders_of(position_ids: np.ndarray[Any, Any], device: torch.device | str = "cpu") -> Borders:
+def borders_of(position_ids: np.ndarray[Any, Any]) -> Borders:
     """The borders of documents, which begin where positions restart. Found on the host: no kernel waits for them."""
     starts = np.append(np.flatnonzero(position_ids.reshape(-1) == 0), position_ids.size).astype(np.int32)
-    return Borders(starts=torch.from_numpy(starts).to(device), longest=int(np.diff(starts).max()))
+    return Borders(starts=torch.from_numpy(starts), longest=int(np.diff(starts).max()))
 
 
-def targets_of(
-    labels: np.ndarray[Any, Any], source_ids: np.ndarray[Any, Any], device: torch.device | str = "cpu"
-) -> Targets:
+def targets_of(labels: np.ndarray[Any, Any], source_ids: np.ndarray[Any, Any]) -> Targets:
     """The target tokens of samples. The one at place i of a sample is predicted at i - 1."""
     predicted = np.full_like(labels, IGNORE)
     predicted[:, :-1] = labels[:, 1:]
     places = np.flatnonzero(predicted != IGNORE)
     datasets = source_ids.reshape(-1)[places].astype(np.int64)
     arrays = (places, predicted.reshape(-1)[places], datasets)
-    tensors = [torch.from_numpy(each.astype(np.int64)).to(device) for each in arrays]
+    tensors = [torch.from_numpy(each.astype(np.int64)) for each in arrays]
     return Targets(
         places=tensors[0], ids=tensors[1], datasets=tensors[2], by_dataset=tuple(np.bincount(datasets).tolist())
     )
 
 
-def filler(micro_batch: int, *, seq_len: int, pad_id: int, device: torch.device | str = "cpu") -> Batch:
+def filler(micro_batch: int, *, seq_len: int, pad_id: int) -> Batch:
     """A block of padding: the shape of a full block, nothing trained on, nothing counted."""
     shape = (micro_batch, seq_len)
     positions = np.tile(np.arange(seq_len), (micro_batch, 1))
     return Batch(
         index=FILLER_INDEX,
-        input_ids=torch.full(shape, pad_id, dtype=torch.int64, device=device),
-        labels=torch.full(shape, IGNORE, dtype=torch.int64, device=device),
-        position_ids=torch.from_numpy(positions).to(device),
-        source_ids=torch.full(shape, PADDING, dtype=torch.int64, device=device),
-        borders=borders_of(positions, device),
-        targets=targets_of(np.empty((0, 1)), np.empty((0, 1)), device),
+        input_ids=torch.full(shape, pad_id, dtype=torch.int64),
+        labels=torch.full(shape, IGNORE, dtype=torch.int64),
+        position_ids=torch.from_numpy(positions),
+        source_ids=torch.full(shape, PADDING, dtype=torch.int64),
+        borders=borders_of(positions),
+        targets=targets_of(np.empty((0, 1)), np.empty((0, 1))),
         sample_ids=(),
         tokens=0,
         target_tokens=0,

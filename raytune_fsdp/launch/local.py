@@ -118,7 +118,7 @@ def _rank_main(config: FinetuneConfig, prepared: Prepared, standing: Standing) -
     stop = StopFlag(insist=False)
     with stop:
         device = choose_device(config.cluster.device, ranks_here())
-        join(device, alone=False)
+        join(device, alone=False, minutes=config.cluster.collective_minutes)
         step = work(config, prepared, agree(config, prepared, lambda: standing), device, stop)
         dist.destroy_process_group()
         return step
@@ -130,7 +130,7 @@ def _run_rank(config: FinetuneConfig) -> tuple[Prepared, Standing]:
     check_device(config, device.type)
     stop = StopFlag(insist=False)
     with stop:
-        join(device, alone=False)
+        join(device, alone=False, minutes=config.cluster.collective_minutes)
         try:
             prepared, standing = prepare_on_rank0(config)
             if not standing.complete:

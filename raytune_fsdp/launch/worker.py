@@ -19,10 +19,6 @@ from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.tracking.tracker import Status
 from raytune_fsdp.types import Stop
 
-COLLECTIVE_MINUTES = 30
-"""A rank that waits longer than this in a collective gives up. This catches ranks that hang: those that die are noticed
-at once. The default of Ray Train and of torch with gloo; torch with NCCL would give up after 10."""
-
 
 def choose_device(wanted: str, workers_here: int) -> torch.device:
     """This rank's device, following `cluster.device`."""
@@ -32,13 +28,16 @@ def choose_device(wanted: str, workers_here: int) -> torch.device:
     return torch.device("cuda", local_rank())
 
 
-def join(device: torch.device, *, alone: bool) -> None:
-    """Make the process group: alone, or with the ranks that the environment describes."""
+def join(device: torch.device, *, alone: bool, minutes: float = 30.0) -> None:
+    """Make the process group: alone, or with the ranks that the environment describes.
+
+    `minutes` is `cluster.collective_minutes`; with NCCL torch would give up after 10.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # gloo beside nccl, so that ranks can agree on host tensors without waiting for the device.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(minutes=COLLECTIVE_MINUTES)
+    timeout = timedelta(minutes=minutes)
     if alone:
         # A store in memory: the default one would read addresses from the environment and open a port.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -99,7 +99,7 @@ def inputs_of(
     # No attention mask: transformers takes the borders of packed documents from where the positions restart.
     if not model.config._attn_implementation.startswith(PREFIX):
         return {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
-    borders = borders or borders_of(position_ids.cpu().numpy(), input_ids.device)
+    borders = borders or borders_of(position_ids.numpy())
     return {
         "input_ids": input_ids.reshape(1, -1),
         "position_ids": position_ids.reshape(1, -1),

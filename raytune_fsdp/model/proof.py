@@ -14,6 +14,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from raytune_fsdp.data.batches import to_batch
+from raytune_fsdp.data.to_device import mapped
 from raytune_fsdp.model.attention import logits_of
 from raytune_fsdp.model.head import LossHead
 from raytune_fsdp.model.kernels import KERNELS, PREFIX, Call, attend, reference
@@ -41,7 +42,8 @@ def documents(model: PreTrainedModel) -> Batch:
             PackedSample(input_ids=ids, labels=labels, position_ids=positions, source_ids=np.zeros_like(ids), id=0)
         )
         first += sum(row)
-    return to_batch(samples, index=0, after=Cursor(), device=next(model.parameters()).device)
+    device = next(model.parameters()).device
+    return mapped(to_batch(samples, index=0, after=Cursor()), lambda tensor: tensor.to(device))
 
 
 def leak_between_documents(model: PreTrainedModel) -> float:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from raytune_fsdp.data.batches import FILLER_INDEX, eval_batches, rank_batches
 from raytune_fsdp.data.stream import Stream
+from raytune_fsdp.data.to_device import mapped, to_device
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.division import Division
 from raytune_fsdp.errors import DataError, ResumeError
@@ -235,3 +236,24 @@ def test_eval_goes_over_all_samples_once(world: int) -> None:
     assert [i for block in blocks for i in block.sample_ids] == expected
     assert len(ranks[0]) == -(-len(blocks) // world)
     assert all(of_rank[i].is_filler <= (i == len(of_rank) - 1) for of_rank in ranks for i in range(len(of_rank)))
+
+
+def test_what_travels_with_a_block_to_the_device() -> None:
+    """Borders and targets are found on the host; every tensor goes along, whatever it stands in."""
+    windows = make([5, 3, 7, 16], window=4, shuffle="none")
+    (step,) = steps(windows, world=1, rank=0, last=1, batch=2, micro=2)
+    (block,) = step.blocks
+    flat, row = block.position_ids.flatten(), block.labels.shape[1]
+    assert block.borders.starts.tolist() == [*torch.nonzero(flat == 0).flatten().tolist(), flat.numel()]
+    assert block.borders.longest == 16
+    predicted = [(p, int(t)) for p, t in enumerate(block.labels.flatten()[1:]) if t != IGNORE and (p + 1) % row]
+    assert list(zip(block.targets.places.tolist(), block.targets.ids.tolist(), strict=True)) == predicted
+    assert block.targets.by_dataset == (len(predicted),) == (block.target_tokens,)
+    seen: list[torch.Tensor] = []
+    moved = mapped(step, lambda tensor: seen.append(tensor) or tensor.clone())
+    assert len(seen) == 4 + 1 + 3 + 1
+    assert (
+        torch.equal(moved.blocks[0].targets.ids, block.targets.ids) and moved.blocks[0].sample_ids == block.sample_ids
+    )
+    assert moved.counts is not step.counts and torch.equal(moved.counts, step.counts)
+    assert next(to_device(iter([step]), torch.device("cpu"))) is step

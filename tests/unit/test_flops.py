@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from raytune_fsdp.config import ModelConfig
+from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.estimate.flops import Architecture, mfu, peak_flops, training_flops
 from raytune_fsdp.model.network import build_base, count_architecture, load_architecture
+from raytune_fsdp.parallel import check_precision
 from tests.models import ARCHITECTURES, TIED, architecture
 
 
@@ -126,3 +128,21 @@ def test_peaks_are_found_by_the_device_s_name(name: str, tera: float) -> None:
 
 def test_an_unknown_device_has_no_peak() -> None:
     assert peak_flops("cpu") is None and peak_flops("NVIDIA GeForce GTX 1080") is None
+
+
+def test_bf16_on_a_device_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
+    gpu = torch.device("cuda")
+    for has in (True, False):
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation, has=has: has or including_emulation
+        )
+        for precision in ("fp32", "fp16", "fp64"):
+            check_precision(precision, gpu)
+        check_precision("bf16", torch.device("cpu"))
+        for precision in ("bf16", "bf16_pure"):
+            if has:
+                check_precision(precision, gpu)
+                continue
+            with pytest.raises(ConfigError, match=f"{precision}: Tesla T4 has no bf16 .*fp16 or fp32"):
+                check_precision(precision, gpu)

@@ -22,7 +22,6 @@ from raytune_fsdp.threads import in_thread
 from raytune_fsdp.types import Batch, Cursor, PackedSample, StepBatches
 
 if TYPE_CHECKING:
-    import torch
     from ray.data import DataIterator
 
 
@@ -34,12 +33,11 @@ def ray_batches(
     *,
     data_rank: int,
     first: pa.Table | None = None,
-    device: torch.device | str = "cpu",
 ) -> Iterator[StepBatches]:
     """The batches of `rank_batches`: of the `first` samples, and then from this rank's shard of a `stream_dataset` that
     begins with the step after them."""
     ahead = 2 * max(division.rounds(steps[0]), 2)
-    to_block = ToBlock(division, device)
+    to_block = ToBlock(division)
     arrived = iter(shard.iter_torch_batches(batch_size=None, prefetch_batches=ahead, collate_fn=to_block, device="cpu"))
     # Ask at once, also where the first step has no block for this rank: Ray Data starts when all ranks have asked.
     asked = in_thread(lambda: next(arrived, None), "first-block")
@@ -60,7 +58,7 @@ def ray_batches(
                         raise _out_of_order(data_rank, number, size, block)
                     own.append(block.batch)
                     built += block.windows_built
-            yield fill_up(step, own, division, windows, device, windows_built=built)
+            yield fill_up(step, own, division, windows, windows_built=built)
     finally:
         if asked.done():  # else a thread is in it, and ends with the process
             arrived.close()
@@ -79,14 +77,13 @@ class Block:
 class ToBlock(ArrowBatchCollateFn):  # type: ignore[misc]
     """Turns arriving tables into tensors. Ray Data calls it in threads, before the block is needed."""
 
-    def __init__(self, division: Division, device: torch.device | str) -> None:
+    def __init__(self, division: Division) -> None:
         self._blocks_per_step = division.blocks
-        self._device = device
 
     def __call__(self, table: pa.Table) -> Block:
         number: int = table["block"][0].as_py()
         samples = _to_samples(table)
-        batch = stream_batch(samples, index=number % self._blocks_per_step, device=self._device)
+        batch = stream_batch(samples, index=number % self._blocks_per_step)
         return Block(number, sum(each.built for each in samples), batch)
 
 

@@ -7,6 +7,7 @@ checkpoints, which rank 0 of every attempt reads.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -37,7 +38,6 @@ from raytune_fsdp.launch.ray.train_registry import repair_registry
 from raytune_fsdp.launch.run_lock import is_locked
 from raytune_fsdp.launch.shared_storage import TOKEN_PREFIX, put_token
 from raytune_fsdp.launch.signals import Signals
-from raytune_fsdp.launch.worker import COLLECTIVE_MINUTES
 from raytune_fsdp.run.checks import check_device
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.record import mlflow_tracker, run_start
@@ -213,7 +213,8 @@ def trainer_for(
     return TorchTrainer(
         rank,
         torch_config=TorchConfig(
-            backend="cpu:gloo,cuda:nccl" if asked.device == "cuda" else "gloo", timeout_s=COLLECTIVE_MINUTES * 60
+            backend="cpu:gloo,cuda:nccl" if asked.device == "cuda" else "gloo",
+            timeout_s=math.ceil(60 * config.cluster.collective_minutes),
         ),
         scaling_config=scaling_config(asked),
         run_config=RunConfig(

@@ -19,6 +19,7 @@ import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
 from raytune_fsdp.launch.ray.board import Board, BoardStream, Committed, Joined, PhaseFinished, Started, StopFromBoard
+from raytune_fsdp.threads import in_thread
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -90,7 +91,7 @@ def train_rank(job: RankJob) -> None:
             job.board.tell(Committed(checkpoint.step))
 
     hooks = LauncherHooks(
-        batches=_batches(job, prepared, standing, rank=rank, key=key, device=device, reached=reached),
+        batches=_batches(job, prepared, standing, rank=rank, key=key, reached=reached),
         console=cast(TextIO, BoardStream(job.board, tty=job.tty)),
         saved=saved,
         reached=reached,
@@ -127,7 +128,6 @@ def _batches(
     *,
     rank: int,
     key: str,
-    device: Any,
     reached: Callable[[str], None],
 ) -> Iterator[StepBatches]:
     """This rank's batches through Ray Data. Rank 0 opens the stream: only one process may decide where it begins.
@@ -154,11 +154,9 @@ def _batches(
         )
         job.board.share(key, (read, split(dataset, division.data_ranks)))
     read, shards = job.board.shared(key)
-    batches = ray_batches(shards[rank], prepared.train, division, steps, data_rank=rank, first=read, device=device)
-    threads = ThreadPoolExecutor(1, thread_name_prefix="first-batch")
-    first = threads.submit(next, batches)
+    batches = ray_batches(shards[rank], prepared.train, division, steps, data_rank=rank, first=read)
+    first = in_thread(lambda: next(batches), "first-batch")
     first.add_done_callback(lambda _: reached("data"))
-    threads.shutdown(wait=False)
 
     def first_batch() -> Iterator[StepBatches]:
         if job.config.eval.at_start and not state.step:

@@ -1,0 +1,48 @@
+"""Batches on their way to the device: copied ahead, so that neither the host nor the device waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def to_device(items: Iterable[T], device: torch.device) -> Iterator[T]:
+    """The same batches with their tensors on the device.
+
+    The host is ahead of a GPU: while that computes a step, the batch of the next one is copied on a stream of its own.
+    From pinned memory, or the host would wait for each copy; and whatever is computed with it waits for the copy alone.
+    """
+    if device.type != "cuda":
+        yield from items
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    for item in items:
+        with torch.cuda.stream(stream):
+            moved = mapped(item, lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(stream)
+        mapped(moved, partial(_used_on, current))
+        yield moved
+
+
+def _used_on(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor:
+    tensor.record_stream(stream)  # or its memory could be given away before that stream is done with it
+    return tensor
+
+
+def mapped(value: T, function: Callable[[torch.Tensor], torch.Tensor]) -> T:
+    """A batch with all its tensors replaced."""
+    found: Any = value
+    if isinstance(value, torch.Tensor):
+        found = function(value)
+    elif isinstance(value, tuple):
+        found = tuple(mapped(each, function) for each in value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        found = replace(value, **{each.name: mapped(getattr(value, each.name), function) for each in fields(value)})
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,130 @@
+"""Nothing in a step asks the device for a value, which on a GPU would make the host wait for all that is queued."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.models import architecture
+from tests.ranks import run_ranks
+from tests.runs import GPT2, make_config
+
+WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal.default", "is_nonzero")
+ASKING = ("cpu", "tolist", "numpy", "item", "cuda", "__bool__", "__float__", "__int__", "__index__")
+
+MAKING = ("tensor", "as_tensor", "from_numpy")
+"""What makes tensors of values on the host, which would have to be copied to the device. A `.to(device)` of what is
+there already, as networks have many, copies nothing."""
+
+
+class Operations(TorchDispatchMode):
+    """Operations that need a value on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(word in str(function) for word in WAITING):
+            self.found.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class Methods(TorchFunctionMode):
+    """Python's ways to bring a tensor, or a value of it, to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in ASKING or name in MAKING:
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def watched(values: Mapping[str, Any], disturb: bool) -> list[str]:
+    """What a steady step asks for; with `disturb` a network in the middle of it asks, too."""
+    from raytune_fsdp.assemble import assemble
+    from raytune_fsdp.config import FinetuneConfig
+    from raytune_fsdp.launch.local import prepare_on_rank0
+    from raytune_fsdp.step import train_step
+
+    config = FinetuneConfig.model_validate(values)
+    parts = assemble(config, *prepare_on_rank0(config), torch.device("cpu"))
+    if disturb:
+        norm = list(parts.model.modules())[-2]
+        norm.register_forward_hook(lambda _, __, out: out * float(out.sum() != 0))
+    found: list[str] = []
+    for number, batches in enumerate(islice(parts.batches, 3)):
+        operations, methods = Operations(), Methods()
+        with methods, operations:
+            train_step(
+                parts.model, parts.optimizer, parts.scale, batches, plan=parts.plan, parallel=config.parallel,
+                optim=config.optim, lr_factor=1.0, seed=0,
+            )  # fmt: skip
+        if number:
+            found += operations.found + methods.found
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    "make", [lambda: GPT2, lambda: architecture("gemma3_text", vocab_size=64)], ids=["gpt2", "gemma3"]
+)
+def test_a_step_asks_the_device_for_nothing(tmp_path: Path, make: Callable[[], dict[str, Any]], world: int) -> None:
+    config = make_config(tmp_path, make(), parallel={"precision": "bf16"})
+    assert run_ranks(watched, world, config.model_dump(), False) == [[]] * world
+
+
+def test_one_that_asks_is_found(tmp_path: Path) -> None:
+    (found,) = run_ranks(watched, 1, make_config(tmp_path, GPT2).model_dump(), True)
+    assert "aten._local_scalar_dense.default" in found
+
+
+def waiting_alone(rank: int, port: int, found: Any) -> None:
+    """A rank whose partner has joined, and hangs."""
+    from raytune_fsdp.launch.worker import join
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    join(torch.device("cpu"), alone=False, minutes=0.05)
+    since = time.monotonic()
+    if rank == 1:
+        found.get()
+        return
+    try:
+        torch.distributed.all_reduce(torch.zeros(1))
+    except RuntimeError as error:
+        found.put((time.monotonic() - since, str(error)))
+    else:
+        found.put((0.0, "it did not wait"))
+    found.put(None)
+
+
+def test_a_rank_gives_up_waiting_for_one_that_hangs() -> None:
+    """After `cluster.collective_minutes`, here 3 seconds."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    found, hanging = context.Queue(), context.Queue()
+    ranks = [context.Process(target=waiting_alone, args=(rank, port, (found, hanging)[rank])) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    seconds, said = found.get(timeout=120)
+    hanging.put(None)
+    for rank in ranks:
+        rank.join(30)
+    assert 2.5 < seconds < 20, said
+    assert "imed out" in said

@@ -1,0 +1,61 @@
+"""What a step leaves on the device becomes metrics, at the latest when the step must be known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from raytune_fsdp.division import Division
+from raytune_fsdp.estimate.flops import Architecture
+from raytune_fsdp.metrics import Meter
+from raytune_fsdp.plan import Layout, Plan
+from raytune_fsdp.step import StepTensors
+from raytune_fsdp.step_counts import StepCounts
+from raytune_fsdp.types import Cursor, StepBatches
+
+DIVISION = Division(total_samples=None, global_batch=2, micro_batch=2, data_ranks=1)
+PLAN = Plan(
+    division=DIVISION, steps=10, samples_per_epoch=None, schedule_steps=10, warmup_steps=0, log_every=1, eval_every=10,
+    save_every=10, layout=Layout(world=1, data_ranks=1, replicas=1, shard_size=1), datasets=2,
+)  # fmt: skip
+
+
+def meter() -> Meter:
+    return Meter(
+        PLAN, Architecture(matmul_weights=1, layers=1, query_width=1), torch.device("cpu"), windows=lambda _: 4,
+        cursor=Cursor(), datasets=("books", "code"), max_skipped=3, checkpoints="",
+    )  # fmt: skip
+
+
+def add(meter: Meter, step: int, targets: tuple[int, int], sums: tuple[float, float], right: tuple[int, int]) -> None:
+    counts = torch.tensor(StepCounts.pack(step, [], 0, DIVISION, 2))
+    counts[0], counts[-2:] = sum(targets), torch.tensor(targets)
+    loss = sum(sums) / max(1, sum(targets))
+    values = torch.tensor([loss, 1.0, 0.0, *sums, *right], dtype=torch.float64)
+    batches = StepBatches(step=step, blocks=(), counts=counts)
+    meter.add(batches, StepTensors(counts=counts, values=values), lr=0.1, data_seconds=0.0)
+
+
+def test_datasets_have_their_own_loss_and_accuracy() -> None:
+    measured = meter()
+    add(measured, 1, (30, 10), (60.0, 5.0), (15, 10))
+    add(measured, 2, (40, 0), (20.0, 0.0), (4, 0))
+    add(measured, 3, (0, 0), (0.0, 0.0), (0, 0))
+    first, second, third = measured.fetch()
+    assert first.datasets == (("books", 2.0, 0.5, 30), ("code", 0.5, 1.0, 10))
+    assert first.accuracy == 25 / 40
+    assert sum(loss * many for _, loss, _, many in first.datasets) == pytest.approx(first.loss * 40, rel=1e-12)
+    assert second.datasets == (("books", 0.5, 0.1, 40),), "one that has no target in the step is left out"
+    assert third.datasets == () and third.accuracy is None
+
+
+def test_on_a_gpu_the_latest_step_is_fetched_later() -> None:
+    measured = meter()
+    measured._late = 1  # what a CUDA device sets
+    add(measured, 1, (30, 10), (60.0, 5.0), (15, 10))
+    assert measured.fetch(last=False) == []
+    add(measured, 2, (30, 10), (60.0, 5.0), (15, 10))
+    assert [row.step for row in measured.fetch(last=False)] == [1]
+    add(measured, 3, (30, 10), (60.0, 5.0), (15, 10))
+    assert [row.step for row in measured.fetch()] == [2, 3], "before a checkpoint or an evaluation everything is"
+    assert measured.fetch() == measured.fetch(last=False) == []
