@@ -27,7 +27,7 @@ def check_precision(precision: str, device: torch.device) -> None:
         return
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ConfigError(
-            f"parallel.precision={precision}: {torch.cuda.get_device_name(device)} has no bf16 (since Ampere they have): "
+            f"parallel.precision={precision}: {torch.cuda.get_device_name(device)} has no bf16 (Ampere has): "
             "set parallel.precision=fp16 or fp32"
         )
 
