@@ -6,6 +6,8 @@ Every call may block for as long as its timeouts allow, and may raise whatever i
 from __future__ import annotations
 
 import logging
+import os
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -136,8 +138,32 @@ def connect(uri: str) -> MlflowClient:
     if uri.startswith("sqlite:///"):
         file = Path(uri.removeprefix("sqlite:///").partition("?")[0])
         file.parent.mkdir(parents=True, exist_ok=True)
-        keep_private(file)  # before MLflow makes it; an empty file is an empty database
+        if not file.exists() or not file.stat().st_size:
+            _create(file)
+        keep_private(file)
     return MlflowClient(uri)
+
+
+def _create(file: Path) -> None:
+    """Have MLflow make its database beside its place, and put it there whole.
+
+    MLflow makes its tables in forty migrations, for seconds. Where a rank died among them, it refused the database from
+    then on, for every run that uses it.
+    """
+    from mlflow.tracking import MlflowClient
+
+    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.tmp")
+    keep_private(temporary)  # before MLflow makes it; an empty file is an empty database
+    try:
+        MlflowClient(f"sqlite:///{temporary}").search_experiments(max_results=1)
+        if file.exists() and not file.stat().st_size:
+            temporary.replace(file)
+        else:
+            os.link(temporary, file)
+    except FileExistsError:
+        pass  # another run of this storage was quicker
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def find_run(client: MlflowClient, uri: str, run_id: str) -> MlflowRun | None:

@@ -21,7 +21,7 @@ from raytune_fsdp.tracking import Composite, RunStart
 from raytune_fsdp.tracking import mlflow as tracking_mlflow
 from raytune_fsdp.tracking.jsonl import JsonlTracker, read_events, read_trajectory
 from raytune_fsdp.tracking.mlflow import CURSOR, RUN_ID, MlflowTracker, mlflow_installed
-from raytune_fsdp.tracking.mlflow_run import ENVIRONMENT
+from raytune_fsdp.tracking.mlflow_run import ENVIRONMENT, connect
 from raytune_fsdp.types import ParameterCount
 from tests.unit.fake_mlflow import FakeServer, Fault, on_record, step
 
@@ -439,3 +439,20 @@ def test_mlflow_is_not_imported_before_it_is_used() -> None:
     code = "import sys, raytune_fsdp.tracking.mlflow, raytune_fsdp.tracking.console, raytune_fsdp.report.curves\n"
     code += "assert not {'mlflow', 'torch', 'ray', 'matplotlib'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_whoever_dies_while_the_database_is_made_leaves_none(tmp_path: Path) -> None:
+    """MLflow refuses a database in which some of its migrations are missing, and would do so for every later run."""
+    uri, _ = mlflow_database(tmp_path)
+    code = f"from raytune_fsdp.tracking.mlflow_run import connect; connect({uri!r})"
+    maker = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while not any(file.stat().st_size > 50_000 for file in tmp_path.glob(".mlflow.db.*.tmp")):
+        assert maker.poll() is None and time.monotonic() < until
+        time.sleep(0.01)
+    maker.kill()
+    maker.wait()
+    assert not (tmp_path / "mlflow.db").exists()
+    for _ in range(2):  # made, and found
+        assert [each.name for each in connect(uri).search_experiments()] == ["Default"]
+    assert (tmp_path / "mlflow.db").stat().st_mode & 0o007 == 0
