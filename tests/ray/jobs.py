@@ -64,7 +64,7 @@ class Command:
 
         STARTED.append(self)
 
-    def until(self, condition: Callable[[], bool], seconds: float = 180) -> None:
+    def until(self, condition: Callable[[], bool], seconds: float = 400) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.output.read_text()}"
