@@ -41,7 +41,7 @@ class RunState:
     """Names of the files whose hashes are in `identity`, by its keys. Only for messages."""
     tracking: Mapping[str, str] = field(default_factory=dict)
     kernels: Mapping[str, str] = field(default_factory=dict)
-    """What the run computes with, where there is a choice: the attention. States from before there was one lack it."""
+    """What the run computes with, where there is a choice: attention and loss. Older states lack it."""
     attempt: int = 0
     world_size: int = 0
 

@@ -42,7 +42,7 @@ def network_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: 
     """What this network needs of its attention and its loss. `network` is it, on the meta device."""
     try:
         with torch.random.fork_rng(devices=[]):
-            model = small_network(config, _with_short_windows(hf_config))
+            model = small_network(config, _with_short_windows(hf_config), network)
             _stir(model)
     except Exception as error:  # sizes that cannot be divided, the code of any model
         logger.debug("no small network could be built: %s", in_one_line(error))

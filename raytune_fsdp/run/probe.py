@@ -70,7 +70,7 @@ def check_step(config: FinetuneConfig, hf_config: PretrainedConfig, network: Pre
     `network` is what `hf_config` describes, on the meta device, and stays as it is.
     """
     try:
-        model = _first_blocks(_build(config, hf_config if _weights_of_part(network) <= _SMALL else shrunk(hf_config)))
+        model = _part(config, hf_config, network)
         real = _weights(model) <= _SMALL
         error = _step(config, model, real=real)
     except Exception as unfit:  # sizes that cannot be divided
@@ -85,10 +85,14 @@ def check_step(config: FinetuneConfig, hf_config: PretrainedConfig, network: Pre
     logger.debug("one step was tried and says nothing: %s", in_one_line(error))
 
 
-def small_network(config: FinetuneConfig, hf_config: PretrainedConfig) -> PreTrainedModel:
-    """The first blocks of a network, at a fraction of its widths if it is large, with random weights, on the CPU."""
-    large = _weights_of_part(build_network(copy.deepcopy(hf_config), config)) > _SMALL
-    model = _first_blocks(_build(config, shrunk(hf_config) if large else hf_config))
+def _part(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel) -> PreTrainedModel:
+    """The first blocks of a network, at a fraction of its widths if it is large."""
+    return _first_blocks(_build(config, hf_config if _weights_of_part(network) <= _SMALL else shrunk(hf_config)))
+
+
+def small_network(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel) -> PreTrainedModel:
+    """That part of a network with random weights, on the CPU. `network` has the sizes of `hf_config`."""
+    model = _part(config, hf_config, network)
     if _weights(model) > _SMALL:
         raise MemoryError(f"{_weights(model):,} weights are too many to try")
     with torch.random.fork_rng(devices=[]):
