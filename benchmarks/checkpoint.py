@@ -48,7 +48,7 @@ from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.checkpoint.tensors import tensors_of
 from raytune_fsdp.config import OptimConfig, ParallelConfig
 from raytune_fsdp.optim import build_optimizer
-from raytune_fsdp.parallel import shard
+from raytune_fsdp.parallel import shard, units_of
 
 WORLD = 2
 TOKENS = 64
@@ -86,7 +86,8 @@ class Bench:
             )
         )  # fmt: skip
         parameters = sum(p.numel() for p in self.model.parameters())
-        shard(self.model, init_device_mesh("cpu", (WORLD,)), ParallelConfig(precision="fp32"))
+        config = ParallelConfig(precision="fp32")
+        shard(self.model, init_device_mesh("cpu", (WORLD,)), config, units_of(self.model, config, ends=True))
         self.optimizer = build_optimizer(self.model, OptimConfig(lr=1e-4))
         self.ids = torch.randint(0, 16384, (1, TOKENS))
         self.step()

@@ -45,7 +45,7 @@ from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import ExportConfig, OptimConfig, ParallelConfig
 from raytune_fsdp.model.tensorfile import TensorFile
 from raytune_fsdp.optim import build_optimizer
-from raytune_fsdp.parallel import shard
+from raytune_fsdp.parallel import shard, units_of
 from raytune_fsdp.run.publish import publish
 
 WORLD = 2
@@ -82,7 +82,8 @@ class Bench:
         self.model = LlamaForCausalLM(self.config)
         parameters = sum(p.numel() for p in self.model.parameters())
         self.about = {"parameters": parameters, "bytes": 2 * parameters, "file_bytes": FILE_BYTES, "ranks": WORLD}
-        shard(self.model, init_device_mesh("cpu", (WORLD,)), ParallelConfig(precision="fp32"))
+        config = ParallelConfig(precision="fp32")
+        shard(self.model, init_device_mesh("cpu", (WORLD,)), config, units_of(self.model, config, ends=True))
         run = directory / "run"
         if dist.get_rank() == 0:
             self.config.architectures = ["LlamaForCausalLM"]

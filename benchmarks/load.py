@@ -49,7 +49,7 @@ from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.keys import match_keys
 from raytune_fsdp.model.network import build_base, init_buffers, load_architecture
-from raytune_fsdp.parallel import shard
+from raytune_fsdp.parallel import shard, units_of
 from raytune_fsdp.run.initial_weights import Origin
 
 CPU = torch.device("cpu")
@@ -144,6 +144,11 @@ def times_of(path: Path, mesh: DeviceMesh, rounds: int) -> list[dict[str, float]
     return rows
 
 
+def shard_whole(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    config = ParallelConfig(precision="fp32")
+    shard(model, mesh, config, units_of(model, config, ends=True))
+
+
 def ours(mode: str) -> Callable[[Path, DeviceMesh], PreTrainedModel]:
     def load(path: Path, mesh: DeviceMesh) -> PreTrainedModel:
         model = network(path)
@@ -151,7 +156,7 @@ def ours(mode: str) -> Callable[[Path, DeviceMesh], PreTrainedModel]:
         if mode == "sharded" or dist.get_rank() == 0:
             files = find_weights(path)
             weights = Origin(stored=files, match=match_keys(model, files), grown={}).weights(model)
-        shard(model, mesh, ParallelConfig(precision="fp32"))
+        shard_whole(model, mesh)
         fill(model, weights, mode, CPU)
         return model
 
@@ -160,7 +165,7 @@ def ours(mode: str) -> Callable[[Path, DeviceMesh], PreTrainedModel]:
 
 def with_dcp(path: Path, mesh: DeviceMesh) -> PreTrainedModel:
     model = network(path)
-    shard(model, mesh, ParallelConfig(precision="fp32"))
+    shard_whole(model, mesh)
     model.to_empty(device="cpu")
     dcp.load(model.state_dict(), storage_reader=HuggingFaceStorageReader(str(path)))
     init_buffers(model, CPU)
@@ -177,7 +182,7 @@ def with_transformers(path: Path, mesh: DeviceMesh) -> PreTrainedModel:
 
 def naively(path: Path, mesh: DeviceMesh) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    shard(model, mesh, ParallelConfig(precision="fp32"))
+    shard_whole(model, mesh)
     return model
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from raytune_fsdp.checkpoint.catalogue import Keep
@@ -16,8 +17,8 @@ from raytune_fsdp.checkpoint.loading import load
 from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.checkpoint.saver import Saver, open_saver
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.collectives import on_rank0
-from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.collectives import on_all_ranks, on_rank0
+from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.stream import Stream
@@ -27,16 +28,20 @@ from raytune_fsdp.evaluate import check_network, score
 from raytune_fsdp.loop import Parts
 from raytune_fsdp.metrics import Meter
 from raytune_fsdp.model.attention import Choice, choose, use
+from raytune_fsdp.model.blocks import run_blocks
+from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler, choose_blocks, why_it_fails
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.head import choose_loss, install
 from raytune_fsdp.model.network import MASTER_DTYPE, build_network, count_architecture
+from raytune_fsdp.model.offload import Offload
 from raytune_fsdp.optim import Optimizer, build_optimizer
-from raytune_fsdp.parallel import COMPUTE_DTYPE, check_precision, make_mesh, shard
+from raytune_fsdp.parallel import COMPUTE_DTYPE, describe, for_one_rank, make_mesh, shard, units_of
 from raytune_fsdp.run.initial_weights import first_weights
 from raytune_fsdp.run.record import open_run, start_tracker
 from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.saving import Saves
 from raytune_fsdp.step import FIRST_SCALE, LossScale
+from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import read_evaluations
 from raytune_fsdp.types import Saved, StepBatches
 
@@ -69,21 +74,25 @@ def assemble(
     """Build everything. Collective: needs the process group."""
     hooks = hooks or LauncherHooks()
     plan, state = standing.plan, standing.state
-    check_precision(config.parallel.precision, device)
-    model, optimizer, architecture, kernels = _learner(config, prepared, standing, device)
+    learner = _learner(config, prepared, standing, device)
+    model, kernels = learner.model, learner.kernels
     # On the model itself: some architectures take position_ids and still let packed documents see each other.
     check_network(model, config.data.packing)
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")
     tracker = start_tracker(config, prepared, standing, opened, kernels, hooks.console)
+    if learner.sharding is not None:
+        tracker.event(names.SHARDED, **learner.sharding)
     stream = Stream(prepared.train, seed=config.run.seed)
     batches = hooks.batches or rank_batches(
         stream, plan.division, standing.steps_left,
         cursor=state.cursor, data_rank=dist.get_rank(),
     )  # fmt: skip
+    saver = _saver(config, prepared, standing, learner)
     meter = Meter(
-        plan, architecture, device, windows=prepared.train.count, cursor=state.cursor, datasets=prepared.train.names,
+        plan, learner.architecture, device,
+        windows=prepared.train.count, cursor=state.cursor, datasets=prepared.train.names,
         max_skipped=config.optim.max_skipped, checkpoints=prepared.place.checkpoints,
         skipped_in_row=state.skipped_in_row,
     )  # fmt: skip
@@ -92,8 +101,10 @@ def assemble(
         plan=plan,
         device=device,
         model=model,
+        parallel=learner.parallel,
+        compiler=learner.compiler,
         tokenizer=prepared.tokenizer,
-        optimizer=optimizer,
+        optimizer=saver.guard(learner.optimizer, device),
         scale=LossScale.start(
             enabled=config.parallel.precision == "fp16",
             device=device,
@@ -105,7 +116,7 @@ def assemble(
         meter=meter,
         skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
         saves=Saves(
-            saver=_saver(config, prepared, standing, model, optimizer),
+            saver=saver,
             tracker=tracker,
             requests=Requests(prepared.place.path),
             saved=hooks.saved,
@@ -128,31 +139,70 @@ def _next_state(prepared: Prepared, standing: Standing, kernels: Mapping[str, Ch
     )
 
 
-def _learner(
-    config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device
-) -> tuple[PreTrainedModel, Optimizer, Architecture, Mapping[str, Choice]]:
-    """The network, sharded, and its optimizer, as they are before the attempt's first step."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Learner:
+    """What learns, as it is before the attempt's first step."""
+
+    model: PreTrainedModel
+    optimizer: Optimizer
+    architecture: Architecture
+    kernels: Mapping[str, Choice]
+    parallel: ParallelConfig
+    """The config's, with what one rank alone does better."""
+    compiler: Compiler | None
+    sharding: Mapping[str, Any] | None
+    """For people: what is gathered when. None: nothing is."""
+
+
+def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device) -> _Learner:
+    """The network, sharded, and its optimizer."""
     # Of its own, because the attention is noted in it.
     model = build_network(copy.deepcopy(prepared.hf_config), config)
     kernels = _choose(config, prepared, standing, model, device)
     architecture = count_architecture(model)  # before sharding: by the shapes of whole weights
-    shard(model, make_mesh(standing.plan.layout, device), config.parallel)
+    compiler = Compiler() if kernels["blocks"].name == COMPILED else None
+    parallel = for_one_rank(config.parallel, standing.plan.layout, prepared.parameters.total, device)
+    run_blocks(
+        model,
+        recompute=parallel.activation_checkpointing,
+        every=parallel.recompute_every,
+        offload=Offload(device) if parallel.activation_offload else None,
+        compiler=compiler,
+    )
+    units = units_of(model, parallel, ends=prepared.needs.ends)
+    sharding = describe(model, units, parallel)  # before sharding, as well
+    shard(model, make_mesh(standing.plan.layout, device), parallel, units)
     if standing.checkpoint is None:
         weights, mode = first_weights(config, prepared.origin, model)
         fill(model, weights, mode, device)
-        return model, build_optimizer(model, config.optim), architecture, kernels
-    fill(model, None, "empty", device)  # the checkpoint holds every tensor
-    optimizer = build_optimizer(model, config.optim)
-    load(model, optimizer, standing.checkpoint)
-    return model, optimizer, architecture, kernels
+        optimizer = build_optimizer(model, config.optim)
+    else:
+        fill(model, None, "empty", device)  # the checkpoint holds every tensor
+        optimizer = build_optimizer(model, config.optim)
+        load(model, optimizer, standing.checkpoint)
+    return _Learner(
+        model=model,
+        optimizer=optimizer,
+        architecture=architecture,
+        kernels=kernels,
+        parallel=parallel,
+        compiler=compiler,
+        sharding=sharding if isinstance(model, FSDPModule) else None,
+    )
 
 
 def _choose(
     config: FinetuneConfig, prepared: Prepared, standing: Standing, model: PreTrainedModel, device: torch.device
 ) -> Mapping[str, Choice]:
-    """Give the network its attention and its loss."""
-    # States from before there was a choice name none: those runs have transformers' attention and the plain loss.
-    before = {"attention": model.config._attn_implementation, "loss": "plain", **standing.state.kernels}
+    """Give the network its attention and its loss, and say whether its blocks are to be compiled."""
+    # States from before there was a choice name none: those runs have transformers' attention, the plain loss, and
+    # compiled nothing that they were not told to compile.
+    before = {
+        "attention": model.config._attn_implementation,
+        "loss": "plain",
+        "blocks": EAGER,
+        **standing.state.kernels,
+    }
     kept = before if standing.checkpoint is not None else {}
     precision = config.parallel.precision
     dtype = COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])
@@ -161,12 +211,14 @@ def _choose(
     loss = choose_loss(chosen.loss, prepared.needs, kept=kept.get("loss"))
     if loss.name == "chunked":
         install(model)
-    return {"attention": use(model, attention), "loss": loss}
+    blocks = choose_blocks(
+        config.parallel.compile, kept=kept.get("blocks"), device=device,
+        fails=lambda: next(filter(None, on_all_ranks(lambda: why_it_fails(device))), None),
+    )  # fmt: skip
+    return {"attention": use(model, attention), "loss": loss, "blocks": blocks}
 
 
-def _saver(
-    config: FinetuneConfig, prepared: Prepared, standing: Standing, model: PreTrainedModel, optimizer: Optimizer
-) -> Saver:
+def _saver(config: FinetuneConfig, prepared: Prepared, standing: Standing, learner: _Learner) -> Saver:
     chosen = config.checkpoint
     keep = Keep(
         last=chosen.keep_last,
@@ -180,8 +232,8 @@ def _saver(
         scores = {step: score(values, chosen.best) for step, values in found.items()}
     return open_saver(
         prepared.place.checkpoints,
-        model,
-        optimizer,
+        learner.model,
+        learner.optimizer,
         attempt=standing.attempt,
         keep=keep,
         seconds=chosen.timeout_minutes * 60,

@@ -11,11 +11,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp import evaluate
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import Interrupted
 from raytune_fsdp.metrics import Meter
+from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler
 from raytune_fsdp.optim import Optimizer, lr_factor
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.saving import Saves
@@ -33,6 +34,10 @@ class Parts:
     plan: Plan
     device: torch.device
     model: PreTrainedModel
+    parallel: ParallelConfig
+    """The config's, as this attempt applies it."""
+    compiler: Compiler | None
+    """None: the blocks run as they are."""
     tokenizer: PreTrainedTokenizerBase
     optimizer: Optimizer
     scale: LossScale
@@ -62,7 +67,7 @@ def train(parts: Parts, stop: Stop) -> RunState:
         factor = lr_factor(step, parts.config.optim, plan)
         tensors = train_step(
             parts.model, parts.optimizer, parts.scale, batches,
-            plan=plan, parallel=parts.config.parallel, optim=parts.config.optim,
+            plan=plan, parallel=parts.parallel, optim=parts.config.optim,
             lr_factor=factor, seed=parts.config.run.seed,
         )  # fmt: skip
         meter.add(batches, tensors, lr=parts.config.optim.lr * factor, data_seconds=data_seconds)
@@ -70,7 +75,7 @@ def train(parts: Parts, stop: Stop) -> RunState:
         saving = last or parts.saves.due(boundary, plan.due(step, plan.save_every), step)
         # The only place where training waits for the device: every train.log_every steps, for all of them at once.
         if plan.due(step, plan.log_every) or evaluating or saving:
-            _log(parts, last=evaluating or saving)
+            _log(parts, step, last=evaluating or saving)
         if saving:
             # Before the evaluation: if that fails, the weights are unharmed and the step is saved already.
             state = _state_after(parts, state, step)
@@ -87,7 +92,7 @@ def train(parts: Parts, stop: Stop) -> RunState:
     return state
 
 
-def _log(parts: Parts, *, last: bool) -> None:
+def _log(parts: Parts, step: int, *, last: bool) -> None:
     """Fetch and write the metrics of the steps since the last call; of the latest one too if it must be the `last`."""
     rows = parts.meter.fetch(last=last)
     parts.tracker.steps(rows, parts.plan.layout.world, parts.saves.saver.attempt)
@@ -99,7 +104,18 @@ def _log(parts: Parts, *, last: bool) -> None:
         parts.tracker.event(names.WINDOWS_BUILT, windows=built, steps=[rows[0].step, rows[-1].step])
     for fields in parts.skipped.up_to(parts.meter.cursor):
         parts.tracker.event(names.ROWS_SKIPPED, **fields)
+    _log_compiler(parts, step)
     parts.meter.check(rows)
+
+
+def _log_compiler(parts: Parts, step: int) -> None:
+    if parts.compiler is None:
+        return
+    graphs, failure = parts.compiler.news()
+    if graphs:
+        parts.tracker.event(names.COMPILED, step=step, graphs=graphs)
+    if failure is not None:
+        parts.tracker.event(names.KERNELS_CHANGED, what="blocks", was=COMPILED, now=EAGER, why=failure)
 
 
 def _evaluate(parts: Parts, step: int) -> None:
@@ -121,7 +137,8 @@ def _evaluate(parts: Parts, step: int) -> None:
 
 def _state_after(parts: Parts, before: RunState, step: int) -> RunState:
     """Everything that is not a tensor, after a step whose metrics have been fetched."""
-    scale = parts.scale
+    scale, compiler = parts.scale, parts.compiler
+    gave_up = {"blocks": EAGER} if compiler is not None and compiler.failure is not None else {}
     return replace(
         before,
         step=step,
@@ -130,5 +147,6 @@ def _state_after(parts: Parts, before: RunState, step: int) -> RunState:
         skipped_in_row=parts.meter.skipped_in_row,
         loss_scale=scale.value.item() if scale.enabled else None,
         good_steps=int(scale.good_steps.item()),
+        kernels={**before.kernels, **gave_up},
         tracking=parts.tracker.state(),
     )

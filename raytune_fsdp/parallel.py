@@ -1,11 +1,19 @@
-"""How a model is spread over the ranks: a mesh, sharding, precision, activation checkpointing, compilation.
+"""How a model is spread over the ranks: a mesh, units of sharding, precision.
 
-The order is fixed and lives in `shard`: activation checkpointing -> compile -> fully_shard per block and root. The
-weights are filled in afterwards, on the sharded shapes.
+What blocks do in training (model/blocks.py) comes before, and the weights are filled in afterwards, on the sharded
+shapes.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+import psutil
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -14,8 +22,15 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.config import ParallelConfig
 from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.model.network import blocks_of
+from raytune_fsdp.model.blocks import blocks_of, ends_of
+from raytune_fsdp.model.network import MASTER_DTYPE
 from raytune_fsdp.plan import Layout
+
+_STAYS = ("shard_grad_op", "replicate")
+"""Strategies that keep weights gathered from forward to backward."""
+
+_FOR_WEIGHTS = 0.7
+"""How much of the memory may be used for what a weight needs, if activations are to have room."""
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Precisions that compute in another type than that of the weights."""
@@ -32,6 +47,32 @@ def check_precision(precision: str, device: torch.device) -> None:
         )
 
 
+@contextmanager
+def numerics(config: ParallelConfig, device: torch.device, *, deterministic: bool) -> Iterator[None]:
+    """In here, torch computes products as the config says, and with `deterministic` only what repeats its bits."""
+    check_precision(config.precision, device)
+    tf32 = config.tf32 if config.tf32 is not None else config.precision not in ("fp32", "fp64")
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+    )
+    if deterministic:
+        # cuBLAS reads it when it is first used; without it torch refuses every product.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time for nothing
+    _set_numerics(deterministic or before[0], tf32, tf32)
+    try:
+        yield
+    finally:
+        _set_numerics(*before)
+
+
+def _set_numerics(deterministic: bool, products: bool, convolutions: bool) -> None:
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products, convolutions
+
+
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """Replicas x shards, or only shards: an axis of one replica would all-reduce every block in vain. Collective."""
     if layout.replicas == 1:
@@ -39,14 +80,35 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (layout.replicas, layout.shard_size), mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig) -> None:
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Modules whose weights are gathered and freed together."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+
+    @property
+    def numbers(self) -> int:
+        return sum(parameter.numel() for module in self.modules for parameter in module.parameters())
+
+
+def units_of(model: PreTrainedModel, config: ParallelConfig, *, ends: bool) -> list[Unit]:
+    """The units that a network is sharded in, in the order of its forward pass; what is in none belongs to the root.
+
+    `ends`: the embedding, and the norm and head behind the blocks, are units of their own. The root's weights stay
+    gathered from the first layer to the last and back: of a 70B these are 4 GiB that most of a step has no use for.
+    """
+    blocks, size = blocks_of(model), config.wrap
+    groups = [tuple(blocks[i : i + size]) for i in range(0, len(blocks), size)]
+    units = [Unit("block" if size == 1 else f"{size} blocks", group) for group in groups]
+    if not ends:
+        return units
+    first, last = ends_of(model)
+    return [Unit("embedding", first), *units, Unit("norm and head", last)]
+
+
+def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig, units: Sequence[Unit]) -> None:
     """Wrap the model in place. It must be on the meta device."""
-    blocks = blocks_of(model)
-    if config.activation_checkpointing == "full":
-        checkpoint_activations(model)
-    if config.compile:
-        for block in blocks:
-            block.compile()  # per block: one graph serves all layers, and FSDP's hooks stay outside it
     if mesh.size() == 1 and config.precision not in COMPUTE_DTYPE:
         # Nothing to spread and nothing to cast: FSDP would only copy every weight and gradient in each step. Unwrapped,
         # one rank costs 1.006 times a bare PyTorch loop (docs/results.md).
@@ -54,11 +116,48 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig) -> N
     policy = precision_policy(config.precision)
     # reshard_after_forward=None frees a block's weights after its forward, but keeps those of the root module, which
     # backward needs first. False keeps all of them gathered: more memory, no second all-gather in backward.
-    free = False if config.strategy in ("shard_grad_op", "replicate") else None
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=free)
+    free = False if config.strategy in _STAYS else None
+    for unit in units:
+        fully_shard(list(unit.modules), mesh=mesh, mp_policy=policy, reshard_after_forward=free)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=free)
+    for unit, following in pairwise(units):
+        # As soon as the one before it is gathered; by itself FSDP would begin when the host reaches it. In backward
+        # FSDP knows the order.
+        cast(FSDPModule, unit.modules[0]).set_modules_to_forward_prefetch([cast(FSDPModule, following.modules[0])])
     reduce_by_sum(model)
+
+
+def for_one_rank(config: ParallelConfig, layout: Layout, numbers: int, device: torch.device) -> ParallelConfig:
+    """The config, with what one rank alone can do better for a network of so many numbers."""
+    alone = layout.world == 1 and config.strategy == "full_shard" and config.precision in COMPUTE_DTYPE
+    # A 16-bit copy of the weights that stays from forward to backward, and over micro-batches, is made once a step
+    # instead of twice a micro-batch. It costs 2 bytes a number beside the 16 of weights, gradients and moments; of the
+    # rest of the memory activations get most.
+    if not alone or 18 * numbers > _FOR_WEIGHTS * _memory_of(device):
+        return config
+    return config.model_copy(update={"strategy": "shard_grad_op"})
+
+
+def _memory_of(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total)
+
+
+def describe(model: nn.Module, units: Sequence[Unit], config: ParallelConfig) -> dict[str, Any]:
+    """What is gathered when, for people: units by name, how many of them, and the bytes of the largest."""
+    width = COMPUTE_DTYPE.get(config.precision, MASTER_DTYPE[config.precision]).itemsize
+    rest = sum(parameter.numel() for parameter in model.parameters()) - sum(unit.numbers for unit in units)
+    named: dict[str, list[int]] = {}
+    for unit in units:
+        named.setdefault(unit.name, []).append(unit.numbers * width)
+    if rest:
+        named["the rest"] = [rest * width]
+    gathered = "once a step" if config.strategy in _STAYS else "in forward, and again in backward"
+    return {
+        "units": [{"name": name, "count": len(sizes), "bytes": max(sizes)} for name, sizes in named.items()],
+        "gathered": gathered,
+    }
 
 
 def precision_policy(precision: str) -> MixedPrecisionPolicy:
@@ -69,11 +168,6 @@ def precision_policy(precision: str) -> MixedPrecisionPolicy:
     if precision == "bf16_pure":
         return MixedPrecisionPolicy(reduce_dtype=torch.float32)
     return MixedPrecisionPolicy()
-
-
-def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Keep only each block's input and compute the rest again in backward, with the same random numbers."""
-    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": True})
 
 
 def reduce_by_sum(model: nn.Module) -> None:
@@ -100,7 +194,7 @@ def set_gradient_sync(model: nn.Module, *, last: bool, config: ParallelConfig) -
         model.set_requires_gradient_sync(last)
     else:
         model.set_requires_all_reduce(last)
-    if config.strategy in ("shard_grad_op", "replicate"):
+    if config.strategy in _STAYS:
         model.set_reshard_after_backward(last)
 
 

@@ -17,7 +17,7 @@ from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.keys import check_shapes, grown_rows, match_keys
 from raytune_fsdp.model.network import build_base, fit_vocabulary, load_architecture
 from raytune_fsdp.model.weights import GrownWeights, RandomWeights, Weights
-from raytune_fsdp.parallel import make_mesh, shard
+from raytune_fsdp.parallel import Unit, make_mesh, shard, units_of
 from raytune_fsdp.plan import Layout
 from raytune_fsdp.run.initial_weights import Origin
 
@@ -59,7 +59,7 @@ def load(
         stored = Origin(stored=files, match=match_keys(model, files), grown={}).weights(model)
         weights = GrownWeights(stored, grown_rows(model, stored.shapes()))
         check_shapes(model, weights)
-    shard(model, mesh(spread), spread)
+    shard(model, mesh(spread), spread, _units(model, spread))
     fill(model, weights, mode, CPU)
     return model
 
@@ -71,9 +71,14 @@ def draw(architecture: dict[str, Any], seed: int, *, parallel: Mapping[str, Any]
     hf_config = load_architecture(config, None)
     model = build_base(hf_config, config, spread.precision)
     weights = RandomWeights(build_base(hf_config, config, spread.precision), seed)
-    shard(model, mesh(spread), spread)
+    shard(model, mesh(spread), spread, _units(model, spread))
     fill(model, weights, "sharded", CPU)
     return model
+
+
+def _units(model: Any, parallel: ParallelConfig) -> list[Unit]:
+    head = model.get_output_embeddings()
+    return units_of(model, parallel, ends=head is not None and head.weight is not model.get_input_embeddings().weight)
 
 
 def gathered(model: Any) -> dict[str, torch.Tensor]:

@@ -59,6 +59,8 @@ class SaveJob:
     draft: Draft
     layout: PieceLayout
     pieces: Mapping[str, torch.Tensor]
+    ready: Callable[[], None]
+    """Waits until the pieces may be read."""
     state: str
     seconds: float
     """Time limit of the save."""
@@ -207,6 +209,7 @@ class SaveInFlight:
             return {"file": None, "spans": []}
         file = f"__{job.rank}_{job.serial}{PIECES}"
         try:
+            job.ready()
             written = write_pieces(job.draft, file, job.pieces, job.layout.mine)
         except NotFiniteError as error:
             return {"problem": f"{error} is not finite", "not_finite": True}

@@ -15,7 +15,7 @@ from raytune_fsdp.checkpoint.layout import PieceLayout, make_layout
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.messages import Messages, open_messages
 from raytune_fsdp.checkpoint.save_in_flight import Ending, Outcome, SaveInFlight, SaveJob
-from raytune_fsdp.checkpoint.staging import Staging, local_piece
+from raytune_fsdp.checkpoint.staging import Staging, UpdatesAfterCopies, local_piece
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.checkpoint.storage import Draft, Storage
 from raytune_fsdp.checkpoint.tensors import tensors_of
@@ -49,6 +49,12 @@ class Saver:
     def asynchronous(self) -> bool:
         return self.staging is not None
 
+    def guard(self, optimizer: Optimizer, device: torch.device) -> Optimizer:
+        """The optimizer, kept from changing on this device what a save is still copying."""
+        if self.staging is None or device.type == "cpu":
+            return optimizer
+        return UpdatesAfterCopies(optimizer, self.staging)
+
     def status(self) -> tuple[Ending | None, bool]:
         """How the last save ended, if rank 0 has yet to report that, and whether this rank is still busy with it.
 
@@ -69,7 +75,7 @@ class Saver:
         assert self._save is None or self._save.reported, "one save at a time"
         tensors = self.tensors()
         if self.staging is not None:
-            self.staging.copy(tensors)
+            self.staging.copy(tensors, self.layout.mine)
             pieces: Mapping[str, torch.Tensor] = self.staging.pieces
         else:
             pieces = {name: local_piece(tensors[name]) for name in self.layout.mine}
@@ -84,6 +90,7 @@ class Saver:
             draft=self.storage.draft(name, self._serial),
             layout=self.layout,
             pieces=pieces,
+            ready=_at_once if self.staging is None else self.staging.here,
             state=state.to_json(),
             seconds=self.seconds,
             messages=self.messages,
@@ -126,6 +133,10 @@ class Saver:
             self._save.join(_LEAVE_SECONDS)
 
 
+def _at_once() -> None:
+    pass
+
+
 def open_saver(
     root: str,
     model: PreTrainedModel,
@@ -149,7 +160,7 @@ def open_saver(
         seconds=seconds,
         tensors=now,
         layout=layout,
-        staging=Staging(tensors, layout.mine) if asynchronous else None,
+        staging=Staging() if asynchronous else None,
         messages=open_messages(),
         scores=dict(scores),
     )

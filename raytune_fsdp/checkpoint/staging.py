@@ -2,29 +2,75 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from raytune_fsdp.optim import Optimizer
+
+logger = logging.getLogger(__name__)
+
 _ALIGNMENT = 64  # bytes: a multiple of the size of every dtype, and a cache line
 
 
 class Staging:
-    """Memory for the pieces that this rank writes, allocated as one block before the first save."""
+    """Memory for the pieces that this rank writes, allocated as one block at the first copy.
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], mine: Sequence[str]) -> None:
-        pieces = {name: local_piece(tensors[name]) for name in mine}
+    A GPU copies on a stream of its own while the next step computes: whoever reads the pieces waits until they are
+    `here`, and the optimizer changes nothing before that (`UpdatesAfterCopies`).
+    """
+
+    def __init__(self) -> None:
+        self.pieces: dict[str, torch.Tensor] = {}
+        """The copies, by name. They do not change until the next `copy`."""
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that is taken."""
+        return self._block.nbytes
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, torch.Tensor], mine: Sequence[str]) -> None:
+        """Copy the values of `mine` as they are now. On a CPU the caller waits."""
+        now = {name: local_piece(tensors[name]) for name in mine}
+        if not self.pieces:
+            self._allocate(now)
+        if self._stream is None:
+            for name, piece in self.pieces.items():
+                piece.copy_(now[name])
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for name, piece in self.pieces.items():
+                piece.copy_(now[name], non_blocking=True)
+            self._copied = self._stream.record_event()
+
+    def here(self) -> None:
+        """Wait, on the host, for the copies."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def hold_updates(self) -> None:
+        """Have what the device computes from here on wait for the copies."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def _allocate(self, now: Mapping[str, torch.Tensor]) -> None:
         places, size = {}, 0
-        for name, piece in pieces.items():
+        for name, piece in now.items():
             places[name] = size
             size += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._cuda = any(piece.is_cuda for piece in pieces.values())
-        # Pinned memory from torch is rounded up to a power of two: a block of 52 GB takes 64 GiB.
-        self._block = torch.empty(size, dtype=torch.uint8, pin_memory=self._cuda)
-        self._block.zero_()  # touches every page now; otherwise the first save would wait for the operating system
-        self.pieces = {name: self._view(places[name], piece) for name, piece in pieces.items()}
-        """The copies, by name. They do not change until the next `copy`."""
+        self._block = torch.zeros(size, dtype=torch.uint8)  # touches every page: no copy waits for the system later
+        device = next((piece.device for piece in now.values() if piece.is_cuda), None)
+        if device is not None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            _pin(self._block)
+        self.pieces = {name: self._view(places[name], piece) for name, piece in now.items()}
 
     def _view(self, start: int, like: torch.Tensor) -> torch.Tensor:
         """A part of the block as a tensor with its own storage: torch.save would write all of a view's storage."""
@@ -33,13 +79,32 @@ class Staging:
         memory = memoryview(self._block.numpy())[start : start + like.nbytes]  # type: ignore[arg-type]
         return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
-    @torch.no_grad()
-    def copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the values as they are now. The caller waits."""
-        for name, piece in self.pieces.items():
-            piece.copy_(local_piece(tensors[name]), non_blocking=self._cuda)
-        if self._cuda:
-            torch.cuda.current_stream().synchronize()
+
+def _pin(block: torch.Tensor) -> None:
+    """Let a GPU copy into this memory while the host does something else."""
+    # Not torch's pinned memory, whose sizes are powers of two: 96 GiB, which an 8B has on one rank, would take 128.
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0)
+    if int(error) != 0:  # copies are then slower, and the host waits for them
+        logger.warning("%d bytes of host memory could not be pinned (CUDA error %d)", block.nbytes, int(error))
+
+
+class UpdatesAfterCopies:
+    """An optimizer that changes nothing that is still being copied."""
+
+    def __init__(self, optimizer: Optimizer, staging: Staging) -> None:
+        self._optimizer = optimizer
+        self._staging = staging
+
+    def init_state(self) -> None:
+        self._optimizer.init_state()
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        return self._optimizer.state_tensors()
+
+    def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
+        self._staging.hold_updates()
+        self._optimizer.step(lr_factor, found_inf)
 
 
 def local_piece(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,11 +23,27 @@ class ParallelConfig(Section):
     """`bf16`, `fp16`: compute in 16 bits, fp32 master weights and reduction (fp16 with dynamic loss scaling).
     `bf16_pure`: weights and optimizer in bf16 too. `fp32`, `fp64`: throughout."""
 
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """`full` keeps only the input of each block and recomputes the rest in backward: less memory, more time."""
+    tf32: bool | None = None
+    """On GPUs: compute products of fp32 numbers in TF32, with 10 bits of mantissa instead of 23. Default: only with 16-bit
+    precisions, where few products are in fp32."""
 
-    compile: bool = False
-    """Compile each block with torch.compile."""
+    activation_checkpointing: Literal["none", "selective", "every_n", "full"] = "none"
+    """What backward computes again instead of finding it in memory. `full`: everything in a block but its input.
+    `every_n`: the same, in one block of `recompute_every`. `selective`: in every block what is computed in no time, but
+    not attention and large products."""
+
+    recompute_every: int | None = Field(default=None, ge=2)
+    """With `activation_checkpointing: every_n`: one block in this many is computed again."""
+
+    activation_offload: bool = False
+    """Move what a block keeps for backward to the host's memory, and back in time: with `full` this is each block's
+    input, without checkpointing everything."""
+
+    wrap: int = Field(default=1, ge=1)
+    """How many blocks are gathered and freed together. More than one: fewer and larger messages, more memory."""
+
+    compile: bool | Literal["auto"] = "auto"
+    """Compile each block with torch.compile. `auto`: on GPUs where it works; a run that goes on keeps what it began with."""
 
     defer_gradient_sync: bool = False
     """Reduce gradients only after the last micro-batch of a step: less traffic, but every rank holds full gradients
@@ -39,5 +55,15 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"parallel.shard_size={self.shard_size} with parallel.strategy={self.strategy}: "
                 "hybrid_shard needs a shard_size, and the other strategies do not take one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _recompute_every(self) -> Self:
+        if (self.activation_checkpointing == "every_n") != (self.recompute_every is not None):
+            raise ValueError(
+                f"parallel.recompute_every={self.recompute_every} with "
+                f"parallel.activation_checkpointing={self.activation_checkpointing}: every_n needs a recompute_every, "
+                "and the other modes do not take one"
             )
         return self

@@ -21,6 +21,11 @@ class RunConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the data's order, of random weights and of dropout."""
 
+    deterministic: bool = False
+    """On GPUs: only kernels that give the same bits every time. Without it a run that is continued equals one that was
+    not up to rounding; on CPUs both are equal to the bit in any case. It costs time, and refuses the few operations that
+    have no such kernel."""
+
     resume: Literal["auto", "never", "always"] = "auto"
     """`auto` continues from the newest complete checkpoint or starts anew, `never` refuses a directory that has a
     checkpoint, `always` refuses one that has none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from datetime import timedelta
 
 import torch
@@ -14,7 +15,8 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import DataError, Interrupted, TrainingError
 from raytune_fsdp.launch.signals import SignalReceived
 from raytune_fsdp.launch.torchrun import local_rank
-from raytune_fsdp.loop import train
+from raytune_fsdp.loop import Parts, train
+from raytune_fsdp.parallel import numerics
 from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.tracking.tracker import Status
 from raytune_fsdp.types import Stop
@@ -34,15 +36,25 @@ def join(device: torch.device, *, alone: bool, minutes: float = 30.0) -> None:
     `minutes` is `cluster.collective_minutes`; with NCCL torch would give up after 10.
     """
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        use_gpu(device)
     # gloo beside nccl, so that ranks can agree on host tensors without waiting for the device.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=minutes)
+    # Named, so that NCCL connects at once and to this device: otherwise it guesses one from the rank.
+    bound = device if device.type == "cuda" else None
     if alone:
         # A store in memory: the default one would read addresses from the environment and open a port.
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound)
     else:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, device_id=bound)
+
+
+def use_gpu(device: torch.device) -> None:
+    """Make this the process's GPU."""
+    # Micro-batches have documents of all lengths, whose tensors leave holes in segments of fixed sizes.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    torch.cuda.set_device(device)
 
 
 def work(
@@ -55,7 +67,11 @@ def work(
 ) -> int:
     """Train on this rank, whose process group exists already. Returns the last step."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    parts = assemble(config, prepared, standing, device, hooks)
+    with numerics(config.parallel, device, deterministic=config.run.deterministic):
+        return _work(assemble(config, prepared, standing, device, hooks), stop)
+
+
+def _work(parts: Parts, stop: Stop) -> int:
     status: Status = "failed"
     try:
         state = train(parts, stop)

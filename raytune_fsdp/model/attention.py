@@ -26,7 +26,7 @@ _WIDEST = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a network asks of a kernel that is told where documents begin, and of its loss."""
+    """What a network asks of a kernel that is told where documents begin, of its loss, and of its sharding."""
 
     refused: str | None = None
     """Why no such kernel is right for it; None if one may be."""
@@ -35,6 +35,8 @@ class Needs:
     """Of its widest head."""
     plain_loss: str | None = None
     """Why its losses need its logits; None if its hidden states and output embedding give the same."""
+    ends: bool = False
+    """Whether its embedding, and its last norm and head, can be gathered and freed on their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -89,9 +89,12 @@ class LossHead(nn.Linear):
         if self._targets is None:
             return super().forward(hidden)
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._targets.places)
-        self.losses = linear_cross_entropy(chosen, self.weight, self.bias, self._targets.ids, self.shape)
-        # What the network does to logits afterwards (caps, scales) is done to nothing.
-        return hidden.new_empty(*hidden.shape[:-1], 0)
+        losses = linear_cross_entropy(chosen, self.weight, self.bias, self._targets.ids, self.shape)
+        # One number in the place of the logits, for the network to cap and scale as it likes. Gradients must come back
+        # through it, since FSDP gathers weights for backward where they reach what a module has returned.
+        output = losses.total[None, None, None].clone()  # FSDP warns of views
+        self.losses = replace(losses, total=output.sum())
+        return output
 
 
 def install(model: PreTrainedModel) -> None:
@@ -189,7 +192,9 @@ def _losses(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torc
     best, at = logits.max(-1)
     picked = logits.gather(-1, ids[:, None])[:, 0]
     sums = logits.sub_(best[:, None]).exp_().sum(-1)
-    logits.div_(sums[:, None]).scatter_add_(-1, ids[:, None], logits.new_full((len(ids), 1), -1.0))
+    logits.div_(sums[:, None])
+    # Not scatter_add_, which on a GPU has no kernel that repeats its bits for matrices.
+    logits.scatter_(-1, ids[:, None], logits.gather(-1, ids[:, None]) - 1)
     return sums.log() + (best - picked), at == ids
 
 

@@ -245,10 +245,14 @@ def flash(package: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call:
 
     kernel = import_module(package).flash_attn_varlen_func
     starts, longest = call.borders.starts, call.borders.longest
+    repeatable: dict[str, Any] = {}
+    if "deterministic" in _parameters(kernel):  # torch's setting does not reach it
+        repeatable["deterministic"] = torch.are_deterministic_algorithms_enabled()
     out = kernel(
         q, k, v,
         cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest,
         softmax_scale=call.scale, causal=True, window_size=_before(call.window), softcap=call.softcap or 0.0,
+        **repeatable,
     )  # fmt: skip
     return cast(torch.Tensor, out[0] if isinstance(out, tuple) else out)
 

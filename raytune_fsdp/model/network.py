@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -220,48 +219,6 @@ def _sees_ahead(hf_config: PretrainedConfig) -> bool:
     """Whether this is an encoder such as BERT, which transformers builds as a causal LM without making it causal."""
     encoder = hf_config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     return encoder and not hf_config.is_encoder_decoder and getattr(hf_config, "is_decoder", True) is False
-
-
-def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks, outermost only: the units of sharding, of activation checkpointing and of compilation.
-
-    No two of them hold the same weight: FSDP gathers and frees a unit on its own.
-    """
-    names = set(model._no_split_modules or ())
-    found = list(_outermost(model, names))
-    if found:
-        # Zamba uses one attention block in many layers. Of such a layer the rest is the unit (its Mamba block); what
-        # the layers share belongs to the root, and stays gathered from forward to backward.
-        shared = _shared(found)
-        return list(_outermost(model, names, shared)) if shared else found
-    # Models whose code came with them may name none. Their decoder is then the list with the most weights.
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    if not lists:
-        raise ModelError(
-            f"model: {type(model).__name__} names no blocks (_no_split_modules) and has no list of them: "
-            "it cannot be sharded block by block"
-        )
-    largest = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
-    return [block for block in largest if not _holds(block, _shared(list(largest)))]
-
-
-def _outermost(module: nn.Module, class_names: set[str], shared: frozenset[int] = frozenset()) -> Iterator[nn.Module]:
-    """The outermost modules of these classes that hold none of the `shared` parameters (by their ids)."""
-    for child in module.children():
-        if type(child).__name__ in class_names and not _holds(child, shared):
-            yield child
-        else:
-            yield from _outermost(child, class_names, shared)
-
-
-def _shared(blocks: Sequence[nn.Module]) -> frozenset[int]:
-    """Ids of the parameters that more than one of the blocks holds."""
-    holders = Counter(id(parameter) for block in blocks for parameter in block.parameters())
-    return frozenset(key for key, count in holders.items() if count > 1)
-
-
-def _holds(block: nn.Module, parameters: frozenset[int]) -> bool:
-    return bool(parameters) and any(id(parameter) in parameters for parameter in block.parameters())
 
 
 def count_parameters(model: nn.Module) -> ParameterCount:

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.errors import ModelError, first_line
 from raytune_fsdp.keyed import derive_key
+from raytune_fsdp.model.blocks import blocks_of
 from raytune_fsdp.model.files import WeightFiles
-from raytune_fsdp.model.network import blocks_of
 
 # Rows of an embedding summed at a time: 512 MiB in float64 at a width of 8192, where a vocabulary of 128k takes 8 GiB.
 _MEAN_ROWS = 8192

@@ -22,12 +22,13 @@ from raytune_fsdp.checkpoint.model_files import model_files
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ModelError, ResumeError
+from raytune_fsdp.model.blocks import blocks_of
 from raytune_fsdp.model.conversion import ConvertedWeights
 from raytune_fsdp.model.files import WeightFiles, find_weights, locate
 from raytune_fsdp.model.fill import FillMode
 from raytune_fsdp.model.keys import Match, check_shapes, grown_rows, match_keys, owned_tensors, rows_of_tokens
 from raytune_fsdp.model.known_files import CONFIG_FILE, travelling
-from raytune_fsdp.model.network import blocks_of, build_network
+from raytune_fsdp.model.network import build_network
 from raytune_fsdp.model.weights import FileWeights, GrownWeights, RandomWeights, Weights
 from raytune_fsdp.rundir import RunDir, checkpoints_of, is_run
 from raytune_fsdp.urls import is_url

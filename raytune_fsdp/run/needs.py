@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter
 from functools import partial
 
 import torch
+from torch import nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import in_one_line
 from raytune_fsdp.model.attention import Needs, logits_of, takes_position_ids
+from raytune_fsdp.model.blocks import ends_of
 from raytune_fsdp.model.head import has_plain_head, install
 from raytune_fsdp.model.kernels import PREFIX, Call, Unfit, attend, reference
 from raytune_fsdp.model.proof import LENGTHS, WINDOW, documents, error_of_loss
@@ -48,8 +51,9 @@ def network_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: 
         logger.debug("no small network could be built: %s", in_one_line(error))
         return Needs(refused=_UNTRIED, plain_loss=_UNTRIED)
     plain_loss = _plain_loss(config, model)
+    ends = _has_ends(model)
     refused, softcap = _borders(config, network, model)
-    return Needs(refused=refused, softcap=softcap, width=_width(hf_config), plain_loss=plain_loss)
+    return Needs(refused=refused, softcap=softcap, width=_width(hf_config), plain_loss=plain_loss, ends=ends)
 
 
 def _plain_loss(config: FinetuneConfig, model: PreTrainedModel) -> str | None:
@@ -66,6 +70,49 @@ def _plain_loss(config: FinetuneConfig, model: PreTrainedModel) -> str | None:
         logger.debug("the loss without logits was tried and failed: %s", in_one_line(failed))
         return _UNTRIED
     return None if error < _LOSS_BOUND else "it does more to its logits than scale and cap them"
+
+
+@torch.no_grad()
+def _has_ends(model: PreTrainedModel) -> bool:
+    """Whether embedding, last norm and head can be gathered on their own: they share no weights, and those are used
+    once in a pass and only in their own forward passes."""
+    calls: Counter[nn.Module] = Counter()
+    real: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
+
+    def gather(module: nn.Module, _: object) -> None:
+        calls[module] += 1
+        module._parameters.update(real[module])
+
+    def free(module: nn.Module, *_: object) -> None:
+        module._parameters.update({name: p if p is None else _on_meta(p) for name, p in real[module].items()})
+
+    block = documents(model.eval())
+    hooks = []
+    try:
+        first, last = ends_of(model)
+        ends = [*first, *last]
+        weights = [id(p) for module in ends for p in module.parameters()]
+        rest = [id(p) for module in model.modules() if module not in ends for p in module.parameters(recurse=False)]
+        if len({*weights}) < len(weights) or {*weights} & {*rest}:
+            return False
+        for module in ends:
+            real[module] = dict(module._parameters)
+            hooks += [module.register_forward_pre_hook(gather), module.register_forward_hook(free)]
+            free(module)
+        logits_of(model, block.input_ids, block.position_ids, block.borders)
+        return all(calls[module] == 1 for module in ends)
+    except Exception as error:  # weights that are not there, and the code of any model
+        logger.debug("ends were tried on their own and failed: %s", in_one_line(error))
+        return False
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, parameters in real.items():
+            module._parameters.update(parameters)
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
 
 def _borders(config: FinetuneConfig, network: PreTrainedModel, model: PreTrainedModel) -> tuple[str | None, bool]:

@@ -21,11 +21,11 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ModelError, in_one_line
 from raytune_fsdp.evaluate import refuse_leak
 from raytune_fsdp.model.attention import Needs, logits_of
+from raytune_fsdp.model.blocks import run_blocks
 from raytune_fsdp.model.loss import token_loss_sum
 from raytune_fsdp.model.network import build_network, init_buffers
 from raytune_fsdp.model.proof import leak_between_documents
 from raytune_fsdp.model.refusals import unknown_word
-from raytune_fsdp.parallel import checkpoint_activations
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +135,7 @@ def _build(config: FinetuneConfig, hf_config: PretrainedConfig) -> PreTrainedMod
     model = build_network(copy.deepcopy(hf_config), config)
     if _other_attention(config):
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-    if config.parallel.activation_checkpointing == "full":
-        checkpoint_activations(model)
+    run_blocks(model, recompute=config.parallel.activation_checkpointing, every=config.parallel.recompute_every)
     return model
 
 

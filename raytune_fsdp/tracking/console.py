@@ -21,7 +21,8 @@ _BOLD, _YELLOW, _RESET = "\033[1m", "\033[33m", "\033[0m"
 _LAST_WORDS = {"finished": "finished", "interrupted": "interrupted; the same command continues"}
 _WORDS = {
     names.ATTEMPT_STARTED: "started on {world_size} workers",
-    names.KERNELS: "attention {attention} ({attention_why}), loss {loss} ({loss_why})",
+    names.KERNELS: "attention {attention} ({attention_why}), loss {loss} ({loss_why}), blocks {blocks} ({blocks_why})",
+    names.COMPILED: "compiled {graphs} graphs up to step {step}",
     names.SAVE_FAILED: "checkpoint of step {step} was not written, training goes on: {problem}",
     names.SAVE_POSTPONED: "checkpoint of step {step} is postponed: the previous one is still being written",
     names.CHECKPOINT_DAMAGED: "checkpoint {path} is damaged ({problem}), so an older one is used",
@@ -137,6 +138,9 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
             return f"step {get('step')}: update skipped" + (f" ({rest})" if rest else "")
         case names.ANSWERED:
             return f"asked: {get('prompt')}\n     answered: {get('answer')}"
+        case names.SHARDED:
+            units = get("units")
+            return f"gathered {get('gathered')}: {', '.join(map(_unit, units)) if isinstance(units, list) else units}"
         case names.ROWS_SKIPPED:
             reasons, rows = get("reasons"), get("rows")
             counts = ", ".join(f"{n} {reason}" for reason, n in reasons.items()) if isinstance(reasons, dict) else ""
@@ -151,6 +155,13 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
             return f"metrics.jsonl was broken: {what}" + (f" (as it was: {get('kept')})" if get("kept") else "")
     step = f" at step {fields['step']}" if "step" in fields else ""
     return name.replace("_", " ") + step + (f": {rest}" if rest else "")
+
+
+def _unit(unit: object) -> str:
+    if not isinstance(unit, dict) or not isinstance(unit.get("bytes"), int):
+        return str(unit)
+    count, size = unit.get("count"), gibibytes(unit["bytes"])
+    return f"{unit.get('name')} {size}" if count == 1 else f"{count} x {unit.get('name')} of {size}"
 
 
 def short(value: float) -> str:

@@ -180,8 +180,10 @@ def _device(job: RankJob, rank: int, node: str) -> Any:
             f"rank {rank} on {node} has got a GPU from Ray, but its torch {torch.__version__} cannot use CUDA: install "
             "the CUDA build and the driver on all nodes, or set cluster.device=cpu"
         )
+    from raytune_fsdp.launch.worker import use_gpu
+
     device = get_device()
-    torch.cuda.set_device(device)
+    use_gpu(device)
     return device
 
 

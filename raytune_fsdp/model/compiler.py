@@ -1,0 +1,96 @@
+"""Compiled forward passes that give way to plain ones: a compiler may be missing, or fail, and the run goes on.
+
+One graph serves all blocks of a kind. The borders of documents are of another length in every micro-batch, so the
+second one makes a graph for any length. From then on nothing should be compiled anew; what is, is counted and said.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.utils import counters
+
+from raytune_fsdp.errors import in_one_line
+from raytune_fsdp.model.attention import Choice
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[..., Any]
+"""A block's forward pass, called with the block."""
+
+COMPILED, EAGER = "compiled", "eager"
+
+_MOST_GRAPHS = 16
+"""Of one function. Layers with two kinds of attention, with and without experts, use up torch's 8: each kind has a
+graph for the first micro-batch and one for all others."""
+
+
+def choose_blocks(
+    asked: bool | str, *, kept: str | None, device: torch.device, fails: Callable[[], str | None]
+) -> Choice:
+    """Whether the blocks of a run are compiled. `kept` is how its checkpoint was trained; None: it has none yet.
+
+    `fails` says why nothing can be compiled here, or None.
+    """
+    if asked is False:
+        return Choice(name=EAGER, why="as parallel.compile says")
+    if asked == "auto" and kept == EAGER:
+        return Choice(name=EAGER, why="as the run began")
+    if asked == "auto" and device.type != "cuda":
+        return Choice(name=EAGER, why="parallel.compile=auto compiles on GPUs")
+    failure = fails()
+    if failure is not None:
+        return Choice(name=EAGER, why=failure)
+    why = "as parallel.compile says" if asked is True else "as the run began" if kept else "faster on GPUs"
+    return Choice(name=COMPILED, why=why)
+
+
+def why_it_fails(device: torch.device) -> str | None:
+    """Why this machine cannot compile for this device, or None."""
+    compiler = Compiler()
+    weight = torch.ones(8, device=device, requires_grad=True)
+    compiler.compiled(lambda weight: (weight * 2).relu())(weight).sum().backward()
+    return compiler.failure
+
+
+class Compiler:
+    """Compiles functions when they are first called, and gives up for all of them when that fails once."""
+
+    def __init__(self) -> None:
+        self.failure: str | None = None
+        """Why it gave up."""
+        self._graphs = counters["stats"]["unique_graphs"]
+        self._said = False
+        # These hold for the process, which is a rank's. Past the limit torch would only log a line and run what does
+        # not fit its graphs eagerly. And what fails in backward could not be done again without the compiler.
+        torch._dynamo.config.recompile_limit = _MOST_GRAPHS
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+        torch._functorch.config.force_non_lazy_backward_lowering = True
+
+    def compiled(self, forward: Forward) -> Forward:
+        """The same function, compiled as long as that works."""
+        fast = torch.compile(forward)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.failure is None:
+                try:
+                    return fast(*args, **kwargs)
+                # Raised while it compiles, before anything has run.
+                except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+                    self.failure = f"torch.compile fails here: {in_one_line(error)}"
+                    logger.warning("%s; the run goes on without it", self.failure)
+            return forward(*args, **kwargs)
+
+        return run
+
+    def news(self) -> tuple[int, str | None]:
+        """How many graphs were compiled since the last call, and why this gave up, if it did since then."""
+        graphs, self._graphs = counters["stats"]["unique_graphs"] - self._graphs, counters["stats"]["unique_graphs"]
+        failure, self._said = None if self._said else self.failure, self.failure is not None
+        return graphs, failure
