@@ -36,6 +36,7 @@ from raytune_fsdp.model.network import MASTER_DTYPE, build_network, count_archit
 from raytune_fsdp.model.offload import Offload
 from raytune_fsdp.optim import Optimizer, build_optimizer
 from raytune_fsdp.parallel import COMPUTE_DTYPE, describe, for_one_rank, make_mesh, shard, units_of
+from raytune_fsdp.profiling import StepProfiler
 from raytune_fsdp.run.initial_weights import first_weights
 from raytune_fsdp.run.record import open_run, start_tracker
 from raytune_fsdp.run.standing import Prepared, Standing
@@ -75,13 +76,12 @@ def assemble(
     hooks = hooks or LauncherHooks()
     plan, state = standing.plan, standing.state
     learner = _learner(config, prepared, standing, device)
-    model, kernels = learner.model, learner.kernels
     # On the model itself: some architectures take position_ids and still let packed documents see each other.
-    check_network(model, config.data.packing)
+    check_network(learner.model, config.data.packing, device)
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")
-    tracker = start_tracker(config, prepared, standing, opened, kernels, hooks.console)
+    tracker = start_tracker(config, prepared, standing, opened, learner.kernels, hooks.console)
     if learner.sharding is not None:
         tracker.event(names.SHARDED, **learner.sharding)
     stream = Stream(prepared.train, seed=config.run.seed)
@@ -90,17 +90,11 @@ def assemble(
         cursor=state.cursor, data_rank=dist.get_rank(),
     )  # fmt: skip
     saver = _saver(config, prepared, standing, learner)
-    meter = Meter(
-        plan, learner.architecture, device,
-        windows=prepared.train.count, cursor=state.cursor, datasets=prepared.train.names,
-        max_skipped=config.optim.max_skipped, checkpoints=prepared.place.checkpoints,
-        skipped_in_row=state.skipped_in_row,
-    )  # fmt: skip
     return Parts(
         config=config,
         plan=plan,
         device=device,
-        model=model,
+        model=learner.model,
         parallel=learner.parallel,
         compiler=learner.compiler,
         tokenizer=prepared.tokenizer,
@@ -113,16 +107,22 @@ def assemble(
         ),
         batches=to_device(batches, device),
         evals=prepared.evals,
-        meter=meter,
-        skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
-        saves=Saves(
-            saver=saver,
-            tracker=tracker,
-            requests=Requests(prepared.place.path),
-            saved=hooks.saved,
+        meter=Meter(
+            plan,
+            learner.architecture,
+            device,
+            windows=prepared.train.count,
+            cursor=state.cursor,
+            datasets=prepared.train.names,
+            max_skipped=config.optim.max_skipped,
+            checkpoints=prepared.place.checkpoints,
+            skipped_in_row=state.skipped_in_row,
         ),
+        profiler=StepProfiler(config.profile.steps, prepared.place.profile, device, dist.get_rank()),
+        skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
+        saves=Saves(saver=saver, tracker=tracker, requests=Requests(prepared.place.path), saved=hooks.saved),
         tracker=tracker,
-        state=_next_state(prepared, standing, kernels),
+        state=_next_state(prepared, standing, learner.kernels),
     )
 
 
@@ -172,12 +172,13 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
     units = units_of(model, parallel, ends=prepared.needs.ends)
     sharding = describe(model, units, parallel)  # before sharding, as well
     shard(model, make_mesh(standing.plan.layout, device), parallel, units)
+    host = torch.device("cpu") if parallel.cpu_offload else None
     if standing.checkpoint is None:
         weights, mode = first_weights(config, prepared.origin, model)
-        fill(model, weights, mode, device)
+        fill(model, weights, mode, device, shards_at=host)
         optimizer = build_optimizer(model, config.optim)
     else:
-        fill(model, None, "empty", device)  # the checkpoint holds every tensor
+        fill(model, None, "empty", device, shards_at=host)  # the checkpoint holds every tensor
         optimizer = build_optimizer(model, config.optim)
         load(model, optimizer, standing.checkpoint)
     return _Learner(

@@ -70,10 +70,14 @@ def score(values: Mapping[str, float], best: str | None) -> float | None:
 
 
 def answers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, max_new_tokens: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    device: torch.device,
 ) -> list[str]:
     """The model's answer to each prompt, by greedy decoding. Collective."""
-    device = next(model.parameters()).device
     with evaluating(model), without_borders(model):
         return [answer(model, tokenizer, prompt, max_new_tokens=max_new_tokens, device=device) for prompt in prompts]
 
@@ -125,13 +129,13 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, positions:
     return ids
 
 
-def check_network(model: PreTrainedModel, packing: str) -> None:
+def check_network(model: PreTrainedModel, packing: str, device: torch.device) -> None:
     """Refuse an attention or a loss that computes something else, and packing where one document sees another.
     Collective."""
     with evaluating(model):
-        error, dtype = error_of_kernel(model)
-        change = leak_between_documents(model) if packing != "none" else 0.0
-        loss = error_of_loss(model)
+        error, dtype = error_of_kernel(model, device)
+        change = leak_between_documents(model, device) if packing != "none" else 0.0
+        loss = error_of_loss(model, device)
     leak = _LEAK_OF_EXPERTS if dtype in SIXTEEN_BITS and model._can_set_experts_implementation() else _LEAK
     # The sum makes every rank refuse if one does.
     wrong = torch.tensor(

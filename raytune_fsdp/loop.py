@@ -19,6 +19,7 @@ from raytune_fsdp.metrics import Meter
 from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler
 from raytune_fsdp.optim import Optimizer, lr_factor
 from raytune_fsdp.plan import Plan
+from raytune_fsdp.profiling import StepProfiler
 from raytune_fsdp.saving import Saves
 from raytune_fsdp.step import LossScale, train_step
 from raytune_fsdp.tracking import names
@@ -44,6 +45,7 @@ class Parts:
     batches: Iterator[StepBatches]
     evals: Mapping[str, Windows]
     meter: Meter
+    profiler: StepProfiler
     skipped: SkippedRows
     saves: Saves
     tracker: Tracker
@@ -65,11 +67,12 @@ def train(parts: Parts, stop: Stop) -> RunState:
         step = batches.step
         last = boundary.stop is not None or step == plan.steps
         factor = lr_factor(step, parts.config.optim, plan)
-        tensors = train_step(
-            parts.model, parts.optimizer, parts.scale, batches,
-            plan=plan, parallel=parts.parallel, optim=parts.config.optim,
-            lr_factor=factor, seed=parts.config.run.seed,
-        )  # fmt: skip
+        with parts.profiler.of(step):
+            tensors = train_step(
+                parts.model, parts.optimizer, parts.scale, batches,
+                plan=plan, parallel=parts.parallel, optim=parts.config.optim,
+                lr_factor=factor, seed=parts.config.run.seed,
+            )  # fmt: skip
         meter.add(batches, tensors, lr=parts.config.optim.lr * factor, data_seconds=data_seconds)
         evaluating = plan.due(step, plan.eval_every)
         saving = last or parts.saves.due(boundary, plan.due(step, plan.save_every), step)
@@ -105,6 +108,8 @@ def _log(parts: Parts, step: int, *, last: bool) -> None:
     for fields in parts.skipped.up_to(parts.meter.cursor):
         parts.tracker.event(names.ROWS_SKIPPED, **fields)
     _log_compiler(parts, step)
+    for fields in parts.profiler.news():
+        parts.tracker.event(names.PROFILED, **fields)
     parts.meter.check(rows)
 
 
@@ -129,7 +134,9 @@ def _evaluate(parts: Parts, step: int) -> None:
         parts.saves.scored(step, evaluate.score(values, config.checkpoint.best))
     prompts = config.eval.prompts
     if prompts:
-        answers = evaluate.answers(parts.model, parts.tokenizer, prompts, max_new_tokens=config.eval.max_new_tokens)
+        answers = evaluate.answers(
+            parts.model, parts.tokenizer, prompts, max_new_tokens=config.eval.max_new_tokens, device=parts.device
+        )
         for prompt, answer in zip(prompts, answers, strict=True):
             parts.tracker.event(names.ANSWERED, step=step, prompt=prompt, answer=answer)
     parts.meter.restart_clock()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import psutil
 import torch
+import torch.distributed as dist
 import xxhash
 
 from raytune_fsdp.checkpoint.catalogue import way_out
@@ -81,8 +85,10 @@ class Meter:
         values = torch.stack([p.tensors.values for p in ready]).cpu()
         now = time.perf_counter()
         seconds = (now - self._since) / len(ready)
+        machines = self._machines(seconds, sum(pending.data_seconds for pending in ready) / len(ready))
         rows = [
-            self._metrics(pending, counts[i].tolist(), values[i].tolist(), seconds) for i, pending in enumerate(ready)
+            self._metrics(pending, counts[i].tolist(), values[i].tolist(), seconds, machines)
+            for i, pending in enumerate(ready)
         ]
         self._pending = self._pending[len(ready) :]
         self._since = now
@@ -99,7 +105,27 @@ class Meter:
                     f"{way_out(self._checkpoints, row.step - self.skipped_in_row)}"
                 )
 
-    def _metrics(self, pending: _Pending, packed: list[int], values: list[float], seconds: float) -> StepMetrics:
+    def _machines(self, seconds: float, data_seconds: float) -> dict[str, Any]:
+        """What the ranks' machines say of themselves. Collective."""
+        busy = _utilization(self._device)
+        mine = [seconds, data_seconds, float(psutil.virtual_memory().used), math.nan if busy is None else busy]
+        world = self._plan.layout.world
+        if world == 1:
+            return {"host_memory_bytes": int(mine[2]), "gpu_utilization": busy}
+        everyone = torch.empty(world, len(mine), dtype=torch.float64)
+        # On the hosts, which are here together once for every fetch.
+        dist.all_gather_into_tensor(everyone, torch.tensor([mine], dtype=torch.float64))
+        steps, waits, memory, used = everyone.numpy().T
+        return {
+            "rank_seconds": _spread(steps),
+            "rank_data_seconds": _spread(waits),
+            "host_memory_bytes": int(memory.max()),
+            "gpu_utilization": None if np.isnan(used).any() else float(used.min()),
+        }
+
+    def _metrics(
+        self, pending: _Pending, packed: list[int], values: list[float], seconds: float, machines: Mapping[str, Any]
+    ) -> StepMetrics:
         counts = StepCounts.unpack(packed, pending.step, self._plan.division)
         self.cursor = counts.cursor
         loss, norm, skipped, *by_dataset = values
@@ -127,6 +153,7 @@ class Meter:
             accuracy=sum(right) / counts.target_tokens if counts.target_tokens else None,
             datasets=datasets if len(self._datasets) > 1 else (),
             windows_built=counts.windows_built,
+            **machines,
         )
 
     def _epoch(self, step: int) -> float:
@@ -139,3 +166,17 @@ class Meter:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def _spread(values: Any) -> tuple[float, float, float]:
+    return float(values.min()), float(np.median(values)), float(values.max())
+
+
+def _utilization(device: torch.device) -> float | None:
+    """Percent of the last moments in which the GPU computed; None where nothing can say it."""
+    if device.type != "cuda":
+        return None
+    try:
+        return float(torch.cuda.utilization(device))
+    except (ModuleNotFoundError, RuntimeError):  # nvidia-ml-py, or the driver's part of it
+        return None

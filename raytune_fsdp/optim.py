@@ -83,7 +83,8 @@ class AdamW:
         for group in self._adamw.param_groups:
             group["lr"] = self._peak * lr_factor
         # The attribute through which torch's GradScaler hands the flag to the fused kernel.
-        self._adamw.found_inf = found_inf  # type: ignore[attr-defined]
+        place = next(iter(self._named.values())).device
+        self._adamw.found_inf = at(place, found_inf)  # type: ignore[attr-defined]
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
 
@@ -133,6 +134,12 @@ def multiplier(step: int, config: OptimConfig, *, schedule_steps: int, warmup_st
         decay_steps = max(1, round(schedule.decay * schedule_steps))
         shape = min(1.0, max(0, schedule_steps - (step - 1)) / decay_steps)
     return schedule.floor + (1.0 - schedule.floor) * shape
+
+
+def at(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """A number where weights and gradients are, or back. With parallel.cpu_offload that is another place, and the host
+    waits; otherwise nothing is done."""
+    return tensor if tensor.device == device else tensor.to(device)
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:

@@ -17,7 +17,13 @@ import psutil
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from transformers import PreTrainedModel
 
 from raytune_fsdp.config import ParallelConfig
@@ -109,7 +115,7 @@ def units_of(model: PreTrainedModel, config: ParallelConfig, *, ends: bool) -> l
 
 def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig, units: Sequence[Unit]) -> None:
     """Wrap the model in place. It must be on the meta device."""
-    if mesh.size() == 1 and config.precision not in COMPUTE_DTYPE:
+    if mesh.size() == 1 and config.precision not in COMPUTE_DTYPE and not config.cpu_offload:
         # Nothing to spread and nothing to cast: FSDP would only copy every weight and gradient in each step. Unwrapped,
         # one rank costs 1.006 times a bare PyTorch loop (docs/results.md).
         return
@@ -117,9 +123,11 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig, unit
     # reshard_after_forward=None frees a block's weights after its forward, but keeps those of the root module, which
     # backward needs first. False keeps all of them gathered: more memory, no second all-gather in backward.
     free = False if config.strategy in _STAYS else None
+    # Pinned, so that a GPU copies while the host goes on; without one there is nobody to pin it for.
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.cpu_offload else OffloadPolicy()
     for unit in units:
-        fully_shard(list(unit.modules), mesh=mesh, mp_policy=policy, reshard_after_forward=free)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=free)
+        fully_shard(list(unit.modules), mesh=mesh, mp_policy=policy, reshard_after_forward=free, offload_policy=offload)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=free, offload_policy=offload)
     for unit, following in pairwise(units):
         # As soon as the one before it is gathered; by itself FSDP would begin when the host reaches it. In backward
         # FSDP knows the order.
@@ -130,6 +138,7 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig, unit
 def for_one_rank(config: ParallelConfig, layout: Layout, numbers: int, device: torch.device) -> ParallelConfig:
     """The config, with what one rank alone can do better for a network of so many numbers."""
     alone = layout.world == 1 and config.strategy == "full_shard" and config.precision in COMPUTE_DTYPE
+    alone = alone and not config.cpu_offload
     # A 16-bit copy of the weights that stays from forward to backward, and over micro-batches, is made once a step
     # instead of twice a micro-batch. It costs 2 bytes a number beside the 16 of weights, gradients and moments; of the
     # rest of the memory activations get most.

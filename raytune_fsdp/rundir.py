@@ -8,6 +8,7 @@
   export/, exports/step-N/     model directories: the one at the end, and those made during training
   logs/attempt-N/rank-R.log    the output of each rank, under Ray
   report/loss.png              the loss curve
+  profile/                     traces and tables of the steps in profile.steps; what held the memory when it ran out
   mlflow_run_id                the run's id in MLflow
   lock                         while a command works on the run: which one (launch/run_lock.py)
   checkpoint-now.*             requests for a checkpoint now (checkpoint/on_demand.py)
@@ -83,6 +84,10 @@ class RunDir:
     @property
     def model_files(self) -> Path:
         return self.path / MODEL_FILES
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
 
     @property
     def export(self) -> Path:

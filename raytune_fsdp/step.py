@@ -16,7 +16,7 @@ from raytune_fsdp.config import OptimConfig, ParallelConfig
 from raytune_fsdp.keyed import derive_key
 from raytune_fsdp.model.head import Losses
 from raytune_fsdp.model.loss import block_loss
-from raytune_fsdp.optim import Optimizer, local_gradients
+from raytune_fsdp.optim import Optimizer, at, local_gradients
 from raytune_fsdp.parallel import set_gradient_sync
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.types import Batch, StepBatches
@@ -143,7 +143,7 @@ def _sum_over_ranks(
     # 16-bit gradients (bf16_pure) have too few digits to sum their own squares.
     wide = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
     squares = torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).double().square().sum()
-    sums = torch.cat([torch.stack([loss_sum, squares]), by_dataset.flatten()])
+    sums = torch.cat([torch.stack([loss_sum, at(loss_sum.device, squares)]), by_dataset.flatten()])
     dist.all_reduce(sums)
     by_dataset.copy_(sums[2:].view_as(by_dataset))
     norm = (sums[1] / replicas).sqrt() / scale.value  # every replica counted the same gradient
@@ -155,4 +155,4 @@ def _clip(grads: list[torch.Tensor], norm: torch.Tensor, max_norm: float | None,
     if max_norm is None and not scale.enabled:
         return
     factor = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's
-    torch._foreach_mul_(grads, (factor / scale.value).to(grads[0].dtype))
+    torch._foreach_mul_(grads, at(grads[0].device, (factor / scale.value).to(grads[0].dtype)))

@@ -144,6 +144,14 @@ class StepMetrics:
     """Of each dataset in the step, where there are several: its name, loss, accuracy and target tokens."""
     windows_built: int = 0
     """Windows that had to be tokenized for this step, because they were not in the cache."""
+    rank_seconds: tuple[float, ...] = ()
+    """The step's seconds as the fastest rank, the median and the slowest saw them, where there are several."""
+    rank_data_seconds: tuple[float, ...] = ()
+    """The same of the seconds that ranks waited for data."""
+    host_memory_bytes: int | None = None
+    """Memory in use on the node that uses most."""
+    gpu_utilization: float | None = None
+    """Percent, of the GPU that is used least; None without NVIDIA's library for it (nvidia-ml-py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,7 @@ from raytune_fsdp.config.method import FullMethod
 from raytune_fsdp.config.model import ModelConfig
 from raytune_fsdp.config.optim import OptimConfig
 from raytune_fsdp.config.parallel import ParallelConfig
+from raytune_fsdp.config.profile import ProfileConfig
 from raytune_fsdp.config.recorded import check_no_marks
 from raytune_fsdp.config.run import RunConfig
 from raytune_fsdp.config.tracking import TrackingConfig
@@ -82,6 +83,9 @@ class FinetuneConfig(Section):
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     """Where metrics go besides the run directory."""
 
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
+    """Steps to look at closely."""
+
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     """What the run runs on."""
 
@@ -114,8 +118,9 @@ __all__ = [
     "ParallelConfig",
     "RowsConfig",
     "RunConfig",
-    "Section",
+    "ProfileConfig",
     "PythonFormat",
+    "Section",
     "TemplateFormat",
     "TokensFormat",
     "TrackingConfig",

@@ -39,6 +39,10 @@ class ParallelConfig(Section):
     """Move what a block keeps for backward to the host's memory, and back in time: with `full` this is each block's
     input, without checkpointing everything."""
 
+    cpu_offload: bool = False
+    """Keep weights, gradients and moments in the host's memory, and update the weights there. Makes room on the GPU for a
+    model that would not fit, and costs much time."""
+
     wrap: int = Field(default=1, ge=1)
     """How many blocks are gathered and freed together. More than one: fewer and larger messages, more memory."""
 

@@ -16,6 +16,7 @@ from raytune_fsdp.errors import DataError, Interrupted, TrainingError
 from raytune_fsdp.launch.signals import SignalReceived
 from raytune_fsdp.launch.torchrun import local_rank
 from raytune_fsdp.loop import Parts, train
+from raytune_fsdp.out_of_memory import explain
 from raytune_fsdp.parallel import numerics
 from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.tracking.tracker import Status
@@ -76,6 +77,11 @@ def _work(parts: Parts, stop: Stop) -> int:
     try:
         state = train(parts, stop)
         status = "finished"
+    except torch.OutOfMemoryError as error:
+        raise explain(
+            error, parts.config, parts.model, parts.optimizer, parts.device,
+            rank=dist.get_rank(), directory=parts.profiler.directory,
+        ) from error  # fmt: skip
     except (Interrupted, SignalReceived):
         status = "interrupted"
         raise

@@ -40,16 +40,25 @@ class Target:
 
 
 @torch.no_grad()
-def fill(model: PreTrainedModel, weights: Weights | None, mode: FillMode, device: torch.device) -> None:
+def fill(
+    model: PreTrainedModel,
+    weights: Weights | None,
+    mode: FillMode,
+    device: torch.device,
+    *,
+    shards_at: torch.device | None = None,
+) -> None:
     """Allocate every shard on `device` and fill it; with mode `empty` a checkpoint does that later. Collective.
 
-    With `rank0` only rank 0 needs `weights`. Values that are not finite are refused, on every rank alike.
+    With `shards_at` the shards of weights are there, and only buffers on `device`. With `rank0` only rank 0 needs
+    `weights`. Values that are not finite are refused, on every rank alike.
     """
     owned = list(owned_tensors(model))
-    _allocate(model, device)
+    place = shards_at or device
+    _allocate(model, place)
     wrong: dict[str, str] = {}
     if mode == "rank0":
-        wrong = _scatter(_targets(model), weights, device)
+        wrong = _scatter(_targets(model), weights, place)
     elif mode == "sharded":
         assert weights is not None, "every rank reads in sharded mode"
         rank = dist.get_rank()
@@ -59,6 +68,9 @@ def fill(model: PreTrainedModel, weights: Weights | None, mode: FillMode, device
     if mode != "empty":
         on_all_ranks(lambda: _refuse(wrong, weights))
     init_buffers(model, device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
     assert list(owned_tensors(model)) == owned, "filling must keep tied weights tied"
 
 

@@ -30,8 +30,8 @@ WINDOW = 5
 _CHECKED = f"{PREFIX}checked"
 
 
-def documents(model: PreTrainedModel) -> Batch:
-    """Two rows of documents on the model's device, each token another one unless the vocabulary is small."""
+def documents(model: PreTrainedModel, device: torch.device) -> Batch:
+    """Two rows of documents, each token another one unless the vocabulary is small."""
     vocabulary = model.config.get_text_config().vocab_size
     samples, first = [], 0
     for row in LENGTHS:
@@ -42,17 +42,16 @@ def documents(model: PreTrainedModel) -> Batch:
             PackedSample(input_ids=ids, labels=labels, position_ids=positions, source_ids=np.zeros_like(ids), id=0)
         )
         first += sum(row)
-    device = next(model.parameters()).device
     return mapped(to_batch(samples, index=0, after=Cursor()), lambda tensor: tensor.to(device))
 
 
-def leak_between_documents(model: PreTrainedModel) -> float:
+def leak_between_documents(model: PreTrainedModel, device: torch.device) -> float:
     """How much the logits of documents change, relatively, when the one packed before them changes. Collective.
 
     Not every architecture that takes position_ids takes the borders of documents from them (state spaces and
     convolutions run on, some masks ignore them), so it is tried. Needs evaluation mode, without gradients.
     """
-    block, first = documents(model), LENGTHS[0][0]
+    block, first = documents(model, device), LENGTHS[0][0]
     other = block.input_ids.clone()
     other[0, :first] = (other[0, :first] + 1 + first) % model.config.get_text_config().vocab_size
     seen = [
@@ -62,7 +61,7 @@ def leak_between_documents(model: PreTrainedModel) -> float:
     return float((seen[0] - seen[1]).abs().max() / seen[0].abs().max().clamp(min=1e-30))
 
 
-def error_of_kernel(model: PreTrainedModel) -> tuple[float, torch.dtype]:
+def error_of_kernel(model: PreTrainedModel, device: torch.device) -> tuple[float, torch.dtype]:
     """How far a network's attention is, relatively, from attention by the book, over the calls of one forward pass, and
     the type it computes in. Collective. Needs evaluation mode, without gradients.
 
@@ -85,21 +84,21 @@ def error_of_kernel(model: PreTrainedModel) -> tuple[float, torch.dtype]:
     AttentionInterface.register(_CHECKED, partial(attend, compared))
     model.set_attn_implementation(_CHECKED)
     try:
-        block = documents(model)
+        block = documents(model, device)
         logits_of(model, block.input_ids, block.position_ids, block.borders)
     finally:
         model.set_attn_implementation(name)
     return max(map(float, worst), default=0.0), types[-1]
 
 
-def error_of_loss(model: PreTrainedModel) -> float:
+def error_of_loss(model: PreTrainedModel, device: torch.device) -> float:
     """How far the loss without logits is, relatively, from the one of the network's logits. Collective.
 
     Needs evaluation mode, without gradients. 0 where there is no `LossHead`.
     """
     if not isinstance(model.get_output_embeddings(), LossHead):
         return 0.0
-    block = documents(model)
+    block = documents(model, device)
     right = plain_losses(logits_of(model, block.input_ids, block.position_ids, block.borders), block).each.double()
     found = block_loss(model, block).each.double()
     return float((found - right).abs().max() / right.abs().max())

@@ -34,6 +34,8 @@ _BOUND = 5e-5
 _LOSS_BOUND = 1e-5
 """The same for losses."""
 
+_CPU = torch.device("cpu")
+
 _UNTRIED = "it could not be tried"
 
 _TRIED = f"{PREFIX}tried"
@@ -65,7 +67,7 @@ def _plain_loss(config: FinetuneConfig, model: PreTrainedModel) -> str | None:
     try:
         install(model)
         with torch.no_grad():
-            error = error_of_loss(model.eval())
+            error = error_of_loss(model.eval(), _CPU)
     except Exception as failed:  # the code of any model
         logger.debug("the loss without logits was tried and failed: %s", in_one_line(failed))
         return _UNTRIED
@@ -86,7 +88,7 @@ def _has_ends(model: PreTrainedModel) -> bool:
     def free(module: nn.Module, *_: object) -> None:
         module._parameters.update({name: p if p is None else _on_meta(p) for name, p in real[module].items()})
 
-    block = documents(model.eval())
+    block = documents(model.eval(), _CPU)
     hooks = []
     try:
         first, last = ends_of(model)
@@ -153,7 +155,7 @@ def _with_short_windows(hf_config: PretrainedConfig) -> PretrainedConfig:
 @torch.no_grad()
 def _packed_and_alone(model: PreTrainedModel) -> float:
     """The largest difference between logits of packed documents and of the same ones alone, to the largest logit."""
-    block = documents(model)
+    block = documents(model, _CPU)
     model.set_attn_implementation(_TRIED)
     model.train()  # dropout of attention weights is only asked for here
     logits_of(model, block.input_ids, block.position_ids, block.borders)

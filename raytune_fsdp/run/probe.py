@@ -280,7 +280,7 @@ def _check_packing(config: FinetuneConfig, model: PreTrainedModel) -> None:
         return
     try:
         with torch.no_grad():
-            change = leak_between_documents(model.eval())
+            change = leak_between_documents(model.eval(), torch.device("cpu"))
     except Exception as error:
         logger.debug("whether packed documents see each other was not found out: %s", in_one_line(error))
         return

@@ -23,6 +23,7 @@ _WORDS = {
     names.ATTEMPT_STARTED: "started on {world_size} workers",
     names.KERNELS: "attention {attention} ({attention_why}), loss {loss} ({loss_why}), blocks {blocks} ({blocks_why})",
     names.COMPILED: "compiled {graphs} graphs up to step {step}",
+    names.PROFILED: "profiled step {step}: {path}",
     names.SAVE_FAILED: "checkpoint of step {step} was not written, training goes on: {problem}",
     names.SAVE_POSTPONED: "checkpoint of step {step} is postponed: the previous one is still being written",
     names.CHECKPOINT_DAMAGED: "checkpoint {path} is damaged ({problem}), so an older one is used",

@@ -21,8 +21,8 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 # What is the same however often a run is interrupted or resized; no key of it may depend on the machine.
 _TRAJECTORY = ("step", "epoch", "samples", "tokens", "target_tokens", "loss", "grad_norm", "lr")
 _BESIDE = (
-    "accuracy", "datasets", "step_seconds", "data_seconds", "tokens_per_second", "mfu", "memory_bytes", "windows_built",
-    "skipped",
+    "accuracy", "datasets", "step_seconds", "data_seconds", "tokens_per_second", "mfu", "memory_bytes",
+    "rank_seconds", "rank_data_seconds", "host_memory_bytes", "gpu_utilization", "windows_built", "skipped",
 )  # fmt: skip
 
 _NUMBER = rb'(?:-?[0-9][0-9.eE+-]*+|"NaN"|"-?Infinity")'

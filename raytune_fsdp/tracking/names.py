@@ -18,6 +18,10 @@ MFU = "perf/mfu"
 STEP_SECONDS = "perf/step_seconds"
 DATA_SECONDS = "perf/data_seconds"
 MEMORY_BYTES = "perf/memory_bytes"
+HOST_MEMORY_BYTES = "perf/host_memory_bytes"
+GPU_UTILIZATION = "perf/gpu_utilization"
+RANKS = ("fastest", "median", "slowest")
+"""perf/step_seconds/<rank> and perf/data_seconds/<rank>, where there are several."""
 
 ATTEMPT_STARTED = "attempt_started"
 """Fields: world_size, resumed_from, and the part of the plan that depends on the world size."""
@@ -28,6 +32,9 @@ SHARDED = "sharded"
 """What an attempt gathers together. Fields: units (name, count, and bytes of the largest), gathered (when)."""
 COMPILED = "compiled"
 """Graphs were compiled since the last line of this kind; after step 3 none should be. Fields: step, graphs."""
+PROFILED = "profiled"
+"""A step was recorded with torch's profiler. Fields: step, path of the table, and on a GPU the percent of the step in
+which it was idle, and in which it only communicated."""
 SAVED = "saved"
 """Fields: step, seconds, bytes, path."""
 SAVE_FAILED = "save_failed"
@@ -111,6 +118,12 @@ def _of_datasets(datasets: Any) -> dict[str, Any]:
     return values
 
 
+def _of_ranks(name: str, values: Any) -> dict[str, Any]:
+    if not isinstance(values, list | tuple) or len(values) != len(RANKS):
+        return {}
+    return {f"{name}/{rank}": value for rank, value in zip(RANKS, values, strict=True)}
+
+
 def step_values(line: Mapping[str, Any]) -> dict[str, float]:
     """The line of a step as named numbers; without those that it does not have, such as MFU on unknown devices."""
     values = {
@@ -124,6 +137,10 @@ def step_values(line: Mapping[str, Any]) -> dict[str, float]:
         STEP_SECONDS: line.get("step_seconds"),
         DATA_SECONDS: line.get("data_seconds"),
         MEMORY_BYTES: line.get("memory_bytes"),
+        HOST_MEMORY_BYTES: line.get("host_memory_bytes"),
+        GPU_UTILIZATION: line.get("gpu_utilization"),
+        **_of_ranks(STEP_SECONDS, line.get("rank_seconds")),
+        **_of_ranks(DATA_SECONDS, line.get("rank_data_seconds")),
         MFU: line.get("mfu"),
     }
     return {name: float(value) for name, value in values.items() if value is not None and is_number(value)}

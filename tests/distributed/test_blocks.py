@@ -24,6 +24,7 @@ MODES: dict[str, dict[str, Any]] = {
     "selective": {"activation_checkpointing": "selective"},
     "offload": {"activation_offload": True},
     "full-offload": {"activation_checkpointing": "full", "activation_offload": True},
+    "cpu-offload": {"cpu_offload": True},
     "wrap": {"wrap": 3},
     "wrap-selective-kept": {"wrap": 2, "activation_checkpointing": "selective", "strategy": "shard_grad_op"},
 }

@@ -71,7 +71,7 @@ def test_no_targets_at_all() -> None:
 def test_a_network_with_it_has_the_losses_and_gradients_of_its_own(name: str, attention: str) -> None:
     model = build(name)
     model.set_attn_implementation(attention)
-    block = documents(model)
+    block = documents(model, torch.device("cpu"))
     plain = plain_losses(logits_of(model, block.input_ids, block.position_ids, block.borders), block)
     plain.total.backward()
     wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -184,20 +184,20 @@ def test_wrong_kernels_are_found_at_the_start(
                 module.weight.data *= 30  # or the scores of small random weights would not reach a cap
         model.set_attn_implementation("documents_cpu")
         if kernel is reference:
-            evaluate.check_network(model, "none")
+            evaluate.check_network(model, "none", torch.device("cpu"))
         else:
             with pytest.raises(ModelError, match=r"documents_cpu is wrong here.*set model\.attention=sdpa"):
-                evaluate.check_network(model, "none")
+                evaluate.check_network(model, "none", torch.device("cpu"))
         assert model.config._attn_implementation == "documents_cpu"
 
 
 def test_the_check_has_documents_longer_than_its_window() -> None:
     model = build("mistral")
     model.set_attn_implementation("documents_cpu")
-    block = documents(model)
+    block = documents(model, torch.device("cpu"))
     assert block.borders.longest > WINDOW and block.input_ids.shape[0] == 2
     with torch.no_grad():
-        error, dtype = error_of_kernel(model)
+        error, dtype = error_of_kernel(model, torch.device("cpu"))
     assert 0 < error < 1e-5 and dtype == torch.float32
 
 

@@ -1,0 +1,111 @@
+"""How much memory a training step of an 8B needs on one card, on tensors that have none.
+
+    python -m benchmarks.memory [--size 8b] [--seq-len 8192] [--out benchmarks/results/memory.json]
+
+A Llama 3.1 8B, full fine-tuning in bf16 over fp32 weights, one sample of one micro-batch a step, built, sharded and
+computed as a run does it (blocks, units, loss without logits, attention by borders), under fake tensors: every
+operation runs, none has data. torch's FSDPMemTracker adds up what is alive; the peak is given by part. Moments are
+added as their bytes (8 a number in fp32, 2 in 8 bits with their scales), since they are there from the first step to
+the last. What a GPU adds is not in it: the CUDA context, workspaces of cuBLAS, holes in the allocator's segments.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from transformers import LlamaConfig
+
+from benchmarks.record import write_result
+from raytune_fsdp.config import ModelConfig, ParallelConfig
+from raytune_fsdp.data.batches import to_batch
+from raytune_fsdp.model.blocks import run_blocks
+from raytune_fsdp.model.fill import _allocate
+from raytune_fsdp.model.head import install
+from raytune_fsdp.model.loss import block_loss
+from raytune_fsdp.model.network import build_base
+from raytune_fsdp.parallel import make_mesh, shard, units_of
+from raytune_fsdp.plan import Layout
+from raytune_fsdp.types import Cursor, PackedSample
+
+CPU = torch.device("cpu")
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 4096},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "vocab_size": 128256},
+}  # fmt: skip
+MODES = ("none", "selective", "full")
+MOMENTS = {"fp32": 8.0, "8-bit": 2 + 2 * 4 / 256}
+"""Bytes a number of both moments; in 8 bits each block of 256 has a scale."""
+
+
+def sample(length: int, vocabulary: int) -> PackedSample:
+    """Documents of 600 tokens."""
+    ids = (np.arange(length) % vocabulary).astype(np.int32)
+    positions = (np.arange(length) % 600).astype(np.int32)
+    labels = np.where(positions == 0, -100, ids).astype(np.int32)
+    return PackedSample(input_ids=ids, labels=labels, position_ids=positions, source_ids=np.zeros_like(ids), id=0)
+
+
+def peak_of(size: str, seq_len: int, mode: str) -> dict[str, float]:
+    """GiB at the peak of forward and backward, by part, without moments. Needs a process group."""
+    config = ParallelConfig.model_validate({"precision": "bf16", "activation_checkpointing": mode})
+    hf_config = LlamaConfig(**SIZES[size], max_position_embeddings=seq_len, tie_word_embeddings=False)
+    block = to_batch([sample(seq_len, hf_config.vocab_size)], index=0, after=Cursor())
+    mesh = make_mesh(Layout(world=1, data_ranks=1, replicas=1, shard_size=1), CPU)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = build_base(hf_config, ModelConfig(init="random", architecture={"model_type": "llama"}), "bf16")
+        model.set_attn_implementation("documents_cpu")
+        install(model)
+        numbers = sum(parameter.numel() for parameter in model.parameters())
+        run_blocks(model, recompute=mode)
+        shard(model, mesh, config, units_of(model, config, ends=True))
+        _allocate(model, CPU)
+        model.train()
+        tracker = FSDPMemTracker(model)
+        with tracker:
+            block_loss(model, block).total.backward()
+    peak = tracker.get_tracker_snapshot("peak")[CPU]
+    parts = {str(kind).rpartition(".")[2].lower(): size / 2**30 for kind, size in peak.items() if size}
+    return {"numbers": numbers / 1e9, **parts}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="8b")
+    parser.add_argument("--seq-len", type=int, default=8192)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    with_process_group()
+    found = {}
+    for mode in arguments.modes:
+        found[mode] = parts = peak_of(arguments.size, arguments.seq_len, mode)
+        shown = ", ".join(f"{name} {size:.2f}" for name, size in parts.items() if name not in ("numbers", "total"))
+        print(f"{mode:10} {shown}")
+        for name, width in MOMENTS.items():
+            parts[f"total with {name} moments"] = total = parts["total"] + width * parts["numbers"] * 1e9 / 2**30
+            print(f"{'':10} {total:.1f} GiB with {name} moments")
+    dist.destroy_process_group()
+    if arguments.out:
+        what = "GiB at the peak of a step on one card, by part, under fake tensors; numbers in billions"
+        settings = {"size": arguments.size, "seq_len": arguments.seq_len}
+        write_result(arguments.out, {"what": what, **settings, "modes": found})
+
+
+def with_process_group() -> None:
+    """One rank that talks to nobody."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+
+
+if __name__ == "__main__":
+    main()
