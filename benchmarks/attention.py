@@ -16,6 +16,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -36,6 +37,7 @@ from raytune_fsdp.step import train_step
 from raytune_fsdp.types import StepBatches
 
 VOCABULARY, MEAN, WARMUP_STEPS = 8192, 400, 2
+NONE: Mapping[str, Any] = {}
 WAYS = {"borders": "documents", "mask": "sdpa"}
 ARCHITECTURE = {
     "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 688,
@@ -53,16 +55,17 @@ def write_rows(path: Path, tokens: int) -> None:
             tokens -= length
 
 
-def learner(directory: Path, way: str, seq_len: int, steps: int) -> Parts:
+def learner(
+    directory: Path, name: str, seq_len: int, steps: int, *, model: Mapping[str, Any] = NONE, **parallel: Any
+) -> Parts:
+    """A run of this name, with what `model` and `parallel` have besides."""
     rows = {"path": str(directory / "rows.jsonl"), "format": {"type": "tokens", "labels": None}}
     config = FinetuneConfig.model_validate(
         {
-            "run": {"name": f"{way}-{seq_len}", "storage": str(directory)},
-            "model": {
-                "init": "random", "architecture": ARCHITECTURE, "tokenizer": str(TOKENIZER), "attention": WAYS[way],
-            },
+            "run": {"name": f"{name}-{seq_len}", "storage": str(directory)},
+            "model": {"init": "random", "architecture": ARCHITECTURE, "tokenizer": str(TOKENIZER), **model},
             "data": {"train": [rows], "seq_len": seq_len},
-            "parallel": {"precision": "fp32"},
+            "parallel": {"precision": "fp32", **parallel},
             "optim": {"lr": 1e-4, "warmup_steps": 0, "schedule": {"type": "constant"}},
             "train": {"global_batch": 1, "micro_batch": 1, "max_steps": steps},
             "tracking": {"console": False, "mlflow": {"enabled": False}},
@@ -83,7 +86,7 @@ def step(parts: Parts, batches: StepBatches) -> tuple[float, float]:
 
 def measure(directory: Path, seq_len: int, rounds: int) -> dict[str, Any]:
     steps = WARMUP_STEPS + rounds
-    learners = {way: learner(directory, way, seq_len, steps) for way in WAYS}
+    learners = {way: learner(directory, way, seq_len, steps, model={"attention": name}) for way, name in WAYS.items()}
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     documents = []
     for number, batches in enumerate(islice(learners["borders"].batches, steps)):

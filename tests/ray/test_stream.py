@@ -207,6 +207,7 @@ def test_stopping_early_leaves_nothing_running(tmp_path: Path, ranks: list[Any])
     assert len(list(tmp_path.rglob("*.arrow"))) == built < windows.count(0)
 
 
+@pytest.mark.slow
 def test_bad_row_reaches_the_rank_as_what_it_is(tmp_path: Path, ranks: list[Any]) -> None:
     windows = make(tmp_path, [*LENGTHS, 17], shuffle="none")
     part = divide(2, last=100)

@@ -129,6 +129,7 @@ def test_a_smaller_model_replaces_a_larger_one(hub: FakeHub, model: Path) -> Non
     assert there.visibility is None, "one that is there keeps its visibility"
 
 
+@pytest.mark.slow
 def test_names_and_tokens(hub: FakeHub, model: Path) -> None:
     names = ["my-model", "someone/my-model", "", "a/b/c", "../out", "my model", "my--model", "x" * 97, "a\nb"]
     fine, fine_too, *bad = say(hub.url, model.parent, *(("check", name, "", False) for name in names))
@@ -147,6 +148,7 @@ def test_names_and_tokens(hub: FakeHub, model: Path) -> None:
     assert hub.seen == []
 
 
+@pytest.mark.slow
 def test_a_hub_that_refuses(hub: FakeHub, model: Path) -> None:
     line = push(hub, model, "my-model", HF_TOKEN="hf_anotherToken")
     assert line.startswith("ModelError: export.push=my-model: the hub does not know the token (HTTP 401: ")
@@ -167,6 +169,7 @@ def test_a_hub_that_refuses(hub: FakeHub, model: Path) -> None:
     assert not any(repository.commits for repository in hub.repositories.values())
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_not_there(hub: FakeHub, model: Path) -> None:
     hub.down = 503
     again = f"; the model is in {model}: push it again later"
