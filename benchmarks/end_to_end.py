@@ -1,6 +1,6 @@
 """Tokens/s from raw JSON Lines through Ray Data to the step: ours beside bare Ray Train with Hugging Face's Trainer.
 
-    python -m benchmarks.end_to_end [--rounds 1] [--steps 80] [--out benchmarks/results/end_to_end.json]
+    python -m benchmarks.end_to_end [--rounds 1] [--steps 80] [--seq-len 512] [--out benchmarks/results/end_to_end.json]
 
 Both sides are commands of their own that start their own Ray, read the same rows of text (40 MB), tokenize and pack
 while they train, and train the same small Llama in fp32 on CPUs, with the same global batch, micro-batch and length of
@@ -39,7 +39,7 @@ from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.demo import CONVERSATIONS, TOKENIZER
 from raytune_fsdp.launch.ray.resources import local_cpus
 
-SEQ_LEN, GLOBAL_BATCH, MICRO_BATCH, UNMEASURED_STEPS = 512, 8, 2, 10
+GLOBAL_BATCH, MICRO_BATCH, UNMEASURED_STEPS = 8, 2, 10
 BYTES, WORDS, SEED = 40_000_000, 220, 7
 COLUMNS = ("side", "workers", "tokens_s", "whole_s", "step_s", "wait_percent", "command_s", "built", "load")
 
@@ -55,7 +55,7 @@ def write_rows(path: Path) -> None:
                 written += file.write(json.dumps({"text": " ".join(rng.choice(words, length))}) + "\n")
 
 
-def config(directory: Path, rows: Path, workers: int, steps: int, strategy: str) -> dict[str, Any]:
+def config(directory: Path, rows: Path, workers: int, steps: int, strategy: str, seq_len: int) -> dict[str, Any]:
     return {
         "run": {"name": "run", "storage": str(directory), "seed": SEED, "resume": "never"},
         "model": {
@@ -64,12 +64,12 @@ def config(directory: Path, rows: Path, workers: int, steps: int, strategy: str)
             "architecture": {
                 "model_type": "llama", "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 384,
                 "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-                "max_position_embeddings": SEQ_LEN, "tie_word_embeddings": True, "use_cache": False,
+                "max_position_embeddings": seq_len, "tie_word_embeddings": True, "use_cache": False,
             },
         },
         "data": {
             "train": [{"path": str(rows), "format": {"type": "completion"}}],
-            "seq_len": SEQ_LEN, "window": 128, "long_documents": "split",
+            "seq_len": seq_len, "window": 128, "long_documents": "split",
         },
         "parallel": {"precision": "fp32", "strategy": strategy},
         "optim": {"lr": 1e-3},
@@ -90,12 +90,12 @@ def of_ours(directory: Path) -> tuple[list[dict[str, Any]], int]:
     return steps, sum(line["windows_built"] for line in lines[UNMEASURED_STEPS:])
 
 
-def of_bare(directory: Path) -> list[dict[str, Any]]:
+def of_bare(directory: Path, seq_len: int) -> list[dict[str, Any]]:
     """The same; no token is padding. How long the first step took it does not say."""
     lines = read_lines(directory / "marks.jsonl")
     starts = [lines[0]["time"], *(line["time"] for line in lines)]
     return [
-        {"tokens": GLOBAL_BATCH * SEQ_LEN, "seconds": line["time"] - start, "waited": line["waited"]}
+        {"tokens": GLOBAL_BATCH * seq_len, "seconds": line["time"] - start, "waited": line["waited"]}
         for line, start in zip(lines, starts, strict=False)
     ]
 
@@ -112,12 +112,12 @@ def summary(steps: list[dict[str, Any]], command_seconds: float) -> dict[str, An
     }
 
 
-def run_once(side: str, workers: int, steps: int, rows: Path) -> dict[str, Any]:
+def run_once(side: str, workers: int, steps: int, rows: Path, seq_len: int) -> dict[str, Any]:
     directory = Path(tempfile.mkdtemp(prefix="ray-"))  # short: the names of Ray's sockets have a limit
     try:
         file = directory / "config.yaml"
         strategy = "replicate" if side == "copies" else "full_shard"
-        file.write_text(yaml.safe_dump(config(directory, rows, workers, steps, strategy)))
+        file.write_text(yaml.safe_dump(config(directory, rows, workers, steps, strategy, seq_len)))
         cpus = local_cpus(ClusterConfig(workers=workers, device="cpu"), workers)
         env = {**environment(directory / "ray"), "BENCHMARK_CPUS": str(cpus)}
         if side != "bare":
@@ -129,7 +129,7 @@ def run_once(side: str, workers: int, steps: int, rows: Path) -> dict[str, Any]:
             ]  # fmt: skip
         with Command(arguments, directory / f"{side}-{workers}.log", env) as command:
             seconds = command.finish(400)
-        taken, built = of_ours(directory) if side != "bare" else (of_bare(directory), None)
+        taken, built = of_ours(directory) if side != "bare" else (of_bare(directory, seq_len), None)
         assert len(taken) == steps, f"{side}: {len(taken)} steps"
         return {"side": side, "workers": workers, **summary(taken, seconds), "built": built, "load": _load()}
     finally:
@@ -163,6 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--seq-len", type=int, default=512, help="of a packed sample")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="ray-"))
@@ -176,7 +177,7 @@ def main() -> None:
             for workers in (1, 2):
                 sides = ("ours", "bare") if workers == 1 else ("ours", "copies", "bare")
                 for side in sides if (number + workers) % 2 else sides[::-1]:
-                    lines.append(run_once(side, workers, options.steps, rows))
+                    lines.append(run_once(side, workers, options.steps, rows, options.seq_len))
                     show(lines[-1])
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -184,8 +185,8 @@ def main() -> None:
     if options.out is not None:
         write_result(
             options.out,
-            {"seq_len": SEQ_LEN, "global_batch": GLOBAL_BATCH, "micro_batch": MICRO_BATCH, "steps": options.steps,
-             "bytes": BYTES, "lines": lines, "ratios": ratios},
+            {"seq_len": options.seq_len, "steps": options.steps, "global_batch": GLOBAL_BATCH,
+             "micro_batch": MICRO_BATCH, "bytes": BYTES, "lines": lines, "ratios": ratios},
         )  # fmt: skip
 
 

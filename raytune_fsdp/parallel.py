@@ -113,11 +113,16 @@ def units_of(model: PreTrainedModel, config: ParallelConfig, *, ends: bool) -> l
     return [Unit("embedding", first), *units, Unit("norm and head", last)]
 
 
+def is_wrapped(config: ParallelConfig, world: int) -> bool:
+    """Whether FSDP has something to do."""
+    # Where there is nothing to spread and nothing to cast, FSDP would only copy every weight and gradient in each step.
+    # Unwrapped, one rank costs 1.006 times a bare PyTorch loop (docs/results.md).
+    return world > 1 or config.precision in COMPUTE_DTYPE or config.cpu_offload
+
+
 def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig, units: Sequence[Unit]) -> None:
     """Wrap the model in place. It must be on the meta device."""
-    if mesh.size() == 1 and config.precision not in COMPUTE_DTYPE and not config.cpu_offload:
-        # Nothing to spread and nothing to cast: FSDP would only copy every weight and gradient in each step. Unwrapped,
-        # one rank costs 1.006 times a bare PyTorch loop (docs/results.md).
+    if not is_wrapped(config, mesh.size()):
         return
     policy = precision_policy(config.precision)
     # reshard_after_forward=None frees a block's weights after its forward, but keeps those of the root module, which

@@ -1,4 +1,4 @@
-"""`raytune-fsdp plan`: what a config amounts to at a world size. Imports no torch; a laptop will do."""
+"""`raytune-fsdp plan`: what a config amounts to at a world size. Imports torch only for `--units`; a laptop will do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.cli.common import ConfigParser, exit_code
 
@@ -23,6 +23,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp plan") -> 
     )
     parser.add_argument(
         "--samples", type=int, metavar="N", help="packed samples of an epoch, for a length in train.epochs"
+    )
+    parser.add_argument(
+        "--units", action="store_true", help="also what of the model is gathered together; needs torch and its config"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = sys.argv[1:] if argv is None else argv
@@ -47,12 +50,23 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
         parser.error("the length of train.epochs depends on the data: give --samples N, or set train.max_steps")
     plan = resolve(config, world, census)
     place = RunDir.of(config)
-    print(
-        json.dumps({**plan.to_dict(), "layout": plan.spread()}, indent=2)
-        if found.json
-        else plan_in_words(config, plan, place.path)
-    )
+    units = _units(config, world) if found.units else {}
+    if found.json:
+        print(json.dumps({**plan.to_dict(), "layout": plan.spread(), **units}, indent=2))
+        return 0
+    print(plan_in_words(config, plan, place.path))
+    if found.units:
+        from raytune_fsdp.tracking.console import event_in_words
+        from raytune_fsdp.tracking.names import SHARDED
+
+        print(f"{'units':10} {event_in_words(SHARDED, units['sharding']) if units['sharding'] else 'not sharded'}")
     return 0
+
+
+def _units(config: FinetuneConfig, world: int) -> dict[str, Any]:
+    from raytune_fsdp.run.prepare import sharding_of
+
+    return {"sharding": sharding_of(config, world)}
 
 
 def plan_in_words(config: FinetuneConfig, plan: Plan, run_dir: Path) -> str:

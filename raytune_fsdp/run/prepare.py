@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -36,6 +37,7 @@ from raytune_fsdp.model.network import (
     load_architecture,
 )
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
+from raytune_fsdp.parallel import describe, is_wrapped, units_of
 from raytune_fsdp.run.added_tokens import add_tokens
 from raytune_fsdp.run.checks import check_best, check_export, check_first
 from raytune_fsdp.run.initial_weights import find_origin, model_directory, own_model_files
@@ -108,6 +110,16 @@ def prepare(
     check_best(config, standing.plan, [name(each) for each in evals for name in (evaluation_loss, evaluation_accuracy)])
     check_export(config, standing.plan)
     return prepared, confirm_complete(config, prepared, standing)
+
+
+def sharding_of(config: FinetuneConfig, world: int) -> dict[str, Any] | None:
+    """What of the model is gathered together on `world` ranks; None: nothing is. No weights are fetched."""
+    if not is_wrapped(config.parallel, world):
+        return None
+    hf_config, _, _ = _fitted(config, model_directory(config, weights=False))
+    network = build_network(hf_config, config)
+    ends = network_needs(config, hf_config, network).ends
+    return describe(network, units_of(network, config.parallel, ends=ends), config.parallel)
 
 
 def prepare_data(

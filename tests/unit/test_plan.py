@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raytune_fsdp.cli.plan import main
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.counts import Census
 from raytune_fsdp.errors import ConfigError
@@ -20,6 +22,7 @@ from raytune_fsdp.launch.start import _check_local
 from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.run.checks import check_first
 from raytune_fsdp.rundir import RunDir
+from tests.runs import LLAMA, make_config
 
 
 def config(**sections: Mapping[str, Any]) -> FinetuneConfig:
@@ -218,3 +221,20 @@ def test_a_length_beyond_all_numbers_is_refused(length: dict[str, Any], shown: s
     made = config(train={"global_batch": 16, "max_steps": None, **length})
     with pytest.raises(ConfigError, match=re.escape(f"{shown}: a run has at most 2**62 packed samples")):
         resolve(made, 1, Census(seq_len=8, epochs=(100,)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_units_of_sharding(tmp_path: Path, tied: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {**LLAMA, "num_hidden_layers": 4, "tie_word_embeddings": tied}
+    made = make_config(tmp_path, sizes, parallel={"precision": "bf16", "wrap": 3})
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(made.model_dump()))
+    assert main(["--config", str(file), "--world-size", "2", "--units", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["sharding"]
+    units = {unit["name"]: unit["count"] for unit in found["units"]}
+    assert units == ({"3 blocks": 2, "the rest": 1} if tied else {"embedding": 1, "3 blocks": 2, "norm and head": 1})
+    embedding = 64 * 32 * 2
+    assert [u["bytes"] for u in found["units"] if u["name"] in ("embedding", "the rest")] == [embedding + 64 * tied]
+    alone = ["--config", str(file), "--world-size", "1", "--parallel.precision", "fp32", "--units"]
+    assert main(alone) == 0
+    assert "not sharded" in capsys.readouterr().out
