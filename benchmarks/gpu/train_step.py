@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,26 +26,34 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from benchmarks.record import write_result
 from raytune_fsdp.assemble import assemble
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.demo import TOKENIZER
 from raytune_fsdp.estimate.flops import peak_flops
+from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.launch.worker import choose_device, join
-from raytune_fsdp.loop import train
-from raytune_fsdp.run.prepare import prepare
-from raytune_fsdp.tracking.jsonl import read_metrics
+from raytune_fsdp.loop import Parts, train
+from raytune_fsdp.model.compiler import COMPILED, EAGER
+from raytune_fsdp.parallel import numerics
+from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.tracking import names
+from raytune_fsdp.tracking.jsonl import read_events, read_metrics
+from raytune_fsdp.tracking.tracker import Status
 
 WARMUP_STEPS, LOG_EVERY = 10, 5
 SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 2048, "seq_len": 256},
-    # The shapes of Llama 3.2 1B and 3B.
+    "tiny": {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 2048, "seq_len": 128},
+    # The shapes of Llama 3.2 1B and 3B, and of Llama 3.1 8B.
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
            "num_key_value_heads": 8, "vocab_size": 128256, "seq_len": 4096},
     "3b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "seq_len": 4096},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False, "seq_len": 8192},
 }  # fmt: skip
 
 
@@ -50,46 +61,81 @@ class EnoughError(Exception):
     """Leaves the loop before its last step, which would write a checkpoint that nobody needs."""
 
 
+def architecture_of(size: str) -> dict[str, Any]:
+    """As in a Hugging Face config.json."""
+    shapes = {key: value for key, value in SIZES[size].items() if key != "seq_len"}
+    positions = SIZES[size]["seq_len"]
+    return {"model_type": "llama", "tie_word_embeddings": True, "max_position_embeddings": positions, **shapes}
+
+
+def document_lengths(rng: np.random.Generator, tokens: int, *, typical: float, longest: int) -> Iterator[int]:
+    """Log-normal, until they are as many tokens or more."""
+    while tokens > 0:
+        length = int(np.clip(rng.lognormal(np.log(typical), 1.0), 8, longest))
+        yield length
+        tokens -= length
+
+
 def write_rows(path: Path, *, vocabulary: int, seq_len: int, samples: int) -> None:
     rng = np.random.default_rng(0)
-    left = samples * seq_len
     with path.open("w") as file:
-        while left > 0:
-            length = int(np.clip(rng.lognormal(np.log(0.15 * seq_len), 1.0), 8, seq_len))
+        for length in document_lengths(rng, samples * seq_len, typical=0.15 * seq_len, longest=seq_len):
             file.write(json.dumps({"input_ids": rng.integers(3, vocabulary, length).tolist()}) + "\n")
-            left -= length
 
 
-def make_config(directory: Path, arguments: argparse.Namespace, *, compiled: bool) -> FinetuneConfig:
-    architecture = {"model_type": "llama", "tie_word_embeddings": True, **SIZES[arguments.size]}
-    seq_len = architecture.pop("seq_len")
-    rows = directory / "rows.jsonl"
+def make_config(
+    directory: Path,
+    size: str,
+    *,
+    micro: int,
+    steps: int,
+    compiled: bool,
+    recompute: str = "none",
+    **sections: Mapping[str, Any],
+) -> FinetuneConfig:
+    """A run of so many steps after the warmup; `sections` are merged over it."""
+    architecture, seq_len, rows = architecture_of(size), SIZES[size]["seq_len"], directory / "rows.jsonl"
     if not rows.exists():
-        write_rows(rows, vocabulary=architecture["vocab_size"], seq_len=seq_len, samples=32 * arguments.micro)
-    return FinetuneConfig.model_validate(
-        {
-            "run": {"name": "compiled" if compiled else "eager", "storage": str(directory)},
-            "model": {
-                "init": "random",
-                "architecture": {**architecture, "max_position_embeddings": seq_len},
-                "tokenizer": str(TOKENIZER),
-            },
-            "data": {"train": [{"path": str(rows), "format": {"type": "tokens", "labels": None}}], "seq_len": seq_len},
-            "parallel": {
-                "precision": "bf16",
-                "compile": compiled,
-                "activation_checkpointing": "full" if arguments.checkpointing else "none",
-            },
-            "train": {
-                "global_batch": arguments.micro,
-                "micro_batch": arguments.micro,
-                "max_steps": WARMUP_STEPS + arguments.steps + 1,
-                "log_every": LOG_EVERY,
-            },
-            "tracking": {"console": False, "mlflow": {"enabled": False}},
-            "export": {"at_end": False},
-        }
-    )
+        write_rows(rows, vocabulary=architecture["vocab_size"], seq_len=seq_len, samples=32 * micro)
+    values: dict[str, dict[str, Any]] = {
+        "run": {"name": COMPILED if compiled else EAGER, "storage": str(directory)},
+        "model": {"init": "random", "architecture": architecture, "tokenizer": str(TOKENIZER)},
+        "data": {"train": [{"path": str(rows), "format": {"type": "tokens", "labels": None}}], "seq_len": seq_len},
+        "parallel": {"precision": "bf16", "compile": compiled, "activation_checkpointing": recompute},
+        "train": {
+            "global_batch": micro,
+            "micro_batch": micro,
+            "max_steps": WARMUP_STEPS + steps + 1,
+            "log_every": LOG_EVERY,
+        },
+        "tracking": {"console": False, "mlflow": {"enabled": False}},
+        "export": {"at_end": False},
+    }
+    for section, changes in sections.items():
+        values[section] = {**values.get(section, {}), **changes}
+    return FinetuneConfig.model_validate(values)
+
+
+def run_steps(config: FinetuneConfig, device: torch.device, enough: Callable[[int], bool]) -> Parts:
+    """Train through the real path. `enough` is asked before every step, the first of which is 1, and ends the run."""
+    prepared, standing = prepare_on_rank0(config)
+    numbers = itertools.count(1)
+
+    def stop() -> None:
+        if enough(next(numbers)):
+            raise EnoughError
+
+    with numerics(config.parallel, device, deterministic=config.run.deterministic):
+        parts = assemble(config, prepared, standing, device)
+        status: Status = "failed"
+        try:
+            with suppress(EnoughError):
+                train(parts, stop)
+            status = "finished"
+        finally:
+            parts.saves.leave()
+            parts.tracker.finish(status)
+    return parts
 
 
 def measure(config: FinetuneConfig, device: torch.device) -> dict[str, Any]:
@@ -98,24 +144,21 @@ def measure(config: FinetuneConfig, device: torch.device) -> dict[str, Any]:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    prepared, standing = prepare(config, 1)
-    parts = assemble(config, prepared, standing, device)
+    early_graphs = 0
+
+    def enough(step: int) -> bool:
+        nonlocal early_graphs
+        if step == 4:
+            early_graphs = counters["stats"]["unique_graphs"]
+        return step == config.train.max_steps
+
+    parts = run_steps(config, device, enough)
+    place = RunDir.of(config)
     weights = sum(p.numel() for p in parts.model.parameters())
-    calls = iter(range(1, standing.plan.steps + 1))
-
-    def stop() -> bool:
-        if next(calls) == standing.plan.steps:
-            raise EnoughError
-        return False
-
-    try:
-        train(parts, stop)
-    except EnoughError:
-        parts.tracker.finish("finished")
-    lines = [line for line in read_metrics(prepared.place.metrics) if line["kind"] == "step"]
-    lines = lines[WARMUP_STEPS:]
+    lines = [line for line in read_metrics(place.metrics) if line["kind"] == "step"][WARMUP_STEPS:]
     speed = median(line["tokens_per_second"] for line in lines)
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    compiled = [event["fields"] for event in read_events(place.events) if event["event"] == names.COMPILED]
     return {
         "parameters": weights,
         "tokens_per_second": speed,
@@ -126,6 +169,11 @@ def measure(config: FinetuneConfig, device: torch.device) -> dict[str, Any]:
         "memory_bytes": lines[-1]["memory_bytes"],
         "losses": [lines[0]["trajectory"]["loss"], lines[-1]["trajectory"]["loss"]],
         "steps": len(lines),
+        "attention": parts.model.config._attn_implementation,
+        "blocks": EAGER if parts.compiler is None else parts.compiler.failure or COMPILED,
+        # An event counts the graphs since the last fetch of metrics, so it cannot tell step 3 from step 5.
+        "graphs_after_step_3": counters["stats"]["unique_graphs"] - early_graphs,
+        "compiled_events": [[fields["step"], fields["graphs"]] for fields in compiled],
     }
 
 
@@ -137,15 +185,19 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=2, help="packed samples of a step")
     parser.add_argument("--steps", type=int, default=20, help=f"measured steps, a multiple of {LOG_EVERY}")
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
-    parser.add_argument("--modes", nargs="+", choices=["eager", "compiled"], default=["eager", "compiled"])
+    parser.add_argument("--modes", nargs="+", choices=[EAGER, COMPILED], default=[EAGER, COMPILED])
     arguments = parser.parse_args()
     device = choose_device(arguments.device, 1)
     join(device, alone=True)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    recompute = "full" if arguments.checkpointing else "none"
     found = {}
     with tempfile.TemporaryDirectory() as directory:
         for mode in arguments.modes:
-            config = make_config(Path(directory), arguments, compiled=mode == "compiled")
+            config = make_config(
+                Path(directory), arguments.size, micro=arguments.micro, steps=arguments.steps,
+                compiled=mode == COMPILED, recompute=recompute,
+            )  # fmt: skip
             found[mode] = row = measure(config, device)
             percent = f"{row['mfu']:.1%} (6N: {row['mfu_6n']:.1%})" if row["mfu"] else "peak not known"
             print(
