@@ -116,6 +116,7 @@ def _log(parts: Parts, step: int, *, last: bool) -> None:
 def _log_compiler(parts: Parts, step: int) -> None:
     if parts.compiler is None:
         return
+    parts.compiler.agree()
     graphs, failure = parts.compiler.news()
     if graphs:
         parts.tracker.event(names.COMPILED, step=step, graphs=graphs)

@@ -112,10 +112,10 @@ class Meter:
         world = self._plan.layout.world
         if world == 1:
             return {"host_memory_bytes": int(mine[2]), "gpu_utilization": busy}
-        everyone = torch.empty(world, len(mine), dtype=torch.float64)
+        everyone = [torch.empty(len(mine), dtype=torch.float64) for _ in range(world)]
         # On the hosts, which are here together once for every fetch.
-        dist.all_gather_into_tensor(everyone, torch.tensor([mine], dtype=torch.float64))
-        steps, waits, memory, used = everyone.numpy().T
+        dist.all_gather(everyone, torch.tensor(mine, dtype=torch.float64))
+        steps, waits, memory, used = torch.stack(everyone).numpy().T
         return {
             "rank_seconds": _spread(steps),
             "rank_data_seconds": _spread(waits),
@@ -178,5 +178,5 @@ def _utilization(device: torch.device) -> float | None:
         return None
     try:
         return float(torch.cuda.utilization(device))
-    except (ModuleNotFoundError, RuntimeError):  # nvidia-ml-py, or the driver's part of it
+    except Exception:  # no nvidia-ml-py, or it does not support this device, which it says with errors of its own
         return None

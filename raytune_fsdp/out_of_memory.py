@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.errors import TrainingError, first_line
 from raytune_fsdp.optim import Optimizer
 
@@ -22,6 +23,7 @@ _MOSTLY = 0.8
 def explain(
     error: torch.OutOfMemoryError,
     config: FinetuneConfig,
+    parallel: ParallelConfig,
     model: nn.Module,
     optimizer: Optimizer,
     device: torch.device,
@@ -29,31 +31,31 @@ def explain(
     rank: int,
     directory: Path,
 ) -> TrainingError:
-    """The error to raise instead, and a snapshot of the allocator in `directory`."""
-    used = consumers(model, optimizer, _peak(device))
+    """The error to raise instead, and a snapshot of the allocator in `directory`. `parallel` is what the run has."""
+    used = consumers(model, optimizer, device, _peak(device))
     largest = sorted(used.items(), key=lambda item: item[1], reverse=True)[:3]
     shown = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in largest)
     snapshot = _snapshot(device, directory / f"memory-rank-{rank}.pickle")
     return TrainingError(
         f"rank {rank} ran out of memory on {device}: {first_line(error).rstrip('.')}. Largest: {shown}. "
-        f"Cheapest change: {way_out(config, used)}{snapshot}"
+        f"Cheapest change: {way_out(config, parallel, used)}{snapshot}"
     )
 
 
-def consumers(model: nn.Module, optimizer: Optimizer, peak: int) -> dict[str, int]:
-    """Bytes on this rank by what holds them; `peak` is the most that was allocated at a time."""
+def consumers(model: nn.Module, optimizer: Optimizer, device: torch.device, peak: int) -> dict[str, int]:
+    """Bytes on the device by what holds them; `peak` is the most that was allocated at a time."""
     parameters = list(model.parameters())
-    used = {
-        "weights": sum(map(_bytes, parameters)),
-        "gradients": sum(_bytes(p.grad) for p in parameters if p.grad is not None),
-        "moments": sum(map(_bytes, optimizer.state_tensors().values())),
+    held: dict[str, Iterable[torch.Tensor]] = {
+        "weights": parameters,
+        "gradients": [p.grad for p in parameters if p.grad is not None],
+        "moments": optimizer.state_tensors().values(),
     }
+    used = {name: sum(_bytes(t) for t in tensors if t.device.type == device.type) for name, tensors in held.items()}
     return {**used, "activations and gathered weights": max(0, peak - sum(used.values()))}
 
 
-def way_out(config: FinetuneConfig, used: dict[str, int]) -> str:
+def way_out(config: FinetuneConfig, parallel: ParallelConfig, used: dict[str, int]) -> str:
     """What to change, the cheapest first. All but the last change no result."""
-    parallel = config.parallel
     states = 1 - used["activations and gathered weights"] / max(1, sum(used.values()))
     if parallel.strategy in ("replicate", "shard_grad_op", "hybrid_shard") and states > _MOSTLY:
         return "parallel.strategy=full_shard"

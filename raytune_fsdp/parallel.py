@@ -57,7 +57,6 @@ def check_precision(precision: str, device: torch.device) -> None:
 def numerics(config: ParallelConfig, device: torch.device, *, deterministic: bool) -> Iterator[None]:
     """In here, torch computes products as the config says, and with `deterministic` only what repeats its bits."""
     check_precision(config.precision, device)
-    tf32 = config.tf32 if config.tf32 is not None else config.precision not in ("fp32", "fp64")
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cuda.matmul.allow_tf32,
@@ -66,8 +65,11 @@ def numerics(config: ParallelConfig, device: torch.device, *, deterministic: boo
     if deterministic:
         # cuBLAS reads it when it is first used; without it torch refuses every product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        from torch._inductor import config as inductor
+
+        inductor.deterministic = True  # it would choose kernels by trying which is faster
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time for nothing
-    _set_numerics(deterministic or before[0], tf32, tf32)
+    _set_numerics(deterministic or before[0], config.tf32, config.tf32)
     try:
         yield
     finally:
@@ -143,7 +145,8 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig, unit
 def for_one_rank(config: ParallelConfig, layout: Layout, numbers: int, device: torch.device) -> ParallelConfig:
     """The config, with what one rank alone can do better for a network of so many numbers."""
     alone = layout.world == 1 and config.strategy == "full_shard" and config.precision in COMPUTE_DTYPE
-    alone = alone and not config.cpu_offload
+    # Who writes full_shard means it.
+    alone = alone and not config.cpu_offload and "strategy" not in config.model_fields_set
     # A 16-bit copy of the weights that stays from forward to backward, and over micro-batches, is made once a step
     # instead of twice a micro-batch. It costs 2 bytes a number beside the 16 of weights, gradients and moments; of the
     # rest of the memory activations get most.

@@ -60,7 +60,7 @@ class StepProfiler:
         shares = shares_of(
             (event.name, event.time_range.start, event.time_range.end)
             for event in record.events() or ()  # type: ignore[no-untyped-call]
-            if event.device_type == DeviceType.CUDA
+            if event.device_type == DeviceType.CUDA and not event.is_user_annotation
         )
         by = "self_device_time_total" if shares else "self_cpu_time_total"
         table = record.key_averages().table(sort_by=by, row_limit=_ROWS, max_name_column_width=80)

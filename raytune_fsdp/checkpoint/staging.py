@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -69,7 +71,7 @@ class Staging:
         device = next((piece.device for piece in now.values() if piece.is_cuda), None)
         if device is not None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            _pin(self._block)
+            _pin(self, self._block, device)
         self.pieces = {name: self._view(places[name], piece) for name, piece in now.items()}
 
     def _view(self, start: int, like: torch.Tensor) -> torch.Tensor:
@@ -80,13 +82,20 @@ class Staging:
         return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
 
-def _pin(block: torch.Tensor) -> None:
-    """Let a GPU copy into this memory while the host does something else."""
+def _pin(owner: Staging, block: torch.Tensor, device: torch.device) -> None:
+    """Let a GPU copy into this memory while the host does something else, as long as its owner lives."""
+    if not block.nbytes:
+        return
     # Not torch's pinned memory, whose sizes are powers of two: 96 GiB, which an 8B has on one rank, would take 128.
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0)
-    if int(error) != 0:  # copies are then slower, and the host waits for them
-        logger.warning("%d bytes of host memory could not be pinned (CUDA error %d)", block.nbytes, int(error))
+    if int(error) == 0:
+        weakref.finalize(owner, lambda: runtime.cudaHostUnregister(block.data_ptr()))
+        return
+    # Copies are then slower, and the host waits for them. The error stays with CUDA until a kernel has reported it.
+    logger.warning("%d bytes of host memory could not be pinned (CUDA error %d)", block.nbytes, int(error))
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device).add_(1)
 
 
 class UpdatesAfterCopies:

@@ -23,9 +23,10 @@ class ParallelConfig(Section):
     """`bf16`, `fp16`: compute in 16 bits, fp32 master weights and reduction (fp16 with dynamic loss scaling).
     `bf16_pure`: weights and optimizer in bf16 too. `fp32`, `fp64`: throughout."""
 
-    tf32: bool | None = None
-    """On GPUs: compute products of fp32 numbers in TF32, with 10 bits of mantissa instead of 23. Default: only with 16-bit
-    precisions, where few products are in fp32."""
+    tf32: bool = False
+    """On GPUs: compute products of fp32 numbers in TF32, with 10 bits of mantissa instead of 23. Not for networks that
+    compute rotary positions as a product, as transformers 5.17 and some models' own code do: TF32 has no whole numbers
+    above 2,048."""
 
     activation_checkpointing: Literal["none", "selective", "every_n", "full"] = "none"
     """What backward computes again instead of finding it in memory. `full`: everything in a block but its input.

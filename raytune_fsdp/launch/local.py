@@ -118,7 +118,7 @@ def _rank_main(config: FinetuneConfig, prepared: Prepared, standing: Standing) -
     stop = StopFlag(insist=False)
     with stop:
         device = choose_device(config.cluster.device, ranks_here())
-        join(device, alone=False, minutes=config.cluster.collective_minutes)
+        _join(config, device)
         step = work(config, prepared, agree(config, prepared, lambda: standing), device, stop)
         dist.destroy_process_group()
         return step
@@ -130,7 +130,7 @@ def _run_rank(config: FinetuneConfig) -> tuple[Prepared, Standing]:
     check_device(config, device.type)
     stop = StopFlag(insist=False)
     with stop:
-        join(device, alone=False, minutes=config.cluster.collective_minutes)
+        _join(config, device)
         try:
             prepared, standing = prepare_on_rank0(config)
             if not standing.complete:
@@ -140,6 +140,11 @@ def _run_rank(config: FinetuneConfig) -> tuple[Prepared, Standing]:
             dist.destroy_process_group()
         stop.check_export(config.export.at_end)
     return prepared, standing
+
+
+def _join(config: FinetuneConfig, device: torch.device) -> None:
+    subgroups = config.parallel.strategy == "hybrid_shard"
+    join(device, alone=False, minutes=config.cluster.collective_minutes, subgroups=subgroups)
 
 
 def prepare_on_rank0(config: FinetuneConfig) -> tuple[Prepared, Standing]:

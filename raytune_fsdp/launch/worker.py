@@ -31,18 +31,20 @@ def choose_device(wanted: str, workers_here: int) -> torch.device:
     return torch.device("cuda", local_rank())
 
 
-def join(device: torch.device, *, alone: bool, minutes: float = 30.0) -> None:
+def join(device: torch.device, *, alone: bool, minutes: float = 30.0, subgroups: bool = False) -> None:
     """Make the process group: alone, or with the ranks that the environment describes.
 
-    `minutes` is `cluster.collective_minutes`; with NCCL torch would give up after 10.
+    `minutes` is `cluster.collective_minutes`; with NCCL torch would give up after 10. `subgroups`: the ranks will be
+    divided, as hybrid_shard does.
     """
     if device.type == "cuda":
         use_gpu(device)
     # gloo beside nccl, so that ranks can agree on host tensors without waiting for the device.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=minutes)
-    # Named, so that NCCL connects at once and to this device: otherwise it guesses one from the rank.
-    bound = device if device.type == "cuda" else None
+    # Named, so that NCCL connects at once and to this device, instead of guessing one from the rank. Not where groups
+    # are divided: torch would then split this one, which for gloo beside NCCL nobody has tried.
+    bound = device if device.type == "cuda" and not subgroups else None
     if alone:
         # A store in memory: the default one would read addresses from the environment and open a port.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound)
@@ -54,7 +56,7 @@ def use_gpu(device: torch.device) -> None:
     """Make this the process's GPU."""
     # Micro-batches have documents of all lengths, whose tensors leave holes in segments of fixed sizes.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     torch.cuda.set_device(device)
 
 
@@ -79,7 +81,7 @@ def _work(parts: Parts, stop: Stop) -> int:
         status = "finished"
     except torch.OutOfMemoryError as error:
         raise explain(
-            error, parts.config, parts.model, parts.optimizer, parts.device,
+            error, parts.config, parts.parallel, parts.model, parts.optimizer, parts.device,
             rank=dist.get_rank(), directory=parts.profiler.directory,
         ) from error  # fmt: skip
     except (Interrupted, SignalReceived):

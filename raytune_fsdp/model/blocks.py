@@ -129,7 +129,7 @@ def _in_part_again(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 _RECOMPUTE: dict[str, Forward] = {"none": _plain, "full": _again, "every_n": _again, "selective": _in_part_again}
 
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "transformers::grouped_mm_fallback")
+_PRODUCTS = ("aten::mm", "aten::addmm")
 
 _ATTENTION = re.compile("attention|attn|sdpa")
 
@@ -138,7 +138,8 @@ def _keeps(_: object, operation: torch._ops.OpOverload, *args: Any, **__: Any) -
     """Keep what took long for its size: results of attention, and of products that do not narrow.
 
     A product that narrows is the last one of a block, which nothing needs in backward: it is neither kept nor computed
-    again. Products in batches are the scores of eager attention, the largest tensors of all.
+    again. Products in batches are the scores of eager attention, the largest tensors of all. To those of experts some
+    networks (gpt-oss) add their bias in place, which a tensor that is kept does not allow.
     """
     name: str = operation.name()  # type: ignore[no-untyped-call]
     if name.partition(".")[0] in _PRODUCTS:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._functorch.config
+import torch._inductor.config
+import torch.distributed as dist
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 
@@ -54,8 +56,11 @@ def choose_blocks(
 def why_it_fails(device: torch.device) -> str | None:
     """Why this machine cannot compile for this device, or None."""
     compiler = Compiler()
-    weight = torch.ones(8, device=device, requires_grad=True)
-    compiler.compiled(lambda weight: (weight * 2).relu())(weight).sum().backward()
+    try:
+        weight = torch.ones(8, device=device, requires_grad=True)
+        compiler.compiled(lambda weight: (weight * 2).relu())(weight).sum().backward()
+    except Exception as error:  # a rank that ends here would leave the others waiting for its answer
+        compiler.give_up(error)
     return compiler.failure
 
 
@@ -65,13 +70,16 @@ class Compiler:
     def __init__(self) -> None:
         self.failure: str | None = None
         """Why it gave up."""
-        self._graphs = counters["stats"]["unique_graphs"]
+        torch._dynamo.reset()  # graphs of an earlier run in this process would not be counted
+        self._before = self._graphs = counters["stats"]["unique_graphs"]
         self._said = False
         # These hold for the process, which is a rank's. Past the limit torch would only log a line and run what does
         # not fit its graphs eagerly. And what fails in backward could not be done again without the compiler.
         torch._dynamo.config.recompile_limit = _MOST_GRAPHS
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         torch._functorch.config.force_non_lazy_backward_lowering = True
+        # The compiler's own random numbers are others: with dropout, a compiled block would be another block.
+        torch._inductor.config.fallback_random = True
 
     def compiled(self, forward: Forward) -> Forward:
         """The same function, compiled as long as that works."""
@@ -83,11 +91,25 @@ class Compiler:
                     return fast(*args, **kwargs)
                 # Raised while it compiles, before anything has run.
                 except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-                    self.failure = f"torch.compile fails here: {in_one_line(error)}"
-                    logger.warning("%s; the run goes on without it", self.failure)
+                    self.give_up(error)
             return forward(*args, **kwargs)
 
         return run
+
+    def give_up(self, why: Exception | str) -> None:
+        """Run everything as it is from here on."""
+        self.failure = why if isinstance(why, str) else f"torch.compile fails here: {in_one_line(why)}"
+        logger.warning("%s; the run goes on without it", self.failure)
+
+    def agree(self) -> None:
+        """Give up on all ranks if one did, or if there was nothing to compile in the first steps. Collective."""
+        if counters["stats"]["unique_graphs"] == self._before and self.failure is None:
+            # The code of a block may keep torch from following it, which raises nothing.
+            self.give_up("torch.compile finds nothing to compile in the blocks of this network")
+        gave_up = torch.tensor(float(self.failure is not None))
+        dist.all_reduce(gave_up)
+        if gave_up and self.failure is None:
+            self.give_up("torch.compile has failed on another rank")
 
     def news(self) -> tuple[int, str | None]:
         """How many graphs were compiled since the last call, and why this gave up, if it did since then."""

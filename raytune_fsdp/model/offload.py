@@ -45,7 +45,7 @@ class Offload:
         # A tensor that several operations keep goes once. It is held until the block ends, so that none is taken for
         # another one at the same address.
         sent: list[tuple[torch.Tensor, _Away]] = []
-        self._blocks[number] = []
+        mine = self._blocks.setdefault(number, [])  # a block may run twice in a pass
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | tuple[int, _Away]:
             elsewhere = self._cuda and not tensor.is_cuda
@@ -53,17 +53,19 @@ class Offload:
                 return tensor
             away = next((away for known, away in sent if _same(known, tensor)), None)
             if away is None:
-                away = self._send(tensor)
+                host = torch.empty_like(tensor, device="cpu", pin_memory=self._cuda, requires_grad=False)
+                if host.stride() != tensor.stride():  # a part of another tensor would come back in another layout
+                    return tensor
+                away = self._send(tensor, host)
                 sent.append((tensor, away))
-                self._blocks[number].append(away)
+                mine.append(away)
             return number, away
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield
         sent.clear()
 
-    def _send(self, tensor: torch.Tensor) -> _Away:
-        host = torch.empty_like(tensor, device="cpu", pin_memory=self._cuda, requires_grad=False)
+    def _send(self, tensor: torch.Tensor, host: torch.Tensor) -> _Away:
         if self._stream is None:
             host.copy_(tensor.detach())
         else:
@@ -81,8 +83,10 @@ class Offload:
         for needed in (number, number - 1):
             for each in self._blocks.pop(needed, []):
                 self._fetch(each)
+        if away.back is None:  # of a block that began to run again before backward came to it
+            self._fetch(away)
         back = away.back
-        assert back is not None, "a block's tensors come back together"
+        assert back is not None
         if away.arrived is not None:
             torch.cuda.current_stream().wait_event(away.arrived)
             back.record_stream(torch.cuda.current_stream())

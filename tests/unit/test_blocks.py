@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from raytune_fsdp.config import ParallelConfig
+from raytune_fsdp.model import offload
 from raytune_fsdp.model.blocks import blocks_of, run_blocks
 from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler, choose_blocks, why_it_fails
 
@@ -153,3 +154,46 @@ def test_every_n_needs_its_n() -> None:
         ParallelConfig(activation_checkpointing="every_n")
     with pytest.raises(ValueError, match="the other modes do not take one"):
         ParallelConfig(recompute_every=2)
+
+
+class Looped(Network):
+    """Runs its blocks twice in a pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(super().forward(x))
+
+
+@pytest.mark.parametrize("network", [Network, Looped])
+def test_offload_gives_back_what_a_block_kept(network: type[Network], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "_SMALLEST", 1)
+    gradients = []
+    for away in (False, True):
+        torch.manual_seed(0)
+        model = network()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.uniform_()
+        run_blocks(model, offload=offload.Offload(CPU) if away else None)  # type: ignore[arg-type]
+        wide = torch.rand(3, 8, requires_grad=True)
+        model.train()(wide[:, ::2]).sum().backward()
+        gradients.append([wide.grad, *(parameter.grad for parameter in model.parameters())])
+    for kept, fetched in zip(*gradients, strict=True):
+        assert torch.equal(kept, fetched)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_experts_that_add_their_bias_in_place(mode: str) -> None:
+    from transformers import AutoModelForCausalLM, GptOssConfig
+
+    config = GptOssConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, attn_implementation="eager",
+    )  # fmt: skip
+    gradients = []
+    for how in ("none", mode):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).train()
+        run_blocks(model, recompute=how)
+        model(input_ids=torch.arange(16)[None], use_cache=False).logits.sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True) if a is not None)

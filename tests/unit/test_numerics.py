@@ -11,12 +11,9 @@ from raytune_fsdp.parallel import numerics
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("precision", "asked", "allowed"),
-    [("bf16", None, True), ("fp32", None, False), ("fp64", None, False), ("fp32", True, True), ("bf16", False, False)],
-)
-def test_tf32_follows_the_precision_unless_it_is_set(precision: str, asked: bool | None, allowed: bool) -> None:
-    config = ParallelConfig.model_validate({"precision": precision, "tf32": asked})
+@pytest.mark.parametrize("allowed", [False, True])
+def test_tf32_is_what_the_config_says(allowed: bool) -> None:
+    config = ParallelConfig(tf32=allowed)
     before = torch.backends.cuda.matmul.allow_tf32
     with numerics(config, CPU, deterministic=False):
         assert torch.backends.cuda.matmul.allow_tf32 is allowed

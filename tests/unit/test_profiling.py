@@ -70,23 +70,23 @@ def test_a_profile_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: 
 def test_the_cheapest_change(tmp_path: Path, sections: dict[str, Any], states: int, words: str) -> None:
     config = make_config(tmp_path, **sections)
     used = {"weights": states, "gradients": 0, "moments": states, "activations and gathered weights": 100}
-    assert words in way_out(config, used)
+    assert words in way_out(config, config.parallel, used)
 
 
 def test_running_out_of_memory_names_what_took_it(tmp_path: Path) -> None:
     model = nn.Linear(1 << 10, 1 << 10, bias=False)
     optimizer = build_optimizer(model, OptimConfig())
     model(torch.ones(1, 1 << 10)).sum().backward()
-    gradients = consumers(model, optimizer, peak=1 << 30)
+    gradients = consumers(model, optimizer, CPU, peak=1 << 30)
     optimizer.step(1.0, torch.zeros(()))
     optimizer.init_state()
-    used = consumers(model, optimizer, peak=1 << 30)
+    used = consumers(model, optimizer, CPU, peak=1 << 30)
     assert gradients["gradients"] == used["weights"] == 4 << 20
     assert 8 << 20 <= used["moments"] <= (8 << 20) + 64
     assert sum(used.values()) == 1 << 30
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     config: FinetuneConfig = make_config(tmp_path)
-    said = explain(error, config, model, optimizer, CPU, rank=3, directory=tmp_path)
+    said = explain(error, config, config.parallel, model, optimizer, CPU, rank=3, directory=tmp_path)
     assert isinstance(said, TrainingError)
     assert str(said).startswith("rank 3 ran out of memory on cpu: ")
     assert "Largest: moments" in str(said) and "Cheapest change: " in str(said)
