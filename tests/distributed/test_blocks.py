@@ -39,9 +39,9 @@ def train_all(configs: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[lis
     first: list[list[Any]] = []
     send, local_gradients = offload.Offload._send, step.local_gradients
 
-    def counted(self: Any, tensor: Any) -> Any:
+    def counted(self: Any, *tensors: Any) -> Any:
         sent[-1] += 1
-        return send(self, tensor)
+        return send(self, *tensors)
 
     def noted(parameters: Any) -> Any:
         found = local_gradients(parameters)
