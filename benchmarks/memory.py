@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from transformers import LlamaConfig
 
+from benchmarks.gpu.train_step import SIZES, architecture_of
 from benchmarks.record import write_result
 from raytune_fsdp.config import ModelConfig, ParallelConfig
 from raytune_fsdp.data.batches import to_batch
@@ -35,12 +35,6 @@ from raytune_fsdp.plan import Layout
 from raytune_fsdp.types import Cursor, PackedSample
 
 CPU = torch.device("cpu")
-SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 4096},
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-           "num_key_value_heads": 8, "vocab_size": 128256},
-}  # fmt: skip
 MODES = ("none", "selective", "full")
 MOMENTS = {"fp32": 8.0, "8-bit": 2 + 2 * 4 / 256}
 """Bytes a number of both moments; in 8 bits each block of 256 has a scale."""
@@ -57,7 +51,8 @@ def sample(length: int, vocabulary: int) -> PackedSample:
 def peak_of(size: str, seq_len: int, mode: str) -> dict[str, float]:
     """GiB at the peak of forward and backward, by part, without moments. Needs a process group."""
     config = ParallelConfig.model_validate({"precision": "bf16", "activation_checkpointing": mode})
-    hf_config = LlamaConfig(**SIZES[size], max_position_embeddings=seq_len, tie_word_embeddings=False)
+    sizes = {**architecture_of(size), "max_position_embeddings": seq_len, "tie_word_embeddings": False}
+    hf_config = LlamaConfig(**sizes)
     block = to_batch([sample(seq_len, hf_config.vocab_size)], index=0, after=Cursor())
     mesh = make_mesh(Layout(world=1, data_ranks=1, replicas=1, shard_size=1), CPU)
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -9,7 +9,6 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from raytune_fsdp.checkpoint.catalogue import Keep
@@ -35,7 +34,7 @@ from raytune_fsdp.model.head import choose_loss, install
 from raytune_fsdp.model.network import MASTER_DTYPE, build_network, count_architecture
 from raytune_fsdp.model.offload import Offload
 from raytune_fsdp.optim import Optimizer, build_optimizer
-from raytune_fsdp.parallel import COMPUTE_DTYPE, describe, for_one_rank, make_mesh, shard, units_of
+from raytune_fsdp.parallel import COMPUTE_DTYPE, describe, for_one_rank, is_wrapped, make_mesh, shard, units_of
 from raytune_fsdp.profiling import StepProfiler
 from raytune_fsdp.run.initial_weights import first_weights
 from raytune_fsdp.run.record import open_run, start_tracker
@@ -170,7 +169,8 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
         compiler=compiler,
     )
     units = units_of(model, parallel, ends=prepared.needs.ends)
-    sharding = describe(model, units, parallel)  # before sharding, as well
+    wrapped = is_wrapped(parallel, standing.plan.layout.world)
+    sharding = describe(model, units, parallel) if wrapped else None  # before sharding, as well
     shard(model, make_mesh(standing.plan.layout, device), parallel, units)
     host = torch.device("cpu") if parallel.cpu_offload else None
     if standing.checkpoint is None:
@@ -188,7 +188,7 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
         kernels=kernels,
         parallel=parallel,
         compiler=compiler,
-        sharding=sharding if isinstance(model, FSDPModule) else None,
+        sharding=sharding,
     )
 
 

@@ -30,6 +30,7 @@ from typing import Any
 
 from benchmarks.gpu.page import page, summary
 from benchmarks.gpu.process import DONE, FAILED, NOT_HERE, UNDER_WAY, Piece, run_alone
+from raytune_fsdp.durable import replace_durably
 
 PRELOAD = ["torch", "torch.distributed", "transformers.models.llama.modeling_llama", "benchmarks.gpu.pieces"]
 MOST_TRIES = 2
@@ -82,19 +83,14 @@ class Evidence:
     def write(self) -> None:
         text = json.dumps(self.values, indent=1) + "\n"
         name = self.out / f"evidence-{date.today().isoformat()}"
-        _replace(self.file, text)
-        _replace(name.with_suffix(".json"), text)
-        _replace(name.with_suffix(".md"), page(self.values, self.pieces))
-
-
-def _replace(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+        markdown = page(self.values, self.pieces)
+        for path, content in (
+            (self.file, text),
+            (name.with_suffix(".json"), text),
+            (name.with_suffix(".md"), markdown),
+        ):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_durably(path, content)
 
 
 def gather(evidence: Evidence, context: Any, *, device: str, deadline: float) -> None:

@@ -67,7 +67,7 @@ class Staging:
         for name, piece in now.items():
             places[name] = size
             size += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._block = torch.zeros(size, dtype=torch.uint8)  # touches every page: no copy waits for the system later
+        self._block = torch.empty(size, dtype=torch.uint8)
         device = next((piece.device for piece in now.values() if piece.is_cuda), None)
         if device is not None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -83,23 +83,22 @@ class Offload:
         for needed in (number, number - 1):
             for each in self._blocks.pop(needed, []):
                 self._fetch(each)
-        if away.back is None:  # of a block that began to run again before backward came to it
-            self._fetch(away)
-        back = away.back
-        assert back is not None
+        # Not there yet if its block began to run again before backward came to it.
+        back = away.back if away.back is not None else self._fetch(away)
         if away.arrived is not None:
             torch.cuda.current_stream().wait_event(away.arrived)
             back.record_stream(torch.cuda.current_stream())
         return back
 
-    def _fetch(self, away: _Away) -> None:
+    def _fetch(self, away: _Away) -> torch.Tensor:
         if self._stream is None:
             away.back = away.host
-            return
+            return away.back
         with torch.cuda.stream(self._stream):
             away.back = torch.empty_like(away.host, device=away.device)
             away.back.copy_(away.host, non_blocking=True)
             away.arrived = self._stream.record_event()
+        return away.back
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
