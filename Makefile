@@ -17,7 +17,7 @@ demo: $(VENV)/.installed  ## train a tiny model on this machine, in a minute or 
 	$(BIN)/python jobs/finetune.py --run.resume never --run.name demo-$$(date +%Y%m%d-%H%M%S)
 
 quick: $(VENV)/.installed-dev  ## unit tests, without those of a second or more
-	$(BIN)/python -m pytest tests/unit -m "not slow and not thorough"
+	$(BIN)/python -m pytest $(PARALLEL) tests/unit -m "not slow and not thorough"
 
 test: $(VENV)/.installed-dev  ## every test that guards an invariant
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" --durations=15
