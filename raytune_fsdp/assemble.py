@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from raytune_fsdp.checkpoint.catalogue import Keep
 from raytune_fsdp.checkpoint.loading import load
 from raytune_fsdp.checkpoint.on_demand import Requests
+from raytune_fsdp.checkpoint.room import node_without_room
 from raytune_fsdp.checkpoint.saver import Saver, open_saver
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.collectives import on_all_ranks, on_rank0
@@ -89,6 +90,8 @@ def assemble(
         cursor=state.cursor, data_rank=dist.get_rank(),
     )  # fmt: skip
     saver = _saver(config, prepared, standing, learner)
+    if cramped := node_without_room(saver.nbytes_staged()):
+        tracker.event(names.MEMORY_SHORT, **cramped)
     return Parts(
         config=config,
         plan=plan,

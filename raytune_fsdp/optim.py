@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from raytune_fsdp.config import OptimConfig
 from raytune_fsdp.plan import Plan
@@ -36,37 +37,27 @@ class Optimizer(Protocol):
 
 
 class AdamW:
-    """Fused AdamW with no decay on norms, biases and embeddings."""
+    """Fused AdamW with no decay on norms, biases and embeddings.
+
+    It works on this rank's pieces as plain tensors. Given DTensors, torch asks of every list of them how the operation
+    would have to be sharded: 1.0 s in the first step with 147 weights, and 10 ms in every other one (the kernel: 3.5).
+    """
 
     def __init__(self, model: nn.Module, config: OptimConfig) -> None:
-        plain = undecayed_names(model)
+        self._config = config
         self._named = dict(model.named_parameters())
-        decayed = [p for name, p in self._named.items() if name not in plain]
-        undecayed = [p for name, p in self._named.items() if name in plain]
-        groups = [
-            {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": undecayed, "weight_decay": 0.0},
-        ]
-        self._peak = config.lr
-        # Fused, because only that kernel takes a `found_inf` flag on the device: if it is 1, weights, moments and the
-        # step count of the bias correction stay as they are, and the host never waits for the flag.
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            fused=True,
+        self._state: dict[str, dict[str, torch.Tensor]] = {}
+        plain = undecayed_names(model)
+        self.groups = (
+            (config.weight_decay, [name for name in self._named if name not in plain]),
+            (0.0, [name for name in self._named if name in plain]),
         )
-
-    @property
-    def groups(self) -> list[dict[str, object]]:
-        """The weights with decay and those without."""
-        return self._adamw.param_groups
+        """The weights with decay and those without, by name."""
 
     def init_state(self) -> None:
-        for parameter in self._named.values():
-            if parameter not in self._adamw.state:
-                self._adamw.state[parameter] = {
+        for name, parameter in self._named.items():
+            if name not in self._state:
+                self._state[name] = {
                     "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
@@ -74,19 +65,36 @@ class AdamW:
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         return {
-            f"{name}.{moment}": tensor
-            for name, parameter in self._named.items()
-            for moment, tensor in self._adamw.state.get(parameter, {}).items()
+            f"{name}.{moment}": tensor for name in self._named for moment, tensor in self._state.get(name, {}).items()
         }
 
+    @torch.no_grad()
     def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
-        for group in self._adamw.param_groups:
-            group["lr"] = self._peak * lr_factor
-        # The attribute through which torch's GradScaler hands the flag to the fused kernel.
-        place = next(iter(self._named.values())).device
-        self._adamw.found_inf = at(place, found_inf)  # type: ignore[attr-defined]
-        self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
+        self.init_state()
+        found_inf = at(next(iter(self._named.values())).device, found_inf)
+        for weight_decay, names in self.groups:
+            taken = [name for name in names if self._named[name].grad is not None]
+            # Fused, because only that kernel takes a flag on the device: if it is 1, weights, moments and the count of
+            # steps stay as they are, and the host never waits for it.
+            adamw(
+                [local_piece(self._named[name]) for name in taken],
+                local_gradients(self._named[name] for name in taken),
+                [local_piece(self._state[name]["exp_avg"]) for name in taken],
+                [local_piece(self._state[name]["exp_avg_sq"]) for name in taken],
+                [],
+                [self._state[name]["step"] for name in taken],
+                fused=True,
+                found_inf=found_inf,
+                amsgrad=False,
+                maximize=False,
+                lr=self._config.lr * lr_factor,
+                beta1=self._config.beta1,
+                beta2=self._config.beta2,
+                eps=self._config.eps,
+                weight_decay=weight_decay,
+            )
+        for parameter in self._named.values():
+            parameter.grad = None
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
@@ -144,5 +152,10 @@ def at(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """This rank's shard of every gradient, as plain tensors that share memory with it."""
-    grads = (p.grad for p in parameters if p.grad is not None)
-    return [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    return [local_piece(p.grad) for p in parameters if p.grad is not None]
+
+
+def local_piece(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, without a copy."""
+    with torch.no_grad():  # without gradients to_local looks it up; with them it is an operation of autograd
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

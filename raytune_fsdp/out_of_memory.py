@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.errors import TrainingError, first_line
-from raytune_fsdp.optim import Optimizer
+from raytune_fsdp.optim import Optimizer, local_piece
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ def way_out(config: FinetuneConfig, parallel: ParallelConfig, used: dict[str, in
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    return int((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes)
+    return int(local_piece(tensor).nbytes)
 
 
 def _peak(device: torch.device) -> int:

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from raytune_fsdp.checkpoint.index import Index, Place, index_limit, parse_index
 from raytune_fsdp.checkpoint.manifest import read_manifest
-from raytune_fsdp.checkpoint.staging import local_piece
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, MANIFEST_FILE, Readable, Storage, StoredFile
 from raytune_fsdp.errors import ResumeError, TransientError
+from raytune_fsdp.optim import local_piece
 from raytune_fsdp.untrusted import UnsoundError, reason
 
 

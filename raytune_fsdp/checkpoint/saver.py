@@ -15,11 +15,11 @@ from raytune_fsdp.checkpoint.layout import PieceLayout, make_layout
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.messages import Messages, open_messages
 from raytune_fsdp.checkpoint.save_in_flight import Ending, Outcome, SaveInFlight, SaveJob
-from raytune_fsdp.checkpoint.staging import Staging, UpdatesAfterCopies, local_piece
+from raytune_fsdp.checkpoint.staging import Staging, UpdatesAfterCopies
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.checkpoint.storage import Draft, Storage
 from raytune_fsdp.checkpoint.tensors import tensors_of
-from raytune_fsdp.optim import Optimizer
+from raytune_fsdp.optim import Optimizer, local_piece
 
 _LEAVE_SECONDS = 30  # storage that hangs for longer does not keep the process from ending
 
@@ -48,6 +48,13 @@ class Saver:
     @property
     def asynchronous(self) -> bool:
         return self.staging is not None
+
+    def nbytes_staged(self) -> int:
+        """The memory that a copy of this rank's pieces takes."""
+        if self.staging is None:
+            return 0
+        tensors = self.tensors()
+        return sum(local_piece(tensors[name]).nbytes for name in self.layout.mine)
 
     def guard(self, optimizer: Optimizer, device: torch.device) -> Optimizer:
         """The optimizer, kept from changing on this device what a save is still copying."""

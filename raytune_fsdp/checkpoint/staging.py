@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from raytune_fsdp.optim import Optimizer
+from raytune_fsdp.optim import Optimizer, local_piece
 
 logger = logging.getLogger(__name__)
 
@@ -114,9 +113,3 @@ class UpdatesAfterCopies:
     def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
         self._staging.hold_updates()
         self._optimizer.step(lr_factor, found_inf)
-
-
-def local_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, without a copy."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -31,6 +31,8 @@ class Needs:
     refused: str | None = None
     """Why no such kernel is right for it; None if one may be."""
     softcap: bool = False
+    eager: str | None = None
+    """Why sdpa of transformers is wrong for it, and eager has to do; None if it is right."""
     width: int = 0
     """Of its widest head."""
     plain_loss: str | None = None
@@ -50,6 +52,8 @@ class Choice:
 
 def choose(asked: str, needs: Needs, *, kept: str | None, device: torch.device, dtype: torch.dtype) -> Choice:
     """The attention of a run. `kept` is the one that its checkpoint was trained with; None: it has none yet."""
+    if asked == "sdpa" and needs.eager and kept != "sdpa":
+        raise ConfigError(f"model.attention=sdpa: {needs.eager}; set model.attention=auto")
     if asked in ("eager", "sdpa", "flex_attention"):
         return Choice(name=asked, why="as model.attention says")
     possible = [] if needs.refused else _possible(needs, device, dtype)
@@ -64,7 +68,8 @@ def choose(asked: str, needs: Needs, *, kept: str | None, device: torch.device, 
         return Choice(name=kept, why="as the run began")
     if possible:
         return Choice(name=possible[0], why="the fastest here that is told where documents begin")
-    return Choice(name="", why=_why_not(needs, device, dtype))
+    why = _why_not(needs, device, dtype)
+    return Choice(name="eager", why=f"{why}, and {needs.eager}") if needs.eager else Choice(name="", why=why)
 
 
 def use(model: PreTrainedModel, choice: Choice) -> Choice:

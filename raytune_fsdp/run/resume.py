@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import yaml
+from pydantic import ValidationError
 from transformers import PretrainedConfig
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, newest
@@ -143,9 +144,17 @@ def changed_settings(place: RunDir, config: FinetuneConfig) -> dict[str, list[An
     tree = last_config(place)
     if not tree:
         return {}
-    before = flatten(recorded(tree))
+    before = flatten(recorded(_with_defaults(tree)))
     now = flatten(recorded(config.model_dump()))
     return {key: [before.get(key), now.get(key)] for key in sorted({*before, *now}) if before.get(key) != now.get(key)}
+
+
+def _with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree with the fields that have come since it was written: at their defaults they are no change."""
+    try:
+        return FinetuneConfig.model_validate(tree).model_dump()
+    except ValidationError:  # a value that is hidden, or a field that is gone
+        return tree
 
 
 def last_config(place: RunDir) -> dict[str, Any]:

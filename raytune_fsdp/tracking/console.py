@@ -139,6 +139,12 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
             return f"step {get('step')}: update skipped" + (f" ({rest})" if rest else "")
         case names.ANSWERED:
             return f"asked: {get('prompt')}\n     answered: {get('answer')}"
+        case names.MEMORY_SHORT:
+            wanted, free = (gibibytes(n) if isinstance(n := get(key), int) else n for key in ("wanted", "free"))
+            return (
+                f"node {get('node')} has {free} of free memory, and saves copy {wanted} there: it may run out at the "
+                "first one; give it more, or set checkpoint.asynchronous=false, which copies nothing"
+            )
         case names.SHARDED:
             units = get("units")
             return f"gathered {get('gathered')}: {', '.join(map(_unit, units)) if isinstance(units, list) else units}"

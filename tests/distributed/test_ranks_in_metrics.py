@@ -6,19 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from raytune_fsdp.tracking.jsonl import read_events, read_metrics
 from tests.ranks import run_ranks
-from tests.runs import make_config, train_rank
+from tests.runs import GPT2, make_config, train_rank
 
 
 def out_of_memory(values: Mapping[str, Any]) -> str:
-    """Train until the third step has no memory; what is said."""
+    """Train until the third step has no memory, on a node that has little for saves; what is said."""
     import torch
 
     from raytune_fsdp import loop
+    from raytune_fsdp.checkpoint import room
     from raytune_fsdp.errors import TrainingError
 
     step = loop.train_step
+    room.free_memory = lambda: 1000
 
     def third(*args: Any, **kwargs: Any) -> Any:
         if args[3].step == 3:
@@ -45,6 +49,10 @@ def test_ranks_say_how_long_they_took_and_what_took_their_memory(tmp_path: Path)
         for key in ("rank_seconds", "rank_data_seconds"):
             assert line[key] == sorted(line[key]) and len(line[key]) == 3
         assert line["host_memory_bytes"] > 0
-    profiled = [event["fields"] for event in read_events(directory / "events.jsonl") if event["event"] == "profiled"]
-    assert profiled == [{"step": 2, "path": str(directory / "profile" / "step-2-rank-0.txt")}]
+    events = {event["event"]: event["fields"] for event in read_events(directory / "events.jsonl")}
+    # Weights and two moments in fp64: the node has both ranks.
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**GPT2))
+    cramped, bytes_of_both = events["memory_short"], 3 * 8 * network.num_parameters()
+    assert cramped["free"] == 1000 and bytes_of_both <= cramped["wanted"] <= 1.01 * bytes_of_both
+    assert events["profiled"] == {"step": 2, "path": str(directory / "profile" / "step-2-rank-0.txt")}
     assert (directory / "profile" / "step-2-rank-1.json.gz").stat().st_size > 0

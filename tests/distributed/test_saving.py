@@ -122,10 +122,9 @@ def change_while_writing(root: str, given_up: bool) -> list[tuple[int, bool]]:
     from raytune_fsdp.checkpoint.posix import PosixDraft
     from raytune_fsdp.checkpoint.save_in_flight import ENDINGS
     from raytune_fsdp.checkpoint.saver import open_saver
-    from raytune_fsdp.checkpoint.staging import local_piece
     from raytune_fsdp.checkpoint.state import RunState
     from raytune_fsdp.config import OptimConfig
-    from raytune_fsdp.optim import build_optimizer
+    from raytune_fsdp.optim import build_optimizer, local_piece
     from tests.checkpoints import tensors_in
     from tests.loading import draw
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError, ModelError
+from raytune_fsdp.model.attention import Needs, choose
 from raytune_fsdp.model.network import build_network, load_architecture
 from raytune_fsdp.run import probe
 from raytune_fsdp.run.checks import check_first
@@ -38,18 +41,21 @@ def wanted(
     )
 
 
-def check(values: dict[str, Any], **options: Any) -> None:
+def check(values: dict[str, Any], **options: Any) -> Needs:
     config = wanted(values, **options)
     hf_config = load_architecture(config.model, None)
     network = build_network(hf_config, config)
-    check_step(config, hf_config, network, network_needs(config, hf_config, network))
+    needs = network_needs(config, hf_config, network)
+    check_step(config, hf_config, network, needs)
+    return needs
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *EXPERTS, *REARRANGED, *PARTICULAR, *UNUSUAL])
 def test_no_architecture_that_trains_is_refused(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, probe.__name__):
-        check(architecture(name))
+        needs = check(architecture(name))
     assert not caplog.messages, "the step was not really tried"
+    assert needs.eager is None, "sdpa is as good as eager attention for all that have it"
 
 
 @pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.thorough)])
@@ -111,6 +117,28 @@ def test_kernels_that_a_cpu_lacks_say_nothing_of_a_gpu(monkeypatch: pytest.Monke
     check(architecture("llama"), device="cuda")
     with pytest.raises(ModelError, match="not implemented on CPU"):
         check(architecture("llama"))
+
+
+def test_an_sdpa_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No document leaks where the scale of the scores is lost, and no shape is wrong."""
+    right = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def without_scale(*arguments: Any, scaling: float | None = None, **more: Any) -> Any:
+        return right(*arguments, **more)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", without_scale)
+    # The scale of Llama is the default; Granite's is its own.
+    assert check(architecture("llama")).eager is None
+    values = {**architecture("llama"), "model_type": "granite", "attention_multiplier": 0.9}
+    needs = replace(check(values), refused="it does not pass them on")
+
+    def chosen(asked: str, kept: str | None = None) -> str:
+        return choose(asked, needs, kept=kept, device=torch.device("cpu"), dtype=torch.float32).name
+
+    assert chosen("auto") == "eager" and chosen("auto", kept="sdpa") == "sdpa"
+    assert chosen("eager") == "eager" and chosen("sdpa", kept="sdpa") == "sdpa"
+    with pytest.raises(ConfigError, match=r"^model\.attention=sdpa: transformers' sdpa .* set model\.attention=auto$"):
+        chosen("sdpa")
 
 
 def test_flex_attention_is_refused_on_a_cpu(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from raytune_fsdp.checkpoint import state
 from raytune_fsdp.checkpoint.state import RunState, check_size
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import dump_config, recorded_text
+from raytune_fsdp.config.text import dump
 from raytune_fsdp.durable import keep_private, replace_durably
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.redaction import REDACTED
@@ -50,6 +51,15 @@ def test_another_secret_is_no_change(tmp_path: Path, place: RunDir) -> None:
         assert changed_settings(place, config(tmp_path, **secret("other"))) == {}
     changed = changed_settings(place, config(tmp_path, cluster={"env": {"PLAIN": "1"}}))
     assert changed["cluster.env.DB_PASSWORD"] == [REDACTED, None] and changed["cluster.env.PLAIN"] == [None, "1"]
+
+
+def test_fields_that_an_older_version_did_not_have_are_no_change(tmp_path: Path, place: RunDir) -> None:
+    tree = config(tmp_path).model_dump()
+    del tree["parallel"]["tf32"], tree["parallel"]["cpu_offload"], tree["profile"]
+    place.config.write_text(dump(tree))
+    assert changed_settings(place, config(tmp_path)) == {}
+    changed = changed_settings(place, config(tmp_path, parallel={"precision": "fp64", "cpu_offload": True}))
+    assert changed == {"parallel.cpu_offload": [False, True]}
 
 
 @pytest.mark.parametrize(

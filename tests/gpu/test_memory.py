@@ -1,0 +1,81 @@
+"""On a GPU: what is moved to the host and back, and copied while the device computes, is what it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raytune_fsdp.checkpoint.staging import Staging, UpdatesAfterCopies
+from raytune_fsdp.tracking.jsonl import read_events
+from tests.gpu.test_gpu import losses, train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+EXACT = {"run": {"deterministic": True}, "parallel": {"precision": "bf16", "compile": False}}
+"""Kernels that add in a fixed order, and no compiler that chooses others."""
+
+
+def with_exact(name: str, **parallel: Any) -> dict[str, dict[str, Any]]:
+    return {"run": {"name": name, **EXACT["run"]}, "parallel": {**EXACT["parallel"], **parallel}}
+
+
+def test_what_is_kept_where_changes_no_bit(tmp_path: Path) -> None:
+    here = train(tmp_path, "here", **with_exact("here"))
+    for name, parallel in {
+        "offloaded": {"activation_offload": True},
+        "full": {"activation_checkpointing": "full", "activation_offload": True},
+        "selective": {"activation_checkpointing": "selective"},
+        "every_n": {"activation_checkpointing": "every_n"},
+    }.items():
+        other = train(tmp_path, name, **with_exact(name, **parallel))
+        assert losses(other) == losses(here), name
+        if "offload" in "".join(parallel):
+            assert other[-1]["memory_bytes"] < here[-1]["memory_bytes"], name
+
+
+def test_weights_on_the_host_learn_the_same(tmp_path: Path) -> None:
+    here = train(tmp_path, "here", parallel={"precision": "fp32"})
+    away = train(tmp_path, "away", parallel={"precision": "fp32", "cpu_offload": True})
+    assert losses(away) == pytest.approx(losses(here), rel=1e-3)
+    assert away[-1]["memory_bytes"] < here[-1]["memory_bytes"]
+
+
+def test_a_deterministic_run_continues_bit_by_bit(tmp_path: Path) -> None:
+    schedule = {"schedule_steps": 20}
+    whole = train(tmp_path, "whole", **with_exact("whole"), optim=schedule)
+    train(tmp_path, "parted", **with_exact("parted"), optim=schedule, steps=8)
+    parted = train(tmp_path, "parted", **with_exact("parted"), optim=schedule)
+    assert [line["trajectory"] for line in parted] == [line["trajectory"] for line in whole]
+
+
+def test_a_copy_holds_what_was_there_when_it_began() -> None:
+    """The device is kept busy, so that a copy that did not wait, or an update that did not, would be seen."""
+
+    class AddsOne:
+        def step(self, *_: object) -> None:
+            for tensor in tensors.values():
+                tensor.add_(1)
+
+    tensors = {f"piece {n}": torch.zeros(2**24, device="cuda") for n in range(8)}
+    staging, busy = Staging(), torch.randn(4096, 4096, device="cuda")
+    guarded = UpdatesAfterCopies(AddsOne(), staging)  # type: ignore[arg-type]
+    staging.copy(tensors, list(tensors))
+    for update in range(1, 6):
+        for _ in range(20):
+            busy = busy @ busy / 64
+        guarded.step(1.0, torch.zeros(()))
+        staging.copy(tensors, list(tensors))
+        guarded.step(1.0, torch.zeros(()))  # while the copy is on its way
+        staging.here()
+        assert all(bool((piece == 2 * update - 1).all()) for piece in staging.pieces.values())
+    assert staging.nbytes <= sum(tensor.nbytes for tensor in tensors.values()) + 64 * len(tensors)
+
+
+def test_a_profile_says_how_long_the_device_was_idle(tmp_path: Path) -> None:
+    train(tmp_path, "profiled", parallel={"precision": "bf16"}, profile={"steps": [4]}, steps=5)
+    events = read_events(tmp_path / "runs" / "profiled" / "events.jsonl")
+    (profiled,) = [event["fields"] for event in events if event["event"] == "profiled"]
+    assert 0 <= profiled["idle"] < 100 and Path(profiled["path"]).stat().st_size > 0
