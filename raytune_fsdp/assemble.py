@@ -43,6 +43,7 @@ from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.saving import Saves
 from raytune_fsdp.step import FIRST_SCALE, LossScale
 from raytune_fsdp.tracking import names
+from raytune_fsdp.tracking.tracker import Tracker
 from raytune_fsdp.tracking.jsonl import read_evaluations
 from raytune_fsdp.types import Saved, StepBatches
 
@@ -82,16 +83,13 @@ def assemble(
     # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")
     tracker = start_tracker(config, prepared, standing, opened, learner.kernels, hooks.console)
-    if learner.sharding is not None:
-        tracker.event(names.SHARDED, **learner.sharding)
     stream = Stream(prepared.train, seed=config.run.seed)
     batches = hooks.batches or rank_batches(
         stream, plan.division, standing.steps_left,
         cursor=state.cursor, data_rank=dist.get_rank(),
     )  # fmt: skip
     saver = _saver(config, prepared, standing, learner)
-    if cramped := node_without_room(saver.nbytes_staged()):
-        tracker.event(names.MEMORY_SHORT, **cramped)
+    _report(tracker, learner, saver)
     return Parts(
         config=config,
         plan=plan,
@@ -126,6 +124,14 @@ def assemble(
         tracker=tracker,
         state=_next_state(prepared, standing, learner.kernels),
     )
+
+
+def _report(tracker: Tracker, learner: _Learner, saver: Saver) -> None:
+    """How the attempt lies in the devices' and the nodes' memory. Collective."""
+    if learner.sharding is not None:
+        tracker.event(names.SHARDED, **learner.sharding)
+    if cramped := node_without_room(saver.nbytes_staged()):
+        tracker.event(names.MEMORY_SHORT, **cramped)
 
 
 def _next_state(prepared: Prepared, standing: Standing, kernels: Mapping[str, Choice]) -> RunState:
