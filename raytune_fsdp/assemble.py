@@ -43,8 +43,8 @@ from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.saving import Saves
 from raytune_fsdp.step import FIRST_SCALE, LossScale
 from raytune_fsdp.tracking import names
-from raytune_fsdp.tracking.tracker import Tracker
 from raytune_fsdp.tracking.jsonl import read_evaluations
+from raytune_fsdp.tracking.tracker import Tracker
 from raytune_fsdp.types import Saved, StepBatches
 
 
