@@ -4,8 +4,8 @@ VENV := .venv
 OLDEST := .venv-oldest
 COMPAT := .venv-compat
 BIN := $(VENV)/bin
-# Tests of a file share what it has made, and those in tests/ray a Ray: see tests/conftest.py.
-PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+# Which tests share a process: see tests/conftest.py.
+PARALLEL := --numprocesses 2
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
 .PHONY: help demo quick test test-all same oldest compat check format docs lock clean

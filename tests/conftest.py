@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,11 +16,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests in tests/distributed and tests/ray by the folder that they are in, and what one process is to run."""
+    """Mark tests in tests/distributed and tests/ray by the folder that they are in."""
     for item in items:
-        place = item.path.relative_to(Path(__file__).parent)
-        folder = place.parts[0]
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in ("distributed", "ray"):
             item.add_marker(folder)
-        # With `pytest -n 2`: tests of a file share what it has made, and those in tests/ray share a Ray.
-        item.add_marker(pytest.mark.xdist_group("ray" if folder == "ray" else str(place)))
+    # The longest work of one process first, so that the others end with it.
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+
+
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is none
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """What one process is to run, with `pytest -n 2`: tests of a file share what it has made, those in tests/ray a Ray.
+
+    Not `--dist loadgroup`: pytest-xdist 3.8 writes groups where pytest 9.2 no longer reads them, and every file's
+    fixtures, and Ray, were made in both processes.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.split("::", 1)[0]
+            return "tests/ray" if path.startswith("tests/ray/") else path
+
+    config.option.loadscopereorder = False  # by the number of tests, which says nothing of their time
+    return ByFile(config, log)

@@ -24,8 +24,8 @@ SLOW = pytest.mark.slow  # of several that would fail together, one is enough at
 BOUNDS = {"gpt2 fp64": (1e-10, 1e-10), "llama fp64": (1e-8, 1e-6), "llama fp32": (1e-5, 1e-4)}
 
 
-def plain_loop(values: dict[str, Any]) -> list[tuple[float, float]]:
-    """Loss and gradient norm of every step of a loop in plain PyTorch: one process, one global batch at a time."""
+def plain_loop(values: dict[str, Any], steps: int = STEPS) -> list[tuple[float, float]]:
+    """Loss and gradient norm of the first steps of a loop in plain PyTorch: one process, one global batch at a time."""
     import torch.distributed as dist
 
     from raytune_fsdp.assemble import assemble
@@ -49,7 +49,7 @@ def plain_loop(values: dict[str, Any]) -> list[tuple[float, float]]:
     samples = Stream(prepared.train, seed=config.run.seed).samples(Cursor())
     results = []
     warmup = math.ceil(optim.warmup_ratio * STEPS)
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         batch = stream_batch([next(samples) for _ in range(config.train.global_batch)], index=0)
         logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(
@@ -124,40 +124,38 @@ def test_strategies_and_synchronisation_modes(gpt2: Any, world: int, parallel: d
         assert largest_difference(alone[:FIRST], rows, key) < bound
 
 
-@pytest.mark.parametrize("defer", [False, pytest.param(True, marks=SLOW)])
-def test_accumulation_of_four_equals_none(tmp_path: Path, defer: bool) -> None:
+@pytest.mark.parametrize(
+    ("steps", "defer"), [(FIRST, False), *(pytest.param(STEPS, d, marks=SLOW) for d in (False, True))]
+)
+def test_accumulation_of_four_equals_none(tmp_path: Path, steps: int, defer: bool) -> None:
     """Four blocks a step: at once on four ranks, one after the other on one."""
     train = {"global_batch": 8, "micro_batch": 2, "max_steps": STEPS}
     parallel = {"precision": "fp64", "defer_gradient_sync": defer}
-    four = trajectory(make_config(tmp_path, GPT2, run={"name": "four"}, train=train, parallel=parallel), 4)
+    four = trajectory(make_config(tmp_path, GPT2, run={"name": "four"}, train=train, parallel=parallel), 4, steps)
     config = make_config(tmp_path, GPT2, run={"name": "one"}, train=train, parallel=parallel)
-    one = trajectory(config, 1)
+    one = trajectory(config, 1, steps)
     for key, bound in zip(("loss", "grad_norm"), BOUNDS["gpt2 fp64"], strict=True):
         assert largest_difference(one, four, key) < bound
 
 
 @pytest.mark.parametrize(
-    ("precision", "worlds"),
-    [("fp64", (4,)), ("fp32", (3,)), *(pytest.param(each, (2, 3, 4), marks=SLOW) for each in ("fp64", "fp32"))],
+    ("precision", "worlds", "steps"),
+    [
+        ("fp64", (4,), FIRST),
+        ("fp32", (3,), FIRST),
+        *(pytest.param(each, (2, 3, 4), STEPS, marks=SLOW) for each in ("fp64", "fp32")),
+    ],
 )
-def test_llama_within_its_bounds(tmp_path: Path, precision: str, worlds: tuple[int, ...]) -> None:
+def test_llama_within_its_bounds(tmp_path: Path, precision: str, worlds: tuple[int, ...], steps: int) -> None:
     """The norms of Llama's family compute in float32 whatever the weights are in."""
     config = make_config(tmp_path, LLAMA, parallel={"precision": precision})
     bounds = BOUNDS[f"llama {precision}"]
-    alone = trajectory(config, 1)
-    check_against_plain(
-        alone,
-        run_ranks(
-            plain_loop,
-            1,
-            config.model_copy(update={"run": config.run.model_copy(update={"name": "plain"})}).model_dump(),
-        )[0],
-        bounds,
-    )
+    alone = trajectory(config, 1, steps)
+    beside = make_config(tmp_path, LLAMA, run={"name": "plain"}, parallel={"precision": precision})
+    check_against_plain(alone, run_ranks(plain_loop, 1, beside.model_dump(), steps)[0], bounds)
     for world in worlds:
-        rows = trajectory(
-            make_config(tmp_path, LLAMA, run={"name": f"w{world}"}, parallel={"precision": precision}), world
-        )
+        config = make_config(tmp_path, LLAMA, run={"name": f"w{world}"}, parallel={"precision": precision})
+        rows = trajectory(config, world, steps)
         for key, bound in zip(("loss", "grad_norm"), bounds, strict=True):
             assert largest_difference(alone, rows, key) < bound
 

@@ -24,7 +24,7 @@ from tests.runs import (
     write_tokens,
 )
 
-TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 40}
+TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 20}
 DROPOUT = {**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
 
@@ -40,13 +40,13 @@ def run_dir(config: Any) -> Path:
     [(1, "fp32"), (2, "bf16"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, "bf16"), (2, "fp32")))],
 )
 def test_bit_equal_at_the_same_world_size(tmp_path: Path, precision: str, world: int) -> None:
-    """Stopped behind step 21 of 40 and started again; five blocks a step, so at two ranks one is a filler."""
+    """Stopped behind step 11 of 20 and started again; five blocks a step, so at two ranks one is a filler."""
     parallel = {"precision": precision}
     whole = trajectory(make_config(tmp_path, DROPOUT, train=TRAIN, parallel=parallel), world)
     config = make_config(tmp_path, DROPOUT, run={"name": "stopped"}, train=TRAIN, parallel=parallel)
-    first = trajectory(config, world, stop_after=21)
-    assert [row["step"] for row in first] == list(range(1, 22))
-    assert checkpoints(run_dir(config))[-1].step == 21
+    first = trajectory(config, world, stop_after=11)
+    assert [row["step"] for row in first] == list(range(1, 12))
+    assert checkpoints(run_dir(config))[-1].step == 11
     assert trajectory(config, world) == whole
 
 
@@ -55,13 +55,13 @@ def test_other_world_sizes_see_the_same_samples_and_losses(tmp_path: Path) -> No
     parallel = {"precision": "fp64"}
     whole = trajectory(make_config(tmp_path, DROPOUT, train=TRAIN, parallel=parallel), 2)
     config = make_config(tmp_path, DROPOUT, run={"name": "moved"}, train=TRAIN, parallel=parallel)
-    for world, stop_after in ((2, 9), (4, 18), (3, 31), (1, None)):
+    for world, stop_after in ((2, 5), (4, 9), (3, 16), (1, None)):
         rows = trajectory(config, world, stop_after=stop_after)
-    assert len(rows) == 40
+    assert len(rows) == 20
     for key in ("loss", "grad_norm"):
         assert largest_difference(whole, rows, key) < 1e-10
     steps = [line for line in read_metrics(run_dir(config) / "metrics.jsonl") if line["kind"] == "step"]
-    assert {line["trajectory"]["step"]: line["world_size"] for line in steps}[20] == 3
+    assert {line["trajectory"]["step"]: line["world_size"] for line in steps}[10] == 3
     attempts = [e for e in read_events(run_dir(config) / "events.jsonl") if e["event"] == "attempt_started"]
     assert [event["attempt"] for event in attempts] == [1, 2, 3, 4]
 
@@ -147,8 +147,8 @@ def windows_built(config: Any) -> list[int]:
 def test_other_strategies_continue_the_same_run(tmp_path: Path) -> None:
     whole = trajectory(make_config(tmp_path, LLAMA, train=TRAIN), 2)
     segments = (
-        (2, {"strategy": "full_shard"}, 12),
-        (4, {"strategy": "hybrid_shard", "shard_size": 2}, 25),
+        (2, {"strategy": "full_shard"}, 6),
+        (4, {"strategy": "hybrid_shard", "shard_size": 2}, 13),
         (3, {"strategy": "replicate"}, None),
     )
     for world, parallel, stop_after in segments:
@@ -170,15 +170,15 @@ def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path: Path) -> None
         run={"name": "killed"},
         train=TRAIN,
         parallel=parallel,
-        checkpoint={"every": 8, "asynchronous": False},
+        checkpoint={"every": 4, "asynchronous": False},
     )
     with pytest.raises(AssertionError, match="rank 1 died"):
-        run_ranks(train_and_die, 2, config.model_dump(), 21)
+        run_ranks(train_and_die, 2, config.model_dump(), 11)
     torn = run_dir(config) / "metrics.jsonl"
-    assert read_trajectory(torn)[-1]["step"] >= 20, "the run must have been past its checkpoint of step 16"
-    (run_dir(config) / "checkpoints" / "step-00000024.a1.tmp").mkdir()
+    assert read_trajectory(torn)[-1]["step"] >= 10, "the run must have been past its checkpoint of step 8"
+    (run_dir(config) / "checkpoints" / "step-00000012.a1.tmp").mkdir()
     assert trajectory(config, 2) == whole
-    assert [found.step for found in checkpoints(run_dir(config))] == [32, 40]
+    assert [found.step for found in checkpoints(run_dir(config))] == [16, 20]
     assert not list((run_dir(config) / "checkpoints").glob("*.tmp"))
 
 

@@ -20,7 +20,7 @@ from raytune_fsdp.division import Division
 from raytune_fsdp.errors import RowError, TrainingError
 from raytune_fsdp.launch.ray import tasks
 from raytune_fsdp.launch.ray.batches import ray_batches
-from raytune_fsdp.launch.ray.stream import FIRST_STEPS, build_on_ray, first_samples, split, stream_dataset
+from raytune_fsdp.launch.ray.stream import FIRST_STEPS, build_on_ray, cut, first_samples, split, stream_dataset
 from raytune_fsdp.types import Cursor, StepBatches
 from tests.ray.conftest import CPUS
 from tests.rows import make_windows, token_rows
@@ -192,6 +192,7 @@ def test_empty_windows_and_a_single_cpu(tmp_path: Path, ranks: list[Any]) -> Non
     assert found == locally(Stream(here, seed=SEED), Cursor(), part)
 
 
+@pytest.mark.slow
 def test_stopping_early_leaves_nothing_running(tmp_path: Path, ranks: list[Any]) -> None:
     windows = make(tmp_path, [9] * 4000, reshuffle="full")
     part = divide(2, last=10_000)
@@ -294,8 +295,8 @@ class Shard:
 def test_blocks_out_of_order_are_not_trained_on(tmp_path: Path) -> None:
     windows = make(tmp_path)
     part = divide(1, last=1)
-    dataset = stream_dataset(Stream(windows, seed=SEED), Cursor(), micro_batch=2, samples=6)
-    tables = list(dataset.iter_batches(batch_size=None, batch_format=None))
+    read, _, _ = first_samples(Stream(windows, seed=SEED), Cursor(), *divide(1, last=10))
+    tables = list(cut(iter([read]), 2, 6, 0))
     tables.append(tables[1].slice(0, 1))
     assert len(list(ray_batches(Shard(tables[:3]), windows, *part, data_rank=0))) == 1
     for order, message in (
