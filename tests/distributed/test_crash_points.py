@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 WORLD = 2
 OLD, NEW = 4, 8
 """Steps, and the values of the state behind them. There is an older one, so that the save prunes."""
-KILLS_A_CALL = 2
 
 pytestmark = pytest.mark.skipif(not traceable(), reason="needs Linux and ptrace, on a machine whose calls are known")
 
@@ -175,9 +174,11 @@ def step_in(root: Path) -> int:
     return found.step
 
 
+@pytest.mark.parametrize("behind_too", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_point_of_a_save_leaves_the_old_state_or_the_new_one(
-    before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], behind_too: bool
 ) -> None:
+    """`behind_too`: also behind each call, and not only before the next one. The other rank is elsewhere then."""
     points = old = 0
     counts: dict[str, int] = {}
     for rank in range(WORLD):
@@ -185,7 +186,7 @@ def test_every_point_of_a_save_leaves_the_old_state_or_the_new_one(
         for call in calls:
             counts[call.name] = counts.get(call.name, 0) + 1
         for index in range(len(calls)):
-            for after in (False, True):
+            for after in (False, True) if behind_too or index == len(calls) - 1 else (False,):
                 root = tmp_path / "killed" / "checkpoints"
                 shutil.rmtree(root.parent, ignore_errors=True)
                 shutil.copytree(before, root)

@@ -85,6 +85,7 @@ def at_step(config: FinetuneConfig, step: int, blow: Callable[[], None]) -> thre
     return thread
 
 
+@pytest.mark.slow
 def test_a_caller_keeps_its_ray_and_all_that_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whether the wait for resources ends, outside of the main thread, or a second Ctrl-C ends the run."""
 

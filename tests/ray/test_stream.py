@@ -293,7 +293,7 @@ class Shard:
 
 
 def test_blocks_out_of_order_are_not_trained_on(tmp_path: Path) -> None:
-    windows = make(tmp_path)
+    windows = make(tmp_path, window=50)
     part = divide(1, last=1)
     read, _, _ = first_samples(Stream(windows, seed=SEED), Cursor(), *divide(1, last=10))
     tables = list(cut(iter([read]), 2, 6, 0))
