@@ -48,15 +48,13 @@ format: $(VENV)/.installed-dev  ## let ruff mend the style
 docs: $(VENV)/.installed-dev  ## write docs/configuration.md from the config's docstrings
 	$(BIN)/python -m raytune_fsdp.config.docs
 
-$(VENV)/bin/python $(OLDEST)/bin/python $(COMPAT)/bin/python:
+$(OLDEST)/bin/python $(COMPAT)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \
 	  || { echo "raytune_fsdp needs Python 3.11 or 3.12; choose one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 2; }
 	$(PYTHON) -m venv $(@D:/bin=)
 
-# torch first and alone: nothing else may choose its version.
-$(VENV)/.installed: pyproject.toml requirements.lock | $(VENV)/bin/python
-	$(PIP) torch
-	$(PIP) --editable '.[all]'
+$(VENV)/.installed: pyproject.toml requirements.lock docker/install.sh
+	PYTHON=$(PYTHON) docker/install.sh $(VENV) all --editable
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

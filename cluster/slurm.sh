@@ -1,0 +1,86 @@
+#!/bin/bash
+# A run in a Slurm allocation: a Ray cluster on its nodes, one process a node, then the run, then nothing is left.
+#
+#   sbatch cluster/slurm.sh --config llama2-70b-full-16xa100 --data.train.0.path /shared/data/train.jsonl \
+#     --run.name llama2-70b --run.storage /shared/runs
+#
+# Everything after the file's name goes to the run. Ten minutes before its time is up the job asks the run to stop; the
+# run commits a checkpoint, and the job queues again and goes on from there. `scancel` ends it for good.
+#
+# Edit what is marked EDIT. Not run under Slurm by us: tests/cluster runs it with real Ray and an srun of our own.
+
+#SBATCH --job-name=raytune-fsdp
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=96
+#SBATCH --mem=0
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+# EDIT: #SBATCH --partition, --account
+
+set -euo pipefail
+
+# EDIT: the environment that has raytune-fsdp, in the same place on all nodes.
+if [[ -n "${VENV:=$HOME/raytune-fsdp}" ]]; then
+  # shellcheck disable=SC1091
+  . "$VENV/bin/activate"
+fi
+
+# EDIT: the network between the nodes; docs/start/slurm.md has the settings for EFA and InfiniBand.
+# export NCCL_SOCKET_IFNAME=ib0
+
+port=${RAY_PORT:-6379}
+# One token for this job: nobody else on these machines can talk to its Ray. srun hands the environment on.
+RAY_AUTH_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(32))')
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
+
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head=${nodes[0]} # this script runs there, too
+on() { srun --nodes=1 --ntasks=1 --overlap --nodelist="$1" "${@:2}"; }
+address=$(on "$head" hostname -I | cut -d ' ' -f 1)
+
+started=()
+# shellcheck disable=SC2329  # by the trap
+end() {
+  # srun hands the signal to `ray start --block`, which ends what it has started.
+  for each in "${started[@]}"; do kill -TERM "$each" 2> /dev/null || true; done
+  for each in "${started[@]}"; do wait "$each" || true; done
+}
+trap end EXIT
+
+on "$head" ray start --head --block --node-ip-address "$address" --port "$port" --include-dashboard false \
+  --num-gpus "${SLURM_GPUS_ON_NODE:-0}" --disable-usage-stats &
+started+=($!)
+for node in "${nodes[@]:1}"; do
+  # It tries for as long as the head needs to come up.
+  # shellcheck disable=SC2016  # it is the node that expands these
+  on "$node" bash -c 'until ray start --block --address "$0:$1" --num-gpus "$2" --disable-usage-stats; do sleep 2; done' \
+    "$address" "$port" "${SLURM_GPUS_ON_NODE:-0}" &
+  started+=($!)
+done
+for _ in {1..90}; do
+  ray status --address "$address:$port" > /dev/null 2>&1 && break
+  sleep 2
+done
+
+export RAY_ADDRESS="$address:$port"
+raytune-fsdp train --cluster.workers "$((${#nodes[@]} * ${SLURM_GPUS_ON_NODE:-1}))" "$@" &
+run=$!
+again=
+trap 'again=yes; kill -TERM "$run"' USR1
+trap 'kill -TERM "$run"' TERM
+# `wait` ends early, with 138 or 143, when one of these signals comes; a run never ends with these.
+code=138
+while [[ $code == 138 || $code == 143 ]]; do
+  code=0
+  wait "$run" || code=$?
+done
+if [[ -n "$again" && $code == 130 ]]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

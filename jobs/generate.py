@@ -1,0 +1,14 @@
+"""Ask a trained model as a job: the same as `raytune-fsdp generate`, also where the package is not installed.
+
+ray job submit --entrypoint-num-gpus 1 --working-dir . -- python jobs/generate.py /shared/runs/third 'Who wrote it?'
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # First on the path, so that the job runs the code it came with and not an installed version.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from raytune_fsdp.cli.generate import main
+
+    sys.exit(main(prog="generate.py"))

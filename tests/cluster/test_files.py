@@ -1,0 +1,179 @@
+"""The files that people copy first: what can be known of them without a cloud."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import botocore.session
+import jsonschema
+import pytest
+import yaml
+from botocore.validate import ParamValidator
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from raytune_fsdp.config.load import recipes
+
+ROOT = Path(__file__).parents[2]
+CLUSTER, SCHEMAS = ROOT / "cluster", Path(__file__).parent / "schemas"
+TOOLS = Path(sys.executable).parent
+CLOUDS = ("aws-p4d-a100", "gcp-a2-a100")
+
+
+def cluster(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((CLUSTER / f"{name}.yaml").read_text())
+    return found
+
+
+def node_types(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for kind, node in cluster(name)["available_node_types"].items():
+        yield kind, node["node_config"]
+
+
+@pytest.mark.parametrize("name", [*CLOUDS, "local"])
+def test_ray_takes_the_cluster(name: str) -> None:
+    config = prepare_config(cluster(name))
+    validate_config(config)
+    assert config["available_node_types"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"), [("bogus", 1), ("available_node_types.a100_80gb.bogus", 1), ("head_node_type", "x")]
+)
+def test_ray_refuses_what_is_wrong(path: str, value: Any) -> None:
+    """So that the test above can fail."""
+    config = cluster("aws-p4d-a100")
+    *parents, last = path.split(".")
+    place = config
+    for parent in parents:
+        place = place[parent]
+    place[last] = value
+    with pytest.raises(Exception, match=last):  # of several kinds
+        validate_config(prepare_config(config))
+
+
+def test_nodes_are_what_ec2_calls_an_instance() -> None:
+    shape = botocore.session.get_session().get_service_model("ec2").operation_model("RunInstances").input_shape
+
+    def problems(node: Mapping[str, Any]) -> str:
+        asked = {"MinCount": 1, "MaxCount": 1, **node}
+        if "SubnetIds" in asked:  # Ray tries these one after the other
+            asked["SubnetId"] = asked.pop("SubnetIds")[0]
+        report: str = ParamValidator().validate(asked, shape).generate_report()
+        return report
+
+    for kind, node in node_types("aws-p4d-a100"):
+        assert not problems(node), kind
+        # What botocore takes as well, and EC2 or Ray does not.
+        cards = node.get("NetworkInterfaces", [])
+        assert bool(cards) != ("SubnetIds" in node), "Ray takes subnets from one place"
+        assert "AssociatePublicIpAddress" not in str(cards), "no node with several cards can have one"
+        if node["InstanceType"].startswith("p4d"):
+            assert [card["NetworkCardIndex"] for card in cards] == [0, 1, 2, 3]
+            assert [card["DeviceIndex"] for card in cards] == [0, 1, 1, 1]
+    assert problems({"InstanceTyp": "x"}) and problems({"Placement": {"Group": "x"}})
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+def test_clusters_are_closed(name: str) -> None:
+    text, config = (CLUSTER / f"{name}.yaml").read_text(), cluster(name)
+    assert config["file_mounts"] == {"/home/ray/.ray/auth_token": "~/.ray/auth_token"}
+    assert "--env RAY_AUTH_MODE=token" in config["docker"]["run_options"]
+    (start,) = [line for line in config["head_start_ray_commands"] if "ray start" in line]
+    assert "--dashboard-host 127.0.0.1" in start
+    assert "0.0.0.0/0" not in text and not re.search(r"AKIA|BEGIN .*PRIVATE KEY|password", text)
+    for _, node in node_types("aws-p4d-a100"):
+        assert node["MetadataOptions"]["HttpTokens"] == "required"
+        assert all(disk["Ebs"]["Encrypted"] for disk in node["BlockDeviceMappings"])
+
+
+def strict(schema: Any) -> Any:
+    """An OpenAPI schema that refuses fields it does not know: Kubernetes drops them in silence."""
+    if isinstance(schema, list):
+        return [strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: strict(value) for key, value in schema.items()}
+    if "properties" in found and not found.get("x-kubernetes-preserve-unknown-fields"):
+        found.setdefault("additionalProperties", False)
+    if found.pop("x-kubernetes-int-or-string", False):
+        found.pop("type", None)
+        found["anyOf"] = [{"type": "integer"}, {"type": "string"}]
+    return found
+
+
+def test_kuberay_takes_the_job() -> None:
+    volume, job = yaml.safe_load_all((CLUSTER / "kuberay-rayjob.yaml").read_text())
+    schema = strict(json.loads(gzip.decompress((SCHEMAS / "kuberay-1.7.0-rayjob.json.gz").read_bytes())))
+    validator = jsonschema.Draft7Validator(schema)
+    assert [error.message for error in validator.iter_errors(job["spec"])] == []
+    wrong = copy.deepcopy(job["spec"])
+    wrong["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["volumeMount"] = []
+    assert [error.message for error in validator.iter_errors(wrong)]
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    claims = {
+        volume["persistentVolumeClaim"]["claimName"]
+        for group in [
+            job["spec"]["rayClusterSpec"]["headGroupSpec"],
+            *job["spec"]["rayClusterSpec"]["workerGroupSpecs"],
+        ]
+        for volume in group["template"]["spec"]["volumes"]
+        if "persistentVolumeClaim" in volume
+    }
+    assert claims == {volume["metadata"]["name"]} and volume["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def test_skypilot_takes_the_task() -> None:
+    task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
+    schemas = json.loads((SCHEMAS / "skypilot-0.14.1-task.json").read_text())
+    for what, found, wrong in (("task", task, "num_node"), ("resources", task["resources"], "accelerator")):
+        validator = jsonschema.Draft7Validator(schemas[what])
+        assert [error.message for error in validator.iter_errors(found)] == []
+        assert [error.message for error in validator.iter_errors({**found, wrong: 2})]
+
+
+def test_one_version_of_ray() -> None:
+    """In the package, the lock file and Kubernetes. Images are installed from the lock file."""
+    (pin,) = re.findall(r'"ray\[[^]]*\]==([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    (locked,) = re.findall(r"^ray==([\d.]+)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    _, job = yaml.safe_load_all((CLUSTER / "kuberay-rayjob.yaml").read_text())
+    assert pin == locked == job["spec"]["rayClusterSpec"]["rayVersion"]
+
+
+def test_the_mlflow_server_has_our_mlflow_and_no_password() -> None:
+    compose = yaml.safe_load((CLUSTER / "mlflow" / "compose.yaml").read_text())
+    server = compose["services"]["mlflow"]
+    (version,) = re.findall(r"'mlflow\[auth\]==([\d.]+)'", server["build"]["dockerfile_inline"])
+    assert f"mlflow=={version}" in (ROOT / "requirements.lock").read_text().splitlines()
+    for service in compose["services"].values():
+        for name, value in service["environment"].items():
+            if "PASSWORD" in name or "SECRET" in name:
+                assert re.fullmatch(r"\$\{\w+:\?.+\}", value), f"{name} has to come from .env"
+    assert all(port.startswith("127.0.0.1:") for port in server["ports"])
+
+
+def test_recipes_named_in_these_files_exist() -> None:
+    named = {
+        name for path in CLUSTER.rglob("*.*") for name in re.findall(r"--config ([\w-]+)(?![\w./-])", path.read_text())
+    } - {"my-run"}
+    assert named and named <= recipes().keys()
+
+
+@pytest.mark.parametrize("path", ["cluster/slurm.sh", "docker/install.sh"])
+def test_shellcheck_has_nothing_to_say(path: str) -> None:
+    done = subprocess.run([TOOLS / "shellcheck", path], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_hadolint_has_nothing_to_say() -> None:
+    done = subprocess.run(
+        [TOOLS / "hadolint", "docker/Dockerfile"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
