@@ -45,8 +45,9 @@ format: $(VENV)/.installed-dev  ## let ruff mend the style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.installed-dev  ## write docs/configuration.md from the config's docstrings
+docs: $(VENV)/.installed-dev  ## write the pages that are made from the code
 	$(BIN)/python -m raytune_fsdp.config.docs
+	$(BIN)/python -m raytune_fsdp.convert.docs
 
 $(OLDEST)/bin/python $(COMPAT)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \

@@ -24,6 +24,7 @@ COMMANDS = {
     "checkpoint": "commit one now, list them, verify them",
     "export": "write a checkpoint as a Hugging Face model directory",
     "recipes": "list, show and copy the configs that come with the package",
+    "convert": "turn another trainer's config into one of ours",
     "schema": "print the config's JSON schema, for editors",
 }
 

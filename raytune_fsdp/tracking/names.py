@@ -65,7 +65,7 @@ WINDOWS_BUILT = "windows_built"
 """Windows were tokenized, because no cache had them. Fields: windows; steps, the first and the last that used them
 (null: counted before the first step)."""
 RANKS_JOINED = "ranks_joined"
-"""All ranks of an attempt have started. Fields: ranks (rank, node, node_id and pid of each)."""
+"""All ranks of an attempt have started. Fields: ranks (rank, node, node_id, pid, node_rank and local_rank of each)."""
 NOT_SENT_TO_MLFLOW = "not_sent_to_mlflow"
 """The config sends the run to MLflow, but rank 0 has no MLflow, or could not send everything. Fields: because."""
 RECORD_REPAIRED = "record_repaired"

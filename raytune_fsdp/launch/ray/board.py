@@ -23,6 +23,10 @@ class Joined:
     node: str
     node_id: str
     pid: int
+    node_rank: int = 0
+    """Of the node, among those of the run."""
+    local_rank: int = 0
+    """Of the rank, among those of its node."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,12 @@ def train_rank(job: RankJob) -> None:
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     node = f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"
-    job.board.tell(Joined(rank, node, ray.get_runtime_context().get_node_id(), os.getpid()))
+    job.board.tell(
+        Joined(
+            rank=rank, node=node, node_id=ray.get_runtime_context().get_node_id(), pid=os.getpid(),
+            node_rank=context.get_node_rank(), local_rank=context.get_local_rank(),
+        )
+    )  # fmt: skip
 
     def reached(phase: str) -> None:
         if rank == 0:

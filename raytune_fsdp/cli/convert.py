@@ -1,0 +1,66 @@
+"""`raytune-fsdp convert`: a config of another trainer as one of ours, and what became of every key of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from raytune_fsdp.cli.common import Parser, exit_code
+from raytune_fsdp.errors import ConfigError
+
+_PROJECTS = ("axolotl", "trl", "llama-factory", "accelerate")
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp convert") -> int:
+    """Print the config, and on stderr what became of each key; returns the exit code."""
+    parser = Parser(
+        prog, "Turn another trainer's config into one of ours. What cannot be carried is named, never lost."
+    )
+    parser.add_argument("file", metavar="FILE", help="YAML file of the other trainer")
+    parser.add_argument(
+        "--from", dest="project", choices=_PROJECTS, help="whose it is (default: who knows most of its keys)"
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs that it was meant for: its batch is that of one")
+    parser.add_argument(
+        "--drop",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY",
+        help="convert as if the file did not have these",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the config there (default: print it)")
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda: _run(parser, arguments))
+
+
+def _run(parser: Parser, arguments: Sequence[str]) -> int:
+    found = parser.parse(arguments)
+    if found.gpus is not None and found.gpus < 1:
+        parser.error(f"--gpus {found.gpus} must be at least 1")
+    from raytune_fsdp.convert.file import convert
+
+    converted = convert(found.file, project=found.project, gpus=found.gpus, drop=found.drop)
+    print(converted.report(), file=sys.stderr)
+    if converted.problems:
+        raise ConfigError("\n".join(converted.problems))
+    text = converted.config(found.file)
+    if found.out is None:
+        print(text, end="")
+        return 0
+    try:
+        with open(found.out, "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{found.out} exists already; name another file, or remove it") from None
+    except OSError as error:
+        raise ConfigError(f"{found.out} cannot be written: {error.strerror}; name another file") from None
+    print(f"written to {found.out}")
+    if not converted.project.fragment:
+        print(f"then: raytune-fsdp data preview --config {found.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""accelerate: files for `accelerate launch --config_file`, which say how a model is spread, and nothing of training."""
+
+from __future__ import annotations
+
+from raytune_fsdp.convert.rules import (
+    Crossing,
+    Project,
+    TheirOption,
+    ask,
+    carry,
+    flag,
+    in_words,
+    leave,
+    number,
+    refuse,
+    same,
+    switch,
+    table,
+    text,
+    told,
+    whole,
+)
+from raytune_fsdp.convert.sharding import activation_checkpointing, fsdp_options, strategy
+
+_ZERO = {0: "no_shard", 1: "shard_grad_op", 2: "shard_grad_op", 3: "full_shard"}
+
+
+def prepare(c: Crossing) -> None:
+    ranks = c.get("num_processes", whole, 0)
+    if c.gpus is not None and ranks > 0 and ranks != c.gpus:
+        c.problems.append(f"num_processes={ranks} in the file, and --gpus {c.gpus}: leave --gpus out, or correct one")
+    c.gpus = ranks if ranks > 0 else c.gpus
+    machines = max(1, c.get("num_machines", whole, 1))
+    node = c.gpus // machines if c.gpus is not None and c.gpus >= machines else None
+    for key in ("fsdp_config.fsdp_sharding_strategy", "fsdp_config.sharding_strategy"):
+        if key in c.given:
+            strategy(c, key, c.get(key, text, ""), node)
+    for key in ("fsdp_config.fsdp_reshard_after_forward", "fsdp_config.reshard_after_forward"):
+        if key in c.given:
+            strategy(c, key, c.get(key, text, ""), node)
+    _mesh(c)
+    _distributed(c)
+    activation_checkpointing(c)
+    _precision(c)
+
+
+def _mesh(c: Crossing) -> None:
+    """Copies of the model, and the ranks of each. Other axes are not here, and change nothing of what is learned."""
+    keys = {
+        axis: f"parallelism_config.parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp")
+    }
+    copies, shard = c.get(keys["dp_replicate"], whole, 1), c.get(keys["dp_shard"], whole, 1)
+    for axis in ("tp", "cp"):
+        ranks = c.get(keys[axis], whole, 1)
+        c.say(
+            keys[axis], "same" if ranks <= 1 else "left", "every rank has samples of its own (see train.global_batch)"
+        )
+    if copies > 1 and shard > 1:
+        c.put("parallel.strategy", "hybrid_shard", keys["dp_shard"])
+        c.put("parallel.shard_size", shard, keys["dp_shard"])
+    elif copies > 1:
+        c.put("parallel.strategy", "replicate", keys["dp_replicate"])
+    how = in_words("parallel.strategy", c.fields.get("parallel.strategy", "full_shard"))
+    size = f", parallel.shard_size={shard}" if copies > 1 and shard > 1 else ""
+    for axis in ("dp_replicate", "dp_shard"):
+        c.say(keys[axis], "carried", how + size)
+
+
+def _distributed(c: Crossing) -> None:
+    kind = c.get("distributed_type", text, "NO").upper()
+    if kind in ("NO", "FALSE"):
+        c.carry("distributed_type", "cluster.workers", 1)
+        c.say("num_processes", "left", "distributed_type=NO is one process")
+    elif kind == "FSDP":
+        if "parallel.strategy" not in c.fields:
+            c.carry("distributed_type", "parallel.strategy", "full_shard")
+    elif kind == "DEEPSPEED":
+        stage = c.get("deepspeed_config.zero_stage", whole, 2)
+        for key in ("deepspeed_config.zero_stage", "distributed_type"):
+            if key in c.given and key not in c.said:
+                strategy(c, key, _ZERO.get(stage, str(stage)))
+        if "deepspeed_config.deepspeed_config_file" in c.given and "deepspeed_config.zero_stage" not in c.given:
+            c.said.pop("distributed_type", None)
+            c.fields.pop("parallel.strategy", None)
+            c.say(
+                "distributed_type", "left", "set parallel.strategy by the stage in DeepSpeed's file (3 is full_shard)"
+            )
+    elif kind in ("MULTI_GPU", "MULTI_CPU"):
+        strategy(c, "distributed_type", "no_shard")
+        if kind == "MULTI_CPU":
+            c.put("cluster.device", "cpu", "distributed_type")
+    c.say("distributed_type", "carried", in_words("parallel.strategy", c.fields.get("parallel.strategy", "full_shard")))
+    _offload(c)
+
+
+def _offload(c: Crossing) -> None:
+    """DeepSpeed moves the optimizer or the weights; here all or none are moved."""
+    keys = [f"deepspeed_config.offload_{what}_device" for what in ("optimizer", "param")]
+    moved = any(c.get(key, text, "none").lower() not in ("none", "no", "false") for key in keys)
+    if any(key in c.given for key in keys):
+        c.put("parallel.cpu_offload", moved)
+    for key in keys:
+        c.say(key, "carried" if moved else "same", f"parallel.cpu_offload={str(moved).lower()}")
+
+
+def _precision(c: Crossing) -> None:
+    how = c.get("mixed_precision", text, "no").lower()
+    ours = {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16"}.get(how)
+    if ours is None:
+        c.say("mixed_precision", "refused", "parallel.precision is one of bf16, fp16, fp32, bf16_pure")
+        return
+    c.carry("mixed_precision", "parallel.precision", ours)
+    if c.get("fp16", flag, False):
+        c.carry("fp16", "parallel.precision", "fp16")
+    c.say("fp16", "same", "mixed_precision decides")
+    c.default("parallel.precision", "fp32", "mixed_precision by default; a training script may have set another")
+
+
+def finish(c: Crossing) -> None:
+    """All of its defaults are ours."""
+
+
+def _compiler(c: Crossing, key: str) -> None:
+    on = c.get(key, text, "no").lower() not in ("no", "none", "false")
+    c.carry(key, "parallel.compile", on, "with torch's default backend" if on else "")
+
+
+def _clipping(c: Crossing, key: str) -> None:
+    if c.get(key, text, "") in ("none", "auto"):
+        c.say(key, "left", "as the training script says; see optim.max_grad_norm")
+        return
+    c.carry(key, "optim.max_grad_norm", c.get(key, number, 1.0) or None)
+
+
+def _accumulation(c: Crossing, key: str) -> None:
+    if c.get(key, text, "1") in ("1", "auto"):
+        c.say(key, "same", "one, or as the training script says")
+    else:
+        c.say(key, "left", "a part of train.global_batch: samples of a GPU x this x GPUs")
+
+
+def _options() -> tuple[TheirOption, ...]:
+    def deep(names: str) -> str:
+        return " ".join(f"deepspeed_config.{name}" for name in names.split())
+
+    mesh = " ".join(
+        f"parallelism_config.parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp")
+    )
+    return (
+        told("distributed_type", "`parallel.strategy`; NO: `cluster.workers: 1`"),
+        told("mixed_precision fp16", "`parallel.precision`"),
+        carry("num_processes", "cluster.workers", whole),
+        *fsdp_options(),
+        told(mesh, "`parallel.strategy`, `parallel.shard_size`"),
+        told(deep("zero_stage"), "`parallel.strategy` (1 and 2: `shard_grad_op`)"),
+        told(deep("offload_optimizer_device offload_param_device"), "`parallel.cpu_offload`"),
+        ask(deep("gradient_clipping"), "`optim.max_grad_norm`", _clipping),
+        ask(deep("gradient_accumulation_steps"), "left: a part of `train.global_batch`", _accumulation),
+        ask("dynamo_config.dynamo_backend dynamo_backend", "`parallel.compile`", _compiler),
+        leave(
+            "dynamo_config.dynamo_mode dynamo_config.dynamo_use_dynamic dynamo_config.dynamo_use_fullgraph",
+            "as torch has it",
+        ),
+        leave("dynamo_config.dynamo_use_regional_compilation dynamo_config", "a block is compiled as one"),
+        switch("use_cpu", "cluster.device", "cpu", "GPUs, where there are any"),
+        carry("num_cpu_threads_per_process", "cluster.cpus_per_worker", whole),
+        leave(deep("zero3_save_16bit_model zero3_init_flag"), "the export is whole, in `export.dtype`"),
+        leave(deep("deepspeed_config_file deepspeed_multinode_launcher deepspeed_hostfile"), "DeepSpeed is not used"),
+        leave(deep("deepspeed_exclusion_filter deepspeed_inclusion_filter deepspeed_moe_layer_cls_names"), "not used"),
+        leave(deep("offload_optimizer_nvme_path offload_param_nvme_path"), "offloading goes to memory"),
+        leave("compute_environment debug main_training_function downcast_bf16", "no effect here"),
+        leave(
+            "num_machines machine_rank main_process_ip main_process_port rdzv_backend rdzv_conf same_network gpu_ids "
+            "enable_cpu_affinity monitor_interval max_restarts mpirun_config",
+            "the Ray cluster says which machines there are; see `cluster`",
+        ),
+        leave(
+            "tpu_env tpu_use_cluster tpu_use_sudo tpu_name tpu_zone tpu_vm command_file commands ipex_config",
+            "other hardware",
+        ),
+        same("deepspeed_config parallelism_config", "nothing is set"),
+        leave("megatron_lm_config", "Megatron is not used; see `parallel`"),
+        refuse("fp8_config", "computing in 8 bits is not here"),
+    )
+
+
+ACCELERATE = Project(
+    name="accelerate",
+    title="accelerate",
+    about="Files for `accelerate launch --config_file`. They say nothing of the model, the data and the training, so "
+    "the result is a part of a config: put it into one. By accelerate 1.15, with FSDP 1, FSDP 2 or DeepSpeed.",
+    options=table(*_options()),
+    prepare=prepare,
+    finish=finish,
+    fragment=True,
+)

@@ -1,0 +1,384 @@
+"""axolotl: files for `axolotl train`."""
+
+from __future__ import annotations
+
+import re
+
+from raytune_fsdp.config.text import spelled
+from raytune_fsdp.convert.axolotl_data import data_options, prepare_data
+from raytune_fsdp.convert.rules import (
+    Crossing,
+    Project,
+    TheirOption,
+    a_map,
+    ask,
+    carry,
+    flag,
+    leave,
+    number,
+    part,
+    plain,
+    refuse,
+    same,
+    switch,
+    table,
+    text,
+    told,
+    whole,
+    words,
+)
+from raytune_fsdp.convert.runs import cadence, global_batch, length, run_directory
+from raytune_fsdp.convert.sharding import activation_checkpointing, sharded
+from raytune_fsdp.convert.training import optim_options, optimizer, say_precision, schedule, shared_options, warmup
+
+_ATTENTION_SWITCHES = {
+    "flash_attention": "flash_attention_2",
+    "sdp_attention": "sdpa",
+    "eager_attention": "eager",
+    "flex_attention": "flex_attention",
+}
+_OFFLOADING = ("offload", "offload_disk", "unsloth")
+
+
+def prepare(c: Crossing) -> None:
+    if c.gpus is None and "ray_num_workers" in c.given:
+        c.gpus = max(1, c.get("ray_num_workers", whole, 1))
+    length(c, "num_epochs", default=1.0)
+    _batch(c)
+    run_directory(c, "output_dir", default="./model-out")
+    _learning_rate(c)
+    cadence(c, "checkpoint.every", "save_strategy", "save_steps", without="steps", every=None)
+    cadence(c, "eval.every", c.first("eval_strategy", "evaluation_strategy"), "eval_steps", without="steps", every=None)
+    _memory(c)
+    _precision(c)
+    c.carry("sequence_len", "data.seq_len", c.get("sequence_len", whole, 512))
+    c.default("data.seq_len", 512, "sequence_len by default")
+    packed = (
+        "best_fit"
+        if c.get("sample_packing", flag, any(key.startswith("pretraining_dataset") for key in c.given))
+        else "none"
+    )
+    c.carry("sample_packing", "data.packing", packed)
+    if packed == "none":
+        c.default("data.packing", "none", "sample_packing is off by default")
+    prepare_data(c)
+
+
+def _batch(c: Crossing) -> None:
+    """What one GPU takes. Ranks that share the tokens or the weights of a batch do not add to it."""
+    shared = 1
+    for key in ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"):
+        shared *= max(1, c.get(key, whole, 1))
+        c.say(key, "left", "every rank has samples of its own; train.global_batch is as there")
+    passes = None
+    if "batch_size" in c.given and "gradient_accumulation_steps" not in c.given:
+        passes = c.get("batch_size", whole, 1) // max(1, c.get("micro_batch_size", whole, 1))
+        c.say("batch_size", "carried", f"train.global_batch: {passes} micro-batch(es) on each GPU")
+    c.say("batch_size", "left", "gradient_accumulation_steps decides, there too")
+    global_batch(c, "micro_batch_size", "gradient_accumulation_steps", default=1, passes=passes, divided_by=shared)
+
+
+def _learning_rate(c: Crossing) -> None:
+    kind = schedule(c, "lr_scheduler", default="cosine", default_lr=5e-5)
+    floor = c.get("cosine_min_lr_ratio", number, 0)
+    if kind == "cosine":
+        c.carry("cosine_min_lr_ratio", "optim.schedule", {"type": "cosine", "floor": floor})
+    c.say("cosine_min_lr_ratio", "left", f"means nothing to {kind}")
+    given = any(key in c.given for key in ("warmup_steps", "warmup_ratio"))
+    if given or kind == "constant":
+        warmup(c, kind)
+    # Without either it is 3 %, but at most 100 steps.
+    elif (c.fields.get("train.max_steps") or 0) > 3_400:
+        c.default("optim.warmup_steps", 100, "3 % of the steps, at most 100, by default")
+    else:
+        c.tell_default(
+            "optim.warmup_ratio", 0.03, "by default; in runs of more than 3,400 steps axolotl ends it at 100"
+        )
+
+
+def _memory(c: Crossing) -> None:
+    """Which activations are kept, and where."""
+    kept = spelled(c.given.get("gradient_checkpointing"))
+    moved = spelled(c.given.get("activation_offloading"))
+    if kept in _OFFLOADING or moved not in (None, False, "false"):
+        c.put("parallel.activation_offload", True, "activation_offloading")
+    c.say(
+        "activation_offloading", "carried", f"parallel.activation_offload={str(moved not in (False, 'false')).lower()}"
+    )
+    activation_checkpointing(c, "gradient_checkpointing", read=lambda value: plain(value) in _OFFLOADING or flag(value))
+
+
+def _precision(c: Crossing) -> None:
+    """bf16 also loads the weights in bf16. FSDP and DeepSpeed make them fp32 again for the optimizer."""
+
+    def on(key: str, default: bool) -> bool:
+        return c.get(key, lambda value: plain(value) in ("auto", "full") or flag(value), default)
+
+    fp16, half = on("fp16", False) or on("float16", False), on("bfloat16", False)
+    bf16 = half or on("bf16", not fp16 and not on("float32", False))
+    if fp16 and spelled(c.given.get("bf16")) == "auto":
+        bf16 = False
+    found = ("bf16" if sharded(c) else "bf16_pure") if bf16 else "fp16" if fp16 else "fp32"
+    note = "weights in bf16, too, as without FSDP and DeepSpeed there" if found == "bf16_pure" else ""
+    for key in ("bf16", "bfloat16"):
+        c.carry(key, "parallel.precision", found, note)
+    say_precision(c, found, "fp16", "float16", "float32")
+    if found != "bf16":
+        c.default("parallel.precision", found, f"bf16=auto by default{note and f': {note}'}")
+
+
+def finish(c: Crossing) -> None:
+    c.default("optim.weight_decay", 0.0, "weight_decay by default")
+    c.default("run.seed", 42, "seed by default")
+    if "learning_rate" not in c.given:
+        c.problems.append("learning_rate is not set: axolotl has no default for it; write it into the file")
+
+
+def _attention_switch(c: Crossing, key: str) -> None:
+    if not c.get(key, flag, False):
+        c.say(key, "same", "another one, or the best that is right (model.attention=auto)")
+    elif key in _ATTENTION_SWITCHES:
+        c.carry(key, "model.attention", _ATTENTION_SWITCHES[key])
+    else:
+        c.say(key, "left", "other kernels for the same function; model.attention=auto takes the best that is right")
+
+
+def _tf32(c: Crossing, key: str) -> None:
+    if spelled(c.given[key]) == "auto":
+        c.say(key, "left", "set parallel.tf32; with bf16 hardly anything is computed in fp32")
+    else:
+        c.carry(key, "parallel.tf32", c.get(key, flag, False))
+
+
+def _plugins(c: Crossing, key: str) -> None:
+    others = [name for name in c.get(key, words, []) if not re.search(r"(?i)liger|cut_?cross_?entropy|kernels", name)]
+    if others:
+        c.say(key, "refused", f"what {', '.join(others)} does is not known here")
+    else:
+        c.say(key, "left", "other kernels for the same function; see model.loss")
+
+
+def _base_config(c: Crossing, key: str) -> None:
+    if c.get(key, text, "") == c.get("base_model", text, ""):
+        c.say(key, "same", "the model's own")
+    else:
+        c.say(key, "refused", "the architecture is the model's own; change single attributes with model.overrides")
+
+
+def _dropped_rows(c: Crossing, key: str) -> None:
+    if c.get(key, whole, 2) <= 2:
+        c.say(key, "same", "a row without a token to train on is reported")
+    else:
+        c.say(key, "refused", "short rows are not dropped: leave them out of the files")
+
+
+def _options() -> tuple[TheirOption, ...]:
+    lora = (
+        "lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_target_linear "
+        "lora_modules_to_save lora_model_dir lora_fan_in_fan_out lora_rank_pattern lora_alpha_pattern lora_on_cpu "
+        "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel loraplus_lr_ratio loraplus_lr_embedding "
+        "merge_lora merge_method peft peft_layers_to_transform peft_layers_pattern peft_use_dora peft_use_rslora "
+        "peft_layer_replication peft_init_lora_weights peft_trainable_token_indices peft_ensure_weight_tying "
+        "peft_autocast_adapter_dtype qlora_sharded_model_loading loftq_config bnb_config_kwargs"
+    )
+    return (
+        carry("base_model", "model.path", text),
+        ask("base_model_config", "same, if it is the model's; else refused", _base_config),
+        carry("revision_of_model model_revision", "model.revision", text),
+        carry("tokenizer_config", "model.tokenizer", text),
+        carry("overrides_of_model_config model_config", "model.overrides", a_map),
+        switch("reinit_weights", "model.init", "random", "from the weights of base_model"),
+        same("model_type type_of_model tokenizer_type", "by the model's config"),
+        leave(
+            "resize_token_embeddings_to_32x mean_resizing_embeddings shrink_embeddings", "see `model.resize_embeddings`"
+        ),
+        leave("tokenizer_use_fast tokenizer_legacy tokenizer_save_jinja_files", "the tokenizer as its files say"),
+        leave(
+            "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model", "not asked"
+        ),
+        refuse("adapter", "every weight is trained (method.type=full)"),
+        part(lora, "adapter", lambda c: "adapter" in c.given),
+        refuse("load_in_8bit load_in_4bit gptq model_quantization_config", "weights are not quantized"),
+        leave("model_quantization_config_kwargs", "belongs to model_quantization_config"),
+        told("sequence_len", "`data.seq_len`"),
+        told("sample_packing", "`data.packing: best_fit` (off: `none`)"),
+        told("micro_batch_size batch_size", "`train.micro_batch`, `train.global_batch`"),
+        told("num_epochs", "`train.epochs`"),
+        ask("optimizer", "same, if it is an AdamW; else refused", optimizer),
+        told("lr_scheduler cosine_min_lr_ratio", "`optim.schedule`"),
+        told("bfloat16 float16 float32", "`parallel.precision`"),
+        told("activation_offloading", "`parallel.activation_offload`"),
+        told("tensor_parallel_size context_parallel_size sequence_parallel_degree", "left, and counted in the batch"),
+        ask("tf32", "`parallel.tf32`", _tf32),
+        ask(
+            "flash_attention sdp_attention eager_attention flex_attention xformers_attention sage_attention",
+            "`model.attention`",
+            _attention_switch,
+        ),
+        ask("plugins", "left, if they bring kernels only; else refused", _plugins),
+        switch("curriculum_sampling", "data.shuffle", "none", "the order is random"),
+        carry("hub_model_id", "export.push", text),
+        ask("min_sample_len", "same up to 2, else refused", _dropped_rows),
+        carry("use_mlflow", "tracking.mlflow.enabled", flag),
+        carry("mlflow_tracking_uri", "tracking.mlflow.uri", text),
+        carry("mlflow_experiment_name", "tracking.mlflow.experiment", text),
+        carry("ray_num_workers", "cluster.workers", whole),
+        same("auto_resume_from_checkpoints", "the same name continues the same run (run.resume)"),
+        same("pad_to_sequence_len pad_to_multiple_of batch_flattening", "padding changes nothing of what is learned"),
+        refuse("pretrain_multipack_attn", "no document sees another", off=(True,), alike="no document sees another"),
+    )
+
+
+def _refused_options() -> tuple[TheirOption, ...]:
+    return (
+        refuse("rl reward_model process_reward_model", "supervised training only"),
+        leave(
+            "rl_beta dpo_beta orpo_alpha simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight",
+            "belongs to rl",
+        ),
+        leave(
+            "precompute_ref_log_probs dpo_use_weighting dpo_label_smoothing max_prompt_len trl vllm ebft num_labels "
+            "dpo_loss_type dpo_loss_weights dpo_padding_free dpo_use_liger_kernel dpo_norm_loss "
+            "dpo_generate_during_eval dpo_use_logits_to_keep rpo_alpha center_rewards_coefficient",
+            "belongs to rl",
+        ),
+        refuse("qat quantization fp8 use_onebitllms", "computing in 8 bits and fewer is not here"),
+        leave("fp8_enable_fsdp_float8_all_gather", "belongs to fp8"),
+        refuse("relora lisa_n_layers unfrozen_parameters spectrum_top_fraction", "every weight is trained"),
+        leave(
+            "relora_prune_ratio relora_prune_method relora_cpu_offload lisa_step_interval lisa_layers_attribute",
+            "unused",
+        ),
+        refuse("lr_quadratic_warmup cosine_constant_lr_ratio lr_div_factor", "no schedule of ours has this"),
+        refuse(
+            "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps",
+            "no schedule of ours has this",
+        ),
+        refuse("embedding_lr embedding_lr_scale lr_groups", "all weights have one learning rate"),
+        refuse("adam_beta3 adam_epsilon2 torchdistx_path", "belongs to optimizers that are not here"),
+        refuse("noisy_embedding_alpha", "no noise is added to embeddings"),
+        refuse("early_stopping_patience", "a run ends after its steps or epochs"),
+        refuse("dataset_exact_deduplication", "rows are not compared: leave doubles out of the files"),
+        refuse("overrides_of_model_kwargs model_kwargs", "set what you need under `model`"),
+        refuse("use_pose use_eaft scaling_softmax s2_attention", "the network and its loss stay as they are"),
+        refuse("fix_untrained_tokens pretraining_sample_concatenation", "nothing of ours does this", off=(False, True)),
+        refuse("rope_scaling max_packed_sequence_len added_tokens_overrides trainer_cls", "nothing of ours does this"),
+        refuse("quantize_moe_experts", "weights are not quantized"),
+        refuse(
+            "tokenizer_use_mistral_common processor_kwargs cls_model_config",
+            "the tokenizer and the network as they are",
+        ),
+        leave(
+            "eaft_alpha eaft_k pose_max_context_len pose_num_chunks pose_split_on_token_ids",
+            "belongs to use_eaft, use_pose",
+        ),
+        leave("scaling_softmax_factor scaling_softmax_bias", "belongs to scaling_softmax"),
+        leave(
+            "dion_lr dion_momentum dion_rank_fraction dion_rank_multiple_of qgalore_rank qgalore_update_proj_gap "
+            "qgalore_scale qgalore_proj_type qgalore_proj_quant qgalore_proj_bits qgalore_proj_group_size "
+            "qgalore_cos_threshold qgalore_gamma_proj qgalore_queue_size",
+            "belongs to another optimizer",
+        ),
+        refuse("processor_type", "text only"),
+        refuse("test_split_size dataset_shard_num dataset_shard_idx skip_prepare_dataset", "use `rows` of a dataset"),
+    )
+
+
+def _left_options() -> tuple[TheirOption, ...]:
+    return (
+        leave("dataset_prepared_path push_dataset_to_hub", "prepared data is in the cache (data.cache.path)"),
+        leave(
+            "dataset_processes dataset_num_proc dataset_keep_in_memory num_dataset_shards_to_save",
+            "data is prepared by itself",
+        ),
+        leave(
+            "shuffle_merged_datasets shuffle_before_merging_datasets streaming streaming_multipack_buffer_size",
+            "the order is random; see data.shuffle",
+        ),
+        leave("pretrain_multipack_buffer_size preprocess_iterable", "see `data.window`"),
+        leave(
+            "sample_packing_sequentially sample_packing_group_size sample_packing_bin_size "
+            "sample_packing_mp_start_method sample_packing_eff_est multipack_real_batches total_num_tokens "
+            "total_supervised_tokens",
+            "it changes how full samples are; see `data.window`",
+        ),
+        leave("eval_sample_packing eval_batch_size eval_sequence_len", "an evaluation is packed as the training"),
+        leave("saves_per_epoch", "an epoch's steps are not known before its data is counted; set checkpoint.every"),
+        leave("evals_per_epoch", "an epoch's steps are not known before its data is counted; set eval.every"),
+        leave("save_first_step dynamic_checkpoint", "see `raytune-fsdp checkpoint`"),
+        leave(
+            "use_wandb wandb_name wandb_run_id wandb_mode wandb_project wandb_entity wandb_watch wandb_log_model "
+            "use_comet comet_workspace comet_project_name comet_experiment_key comet_mode comet_online "
+            "comet_experiment_config comet_api_key use_trackio trackio_project_name trackio_run_name "
+            "trackio_space_id use_tensorboard use_otel_metrics otel_metrics_host otel_metrics_port",
+            "metrics go to the run directory, and to MLflow where it is installed",
+        ),
+        leave("mlflow_run_name hf_mlflow_log_artifacts", "a run has the name of its directory; see `run.name`"),
+        leave("hf_use_auth_token", "HF_TOKEN in the environment"),
+        leave("use_ray ray_run_name resources_per_worker", "see `cluster`"),
+        leave(
+            "do_causal_lm_eval eval_causal_lm_metrics do_bench_eval bench_dataset bench_split", "the loss is measured"
+        ),
+        leave(
+            "eval_table_size eval_max_new_tokens generate_samples num_generation_samples generation_max_new_tokens "
+            "generation_temperature generation_top_p generation_top_k generation_do_sample generation_prompt_ratio",
+            "see `eval.prompts`",
+        ),
+        leave(
+            "loss_watchdog_threshold loss_watchdog_patience",
+            "a loss that is not finite stops a run; see `optim.max_skipped`",
+        ),
+        leave(
+            "gc_steps gc_collect_steps include_tokens_per_second include_tkps profiler_steps_start",
+            "every step is in metrics",
+        ),
+        leave("profiler_steps", "see `profile.steps`"),
+        leave("strict is_preprocess axolotl_config_path freeze_mm_modules debug", "no effect here"),
+    )
+
+
+def _machine_options() -> tuple[TheirOption, ...]:
+    """What decides where and by which kernels it is computed."""
+    return (
+        leave(
+            "max_memory gpu_memory_limit low_cpu_mem_usage device_map device world_size ddp",
+            "see `parallel` and `cluster`",
+        ),
+        leave(
+            "experimental_skip_move_to_device embeddings_skip_upcast fp32_norms fp32_norm_classes layer_offloading",
+            "see `parallel`",
+        ),
+        leave("selective_checkpointing", "see `parallel.activation_checkpointing: selective`"),
+        leave("dp_shard_size dp_replicate_size", "see `parallel.strategy` and `shard_size`"),
+        leave("fsdp_final_state_dict_type", "checkpoints are in shards, the export is whole"),
+        leave("heads_k_stride ring_attn_func deepcompile", "see `parallel`"),
+        leave(
+            "use_kernels flash_attn_d512 gemma4_hybrid_attn_impl llama4_linearized_experts flash_attn_cross_entropy "
+            "flash_attn_fuse_mlp flash_attn_rms_norm flash_attn_fuse_qkv flash_optimum large_head_attention "
+            "sdpa_varlen fused_attn_kernel flex_attn_compile_kwargs experts_implementation chunked_cross_entropy "
+            "chunked_cross_entropy_num_chunks tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp "
+            "unsloth_cross_entropy_loss unsloth_rms_norm unsloth_rope cut_cross_entropy liger_rope liger_rms_norm "
+            "liger_rms_norm_gated liger_layer_norm liger_swiglu liger_glu_activation liger_cross_entropy "
+            "liger_fused_linear_cross_entropy",
+            "other kernels for the same function; see `model.loss`",
+        ),
+    )
+
+
+AXOLOTL = Project(
+    name="axolotl",
+    title="axolotl",
+    about="Files for `axolotl train`. By its options of July 2026; older spellings (`sharegpt`, `flash_attention: "
+    "true`, `evaluation_strategy`) are known, too.",
+    options=table(
+        *_options(),
+        *data_options(),
+        *optim_options(),
+        *shared_options(),
+        *_refused_options(),
+        *_left_options(),
+        *_machine_options(),
+    ),
+    prepare=prepare,
+    finish=finish,
+)

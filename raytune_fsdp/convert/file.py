@@ -1,0 +1,269 @@
+"""A file in, a conversion out: what is read, for which project it is taken, and that the result is a config of ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.load import ROOT
+from raytune_fsdp.config.problems import explain, shown
+from raytune_fsdp.config.text import Plain, dump, parse, problem_line, spelled
+from raytune_fsdp.convert.accelerate import ACCELERATE
+from raytune_fsdp.convert.axolotl import AXOLOTL
+from raytune_fsdp.convert.llama_factory import LLAMA_FACTORY
+from raytune_fsdp.convert.rules import Crossing, Project, Said, TheirOption
+from raytune_fsdp.convert.trl import TRL
+from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.untrusted import MAX_DEPTH, UnsoundError, reason
+from raytune_fsdp.untrusted import read_file as read_bytes
+
+PROJECTS = {project.name: project for project in (AXOLOTL, TRL, LLAMA_FACTORY, ACCELERATE)}
+_INSIDES = {
+    name: {option[: dot.start()] for option in project.options for dot in re.finditer(r"\.", option)}
+    for name, project in PROJECTS.items()
+}
+"""Names with options below them."""
+_MAX_BYTES = 4_000_000
+# What a part of a config is completed with to see whether it is sound.
+_REST: dict[str, Any] = {
+    "run": {"name": "any"},
+    "model": {"path": "any"},
+    "data": {"train": [{"path": "any"}]},
+    "train": {"max_steps": 1, "global_batch": 1},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLine:
+    """A key of the file, or a default of the project (without a value), and what became of it."""
+
+    key: str
+    value: Any
+    said: Said
+
+    @property
+    def name(self) -> str:
+        if self.said.fate == "default":
+            return "(not in the file)"
+        if self.value is None:
+            return self.key
+        # As it is written: 5e-5, not 5e-05.
+        value = self.value.text if isinstance(self.value, Plain) else spelled(self.value)
+        return f"{self.key}={'null' if value in ('', '~') else shown(value, self.key)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What became of a file."""
+
+    project: Project
+    guessed: str
+    """Why it was taken for that project; empty if it was named."""
+    lines: list[KeyLine]
+    problems: list[str]
+    """Why there is no config: a line each."""
+    tree: dict[str, Any]
+    """The config, or a part of one; without defaults."""
+
+    def report(self) -> str:
+        """A line for every key of the file, and for every default that is not ours."""
+        width = min(44, max(len(line.name) for line in self.lines))
+        fates = [line.said.fate for line in self.lines]
+        counts = ", ".join(f"{fates.count(fate)} {fate}" for fate in dict.fromkeys(sorted(fates)))
+        taken = f" ({self.guessed})" if self.guessed else ""
+        head = f"taken for a file of {self.project.title}{taken}: {counts}"
+        lines = (f"{line.said.fate:8} {line.name:{width}}  {line.said.text}" for line in self.lines)
+        return "\n".join(_printable(line) for line in (head, *lines))
+
+    def config(self, file: str) -> str:
+        """The config as a file of ours."""
+        dropped = [line.key for line in self.lines if line.said.fate == "dropped"]
+        without = f", without {', '.join(dropped)}" if dropped else ""
+        part = (
+            "\n# A part of a config: it says nothing of the model, the data and the training."
+            if self.project.fragment
+            else ""
+        )
+        head = _printable(f"# Converted from {Path(file).name} of {self.project.title}{without}.")
+        return f"{head}{part}\n{dump(self.tree)}"
+
+
+def convert(file: str, *, project: str | None = None, gpus: int | None = None, drop: Sequence[str] = ()) -> Converted:
+    """Read a file and turn it into a config of ours. Raises ConfigError if it cannot be read or taken for any project.
+
+    What cannot be carried is in `problems`.
+    """
+    tree = read(file)
+    guessed = ""
+    if project is None:
+        project, guessed = guess(file, tree)
+    about = PROJECTS[project]
+    leaves = list(_leaves(tree, about))
+    dropped = {key for key, _, _ in leaves if _drops(drop, key)}
+    given = {
+        key: value
+        for key, option, value in leaves
+        if key not in dropped and (spelled(value) is not None or (option and option.takes_null))
+    }
+    c = Crossing(file, given, gpus=gpus, drop=drop)
+    about.prepare(c)
+    lines = []
+    for key, option, value in leaves:
+        said = Said("dropped", "as if the file did not have it") if key in dropped else _say(c, about, key, option)
+        lines.append(KeyLine(key, value, said))
+    about.finish(c)
+    lines += [KeyLine(key, None, said) for key, said in c.unsaid]
+    problems = [_refusal(line) for line in lines if line.said.fate == "refused"] + c.problems
+    problems += _unknown_drops(drop, [key for key, _, _ in leaves] + [key for key, _ in c.unsaid], about)
+    ours = _nested(c.fields)
+    if not problems:
+        problems = _check(ours, c, fragment=about.fragment)
+    return Converted(about, guessed, lines, [_printable(problem) for problem in problems], ours)
+
+
+def _printable(text: str) -> str:
+    """One line, whatever a stranger has put into a key or a value: no line breaks, nothing that moves a cursor."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def read(file: str) -> dict[str, Any]:
+    """The map in a YAML file, which a stranger may have written."""
+    try:
+        tree, _ = parse(read_bytes(file, limit=_MAX_BYTES, links=True).decode("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except (OSError, UnsoundError) as error:
+        raise ConfigError(f"{file}: {error.strerror if isinstance(error, OSError) else reason(error)}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: {problem_line(error)}") from None
+    _check_depth(file, tree)
+    if not isinstance(tree, dict) or not tree:
+        kind = "empty" if not tree else f"a {'list' if isinstance(tree, list) else 'single value'}"
+        raise ConfigError(f"{file}: is {kind}, must be a map of options")
+    return tree
+
+
+def _check_depth(file: str, tree: Any) -> None:
+    """What writes and compares values goes down by calling itself."""
+    level = [tree]
+    for _ in range(MAX_DEPTH):
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [value for values in inner for value in values]
+    if level:
+        raise ConfigError(f"{file}: is nested deeper than {MAX_DEPTH} levels")
+
+
+def guess(file: str, tree: dict[str, Any]) -> tuple[str, str]:
+    """The project that knows most of the keys, and how many that are."""
+    known = {
+        name: sum(key in project.options or key in _INSIDES[name] for key in tree) for name, project in PROJECTS.items()
+    }
+    best, second = sorted(known, key=lambda name: -known[name])[:2]
+    if 2 * known[best] < len(tree) or known[best] == known[second]:
+        raise ConfigError(
+            f"{file}: cannot be told apart ({', '.join(f'{name} knows {many}' for name, many in known.items())} of its "
+            f"{len(tree)} keys): name the trainer with --from {'|'.join(PROJECTS)}"
+        )
+    return best, f"it knows {known[best]} of the {len(tree)} keys, {second} {known[second]}"
+
+
+def _leaves(tree: dict[str, Any], project: Project) -> Iterator[tuple[str, TheirOption | None, Any]]:
+    """Every key with its option and value. Maps, and lists of maps, whose inside the table knows are gone into."""
+
+    options, insides = project.options, _INSIDES[project.name]
+
+    def walk(key: str, name: str, value: Any) -> Iterator[tuple[str, TheirOption | None, Any]]:
+        maps = isinstance(value, list) and all(isinstance(each, dict) for each in value)
+        if value and isinstance(value, dict) and name in insides:
+            for inner, each in value.items():
+                yield from walk(f"{key}.{inner}", _name_below(options, name, inner), each)
+        elif value and maps and f"{name}.*" in insides:
+            for index, each in enumerate(value):
+                yield from walk(f"{key}.{index}", f"{name}.*", each)
+        else:
+            yield key, options.get(name), value
+
+    for key, value in tree.items():
+        # A dot would look like a key of a key.
+        yield from walk(key, "?" if "." in key else key, value)
+
+
+def _name_below(options: dict[str, TheirOption], name: str, inner: str) -> str:
+    exact, any_name = f"{name}.{inner}", f"{name}.*"
+    if "." in inner:
+        return "?"
+    return any_name if any_name in options and exact not in options else exact
+
+
+def _drops(drop: Sequence[str], key: str) -> bool:
+    return any(key == each or key.startswith(f"{each}.") for each in drop)
+
+
+def _say(c: Crossing, project: Project, key: str, option: TheirOption | None) -> Said:
+    """What became of a key."""
+    if option is None:
+        # By the last part: the rest of a path is alike for many options.
+        near = get_close_matches(re.sub(r"\.\d+\.", ".*.", key), list(project.options), n=1, cutoff=0.75)
+        return Said(
+            "refused", f"not an option of {project.title} that is known here{f'; nearest: {near[0]}' if near else ''}"
+        )
+    if key not in c.given:
+        return Said("same", "not set")
+    if key not in c.said and option.rule is not None:
+        option.rule(c, key)
+    return c.said.get(key, option.unused)
+
+
+def _refusal(line: KeyLine) -> str:
+    if line.said.drop is None:
+        return f"{line.name}: {line.said.text}"
+    return f"{line.name}: {line.said.text}; --drop {line.said.drop or line.key} converts without it"
+
+
+def _unknown_drops(drop: Sequence[str], keys: list[str], project: Project) -> list[str]:
+    problems = []
+    for each in drop:
+        # An option that the file does not set may be one of many files that are converted alike.
+        if each not in project.options and not any(_drops([each], key) for key in keys):
+            near = get_close_matches(each, keys, n=1)
+            problems.append(f"--drop {each}: the file has no such key{f'; nearest: {near[0]}' if near else ''}")
+    return problems
+
+
+def _nested(fields: dict[str, Any]) -> dict[str, Any]:
+    """Dotted fields as a tree, in the order of our documentation."""
+    tree: dict[str, Any] = {}
+    for field, value in fields.items():
+        *sections, last = field.split(".")
+        inner = tree
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[last] = value
+    ordered = {section: tree[section] for section in FinetuneConfig.model_fields if section in tree}
+    for section, values in ordered.items():
+        place = ROOT.child(section)
+        names = place.fields() if place is not None else ()
+        ordered[section] = {name: values[name] for name in names if name in values}
+    return ordered
+
+
+def _check(tree: dict[str, Any], c: Crossing, *, fragment: bool) -> list[str]:
+    """What our own validation says, in words of both files."""
+    whole = tree
+    if fragment:
+        whole = {section: {**_REST.get(section, {}), **tree.get(section, {})} for section in {**_REST, **tree}}
+    try:
+        FinetuneConfig.model_validate(whole)
+    except ValidationError as error:
+        return explain(error, whole, ROOT, c.sources)
+    return []

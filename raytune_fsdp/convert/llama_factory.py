@@ -1,0 +1,322 @@
+"""LLaMA-Factory: files for `llamafactory-cli train`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raytune_fsdp.config.text import spelled
+from raytune_fsdp.convert.llama_factory_data import prepare_data
+from raytune_fsdp.convert.rules import (
+    Crossing,
+    Project,
+    TheirOption,
+    ask,
+    carry,
+    flag,
+    leave,
+    part,
+    refuse,
+    same,
+    switch,
+    table,
+    text,
+    told,
+    whole,
+    words,
+)
+from raytune_fsdp.convert.training import finish_training, prepare_training, say_precision, training_options
+
+_TEMPLATES = {"llama2": "llama-2", "llama3": "llama-3", "chatml": "chatml"}
+_ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
+_LENGTH = 2048
+
+
+def prepare(c: Crossing) -> None:
+    if c.gpus is None and "ray_num_workers" in c.given:
+        c.gpus = max(1, c.get("ray_num_workers", whole, 1))
+    mixed = prepare_training(c, lr=5e-5, output="saves", default_precision="fp32")
+    pure = c.get("pure_bf16", flag, False)
+    found = "bf16_pure" if pure else mixed
+    say_precision(c, found, "pure_bf16", "bf16", "fp16")
+    if found != "bf16":
+        c.default("parallel.precision", found, "bf16 and fp16 are off by default")
+    pretraining = c.get("stage", text, "sft") == "pt"
+    _packing(c, pretraining)
+    c.carry("cutoff_len", "data.seq_len", c.get("cutoff_len", whole, _LENGTH))
+    prepare_data(c, pretraining=pretraining)
+    _loss(c)
+    _checkpointing(c)
+    _method(c)
+
+
+def _method(c: Crossing) -> None:
+    kind = c.get("finetuning_type", text, "lora")
+    if kind == "full":
+        c.say("finetuning_type", "same", "every weight is trained (method.type=full)")
+    c.say("finetuning_type", "refused", "every weight is trained (method.type=full)")
+    c.refuse_unsaid("finetuning_type", "not in the file, and lora by default; here every weight is trained")
+
+
+def _adapts(c: Crossing) -> bool:
+    kind = spelled(c.given.get("finetuning_type", "lora"))
+    return kind != "full" and "finetuning_type" not in c.dropping
+
+
+def _packing(c: Crossing, pretraining: bool) -> None:
+    packed, apart = c.get("packing", flag, pretraining), c.get("neat_packing", flag, False)
+    if apart or not packed:
+        c.default("data.long_documents", "truncate", "what LLaMA-Factory does with more than cutoff_len tokens")
+    if apart:
+        c.carry("neat_packing", "data.packing", "best_fit")
+        c.carry("packing", "data.packing", "best_fit")
+        return
+    if packed and not pretraining:
+        c.say(
+            "packing",
+            "refused",
+            "without neat_packing a document sees those before it in its sample; here none does: set neat_packing in "
+            "the file for data.packing=best_fit, or drop it for one document in each sample",
+        )
+    ours = "concat" if packed else "none"
+    note = "there a document sees those before it, here none does" if packed else ""
+    c.carry("packing", "data.packing", ours, note)
+    c.say("neat_packing", "same", f"data.packing={ours}")
+    c.default("data.packing", ours, "packing is on for stage pt, else off, by default")
+
+
+def _loss(c: Crossing) -> None:
+    everything, last = c.get("train_on_prompt", flag, False), c.get("mask_history", flag, False)
+    c.say(
+        "train_on_prompt", "carried" if everything else "same", f"format.loss={'all' if everything else 'the answers'}"
+    )
+    c.say("mask_history", "carried" if last else "same", f"format.loss={'last_turn' if last else 'all answers'}")
+
+
+def _checkpointing(c: Crossing) -> None:
+    off = c.get("disable_gradient_checkpointing", flag, False)
+    c.carry("disable_gradient_checkpointing", "parallel.activation_checkpointing", "none" if off else "full")
+    if c.get("use_unsloth_gc", flag, False):
+        c.carry("use_unsloth_gc", "parallel.activation_offload", True)
+    c.say("use_unsloth_gc", "same", "off")
+
+
+def finish(c: Crossing) -> None:
+    finish_training(c, lr=5e-5)
+    c.default("parallel.activation_checkpointing", "full", "on by default")
+
+
+def _template(c: Crossing, key: str) -> None:
+    name = c.get(key, text, "")
+    chats = any(each["format"]["type"] == "chat" or each["format"].get("style") == "chat" for each in _train(c))
+    if _train(c) and not chats:
+        c.say(key, "left", "texts have no template")
+    elif name in _TEMPLATES:
+        c.carry(key, "data.chat_template", _TEMPLATES[name])
+    else:
+        c.say(
+            key,
+            "refused",
+            "not a template of this package; without it, the tokenizer's own is used, often the same text",
+        )
+
+
+def _train(c: Crossing) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = c.fields.get("data.train", [])
+    return found
+
+
+def _stage(c: Crossing, key: str) -> None:
+    if c.get(key, text, "") in ("sft", "pt"):
+        c.say(key, "carried", f"format.type={'completion' if c.get(key, text, '') == 'pt' else 'chat or instruction'}")
+    else:
+        c.say(key, "refused", "supervised training only")
+
+
+def _attention(c: Crossing, key: str) -> None:
+    name = c.get(key, text, "auto")
+    if name in _ATTENTION:
+        c.carry(key, "model.attention", _ATTENTION[name])
+    else:
+        c.say(key, "same", "the best that is right (model.attention=auto)")
+
+
+def _revision(c: Crossing, key: str) -> None:
+    if c.get(key, text, "main") == "main":
+        c.say(key, "same", "the main branch")
+    else:
+        c.carry(key, "model.revision", c.get(key, text, None))
+
+
+def _new_tokens(c: Crossing, key: str) -> None:
+    added: list[dict[str, Any]] = [{"text": each} for each in c.get("add_tokens", words, [])]
+    added += [{"text": each, "special": True} for each in c.get("add_special_tokens", words, [])]
+    c.carry(key, "model.add_tokens", added, "their rows start as the mean of all")
+
+
+def _split_tokens(c: Crossing, key: str) -> None:
+    if c.get(key, flag, False):
+        c.carry(key, "data.special_tokens_in_text", "escape")
+    else:
+        c.say(key, "same", "data.special_tokens_in_text=keep")
+
+
+def _mixing(c: Crossing, key: str) -> None:
+    if c.get(key, text, "concat") == "concat":
+        c.say(key, "same", "every row is seen once in an epoch")
+    else:
+        c.say(key, "refused", "set data.train.*.share, which is exact instead of drawn")
+
+
+def _model_options() -> tuple[TheirOption, ...]:
+    return (
+        carry("model_name_or_path", "model.path", text),
+        ask("model_revision", "`model.revision`", _revision),
+        ask("flash_attn", "`model.attention`", _attention),
+        carry("resize_vocab", "model.resize_embeddings", flag),
+        ask("add_tokens add_special_tokens", "`model.add_tokens`", _new_tokens),
+        ask("split_special_tokens", "`data.special_tokens_in_text: escape`", _split_tokens),
+        switch("train_from_scratch", "model.init", "random", "from the model's weights"),
+        told("pure_bf16", "`parallel.precision: bf16_pure`"),
+        told("disable_gradient_checkpointing", "`parallel.activation_checkpointing` (on by default there)"),
+        told("use_unsloth_gc", "`parallel.activation_offload`"),
+        leave("use_reentrant_gc", "never reentrant here"),
+        leave("use_unsloth enable_liger_kernel use_v1_kernels block_diag_attn", "other kernels for the same function"),
+        leave(
+            "cache_dir low_cpu_mem_usage use_fast_tokenizer print_param_status offload_folder device_map",
+            "no effect here",
+        ),
+        leave("upcast_layernorm upcast_lmhead_output", "weights are fp32; see `parallel.precision`"),
+        leave("hf_hub_token ms_hub_token om_hub_token", "HF_TOKEN in the environment"),
+        refuse("new_special_tokens_config", "list the tokens in `model.add_tokens`, with `like`"),
+        leave("init_special_tokens", "see `model.add_tokens.N.like`"),
+        refuse("rope_scaling moe_aux_loss_coef", "set what you need in `model.overrides`", off=()),
+        refuse("shift_attn mixture_of_depths", "the network stays as it is"),
+        refuse("quantization_bit", "weights are not quantized", off=()),
+        leave(
+            "quantization_method quantization_type double_quantization quantization_device_map", "of quantization_bit"
+        ),
+        refuse("use_kt", "weights are trained on GPUs, or offloaded by `parallel.cpu_offload`"),
+        leave(
+            "image_max_pixels image_min_pixels image_do_pan_and_scan crop_to_patches video_max_pixels video_min_pixels "
+            "video_fps video_maxlen use_audio_in_video audio_sampling_rate media_dir freeze_vision_tower "
+            "freeze_multi_modal_projector",
+            "text only",
+        ),
+        refuse("freeze_language_model", "every weight is trained"),
+    )
+
+
+def _method_options() -> tuple[TheirOption, ...]:
+    lora = (
+        "lora_rank lora_alpha lora_dropout lora_target additional_target loraplus_lr_ratio loraplus_lr_embedding "
+        "use_rslora use_dora pissa_init pissa_iter pissa_convert create_new_adapter adapter_name_or_path "
+        "adapter_folder module_dropout oft_rank oft_block_size oft_target freeze_trainable_layers "
+        "freeze_trainable_modules freeze_extra_modules"
+    )
+    preference = (
+        "pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight kto_rejected_weight "
+        "simpo_gamma ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards ref_model "
+        "ref_model_adapters ref_model_quantization_bit reward_model reward_model_adapters "
+        "reward_model_quantization_bit reward_model_type ld_alpha"
+    )
+
+    def details(owner: str, names: str) -> TheirOption:
+        return part(names, owner, lambda c: c.on(owner))
+
+    return (
+        ask("stage", "`format` (sft, pt); others are refused", _stage),
+        told("finetuning_type", "same, if it is full; else, and without it, refused"),
+        part(lora, "finetuning_type", _adapts),
+        part(preference, "stage", lambda c: spelled(c.given.get("stage", "sft")) not in ("sft", "pt")),
+        refuse("use_galore use_apollo use_badam use_adam_mini use_muon", "the optimizer here is AdamW"),
+        details(
+            "use_galore",
+            "galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise",
+        ),
+        details(
+            "use_apollo",
+            "apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type "
+            "apollo_scale_type apollo_layerwise apollo_scale_front",
+        ),
+        details(
+            "use_badam",
+            "badam_mode badam_start_block badam_switch_mode badam_switch_interval badam_update_ratio badam_mask_mode "
+            "badam_verbose",
+        ),
+        refuse("use_dft_loss use_asft_loss use_eaft_loss", "the loss is the plain cross entropy"),
+        details("use_asft_loss", "asft_alpha"),
+        details("use_eaft_loss", "eaft_alpha"),
+        refuse("use_llama_pro use_mca use_megatron_bridge use_hyper_parallel", "every weight is trained, with FSDP"),
+        refuse("fp8", "computing in 8 bits is not here"),
+        details("fp8", "fp8_backend fp8_enable_fsdp_float8_all_gather"),
+        refuse("early_stopping_steps", "a run ends after its steps or epochs", off=()),
+        leave(
+            "compute_accuracy plot_loss include_effective_tokens_per_second", "every step is in metrics; see the report"
+        ),
+    )
+
+
+def _data_options() -> tuple[TheirOption, ...]:
+    return (
+        told("dataset eval_dataset", "`data.train`, `data.eval`, as dataset_info.json says"),
+        told("dataset_dir", "where dataset_info.json is"),
+        ask("template", "`data.chat_template` (llama2, llama3, chatml); others are refused", _template),
+        told("cutoff_len", "`data.seq_len`"),
+        told("packing neat_packing", "`data.packing`: neat `best_fit`, off `none`; packing alone is refused"),
+        told("train_on_prompt mask_history", "`format.loss`: `all`, `last_turn`"),
+        told("val_size", "`data.eval.fraction` or `rows`"),
+        ask(
+            "max_samples", "`data.train.N.rows.first`", lambda c, key: c.say(key, "carried", "data.train.*.rows.first")
+        ),
+        ask("mix_strategy", "same for concat, else refused", _mixing),
+        switch("disable_shuffling", "data.shuffle", "none", "the order is random"),
+        carry("ray_num_workers", "cluster.workers", whole),
+        refuse("interleave_probs", "set data.train.*.share", off=()),
+        refuse("tokenized_path", "name it under data.train with format.type=tokens", off=()),
+        refuse("default_system tool_format", "put it into the rows, or into a template of your own", off=()),
+        refuse(
+            "enable_thinking", "put it into a template of your own", off=(True,), alike="reasoning stays in the text"
+        ),
+        refuse("preserve_thinking", "put it into a template of your own"),
+        same("ignore_pad_token_for_loss", "padding is not trained on"),
+        leave("streaming buffer_size", "see `data.shuffle: blocks` for datasets too large to copy"),
+        leave(
+            "overwrite_cache preprocessing_batch_size preprocessing_num_workers data_shared_file_system",
+            "see `data.cache`",
+        ),
+        leave("eval_on_each_dataset eval_num_beams", "an evaluation has a curve for each dataset"),
+        leave(
+            "predict_with_generate generation_max_length generation_num_beams generation_config do_sample "
+            "temperature top_p top_k num_beams max_new_tokens repetition_penalty length_penalty skip_special_tokens",
+            "see `eval.prompts`",
+        ),
+        leave(
+            "use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key "
+            "swanlab_lark_webhook_url swanlab_lark_secret swanlab_logdir",
+            "metrics go to the run directory, and to MLflow where it is installed",
+        ),
+        leave(
+            "ray_run_name ray_storage_path ray_storage_filesystem ray_init_kwargs resources_per_worker", "see `cluster`"
+        ),
+        leave("placement_strategy master_addr master_port", "see `cluster`"),
+        leave("export_dir export_size export_device export_legacy_format export_hub_model_id", "see `export`"),
+        leave("infer_backend infer_dtype use_kv_cache", "nothing is served here"),
+        leave(
+            "enable_torch_profiler profiler_output_dir profiler_active_steps profiler_wait_steps "
+            "profiler_warmup_steps profiler_repeat profiler_record_shapes profiler_profile_memory "
+            "profiler_with_stack profile_modules",
+            "see `profile.steps`",
+        ),
+        leave("fsdp_transformer_layer_cls_to_wrap", "a network's blocks are found"),
+    )
+
+
+LLAMA_FACTORY = Project(
+    name="llama-factory",
+    title="LLaMA-Factory",
+    about="Files for `llamafactory-cli train`. By its options of August 2026. The names in `dataset` are looked up in "
+    "`dataset_info.json` in `dataset_dir`, seen from the current directory or from the file.",
+    options=table(*_model_options(), *_method_options(), *_data_options(), *training_options()),
+    prepare=prepare,
+    finish=finish,
+)

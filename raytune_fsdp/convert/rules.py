@@ -1,0 +1,271 @@
+"""What the tables are made of, and what is known of a file while it is converted.
+
+A table has a `TheirOption` for everything that a project's file may say. Most stand for themselves (`carry`, `same`,
+`leave`, `refuse`). What several options say together, such as a batch, is settled first, by the project's `prepare`,
+which says what became of each of them (`Crossing.say`); the table then only has to know their names (`told`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from raytune_fsdp.config.problems import shown
+from raytune_fsdp.config.text import Loc, Plain, spelled
+
+Fate = Literal["carried", "same", "left", "refused", "dropped", "default"]
+_LIMIT = 2**64
+T = TypeVar("T")
+D = TypeVar("D")
+
+
+class Said(NamedTuple):
+    """What becomes of a key, and why."""
+
+    fate: Fate
+    text: str
+    drop: str | None = ""
+    """Of a refused key: the key to drop, where that is another one. None: nothing is left without it."""
+
+
+class WrongValueError(ValueError):
+    """The rule that a value breaks."""
+
+
+# Values. A scalar without quotes comes as `Plain`: only its reader knows whether `no` is a word.
+
+
+def plain(value: Any) -> Any:
+    return value.value if isinstance(value, Plain) else value
+
+
+def number(value: Any) -> int | float:
+    found = plain(value)
+    if isinstance(found, str):
+        try:
+            found = float(found)
+        except ValueError:
+            raise WrongValueError("must be a number") from None
+    # No setting is near the limit, and Python writes and divides no number of a thousand digits. NaN is not below it.
+    if isinstance(found, bool) or not isinstance(found, int | float) or not -_LIMIT < found < _LIMIT:
+        raise WrongValueError("must be a number")
+    return found
+
+
+def whole(value: Any) -> int:
+    found = number(value)
+    if found != int(found):
+        raise WrongValueError("must be a whole number")
+    return int(found)
+
+
+def flag(value: Any) -> bool:
+    found = str(plain(value)).lower()
+    if found not in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+        raise WrongValueError("must be true or false")
+    return found in ("true", "yes", "on", "1")
+
+
+def flag_or_auto(value: Any) -> bool | Literal["auto"]:
+    return "auto" if plain(value) == "auto" else flag(value)
+
+
+def text(value: Any) -> str:
+    found = value.text if isinstance(value, Plain) else value
+    if not isinstance(found, str):
+        raise WrongValueError("must be a text")
+    return found
+
+
+def words(value: Any) -> list[str]:
+    """A list of words, or a text with commas or spaces between them."""
+    if isinstance(value, list):
+        return [text(each) for each in value]
+    return [word for word in re.split(r"[,\s]+", text(value)) if word]
+
+
+def a_map(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise WrongValueError("must be a map")
+    found: dict[str, Any] = spelled(value)
+    return found
+
+
+class Crossing:
+    """A file on its way: what it says, what of it is ours by now, and what became of each of its keys."""
+
+    def __init__(self, file: str, given: dict[str, Any], *, gpus: int | None = None, drop: Iterable[str] = ()) -> None:
+        self.file = file
+        self.directory = Path(file).parent
+        self.given = given
+        """By key: what is set and not dropped, not read yet."""
+        self.gpus = gpus
+        self.dropping = frozenset(drop)
+        self.fields: dict[str, Any] = {}
+        """Ours: by dotted name."""
+        self.said: dict[str, Said] = {}
+        self.unsaid: list[tuple[str, Said]] = []
+        """Defaults of the other project: what the file does not say."""
+        self.problems: list[str] = []
+        self.sources: dict[Loc, str] = {}
+
+    def get(self, key: str, read: Callable[[Any], T], default: D) -> T | D:
+        """The value of a key. A wrong one is reported once, and does as if it were not there."""
+        if key not in self.given or key in self.said and self.said[key].fate == "refused":
+            return default
+        try:
+            return read(self.given[key])
+        except WrongValueError as error:
+            self.said[key] = Said("refused", str(error))
+            return default
+
+    def on(self, key: str) -> bool:
+        """Whether the file switches something on, refused or not."""
+        return key in self.given and str(spelled(self.given[key])).lower() not in ("false", "no", "off", "0")
+
+    def first(self, *keys: str) -> str:
+        """The first of these spellings that the file uses, or the first of all."""
+        return next((key for key in keys if key in self.given), keys[0])
+
+    def put(self, field: str, value: Any, key: str = "") -> None:
+        self.fields[field] = value
+        if key:
+            self.sources[tuple(field.split("."))] = f"{key} in {self.file}"
+
+    def say(self, key: str, fate: Fate, why: str, drop: str | None = "") -> None:
+        """What became of a key, if the file has it. What was said first counts."""
+        if key in self.given:
+            self.said.setdefault(key, Said(fate, why, drop))
+
+    def carry(self, key: str, field: str, value: Any, note: str = "") -> None:
+        if key in self.given and key not in self.said:
+            self.put(field, value, key)
+            self.say(key, "carried", f"{in_words(field, value)}{note and f': {note}'}")
+
+    def default(self, field: str, value: Any, why: str) -> None:
+        """A default of the other project that is not ours."""
+        if field not in self.fields:
+            self.put(field, value)
+            self.tell_default(field, value, why)
+
+    def tell_default(self, field: str, value: Any, why: str) -> None:
+        self.unsaid.append((field, Said("default", f"{in_words(field, value)}: {why}")))
+
+    def refuse_unsaid(self, key: str, why: str) -> None:
+        """Refuse what the file does not say but the other project does by default."""
+        if key not in self.given and key not in self.dropping:
+            self.unsaid.append((key, Said("refused", why)))
+
+
+def in_words(field: str, value: Any) -> str:
+    return f"{field}={shown(value, field)}"
+
+
+Rule = Callable[[Crossing, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TheirOption:
+    """Options of which the same is to be said."""
+
+    names: tuple[str, ...]
+    here: str
+    """What becomes of them, for the documentation."""
+    rule: Rule | None
+    """Says what becomes of a key, unless it was said before."""
+    unused: Said = Said("left", "not used with the other options of this file")
+    takes_null: bool = False
+
+
+def carry(names: str, field: str, read: Callable[[Any], Any], note: str = "") -> TheirOption:
+    """The value becomes the value of a field of ours."""
+
+    def rule(c: Crossing, key: str) -> None:
+        c.carry(key, field, c.get(key, read, None), note)
+
+    return TheirOption(tuple(names.split()), f"`{field}`{note and f': {note}'}", rule)
+
+
+def switch(names: str, field: str, value: Any, off: str) -> TheirOption:
+    """One that is on gives a field of ours this value; `off` is what happens otherwise, in both projects."""
+
+    def rule(c: Crossing, key: str) -> None:
+        if c.get(key, flag, False):
+            c.carry(key, field, value)
+        else:
+            c.say(key, "same", off)
+
+    return TheirOption(tuple(names.split()), f"`{field}: {shown(value, field)}`", rule)
+
+
+def same(names: str, why: str) -> TheirOption:
+    return TheirOption(tuple(names.split()), f"same: {why}", None, Said("same", why))
+
+
+def leave(names: str, why: str) -> TheirOption:
+    return TheirOption(tuple(names.split()), f"left: {why}", None, Said("left", why))
+
+
+def refuse(names: str, why: str, off: tuple[Any, ...] = (False, 0), alike: str = "off, as here") -> TheirOption:
+    """What cannot be carried. A value of `off`, or none, is what happens here, too."""
+
+    def rule(c: Crossing, key: str) -> None:
+        value = spelled(c.given[key])
+        # By text: 0 is not false, and `"false"` in quotes is.
+        if value in ([], {}, "") or str(value).lower() in [str(each).lower() for each in off]:
+            c.say(key, "same", alike)
+        else:
+            c.say(key, "refused", why)
+
+    return TheirOption(tuple(names.split()), f"refused: {why}", rule)
+
+
+def part(names: str, owner: str, active: Callable[[Crossing], bool]) -> TheirOption:
+    """Details of an option that cannot be carried: without it they mean nothing."""
+
+    def rule(c: Crossing, key: str) -> None:
+        if active(c):
+            c.say(key, "refused", f"belongs to {owner}", owner)
+        else:
+            c.say(key, "left", f"means nothing without {owner}")
+
+    return TheirOption(tuple(names.split()), f"refused with `{owner}`, else left", rule)
+
+
+def told(names: str, here: str, *, takes_null: bool = False) -> TheirOption:
+    """Settled together with others, before the table is asked."""
+    return TheirOption(tuple(names.split()), here, None, takes_null=takes_null)
+
+
+def ask(names: str, here: str, rule: Rule) -> TheirOption:
+    return TheirOption(tuple(names.split()), here, rule)
+
+
+def table(*options: TheirOption) -> dict[str, TheirOption]:
+    """Options by name. In a name `*` stands for the number of an item."""
+    found: dict[str, TheirOption] = {}
+    for option in options:
+        for name in option.names:
+            assert name not in found, f"{name} is in the table twice"
+            found[name] = option
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Project:
+    """A trainer whose files can be converted."""
+
+    name: str
+    title: str
+    about: str
+    """Which files, for the documentation."""
+    options: dict[str, TheirOption]
+    prepare: Callable[[Crossing], None]
+    """Settles what several options say together."""
+    finish: Callable[[Crossing], None]
+    """Adds the defaults that are not ours."""
+    fragment: bool = False
+    """Its files say nothing of model, data and training: the result is a part of a config."""

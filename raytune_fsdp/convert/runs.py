@@ -1,0 +1,123 @@
+"""What several projects say of a run: its directory, its length, its batch, and what is done every so many steps."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from raytune_fsdp.convert.rules import Crossing, in_words, number, text, whole
+from raytune_fsdp.urls import is_url
+
+ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+_DATA_FILE = re.compile(r"\.(jsonl?|csv|tsv|txt|parquet|arrow)(\.(gz|zst))?$")
+
+
+def attention(c: Crossing, key: str) -> None:
+    """The attention's implementation by transformers' name for it."""
+    name = c.get(key, text, "")
+    if name in ATTENTION:
+        c.carry(key, "model.attention", name)
+    else:
+        c.say(key, "left", "not a name of ours; model.attention=auto takes the best that is right")
+
+
+def place(name: str) -> dict[str, str]:
+    """Where rows are: the name is a path or one of the hub."""
+    local = is_url(name) or name[:1] in ("/", ".", "~") or _DATA_FILE.search(name) or "*" in name
+    if local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or os.path.exists(name):
+        return {"path": name}
+    return {"hub": name}
+
+
+def global_batch(
+    c: Crossing, micro: str, accumulation: str, *, default: int, passes: int | None = None, divided_by: int = 1
+) -> None:
+    """Their batch is one GPU's, ours is everybody's. `divided_by`: GPUs that share samples."""
+    samples = c.get(micro, whole, default)
+    passes = c.get(accumulation, whole, 1) if passes is None else passes
+    if samples < 1 or passes < 1:
+        for key, value in ((micro, samples), (accumulation, passes)):
+            if value < 1:
+                c.say(key, "refused", "must be at least 1")
+        return
+    c.put("train.micro_batch", samples, micro)
+    if c.gpus is None:
+        c.problems.append(
+            f"{micro}={samples} x {accumulation}={passes} is the batch of one GPU, and train.global_batch is that of "
+            "all: give the number of GPUs that the file was meant for with --gpus N"
+        )
+        return
+    ranks = max(1, c.gpus // divided_by)
+    total = samples * passes * ranks
+    c.put("train.global_batch", total, accumulation if accumulation in c.given else micro)
+    sum_in_words = f"train.global_batch={total} = {samples} x {passes} x {ranks} GPU(s)"
+    c.say(micro, "carried", f"train.micro_batch={samples}, {sum_in_words}")
+    c.say(accumulation, "carried", sum_in_words)
+    if micro not in c.given:
+        c.tell_default("train.global_batch", total, f"{samples} x {passes} x {ranks} GPU(s), {micro} by default")
+
+
+def run_directory(c: Crossing, key: str, *, default: str) -> None:
+    """`saves/qwen/full` is the run `full` in the directory `saves/qwen`."""
+    directory = Path(c.get(key, text, default))
+    name = re.sub(r"[^A-Za-z0-9._-]+|\.\.+", "-", directory.name)[:128].lstrip("._-")
+    c.put("run.name", name if name and name != "cache" else "converted", key if key in c.given else "")
+    c.put("run.storage", str(directory.parent), key if key in c.given else "")
+    c.say(
+        key,
+        "carried",
+        f"{in_words('run.storage', str(directory.parent))}, {in_words('run.name', c.fields['run.name'])}",
+    )
+    if key not in c.given:
+        c.tell_default("run.name", c.fields["run.name"], f"{key} by default, in {directory.parent}")
+
+
+def length(c: Crossing, epochs: str, *, default: float) -> None:
+    """In steps, if the file gives any, else in epochs."""
+    steps = c.get("max_steps", whole, -1)
+    if steps > 0:
+        c.carry("max_steps", "train.max_steps", steps)
+        c.say(epochs, "left", "max_steps decides, there too")
+        return
+    c.say("max_steps", "same", "no limit in steps")
+    c.carry(epochs, "train.epochs", c.get(epochs, number, default))
+    if "train.epochs" not in c.fields:
+        c.default("train.epochs", default, f"{epochs} by default")
+
+
+def cadence(c: Crossing, field: str, strategy: str, steps: str, *, without: str, every: float | None) -> None:
+    """Every so many steps, never, or every epoch. `without`: the strategy if the file has none."""
+    how = c.get(strategy, text, without).lower()
+    if how in ("no", "false"):
+        c.say(strategy, "same", "only at the end, if at all")
+        c.say(steps, "left", f"not used with {strategy}={how}")
+        return
+    if how not in ("steps", "true"):
+        c.say(strategy, "left", f"{how} is no number of steps; without {field} it is at the end")
+        c.say(steps, "left", f"not used with {strategy}={how}")
+        return
+    found = c.get(steps, number, every)
+    if found is None or found <= 0:
+        c.say(strategy, "left", f"at the end; set {field} for more")
+        c.say(steps, "left", f"at the end; set {field} for more")
+        return
+    count = in_steps(c, found)
+    if count is None:
+        why = f"a fraction of the run's steps, which are not known before its data is counted; set {field}"
+        c.say(strategy, "left", why)
+        c.say(steps, "left", why)
+        return
+    c.put(field, count, steps if steps in c.given else strategy)
+    c.say(strategy, "carried", in_words(field, count))
+    c.say(steps, "carried", in_words(field, count))
+    if steps not in c.given and strategy not in c.given:
+        c.tell_default(field, count, f"{steps} by default")
+
+
+def in_steps(c: Crossing, count: float) -> int | None:
+    """Steps, of which a number below 1 is a fraction. None if it cannot be known of how many."""
+    if count >= 1:
+        return int(count)
+    total = c.fields.get("train.max_steps")
+    return None if total is None else max(1, int(count * total))

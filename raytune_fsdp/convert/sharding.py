@@ -1,0 +1,164 @@
+"""What several projects say of FSDP and DeepSpeed. It decides where weights are, and nothing of what is learned."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from raytune_fsdp.config.text import spelled
+from raytune_fsdp.convert.rules import (
+    Crossing,
+    TheirOption,
+    ask,
+    carry,
+    flag,
+    in_words,
+    leave,
+    plain,
+    same,
+    text,
+    told,
+    words,
+)
+
+# FSDP 1 by name and by number; FSDP 2 says whether weights are let go between forward and backward.
+_STRATEGIES = {
+    "full_shard": "full_shard",
+    "1": "full_shard",
+    "true": "full_shard",
+    "shard_grad_op": "shard_grad_op",
+    "2": "shard_grad_op",
+    "false": "shard_grad_op",
+    "no_shard": "replicate",
+    "3": "replicate",
+    "hybrid_shard": "hybrid_shard",
+    "4": "hybrid_shard",
+    "hybrid_shard_zero2": "hybrid_shard",
+    "5": "hybrid_shard",
+}
+_USUAL_NODE = 8
+_ZERO = {0: "replicate", 1: "shard_grad_op", 2: "shard_grad_op", 3: "full_shard"}
+
+
+def strategy(c: Crossing, key: str, word: str, gpus_of_a_node: int | None = None) -> None:
+    """`parallel.strategy` by FSDP's word for it."""
+    ours = _STRATEGIES.get(word.lower())
+    if ours is None:
+        c.say(
+            key,
+            "left",
+            f"unknown to FSDP; see parallel.strategy, here {c.fields.get('parallel.strategy', 'full_shard')}",
+        )
+        return
+    c.put("parallel.strategy", ours, key)
+    note = ""
+    if ours == "hybrid_shard":
+        node = gpus_of_a_node or _USUAL_NODE
+        node = node if c.gpus is None or c.gpus % node == 0 else c.gpus
+        c.put("parallel.shard_size", node, key)
+        note = f", parallel.shard_size={node}: the GPUs of a node"
+    c.say(key, "carried", f"{in_words('parallel.strategy', ours)}{note}")
+
+
+def fsdp(c: Crossing, key: str) -> None:
+    """`full_shard auto_wrap offload`, as a text or a list; newer files say only true."""
+    value = plain(c.given[key])
+    if isinstance(value, bool):
+        if value:
+            c.say(key, "same", "weights are sharded (parallel.strategy=full_shard)")
+        else:
+            c.say(key, "left", "weights are sharded nonetheless; set parallel.strategy=replicate for whole copies")
+        return
+    found = c.get(key, words, [])
+    if not found:
+        c.say(key, "left", "weights are sharded nonetheless; set parallel.strategy=replicate for whole copies")
+    for word in found:
+        if word == "offload":
+            c.put("parallel.cpu_offload", True, key)
+        elif word != "auto_wrap":
+            strategy(c, key, word)
+    c.say(key, "carried", in_words("parallel.cpu_offload", "offload" in found))
+
+
+def sharded(c: Crossing) -> bool:
+    """Whether the file itself shards weights. Then the optimizer's copy is fp32, whatever they are loaded as."""
+    on = any(spelled(c.given[key]) not in (False, "", []) for key in ("fsdp", "deepspeed") if key in c.given)
+    return on or any(key.startswith("fsdp_config") for key in c.given)
+
+
+def activation_checkpointing(c: Crossing, *own: str, read: Callable[[Any], bool] = flag) -> None:
+    """On if any of these says so: projects have a switch of their own beside FSDP's."""
+    given = [key for key in (*own, *_both("activation_checkpointing")) if key in c.given]
+    mode = "full" if any(c.get(key, read if key in own else flag, False) for key in given) else "none"
+    for key in given:
+        c.carry(key, "parallel.activation_checkpointing", mode)
+
+
+def fsdp_options() -> tuple[TheirOption, ...]:
+    """The options below `fsdp_config`, which most files write with a second `fsdp_` and some without."""
+
+    def names(these: str) -> str:
+        return " ".join(name for word in these.split() for name in _both(word))
+
+    def shards(c: Crossing, key: str) -> None:
+        strategy(c, key, c.get(key, text, ""))
+
+    return (
+        ask(
+            names("sharding_strategy reshard_after_forward"), "`parallel.strategy` (hybrid: `shard_size`, too)", shards
+        ),
+        carry(names("offload_params"), "parallel.cpu_offload", flag),
+        ask(names("cpu_ram_efficient_loading"), "`model.fill: rank0`, if true", _fill),
+        told(names("activation_checkpointing"), "`parallel.activation_checkpointing: full`"),
+        carry(names("activation_checkpointing_offload"), "parallel.activation_offload", flag),
+        same(names("version") + " fsdp_version", "always FSDP 2"),
+        same(names("sync_module_states"), "all ranks start from the same weights"),
+        same(names("transformer_layer_cls_to_wrap transformer_cls_names_to_wrap"), "a network's blocks are found"),
+        leave(names("auto_wrap_policy min_num_params"), "a unit is a block, or `parallel.wrap` of them"),
+        same(names("state_dict_type final_state_dict_type"), "checkpoints are in shards, the export is whole"),
+        leave(names("mixed_precision_policy"), "`parallel.precision` says it"),
+        leave(
+            names("backward_prefetch forward_prefetch limit_all_gathers use_orig_params cpu_offload_pin_memory")
+            + " "
+            + names("xla xla_fsdp_v2 xla_fsdp_grad_ckpt xla_fsdp_settings ignored_modules"),
+            "FSDP 2 has no such switch, or needs none",
+        ),
+        leave("fsdp_config", "a file of its own: convert what it says by hand (see `parallel`)"),
+    )
+
+
+def _both(word: str) -> tuple[str, str]:
+    return f"fsdp_config.fsdp_{word}", f"fsdp_config.{word}"
+
+
+def _fill(c: Crossing, key: str) -> None:
+    if c.get(key, flag, False):
+        c.carry(key, "model.fill", "rank0")
+    else:
+        c.say(key, "same", "no rank needs memory for the whole model (model.fill=auto)")
+
+
+def deepspeed(c: Crossing, key: str) -> None:
+    """The stage of ZeRO, from the name of DeepSpeed's file or from the map that is written in its place."""
+    value: Any = spelled(c.given[key])
+    if isinstance(value, dict):
+        zero = value.get("zero_optimization")
+        stage = zero.get("stage") if isinstance(zero, dict) else None
+        offload = isinstance(zero, dict) and any(str(name).startswith("offload") for name in zero)
+    else:
+        name = c.get(key, text, "").rpartition("/")[2]
+        found = re.search(r"(?:zero|z|stage)[_-]?([0-3])", name)
+        stage, offload = int(found[1]) if found else None, "offload" in name
+    if stage not in _ZERO:
+        c.say(key, "left", "it changes nothing of what is learned; set parallel.strategy (ZeRO 3 is full_shard)")
+        return
+    c.put("parallel.strategy", _ZERO[stage], key)
+    if offload:
+        c.put("parallel.cpu_offload", True, key)
+    c.say(
+        key,
+        "carried",
+        f"{in_words('parallel.strategy', _ZERO[stage])}{', parallel.cpu_offload=true' if offload else ''}; "
+        "see that its file sets no optimizer, schedule or clipping of its own",
+    )

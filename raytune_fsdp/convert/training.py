@@ -1,0 +1,389 @@
+"""The options of transformers' TrainingArguments, which TRL and LLaMA-Factory take, and axolotl in part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raytune_fsdp.config.text import spelled
+from raytune_fsdp.convert.rules import (
+    Crossing,
+    TheirOption,
+    ask,
+    carry,
+    flag,
+    flag_or_auto,
+    leave,
+    number,
+    refuse,
+    same,
+    switch,
+    text,
+    told,
+    whole,
+    words,
+)
+from raytune_fsdp.convert.runs import attention, cadence, global_batch, in_steps, length, run_directory
+from raytune_fsdp.convert.sharding import activation_checkpointing, deepspeed, fsdp, fsdp_options
+
+_ADAMW = [
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_torch_xla",
+    "adamw_torch_npu_fused",
+    "adamw_apex_fused",
+    "adamw_hf",
+    "adamw_anyprecision",
+    "paged_adamw",
+    "paged_adamw_32bit",
+]
+_ROUNDED_ADAMW = [
+    "adamw_8bit",
+    "adamw_bnb_8bit",
+    "paged_adamw_8bit",
+    "adamw_torch_8bit",
+    "adamw_torch_4bit",
+    "ao_adamw_4bit",
+    "ao_adamw_8bit",
+    "ao_adamw_fp8",
+]
+
+
+def optimizer(c: Crossing, key: str) -> None:
+    name = c.get(key, text, "")
+    if name in _ADAMW:
+        c.say(key, "same", "AdamW")
+    elif name in _ROUNDED_ADAMW:
+        c.say(key, "same", "AdamW; here its moments are not rounded, and take more memory")
+    else:
+        c.say(key, "refused", "the optimizer here is AdamW")
+
+
+def _ratio(least: Any, lr: float) -> float:
+    """A learning rate as a fraction of the peak, without the digits that a division of decimals adds."""
+    return float(f"{number(least) / lr:.12g}")
+
+
+class _NotHereError(ValueError):
+    """Why a schedule is none of ours."""
+
+
+def _schedule(c: Crossing, kind: str, details: dict[str, Any], lr: float) -> dict[str, Any]:
+    """Our schedule by transformers' name for it. What is left in `details` was not understood."""
+
+    def take(name: str, default: Any) -> Any:
+        value = details.pop(name, None)
+        return default if value is None else value
+
+    if kind in ("constant", "constant_with_warmup"):
+        return {"type": "constant"}
+    if kind == "linear":
+        return {"type": "linear"}
+    if kind == "cosine" and take("num_cycles", 0.5) == 0.5:
+        return {"type": "cosine"}
+    if kind == "cosine_with_restarts" and take("num_cycles", 1) == 1:
+        return {"type": "cosine"}
+    if kind == "cosine_with_min_lr" and take("num_cycles", 0.5) == 0.5:
+        rate, least = take("min_lr_rate", None), take("min_lr", None)
+        return {
+            "type": "cosine",
+            "floor": _ratio(least, lr) if rate is None and least is not None else number(rate or 0),
+        }
+    if kind == "polynomial" and take("power", 1.0) == 1:
+        return {"type": "linear", "floor": _ratio(take("lr_end", 1e-7), lr)}
+    if kind == "warmup_stable_decay":
+        total, decay = c.fields.get("train.max_steps"), take("num_decay_steps", None)
+        if take("decay_type", "cosine") != "linear" or take("warmup_type", "linear") != "linear":
+            raise _NotHereError("in `wsd` here the learning rate rises and falls linearly")
+        if total is None or decay is None:
+            raise _NotHereError(
+                "`wsd` here takes the fraction of the steps that decay: give max_steps and num_decay_steps"
+            )
+        return {"type": "wsd", "decay": whole(decay) / total, "floor": number(take("min_lr_ratio", 0))}
+    raise _NotHereError("no schedule of ours; there are constant, linear, cosine and wsd")
+
+
+def schedule(c: Crossing, key: str, *, default: str, default_lr: float) -> str:
+    """The schedule and its details, and the name that the project has for it."""
+    kind, prefix = c.get(key, text, default), "lr_scheduler_kwargs."
+    keys = [name for name in c.given if name.startswith(prefix)]
+    details = {name.removeprefix(prefix): spelled(c.given[name]) for name in keys}
+    try:
+        ours = _schedule(c, kind, details, c.get("learning_rate", number, default_lr) or default_lr)
+        if details:
+            raise _NotHereError(f"{', '.join(details)} is nothing that {kind} has here")
+    except ValueError as error:
+        for name in (key, *keys):
+            c.say(name, "refused", str(error), key if key in c.given else "")
+        return kind
+    for name in (key, *keys):
+        c.carry(name, "optim.schedule", ours)
+    if kind != "cosine":
+        c.default("optim.schedule", ours, f"{key} is {kind} by default")
+    return kind
+
+
+def warmup(c: Crossing, kind: str) -> None:
+    """Steps count more than a fraction, and both mean nothing to a constant schedule without warmup."""
+    steps, ratio = c.get("warmup_steps", number, 0), c.get("warmup_ratio", number, 0)
+    if kind == "constant":
+        c.default("optim.warmup_ratio", 0.0, "the schedule `constant` has no warmup")
+        for key in ("warmup_steps", "warmup_ratio"):
+            c.say(key, "same", "the schedule `constant` has no warmup, there either")
+    elif steps >= 1:
+        c.carry("warmup_steps", "optim.warmup_steps", int(steps))
+        c.say("warmup_ratio", "left", "warmup_steps decides, there too")
+    elif steps > 0:
+        c.carry("warmup_steps", "optim.warmup_ratio", steps, "below 1 it is a fraction")
+        c.say("warmup_ratio", "left", "warmup_steps decides, there too")
+    else:
+        c.carry("warmup_ratio", "optim.warmup_ratio", ratio)
+        c.carry("warmup_steps", "optim.warmup_ratio", ratio)
+
+
+def precision(c: Crossing, *, default: str) -> str:
+    """By the switches for mixed precision; without any of them the default."""
+    bf16, fp16 = c.get("bf16", flag, default == "bf16"), c.get("fp16", flag, False)
+    if "bf16" not in c.given and fp16:
+        bf16 = False
+    return "bf16" if bf16 else "fp16" if fp16 else "fp32"
+
+
+def say_precision(c: Crossing, found: str, *keys: str) -> None:
+    for key in keys:
+        c.carry(key, "parallel.precision", found)
+
+
+def _reports(c: Crossing, key: str) -> None:
+    found = c.get(key, words, [])
+    if "mlflow" in found or "all" in found:
+        c.carry(key, "tracking.mlflow.enabled", True)
+    elif set(found) <= {"none"}:
+        c.carry(key, "tracking.mlflow.enabled", False)
+    else:
+        c.say(key, "left", "metrics go to the run directory, and to MLflow where it is installed")
+
+
+def _push(c: Crossing, key: str) -> None:
+    name = c.get("hub_model_id", text, "")
+    if c.get("push_to_hub", flag, False) and name:
+        c.carry(key, "export.push", name)
+    elif not c.get("push_to_hub", flag, False):
+        c.say(key, "same", "nothing is pushed")
+    else:
+        c.say(key, "left", "set export.push to owner/name")
+
+
+def _keep(c: Crossing, key: str) -> None:
+    count = c.get(key, whole, 0)
+    if count >= 1:
+        c.carry(key, "checkpoint.keep_last", max(2, count), "" if count > 1 else "two, in case the last is damaged")
+    else:
+        c.say(key, "left", "as here: see checkpoint.keep_last")
+
+
+def _best(c: Crossing, key: str) -> None:
+    if c.get(key, flag, False):
+        c.carry(key, "checkpoint.keep_best", 1, "the run exports its end; the best one with `raytune-fsdp export`")
+    else:
+        c.say(key, "same", "the run exports its end")
+
+
+def _metric(c: Crossing, key: str) -> None:
+    if c.get(key, text, "loss") in ("loss", "eval_loss"):
+        c.say(key, "same", "the mean loss over all evaluations")
+    else:
+        c.say(key, "left", "the best is the one with the lowest loss; see checkpoint.best")
+
+
+def _sampling(c: Crossing, key: str) -> None:
+    how = c.get(key, text, "random")
+    if how == "sequential":
+        c.carry(key, "data.shuffle", "none")
+    elif how == "random":
+        c.say(key, "same", "the order is random")
+    else:
+        c.say(key, "left", "it changes the order only; packed samples are of one length")
+
+
+def _timeout(c: Crossing, key: str) -> None:
+    c.carry(key, "cluster.collective_minutes", c.get(key, number, 1800) / 60)
+
+
+def _resume(c: Crossing, key: str) -> None:
+    if spelled(c.given[key]) in (True, False, "true", "false", ""):
+        c.say(key, "same", "the same name continues the same run (run.resume)")
+    else:
+        c.say(key, "refused", "a run of another trainer cannot be continued; name its weights as the model")
+
+
+def _log(c: Crossing, key: str) -> None:
+    count = in_steps(c, c.get(key, number, 1) or 1)
+    if count is None:
+        c.say(key, "left", "a fraction of the run's steps; set train.log_every")
+    else:
+        c.carry(key, "train.log_every", count)
+
+
+def prepare_training(c: Crossing, *, lr: float, output: str, default_precision: str) -> str:
+    """What several options say together. Returns the precision, which the caller may know more of."""
+    length(c, "num_train_epochs", default=3.0)
+    global_batch(c, "per_device_train_batch_size", "gradient_accumulation_steps", default=8)
+    run_directory(c, "output_dir", default=output)
+    warmup(c, schedule(c, "lr_scheduler_type", default="linear", default_lr=lr))
+    cadence(c, "checkpoint.every", "save_strategy", "save_steps", without="steps", every=500)
+    strategy_key = c.first("eval_strategy", "evaluation_strategy")
+    cadence(c, "eval.every", strategy_key, "eval_steps", without="no", every=c.get("logging_steps", number, None))
+    activation_checkpointing(c, "gradient_checkpointing", "activation_checkpointing")
+    return precision(c, default=default_precision)
+
+
+def finish_training(c: Crossing, *, lr: float) -> None:
+    """The defaults of TrainingArguments that are not ours."""
+    if lr != 5e-5:
+        c.default("optim.lr", lr, "learning_rate by default")
+    c.default("optim.weight_decay", 0.0, "weight_decay by default")
+    if "optim.warmup_steps" not in c.fields:
+        c.default("optim.warmup_ratio", 0.0, "no warmup by default")
+    c.default("run.seed", 42, "seed by default")
+
+
+def evaluates(c: Crossing) -> bool:
+    strategy_key = c.first("eval_strategy", "evaluation_strategy")
+    return c.get(strategy_key, text, "no").lower() not in ("no", "false")
+
+
+def _clip(c: Crossing, key: str) -> None:
+    norm = c.get(key, number, 1.0)
+    c.carry(key, "optim.max_grad_norm", norm or None)
+
+
+def optim_options() -> tuple[TheirOption, ...]:
+    """Of the optimizer, under the names that axolotl has for them, too."""
+    return (
+        carry("learning_rate", "optim.lr", number),
+        carry("weight_decay", "optim.weight_decay", number, "here it leaves out embeddings, not only norms and biases"),
+        carry("adam_beta1", "optim.beta1", number),
+        carry("adam_beta2", "optim.beta2", number),
+        carry("adam_epsilon", "optim.eps", number),
+        ask("max_grad_norm", "`optim.max_grad_norm` (0: null)", _clip),
+        told("warmup_steps", "`optim.warmup_steps`"),
+        told("warmup_ratio", "`optim.warmup_ratio`"),
+        told(
+            "lr_scheduler_kwargs lr_scheduler_kwargs.num_cycles lr_scheduler_kwargs.min_lr "
+            "lr_scheduler_kwargs.min_lr_rate lr_scheduler_kwargs.power lr_scheduler_kwargs.lr_end "
+            "lr_scheduler_kwargs.num_decay_steps lr_scheduler_kwargs.min_lr_ratio lr_scheduler_kwargs.decay_type "
+            "lr_scheduler_kwargs.warmup_type",
+            "`optim.schedule`: its `floor` and `decay`",
+        ),
+        refuse("optim_args", "AdamW has no other arguments here than `optim`"),
+        refuse("optim_target_modules", "one optimizer trains all weights"),
+        refuse("neftune_noise_alpha", "no noise is added to embeddings"),
+        refuse(
+            "auto_find_batch_size",
+            "a batch is what `train` says; a smaller micro_batch changes nothing of what is learned",
+        ),
+    )
+
+
+def shared_options() -> tuple[TheirOption, ...]:
+    """What axolotl calls as transformers does, besides the optimizer's."""
+    return (
+        told("gradient_accumulation_steps", "`train.global_batch`"),
+        told("max_steps", "`train.max_steps` (-1: none)"),
+        told("output_dir", "`run.storage` and `run.name`"),
+        told("save_strategy save_steps", "`checkpoint.every`; epochs are left"),
+        told("eval_strategy evaluation_strategy eval_steps", "`eval.every`; epochs are left"),
+        told("gradient_checkpointing", "`parallel.activation_checkpointing: full`"),
+        told("bf16 fp16", "`parallel.precision`"),
+        ask("save_total_limit", "`checkpoint.keep_last`, at least 2", _keep),
+        ask("logging_steps", "`train.log_every`", _log),
+        ask("load_best_model_at_end", "`checkpoint.keep_best: 1`", _best),
+        ask("metric_for_best_model", "same for the loss, else left", _metric),
+        carry("greater_is_better", "checkpoint.best_is", lambda value: "highest" if flag(value) else "lowest"),
+        ask("ddp_timeout", "`cluster.collective_minutes`", _timeout),
+        ask("resume_from_checkpoint", "same (`run.resume`); a path is refused", _resume),
+        ask("attn_implementation", "`model.attention`", attention),
+        ask("fsdp", "`parallel.strategy`, `parallel.cpu_offload`", fsdp),
+        ask("deepspeed", "`parallel.strategy`, by the stage in the file's name", deepspeed),
+        *fsdp_options(),
+        carry("trust_remote_code", "model.trust_remote_code", flag),
+        carry("seed", "run.seed", whole),
+        carry("torch_compile", "parallel.compile", flag_or_auto),
+        same("save_safetensors", "always safetensors"),
+        same("remove_unused_columns", "only the columns that a format names are read"),
+        leave(
+            "torch_compile_backend torch_compile_mode torch_compile_options", "torch's default; see `parallel.compile`"
+        ),
+        leave("gradient_checkpointing_kwargs.use_reentrant gradient_checkpointing_kwargs", "never reentrant here"),
+        leave("group_by_length", "it changes the order only; packed samples are of one length"),
+        leave("hub_strategy hub_revision", "the export is pushed once, at the end"),
+        leave("dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor", "data is prepared by itself"),
+        leave("dataloader_drop_last", "the last step has what is left of the data"),
+        leave("ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers", "of DDP, which is not used"),
+        leave("save_only_model", "checkpoints are complete"),
+        leave("torch_empty_cache_steps", "it changes memory only"),
+        leave("local_rank", "`cluster` says what a run runs on"),
+        refuse("accelerator_config", "it may change what a batch is; say it in `train`", off=()),
+    )
+
+
+def training_options() -> tuple[TheirOption, ...]:
+    """All of TrainingArguments."""
+    return (
+        told("per_device_train_batch_size", "`train.micro_batch`, `train.global_batch`"),
+        told("num_train_epochs", "`train.epochs`"),
+        told("lr_scheduler_type", "`optim.schedule`"),
+        ask("optim", "same, if it is an AdamW; else refused", optimizer),
+        *optim_options(),
+        *shared_options(),
+        refuse("label_smoothing_factor", "the loss is the plain cross entropy"),
+        told("activation_checkpointing", "`parallel.activation_checkpointing: full`"),
+        carry("tf32", "parallel.tf32", flag),
+        carry("full_determinism", "run.deterministic", flag),
+        carry("eval_on_start", "eval.at_start", flag),
+        carry("hub_private_repo", "export.private", flag),
+        ask("push_to_hub hub_model_id", "`export.push`", _push),
+        ask("report_to", "`tracking.mlflow.enabled`; others are left", _reports),
+        ask("train_sampling_strategy", "`data.shuffle`", _sampling),
+        switch("use_cpu no_cuda", "cluster.device", "cpu", "GPUs, where there are any"),
+        refuse(
+            "average_tokens_across_devices",
+            "a loss is the mean over all tokens of a step, not of each GPU's mean",
+            off=(True,),
+            alike="a loss is the mean over all tokens of a step",
+        ),
+        same("restore_callback_states_from_checkpoint skip_memory_metrics logging_nan_inf_filter", "nothing to set"),
+        leave("run_name project", "the run is called as its directory; see `run.name`"),
+        leave("per_device_eval_batch_size eval_accumulation_steps", "it changes no loss; `train.micro_batch` counts"),
+        leave("do_train do_eval do_predict", "training, and evaluating where there is data for it"),
+        leave("overwrite_output_dir", "a finished run is not overwritten; see `run.resume`"),
+        leave("data_seed", "`run.seed` decides the order, too"),
+        leave("use_liger_kernel liger_kernel_config use_ipex", "other kernels for the same function; see `model.loss`"),
+        leave("use_cache jit_mode_eval", "nothing is cached in training"),
+        leave(
+            "bf16_full_eval fp16_full_eval half_precision_backend fp16_opt_level fp16_backend", "`parallel.precision`"
+        ),
+        leave(
+            "logging_strategy logging_first_step logging_dir log_level log_level_replica log_on_each_node disable_tqdm "
+            "include_num_input_tokens_seen include_tokens_per_second include_for_metrics",
+            "every step is in `metrics.jsonl`",
+        ),
+        leave(
+            "prediction_loss_only batch_eval_metrics eval_do_concat_batches eval_use_gather_object eval_delay "
+            "label_names include_inputs_for_metrics",
+            "an evaluation measures the loss",
+        ),
+        leave("save_on_each_node enable_jit_checkpoint ignore_data_skip", "see `checkpoint`"),
+        leave("hub_token hub_always_push", "HF_TOKEN in the environment; pushed once, at the end"),
+        leave("trackio_space_id trackio_bucket_id trackio_static_space_id", "metrics go to MLflow; see `tracking`"),
+        leave(
+            "dataloader_persistent_workers dataloader_multiprocessing_context dataloader_in_order length_column_name",
+            "data is prepared by itself",
+        ),
+        leave(
+            "ddp_backend ddp_static_graph parallelism_config tpu_num_cores debug ray_scope past_index", "see `cluster`"
+        ),
+        leave(
+            "activation_checkpointing_kwargs gradient_checkpointing_kwargs.*", "see `parallel.activation_checkpointing`"
+        ),
+    )

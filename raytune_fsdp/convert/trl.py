@@ -1,0 +1,270 @@
+"""TRL: files for `trl sft --config`, with the options of SFTConfig, ModelConfig and ScriptArguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raytune_fsdp.config.text import spelled
+from raytune_fsdp.convert.rules import (
+    Crossing,
+    Project,
+    TheirOption,
+    a_map,
+    ask,
+    carry,
+    flag,
+    in_words,
+    leave,
+    number,
+    part,
+    refuse,
+    same,
+    table,
+    text,
+    told,
+    whole,
+    words,
+)
+from raytune_fsdp.convert.runs import attention, place
+from raytune_fsdp.convert.sharding import sharded
+from raytune_fsdp.convert.training import evaluates, finish_training, prepare_training, say_precision, training_options
+
+_LR = 2e-5
+_LENGTH = 1024
+# Names of builders, which stand where others have the name of a dataset.
+_BUILDERS = ("json", "csv", "parquet", "text", "arrow")
+
+
+def prepare(c: Crossing) -> None:
+    mixed = prepare_training(c, lr=_LR, output="trainer_output", default_precision="bf16")
+    _precision(c, mixed)
+    _packing(c)
+    _lengths(c)
+    _data(c)
+
+
+def _precision(c: Crossing, mixed: str) -> None:
+    """Mixed precision, and the type in which weights are loaded: without sharding the optimizer updates those."""
+    own = c.first("model_init_kwargs.dtype", "model_init_kwargs.torch_dtype", "dtype", "torch_dtype")
+    loaded = c.get(own, text, "float32").removeprefix("torch.")
+    found = mixed
+    if loaded == "float16" and not sharded(c):
+        c.say(own, "refused", "weights of the optimizer are fp32, or bf16 (parallel.precision=bf16_pure)")
+    elif loaded in ("bfloat16", "auto") and not sharded(c) and mixed != "fp16":
+        found = "bf16_pure"
+        c.carry(
+            own, "parallel.precision", found, "with FSDP or DeepSpeed theirs is bf16: fp32 weights in the optimizer"
+        )
+    say_precision(c, found, own, "bf16", "fp16")
+    if found != "bf16":
+        c.default("parallel.precision", found, "bf16 and dtype by default")
+
+
+def _packing(c: Crossing) -> None:
+    """Also what becomes of documents that are too long, which depends on the packing."""
+    packed, how = c.get("packing", flag, False), c.get("packing_strategy", text, "bfd")
+    ours = {"bfd": "best_fit", "bfd_split": "best_fit", "bfd-requeue": "best_fit", "wrapped": "concat"}
+    if packed and how not in ours:
+        c.say("packing_strategy", "refused", "unknown to TRL; it has bfd, bfd_split and wrapped")
+        return
+    note = "there a document sees those before it, here none does" if packed and how == "wrapped" else ""
+    c.carry("packing", "data.packing", ours[how] if packed else "none", note)
+    if packed:
+        c.carry("packing_strategy", "data.packing", ours[how], note)
+    c.say("packing_strategy", "left", "means nothing without packing")
+    c.default("data.packing", "none", "packing is off by default")
+    if packed and how == "wrapped":
+        return
+    long = "split" if packed and how != "bfd" else "truncate"
+    c.default("data.long_documents", long, "what TRL does with more than max_length tokens")
+
+
+def _lengths(c: Crossing) -> None:
+    key = c.first("max_length", "max_seq_length")
+    if key in c.given and spelled(c.given[key]) is None:
+        c.say(key, "refused", "a sample has a fixed length here; give a number, such as the length of the longest row")
+        return
+    c.carry(key, "data.seq_len", c.get(key, whole, _LENGTH))
+    c.default("data.seq_len", _LENGTH, "max_length by default")
+
+
+def _data(c: Crossing) -> None:
+    rows = _format(c)
+    numbers = sorted({int(key.split(".")[1]) for key in c.given if key.startswith("datasets.") and key[9].isdigit()})
+    train = [each for index in numbers for each in _dataset(c, f"datasets.{index}.", rows)]
+    if numbers:
+        for key in ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"):
+            c.say(key, "left", "datasets decides, there too")
+    elif "dataset_name" in c.given:
+        train = [_named(c, rows)]
+    if not train:
+        c.problems.append("no dataset is named: set dataset_name or datasets in the file")
+        return
+    shares = [each["share"] for each in train if "share" in each]
+    for each in train:
+        if "share" in each:
+            each["share"] = round(each["share"] / sum(shares), 12) if sum(shares) > 0 else 0.0
+    c.put("data.train", train, "datasets" if numbers else "dataset_name")
+    size = c.get("test_split_size", number, 0)
+    if size:
+        held_out = {"fraction": size} if size < 1 else {"rows": int(size)}
+        c.put("data.eval", held_out, "test_split_size")
+        c.say("test_split_size", "carried", in_words("data.eval", held_out))
+
+
+def _format(c: Crossing) -> dict[str, Any]:
+    """TRL reads the format off the first row; here it has to be told by the options that mean something to one only."""
+    answers, column = c.get("completion_only_loss", flag, None), c.first("dataset_text_field")
+    if c.get("assistant_only_loss", flag, False):
+        rows: dict[str, Any] = {"type": "chat", "loss": "assistant"}
+        c.say("assistant_only_loss", "carried", "format.loss=assistant")
+        c.say("completion_only_loss", "left", "means nothing to conversations in `messages`")
+        c.say(column, "left", "means nothing to conversations")
+    elif answers:
+        rows = {"type": "instruction", "prompt": "prompt", "input": None, "completion": "completion", "style": "plain"}
+        c.say("completion_only_loss", "carried", "format.type=instruction, format.loss=completion")
+        c.say(column, "left", "means nothing to prompts and completions")
+    elif column in c.given:
+        rows = {"type": "completion", "text": c.get(column, text, "text")}
+        c.say(column, "carried", f"format.type=completion, format.text={rows['text']}")
+    else:
+        rows = {"type": "chat", "loss": "all"}
+        why = (
+            "TRL looks at the rows: this is for `messages` of which all is trained on; see `raytune-fsdp data preview`"
+        )
+        c.tell_default("data.train.*.format", rows, why)
+    c.say(
+        "assistant_only_loss", "same" if rows["type"] != "chat" else "carried", f"format.loss={rows.get('loss', 'all')}"
+    )
+    c.say("completion_only_loss", "carried", f"format.loss={rows.get('loss', 'all')}")
+    _end_token(c, rows)
+    return rows
+
+
+def _end_token(c: Crossing, rows: dict[str, Any]) -> None:
+    if rows["type"] == "chat":
+        c.say("eos_token", "left", "the chat template says how a turn ends")
+    else:
+        c.say("eos_token", "refused", "a text ends with the tokenizer's own end token")
+
+
+def _named(c: Crossing, rows: dict[str, Any]) -> dict[str, Any]:
+    """The one dataset of `dataset_name`, and its other split for evaluation."""
+    found: dict[str, Any] = {**place(c.get("dataset_name", text, "")), "format": rows}
+    c.say("dataset_name", "carried", in_words("data.train.0", {k: v for k, v in found.items() if k != "format"}))
+    if "hub" in found and "dataset_config" in c.given:
+        found["subset"] = c.get("dataset_config", text, None)
+        c.say("dataset_config", "carried", in_words("data.train.0.subset", found["subset"]))
+    c.say("dataset_config", "left", "means nothing to files")
+    test, train = (
+        {**found, "split": c.get("dataset_test_split", text, "test")},
+        c.get("dataset_train_split", text, "train"),
+    )
+    if train != "train":
+        found["split"] = train
+    c.say("dataset_train_split", "carried", in_words("data.train.0.split", train))
+    if evaluates(c) and "test_split_size" not in c.given:
+        c.put("data.eval", [test], c.first("eval_strategy", "evaluation_strategy"))
+        c.say("dataset_test_split", "carried", in_words("data.eval.0.split", test["split"]))
+    c.say("dataset_test_split", "left", "nothing is evaluated")
+    return found
+
+
+def _dataset(c: Crossing, prefix: str, rows: dict[str, Any]) -> list[dict[str, Any]]:
+    """One of `datasets`: as many of ours as it names files."""
+    name, files = c.get(f"{prefix}path", text, ""), c.get(f"{prefix}data_files", words, [])
+    found = [place(name)]
+    if files:
+        folder = "" if name in _BUILDERS or "hub" not in found[0] else f"hf://datasets/{name}/"
+        found = [{"path": f"{folder}{file}"} for file in files]
+    more: dict[str, Any] = {}
+    if "hub" in found[0] and f"{prefix}name" in c.given:
+        more["subset"] = c.get(f"{prefix}name", text, None)
+    if c.get(f"{prefix}split", text, "train") != "train":
+        more["split"] = c.get(f"{prefix}split", text, None)
+    if f"{prefix}fraction" in c.given:
+        more["share"] = c.get(f"{prefix}fraction", number, 0.0) / len(found)
+        c.say(f"{prefix}fraction", "carried", "share: an epoch has as many rows as all datasets, theirs has fewer")
+    for key in ("path", "name", "split", "data_files"):
+        fields = {k: v for k, v in {**found[0], **more}.items() if k != "share"}
+        c.say(f"{prefix}{key}", "carried", in_words("data.train.*", fields))
+    return [{**each, **more, "format": rows} for each in found]
+
+
+def finish(c: Crossing) -> None:
+    finish_training(c, lr=_LR)
+    c.default("parallel.activation_checkpointing", "full", "gradient_checkpointing by default")
+
+
+def _template(c: Crossing, key: str) -> None:
+    name = c.get(key, text, "")
+    if name.endswith((".jinja", ".j2")):
+        c.carry(key, "data.chat_template", name)
+    else:
+        c.say(key, "refused", "the template of another tokenizer: save it to a file, and name that")
+
+
+def _compute_options() -> tuple[TheirOption, ...]:
+    lora = (
+        "lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_modules_to_save lora_task_type "
+        "use_rslora use_dora"
+    )
+    bits = "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage"
+    return (
+        carry("model_name_or_path", "model.path", text),
+        carry("model_revision model_init_kwargs.revision", "model.revision", text),
+        told("dtype torch_dtype model_init_kwargs.dtype model_init_kwargs.torch_dtype", "`parallel.precision`"),
+        ask("model_init_kwargs.attn_implementation", "`model.attention`", attention),
+        carry("model_init_kwargs.trust_remote_code", "model.trust_remote_code", flag),
+        leave(
+            "model_init_kwargs.use_cache model_init_kwargs.device_map model_init_kwargs.use_kernels", "no effect here"
+        ),
+        carry("activation_offloading", "parallel.activation_offload", flag),
+        refuse("use_peft", "every weight is trained (method.type=full)"),
+        part(lora, "use_peft", lambda c: c.on("use_peft")),
+        refuse("load_in_8bit load_in_4bit", "weights are not quantized"),
+        part(bits, "load_in_4bit", lambda c: c.on("load_in_4bit")),
+        refuse("router_aux_loss_coef", "set it as model.overrides.router_aux_loss_coef", off=()),
+        carry("env", "cluster.env", lambda value: {key: str(each) for key, each in a_map(value).items()}),
+        same("ignore_bias_buffers", "there are no such buffers to ignore"),
+    )
+
+
+def _data_options() -> tuple[TheirOption, ...]:
+    return (
+        told("max_length max_seq_length", "`data.seq_len`", takes_null=True),
+        told("packing packing_strategy", "`data.packing`: bfd and bfd_split `best_fit`, wrapped `concat`, off `none`"),
+        told("dataset_name", "`data.train.0.hub` or `path`"),
+        told("dataset_config", "`data.train.0.subset`"),
+        told("dataset_train_split dataset_test_split", "`data.train.0.split`, `data.eval.0.split`"),
+        told("dataset_text_field", "`format: {type: completion, text: …}`"),
+        told("assistant_only_loss completion_only_loss", "`format.type` and `format.loss`"),
+        told("datasets.*.path datasets.*.data_files", "`data.train.N.hub` or `path`"),
+        told("datasets.*.name datasets.*.split", "`data.train.N.subset`, `split`"),
+        told("datasets.*.fraction", "`data.train.N.share`"),
+        leave("datasets.*.columns", "only the columns that a format names are read"),
+        refuse("datasets.*.data_dir", "name its files in `data_files`", off=()),
+        told("test_split_size", "`data.eval.fraction` or `rows`"),
+        told("eos_token", "left for chats, else refused"),
+        ask("chat_template_path", "`data.chat_template`, if it is a file", _template),
+        refuse("truncation_mode", "the start of a document is kept", off=("keep_start",), alike="the start is kept"),
+        refuse("loss_type", "the loss is the cross entropy", off=("nll", "chunked_nll"), alike="the cross entropy"),
+        refuse("dataset_kwargs", "rows are always prepared", off=()),
+        same("shuffle_dataset", "the order is random, drawn from `run.seed`"),
+        same("padding_free pad_to_multiple_of", "padding changes nothing of what is learned"),
+        leave("pad_token", "padding changes nothing of what is learned"),
+        leave("eval_packing", "an evaluation is packed as the training; it changes no loss of a token"),
+        leave("dataset_num_proc", "data is prepared by itself"),
+        leave("dataset_streaming streaming", "see `data.shuffle: blocks` for datasets too large to copy"),
+    )
+
+
+TRL = Project(
+    name="trl",
+    title="TRL",
+    about="Files for `trl sft --config`. Tested with the options of TRL 1.16 and transformers 5.23; older spellings "
+    "(`max_seq_length`, `torch_dtype`, `evaluation_strategy`, `warmup_ratio`) are known, too.",
+    options=table(*_compute_options(), *_data_options(), *training_options()),
+    prepare=prepare,
+    finish=finish,
+)
