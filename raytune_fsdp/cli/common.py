@@ -108,3 +108,14 @@ class ConfigParser(Parser):
         usage = self.format_usage()
         options = super().format_help().replace(usage, f"{usage.rstrip()} [--section.field VALUE ...]\n", 1)
         return f"{options}\nconfig:\n\n{help_text(ROOT, width)}"
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file that is not there yet. ConfigError if it is, or cannot be written."""
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists already; name another file, or remove it") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file") from None

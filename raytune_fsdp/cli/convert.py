@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import Parser, exit_code
+from raytune_fsdp.cli.common import Parser, exit_code, write_new
 from raytune_fsdp.errors import ConfigError
 
 _PROJECTS = ("axolotl", "trl", "llama-factory", "accelerate")
@@ -49,13 +49,7 @@ def _run(parser: Parser, arguments: Sequence[str]) -> int:
     if found.out is None:
         print(text, end="")
         return 0
-    try:
-        with open(found.out, "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{found.out} exists already; name another file, or remove it") from None
-    except OSError as error:
-        raise ConfigError(f"{found.out} cannot be written: {error.strerror}; name another file") from None
+    write_new(found.out, text)
     print(f"written to {found.out}")
     if not converted.project.fragment:
         print(f"then: raytune-fsdp data preview --config {found.out}")

@@ -9,8 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytune_fsdp.cli.common import Parser, exit_code, nearest
-from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.cli.common import Parser, exit_code, nearest, write_new
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -65,13 +64,7 @@ def _copy(found: Namespace, text: str) -> int:
     target = found.destination or Path(f"{found.name}.yaml")
     if target.is_dir():
         target = target / f"{found.name}.yaml"
-    try:
-        with open(target, "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{target} exists already; name another file, or remove it") from None
-    except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror}; name another file") from None
+    write_new(target, text)
     print(f"copied to {target}")
     yours = list(_yours(load_config(target)))
     if yours:

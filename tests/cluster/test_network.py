@@ -24,8 +24,7 @@ from tests.cluster.network import Network, why_not
 from tests.ray.jobs import ROOT, TRAIN, config_of, events
 from tests.runs import trajectory
 
-REASON = why_not()
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 HEAD, SECOND, OUTSIDE = range(3)
 FAST = {  # a node that is silent for some seconds is dead
@@ -104,6 +103,8 @@ def wait(condition: Callable[[], bool], seconds: float, say: Callable[[], str] =
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
     found = Machines(tmp_path_factory.mktemp("machines"))
     try:
         found.begin()
