@@ -75,8 +75,8 @@ class Tracer:
         self._inside: dict[int, Call | None] = {}
         options = _TRACESYSGOOD | _TRACECLONE | _EXITKILL
         for task in os.listdir(f"/proc/{pid}/task"):
-            self._ptrace(_SEIZE, int(task), 0, options)
-            self._ptrace(_INTERRUPT, int(task))  # it stops, and when it is let go its calls are told
+            if self._ptrace(_SEIZE, int(task), 0, options):
+                self._ptrace(_INTERRUPT, int(task))  # it stops, and when it is let go its calls are told
 
     def run(self, at: Callable[[Call, bool], bool]) -> bool:
         """Follow the process to its end. `at(call, done)` is asked before and after each call: True kills it there.
@@ -99,7 +99,7 @@ class Tracer:
                 os.kill(self._pid, signal.SIGKILL)
                 killed = True
             passed_on = 0 if event or number & 0x80 or number == signal.SIGTRAP else number
-            self._ptrace(_SYSCALL, task, 0, passed_on, missing_ok=True)
+            self._ptrace(_SYSCALL, task, 0, passed_on)
 
     def _wait(self) -> tuple[int, int]:
         status = ctypes.c_int()
@@ -112,7 +112,8 @@ class Tracer:
 
     def _at_call(self, task: int, at: Callable[[Call, bool], bool]) -> bool:
         info = _SyscallInfo()
-        self._ptrace(_GET_SYSCALL_INFO, task, ctypes.sizeof(info), ctypes.addressof(info))
+        if not self._ptrace(_GET_SYSCALL_INFO, task, ctypes.sizeof(info), ctypes.addressof(info)):
+            return False
         if info.op == _ENTRY:
             call = self._inside[task] = self._interesting(task, info)
             return call is not None and at(call, False)
@@ -136,8 +137,11 @@ class Tracer:
         except OSError:
             return ""
 
-    def _ptrace(self, request: int, task: int, addr: int = 0, data: int = 0, *, missing_ok: bool = False) -> None:
+    def _ptrace(self, request: int, task: int, addr: int = 0, data: int = 0) -> bool:
+        """False: the task is gone. One that is stopped ends all the same when another thread ends the process."""
         if self._libc.ptrace(request, task, addr, data) == -1:
             error = ctypes.get_errno()
-            if not (missing_ok and error == _NO_SUCH_PROCESS):
+            if error != _NO_SUCH_PROCESS:
                 raise OSError(error, f"ptrace({request}): {os.strerror(error)}")
+            return False
+        return True
