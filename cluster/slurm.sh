@@ -26,10 +26,8 @@
 set -euo pipefail
 
 # EDIT: the environment that has raytune-fsdp, in the same place on all nodes.
-if [[ -n "${VENV:=$HOME/raytune-fsdp}" ]]; then
-  # shellcheck disable=SC1091
-  . "$VENV/bin/activate"
-fi
+# shellcheck disable=SC1091
+. "${VENV:-$HOME/raytune-fsdp}/bin/activate"
 
 # EDIT: the network between the nodes; docs/start/slurm.md has the settings for EFA and InfiniBand.
 # export NCCL_SOCKET_IFNAME=ib0
@@ -53,20 +51,17 @@ end() {
 }
 trap end EXIT
 
-on "$head" ray start --head --block --node-ip-address "$address" --port "$port" --include-dashboard false \
-  --num-gpus "${SLURM_GPUS_ON_NODE:-0}" --disable-usage-stats &
-started+=($!)
-for node in "${nodes[@]:1}"; do
-  # It tries for as long as the head needs to come up.
-  # shellcheck disable=SC2016  # it is the node that expands these
-  on "$node" bash -c 'until ray start --block --address "$0:$1" --num-gpus "$2" --disable-usage-stats; do sleep 2; done' \
-    "$address" "$port" "${SLURM_GPUS_ON_NODE:-0}" &
+ray_on() {
+  on "$1" ray start --block --num-gpus "${SLURM_GPUS_ON_NODE:-0}" --num-cpus "$SLURM_CPUS_ON_NODE" \
+    --disable-usage-stats "${@:2}" &
   started+=($!)
-done
+}
+ray_on "$head" --head --node-ip-address "$address" --port "$port" --include-dashboard false
 for _ in {1..90}; do
   ray status --address "$address:$port" > /dev/null 2>&1 && break
   sleep 2
 done
+for node in "${nodes[@]:1}"; do ray_on "$node" --address "$address:$port"; done
 
 export RAY_ADDRESS="$address:$port"
 raytune-fsdp train --cluster.workers "$((${#nodes[@]} * ${SLURM_GPUS_ON_NODE:-1}))" "$@" &

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,15 @@ def open_data(
     return train, evals
 
 
+def open_evals(
+    config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, progress: Progress | None = None
+) -> dict[str, Windows]:
+    """The evaluation datasets alone. The training data need not be there, unless they are rows held out of it."""
+    if isinstance(config.data.eval, HeldOutConfig):
+        return open_data(config, tokenizer, vocab_size, progress)[1]
+    return _named(config.data.eval, _opener(config, tokenizer, vocab_size, progress, None))
+
+
 def _open_data(
     config: FinetuneConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -47,17 +56,10 @@ def _open_data(
     progress: Progress | None,
     order_version: int | None,
 ) -> tuple[Windows, dict[str, Windows]]:
-    cache = cache_of(config)
-
-    def windows(datasets: Sequence[DatasetConfig], sources: Sequence[Source] | None = None) -> Windows:
-        return Windows(
-            datasets, config.data, seed=config.run.seed, tokenizer=tokenizer, vocab_size=vocab_size, cache=cache,
-            progress=progress, order_version=order_version, sources=sources,
-        )  # fmt: skip
-
+    windows = _opener(config, tokenizer, vocab_size, progress, order_version)
     datasets = config.data.train
     if isinstance(config.data.eval, HeldOutConfig):
-        sources = open_sources(datasets, config.data, cache, progress, order_version)
+        sources = open_sources(datasets, config.data, cache_of(config), progress, order_version)
         pairs = _hold_out(config.data.eval, datasets, sources)
         # Measured once each, however often they would be trained on.
         some = [i for i, (_, out) in enumerate(pairs) if len(out)]
@@ -65,12 +67,33 @@ def _open_data(
         return windows(datasets, [rest for rest, _ in pairs]), {
             HELD_OUT: windows(measured, [pairs[i][1] for i in some])
         }
-    train = windows(datasets)
-    evals = {dataset_name(dataset): windows([dataset]) for dataset in config.data.eval}
-    if len(evals) != len(config.data.eval):
-        raise DataError("data.eval: two datasets have the same name; give each its own data.eval.*.name")
+    train, evals = windows(datasets, None), _named(config.data.eval, windows)
     _warn_of_overlap(train, evals)
     return train, evals
+
+
+_Opener = Callable[[Sequence[DatasetConfig], Sequence[Source] | None], Windows]
+
+
+def _opener(
+    config: FinetuneConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    progress: Progress | None,
+    order_version: int | None,
+) -> _Opener:
+    cache = cache_of(config)
+    return lambda datasets, sources: Windows(
+        datasets, config.data, seed=config.run.seed, tokenizer=tokenizer, vocab_size=vocab_size, cache=cache,
+        progress=progress, order_version=order_version, sources=sources,
+    )  # fmt: skip
+
+
+def _named(datasets: Sequence[DatasetConfig], windows: _Opener) -> dict[str, Windows]:
+    evals = {dataset_name(dataset): windows([dataset], None) for dataset in datasets}
+    if len(evals) != len(datasets):
+        raise DataError("data.eval: two datasets have the same name; give each its own data.eval.*.name")
+    return evals
 
 
 def _hold_out(

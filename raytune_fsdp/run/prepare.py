@@ -69,7 +69,7 @@ def prepare(
     network = build_network(hf_config, config)
     _name_class(hf_config, network)
     init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
-    _check_network(config, network, hf_config, world)
+    _check_network(config, network, world)
     needs = network_needs(config, hf_config, network)
     check_step(config, hf_config, network, needs)
     origin = find_origin(config, network, added) if own is None else None
@@ -204,9 +204,9 @@ def _name_class(hf_config: PretrainedConfig, network: PreTrainedModel) -> None:
         del hf_config.auto_map  # it would load other code; this network is transformers' own
 
 
-def _check_network(config: FinetuneConfig, network: PreTrainedModel, hf_config: PretrainedConfig, world: int) -> None:
-    """Refuse what this architecture cannot do."""
-    positions = positions_of(hf_config)
+def check_lengths(config: FinetuneConfig, network: PreTrainedModel) -> None:
+    """Refuse samples that are longer than the model knows positions, and packing where it takes none."""
+    positions = positions_of(network.config)
     if config.data.seq_len > positions:
         raise ConfigError(
             f"data.seq_len={config.data.seq_len} is more than the model's {positions} positions "
@@ -217,6 +217,11 @@ def _check_network(config: FinetuneConfig, network: PreTrainedModel, hf_config: 
             f"data.packing={config.data.packing}: {type(network).__name__} takes no position_ids, so documents packed "
             "together would see each other; set data.packing=none"
         )
+
+
+def _check_network(config: FinetuneConfig, network: PreTrainedModel, world: int) -> None:
+    """Refuse what this architecture cannot do."""
+    check_lengths(config, network)
     if config.parallel.activation_checkpointing != "none" and not network.supports_gradient_checkpointing:
         raise ConfigError(
             f"parallel.activation_checkpointing={config.parallel.activation_checkpointing}: {type(network).__name__} "

@@ -29,8 +29,8 @@ class Network:
     """Machines 0, 1, … with an `eth0` each, joined by a bridge that lies in a namespace of its own."""
 
     def __init__(self, machines: int) -> None:
-        self._name = f"rt{os.getpid()}"
-        self._hub = f"{self._name}-hub"
+        self.name = f"rt{os.getpid()}"
+        self._hub = f"{self.name}-hub"
         self._all: list[str] = []
         try:
             self._add(self._hub)
@@ -56,7 +56,7 @@ class Network:
         _ip("-n", own, "addr", "add", f"{self.address(machine)}/24", "dev", "eth0")
 
     def _namespace(self, machine: int) -> str:
-        return f"{self._name}-{machine}"
+        return f"{self.name}-{machine}"
 
     @staticmethod
     def address(machine: int) -> str:

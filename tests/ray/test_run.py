@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -17,6 +20,15 @@ from tests.ray.jobs import TEMPORARY, TRAIN, Command, config_of, events, is_ther
 from tests.runs import trajectory
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
+TWICE = """
+import ray
+from raytune_fsdp.config import ClusterConfig
+from raytune_fsdp.launch.ray import session
+for _ in range(2):
+    own = session.connect(ClusterConfig(start_seconds=30), 1, None)
+    assert ray.get(ray.remote(lambda: 3).options(num_cpus=0).remote()) == 3
+    own.close()
+"""
 LONG = {**TRAIN, "max_steps": None, "epochs": 20.3}
 """It must not be over before what is done to it."""
 
@@ -172,3 +184,10 @@ def test_a_ray_of_our_own_that_dies_is_one_line_and_the_same_command_continues(t
         _, left = psutil.wait_procs([each for each in processes if is_there(each)], timeout=100)
         assert not [each for each in left if is_there(each)]
         reached = checkpoints(command.run_dir)[-1].step
+
+
+def test_one_process_starts_a_ray_of_its_own_twice() -> None:
+    """As a notebook does with two runs. Each has a token of its own, and Ray keeps the first that it has read."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run([sys.executable, "-c", TWICE], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr

@@ -26,7 +26,7 @@ import ray._private.worker
 # Ray's own search for a cluster, as in ray.init() without an address. No public function says what it would find.
 from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 from ray._private.services import canonicalize_bootstrap_address, parse_address
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError
 
 from raytune_fsdp.config import ClusterConfig, FinetuneConfig
@@ -218,6 +218,8 @@ def _try_to_start(cpus: int, seconds: float) -> Session:
     for name, value in own.items():
         os.environ.setdefault(name, value)
     added = [name for name in (*own, "RAY_AUTH_MODE") if name not in before]
+    # It keeps the first token that it has read for as long as this process lives; a second run here has another one.
+    AuthenticationTokenLoader.instance().reset_cache()
     session = Session("", owned=True, directory=directory, lock=lock, environment=tuple(added))
     try:
         ray.init(

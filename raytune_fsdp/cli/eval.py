@@ -1,0 +1,84 @@
+"""`raytune-fsdp eval`: the loss of any model on the evaluation data of a config, by one process on one device."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raytune_fsdp.cli.common import TRUST, ConfigParser, exit_code
+from raytune_fsdp.cli.progress import shown
+from raytune_fsdp.rundir import CONFIG_FILE
+from raytune_fsdp.tracking.names import with_perplexity
+
+if TYPE_CHECKING:
+    from raytune_fsdp.config import FinetuneConfig
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp eval") -> int:
+    """Measure a model; returns the exit code."""
+    parser = ConfigParser(
+        prog,
+        "Measure a model on the datasets of data.eval; without --config, on those of the run that it belongs to.",
+    )
+    parser.add_argument("model", type=Path, help="run directory, checkpoint, export, or Hugging Face model directory")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--trust-remote-code", action="store_true", help=TRUST)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _eval(parser, arguments))
+
+
+def _eval(parser: ConfigParser, arguments: list[str]) -> int:
+    if arguments and arguments[0].startswith("-") and not {"-h", "--help"} & set(arguments):
+        # Else the value of a field before it would be taken for the model.
+        parser.error(f"the model comes first: {parser.prog} MODEL {arguments[0]} ...")
+    if arguments:
+        parser.default_config = _config_of(Path(arguments[0]))
+    found, config = parser.parse_with_config(arguments)
+    if not config.data.eval:
+        parser.error("data.eval names no dataset: set data.eval.0.path to a file of rows, or data.eval.fraction")
+    values = _measure(config, found.model, trust=found.trust_remote_code)
+    if found.json:
+        print(json.dumps(values))
+        return 0
+    for key, value in with_perplexity(values).items():
+        print(f"{key} {value:.6g}")
+    return 0
+
+
+def _config_of(model: Path) -> Path | None:
+    """The config of the run that a run's directory, its export or one of its checkpoints belongs to."""
+    place = model.resolve()
+    places = (each / CONFIG_FILE for each in (place, *list(place.parents)[:2]))
+    return next((each for each in places if each.is_file()), None)
+
+
+def _measure(config: FinetuneConfig, model: Path, *, trust: bool) -> Mapping[str, float]:
+    from raytune_fsdp.launch.quiet import quiet
+
+    quiet()
+    import torch.distributed as dist
+
+    from raytune_fsdp.checkpoint.model_files import load_for_inference
+    from raytune_fsdp.data.open_data import open_evals
+    from raytune_fsdp.evaluate import check_network, losses
+    from raytune_fsdp.launch.worker import choose_device, join
+    from raytune_fsdp.run.prepare import check_lengths
+
+    device = choose_device(config.cluster.device, 1)
+    network, tokenizer = load_for_inference(model, device, trust_remote_code=trust)
+    check_lengths(config, network)
+    with shown() as progress:
+        evals = open_evals(config, tokenizer, network.config.get_text_config().vocab_size, progress)
+    join(device, alone=True)
+    try:
+        check_network(network, config.data.packing, device)
+        return losses(network, evals, micro_batch=config.train.micro_batch, data_ranks=1, device=device)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
