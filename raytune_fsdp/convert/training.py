@@ -122,6 +122,9 @@ def schedule(c: Crossing, key: str, *, default: str, default_lr: float) -> str:
     return kind
 
 
+_AHEAD = "a step ahead until it ends, as their first step has a rate of 0"
+
+
 def warmup(c: Crossing, kind: str) -> None:
     """Steps count more than a fraction, and both mean nothing to a constant schedule without warmup."""
     steps, ratio = c.get("warmup_steps", number, 0), c.get("warmup_ratio", number, 0)
@@ -130,14 +133,15 @@ def warmup(c: Crossing, kind: str) -> None:
         for key in ("warmup_steps", "warmup_ratio"):
             c.say(key, "same", "the schedule `constant` has no warmup, there either")
     elif steps >= 1:
-        c.carry("warmup_steps", "optim.warmup_steps", int(steps))
+        c.carry("warmup_steps", "optim.warmup_steps", int(steps), _AHEAD)
         c.say("warmup_ratio", "left", "warmup_steps decides, there too")
     elif steps > 0:
-        c.carry("warmup_steps", "optim.warmup_ratio", steps, "below 1 it is a fraction")
+        c.carry("warmup_steps", "optim.warmup_ratio", steps, f"below 1 it is a fraction; {_AHEAD}")
         c.say("warmup_ratio", "left", "warmup_steps decides, there too")
     else:
-        c.carry("warmup_ratio", "optim.warmup_ratio", ratio)
-        c.carry("warmup_steps", "optim.warmup_ratio", ratio)
+        note = _AHEAD if ratio else ""
+        c.carry("warmup_ratio", "optim.warmup_ratio", ratio, note)
+        c.carry("warmup_steps", "optim.warmup_ratio", ratio, note)
 
 
 def precision(c: Crossing, *, default: str) -> str:
@@ -266,8 +270,8 @@ def optim_options() -> tuple[TheirOption, ...]:
         carry("adam_beta2", "optim.beta2", number),
         carry("adam_epsilon", "optim.eps", number),
         ask("max_grad_norm", "`optim.max_grad_norm` (0: null)", _clip),
-        told("warmup_steps", "`optim.warmup_steps`"),
-        told("warmup_ratio", "`optim.warmup_ratio`"),
+        told("warmup_steps", f"`optim.warmup_steps`: {_AHEAD}"),
+        told("warmup_ratio", f"`optim.warmup_ratio`: {_AHEAD}"),
         told(
             "lr_scheduler_kwargs lr_scheduler_kwargs.num_cycles lr_scheduler_kwargs.min_lr "
             "lr_scheduler_kwargs.min_lr_rate lr_scheduler_kwargs.power lr_scheduler_kwargs.lr_end "

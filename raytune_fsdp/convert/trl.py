@@ -38,9 +38,10 @@ _BUILDERS = ("json", "csv", "parquet", "text", "arrow")
 def prepare(c: Crossing) -> None:
     mixed = prepare_training(c, lr=_LR, output="trainer_output", default_precision="bf16")
     _precision(c, mixed)
-    _packing(c)
+    rows = _format(c)
+    _packing(c, texts=rows["type"] == "completion")
     _lengths(c)
-    _data(c)
+    _data(c, rows)
 
 
 def _precision(c: Crossing, mixed: str) -> None:
@@ -60,13 +61,20 @@ def _precision(c: Crossing, mixed: str) -> None:
         c.default("parallel.precision", found, "bf16 and dtype by default")
 
 
-def _packing(c: Crossing) -> None:
+def _packing(c: Crossing, *, texts: bool) -> None:
     """Also what becomes of documents that are too long, which depends on the packing."""
     packed, how = c.get("packing", flag, False), c.get("packing_strategy", text, "bfd")
     ours = {"bfd": "best_fit", "bfd_split": "best_fit", "bfd-requeue": "best_fit", "wrapped": "concat"}
     if packed and how not in ours:
         c.say("packing_strategy", "refused", "unknown to TRL; it has bfd, bfd_split and wrapped")
         return
+    if packed and how == "wrapped" and not texts:
+        c.say(
+            "packing_strategy",
+            "refused",
+            "a conversation would be cut, and see those before it in its sample; here none does: drop it for best_fit",
+        )
+        how = "bfd"
     note = "there a document sees those before it, here none does" if packed and how == "wrapped" else ""
     c.carry("packing", "data.packing", ours[how] if packed else "none", note)
     if packed:
@@ -88,8 +96,7 @@ def _lengths(c: Crossing) -> None:
     c.default("data.seq_len", _LENGTH, "max_length by default")
 
 
-def _data(c: Crossing) -> None:
-    rows = _format(c)
+def _data(c: Crossing, rows: dict[str, Any]) -> None:
     numbers = sorted({int(key.split(".")[1]) for key in c.given if key.startswith("datasets.") and key[9].isdigit()})
     train = [each for index in numbers for each in _dataset(c, f"datasets.{index}.", rows)]
     if numbers:
@@ -233,7 +240,7 @@ def _compute_options() -> tuple[TheirOption, ...]:
 def _data_options() -> tuple[TheirOption, ...]:
     return (
         told("max_length max_seq_length", "`data.seq_len`", takes_null=True),
-        told("packing packing_strategy", "`data.packing`: bfd and bfd_split `best_fit`, wrapped `concat`, off `none`"),
+        told("packing packing_strategy", "`data.packing`: bfd and bfd_split `best_fit`, off `none`; wrapped `concat` for texts"),
         told("dataset_name", "`data.train.0.hub` or `path`"),
         told("dataset_config", "`data.train.0.subset`"),
         told("dataset_train_split dataset_test_split", "`data.train.0.split`, `data.eval.0.split`"),

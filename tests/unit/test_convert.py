@@ -29,7 +29,7 @@ from raytune_fsdp.plan import resolve
 EXAMPLES = sorted((Path(__file__).parent / "convert").glob("*.yaml"))
 DROPS = {
     "axolotl-qlora": ["adapter", "load_in_4bit"],
-    "trl-lora": ["use_peft", "load_in_4bit", "neftune_noise_alpha", "optim"],
+    "trl-lora": ["use_peft", "load_in_4bit", "neftune_noise_alpha", "optim", "packing_strategy"],
     "llama-factory-lora": ["finetuning_type", "template"],
 }
 FATES = {"carried", "same", "left", "refused"}
@@ -188,7 +188,12 @@ MEANINGS: list[tuple[str, dict[str, Any], Expected]] = [
     ("trl", {"max_length": 512}, ("data.seq_len", 512)),
     ("trl", {"max_length": None}, "refused"),
     ("trl", {"packing": True}, ("data.packing", "best_fit")),
-    ("trl", {"packing_strategy": "wrapped", "packing": True}, ("data.packing", "concat")),
+    ("trl", {"packing_strategy": "wrapped", "packing": True}, "refused"),
+    (
+        "trl",
+        {"packing_strategy": "wrapped", "packing": True, "dataset_text_field": "text"},
+        ("data.packing", "concat"),
+    ),
     ("trl", {"packing_strategy": "bfd_split", "packing": True}, ("data.long_documents", "split")),
     ("trl", {"assistant_only_loss": True}, ("data.train.0.format", {"type": "chat", "loss": "assistant"})),
     ("trl", {"dataset_text_field": "body"}, ("data.train.0.format", {"type": "completion", "text": "body"})),

@@ -34,8 +34,11 @@ WANTED = [
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory.mktemp("source"))
+
+
+def built(source: Path) -> Path:
     """Built from a copy, as a build leaves its files in the source and takes up those of the last one."""
-    source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("raytune_fsdp", "jobs"):
