@@ -240,7 +240,10 @@ def _compute_options() -> tuple[TheirOption, ...]:
 def _data_options() -> tuple[TheirOption, ...]:
     return (
         told("max_length max_seq_length", "`data.seq_len`", takes_null=True),
-        told("packing packing_strategy", "`data.packing`: bfd and bfd_split `best_fit`, off `none`; wrapped `concat` for texts"),
+        told(
+            "packing packing_strategy",
+            "`data.packing`: bfd, bfd_split `best_fit`; wrapped `concat` for texts; off `none`",
+        ),
         told("dataset_name", "`data.train.0.hub` or `path`"),
         told("dataset_config", "`data.train.0.subset`"),
         told("dataset_train_split dataset_test_split", "`data.train.0.split`, `data.eval.0.split`"),

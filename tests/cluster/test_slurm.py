@@ -91,7 +91,7 @@ def test_a_job_whose_time_is_up_queues_again_and_goes_on(tmp_path: Path, allocat
     demo = (
         "--config", "demo", "--run.name", "run", "--run.storage", str(tmp_path), "--train.epochs", "6",
         # Otherwise gloo takes the address of the host's name, which is that of none of these machines.
-        "--cluster.env.GLOO_SOCKET_IFNAME", "eth0",
+        "--cluster.env.GLOO_SOCKET_IFNAME", "eth0", "--cluster.placement", "strict_spread",
     )  # fmt: skip
     metrics = tmp_path / "run" / "metrics.jsonl"
     first = allocation.batch(*demo)
