@@ -3,9 +3,11 @@
     python -m benchmarks.chat_rows --base DIR
 
 Processor time of one thread, for conversations of one to five turns with the demo's tokenizer: `rendering` is from a
-row to text and spans, `rows` is from a row to ids and labels. Each tree is measured in processes of its own that take
-turns. The shipped templates say themselves what is trained on (`{% generation %}`); without these tags, as most models'
-own templates are, each turn is found by rendering the conversation again. The trees must make the same documents.
+row to text and spans, `rows` is from a row to ids and labels; `tokenizer` is what its library alone does with those
+texts, from text to ids: no rendering can make rows faster than that. Each tree is measured in processes of its own that
+take turns. The shipped templates say themselves what is trained on (`{% generation %}`); without these tags, as most
+models' own templates are, each turn is found by rendering the conversation again. The trees must make the same
+documents.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def main() -> None:
         assert len({each[template]["hash"] for rounds in found.values() for each in rounds}) == 1, template
         for name, rounds in found.items():
             table[f"{template} {name}"] = {
-                key: round(median(each[template][key] for each in rounds)) for key in ("rendering", "rows")
+                key: round(median(each[template][key] for each in rounds)) for key in ("rendering", "rows", "tokenizer")
             }
             print(f"{template:24} {name:6} {table[f'{template} {name}']}")
     if options.out:
@@ -80,10 +82,13 @@ def measure() -> dict[str, Any]:
             for document in formatter.documents(rows, ["row"] * ROWS):
                 assert isinstance(document, Document), document
                 digest.update(document.input_ids.tobytes() + document.labels.tobytes())
+            texts = [formatter._read(row, "row").text for row in rows]
+            encode = tokenizer.backend_tokenizer.encode_batch_fast
             results[label] = {
                 "hash": digest.hexdigest(),
                 "rendering": _rate(lambda f=formatter: [f._read(row, "row") for row in rows]),
                 "rows": _rate(lambda f=formatter: f.documents(rows, ["row"] * ROWS)),
+                "tokenizer": _rate(lambda t=texts, e=encode: e(t, add_special_tokens=False)),
             }
     return results
 

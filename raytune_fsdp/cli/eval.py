@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from raytune_fsdp.cli.common import TRUST, ConfigParser, exit_code
 from raytune_fsdp.cli.progress import shown
-from raytune_fsdp.rundir import CONFIG_FILE
+from raytune_fsdp.rundir import CONFIG_FILE, EVENTS_FILE
 from raytune_fsdp.tracking.names import with_perplexity
 
 if TYPE_CHECKING:
@@ -31,11 +31,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp eval") -> 
 
 
 def _eval(parser: ConfigParser, arguments: list[str]) -> int:
-    if arguments and arguments[0].startswith("-") and not {"-h", "--help"} & set(arguments):
-        # Else the value of a field before it would be taken for the model.
-        parser.error(f"the model comes first: {parser.prog} MODEL {arguments[0]} ...")
-    if arguments:
+    if not {"-h", "--help"} & set(arguments):
+        if not arguments or arguments[0].startswith("-"):
+            # Else the value of a field before it would be taken for the model.
+            parser.error(f"the model comes first: {parser.prog} MODEL [arguments]")
         parser.default_config = _config_of(Path(arguments[0]))
+        if parser.default_config is None and "--config" not in [word.partition("=")[0] for word in arguments]:
+            parser.error(f"{arguments[0]} belongs to no run: name the data with --config FILE")
     found, config = parser.parse_with_config(arguments)
     if not config.data.eval:
         parser.error("data.eval names no dataset: set data.eval.0.path to a file of rows, or data.eval.fraction")
@@ -51,8 +53,11 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
 def _config_of(model: Path) -> Path | None:
     """The config of the run that a run's directory, its export or one of its checkpoints belongs to."""
     place = model.resolve()
-    places = (each / CONFIG_FILE for each in (place, *list(place.parents)[:2]))
-    return next((each for each in places if each.is_file()), None)
+    for each in (place, *list(place.parents)[:2]):
+        # Many programs have a config.yaml; only a run has the other one beside it.
+        if (each / CONFIG_FILE).is_file() and (each / EVENTS_FILE).is_file():
+            return each / CONFIG_FILE
+    return None
 
 
 def _measure(config: FinetuneConfig, model: Path, *, trust: bool) -> Mapping[str, float]:
@@ -65,11 +70,12 @@ def _measure(config: FinetuneConfig, model: Path, *, trust: bool) -> Mapping[str
     from raytune_fsdp.data.open_data import open_evals
     from raytune_fsdp.evaluate import check_network, losses
     from raytune_fsdp.launch.worker import choose_device, join
-    from raytune_fsdp.run.prepare import check_lengths
+    from raytune_fsdp.run.prepare import check_lengths, set_template
 
     device = choose_device(config.cluster.device, 1)
     network, tokenizer = load_for_inference(model, device, trust_remote_code=trust)
     check_lengths(config, network)
+    set_template(config, tokenizer)
     with shown() as progress:
         evals = open_evals(config, tokenizer, network.config.get_text_config().vocab_size, progress)
     join(device, alone=True)

@@ -173,10 +173,14 @@ def load_tokenizer(config: FinetuneConfig, directory: Path | None) -> PreTrained
         raise ModelError(
             f"{field}={name}: no tokenizer could be loaded from {directory} ({first}); set model.tokenizer to one"
         ) from error
-    if config.data.chat_template is not None:
-        # Kept in the tokenizer, so that prompts and the exported model use it too.
-        tokenizer.chat_template = load_template(config.data.chat_template)
+    set_template(config, tokenizer)
     return tokenizer
+
+
+def set_template(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the tokenizer the config's chat template. Kept in it, prompts and the exported model have it, too."""
+    if config.data.chat_template is not None:
+        tokenizer.chat_template = load_template(config.data.chat_template)
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:

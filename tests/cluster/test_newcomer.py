@@ -1,4 +1,4 @@
-"""Somebody follows docs/start/local.md, in an empty directory, with what it says and nothing else."""
+"""Somebody follows docs/start/local.md in an empty directory, with what it says alone; then docs/serving.md."""
 
 from __future__ import annotations
 
@@ -38,6 +38,10 @@ def test_the_page_leads_to_a_model(tmp_path: Path) -> None:
     # The index does not have the package yet: the wheel that will be there, and the versions of the lock.
     lines = [line.replace("'raytune-fsdp[all]'", f"'{wheel}[all]' -c {ROOT}/requirements.lock") for line in found]
     assert lines != found
+    serving = commands((ROOT / "docs" / "serving.md").read_text())
+    own = [line.replace("runs/my-run", "runs/first") for line in serving if re.match("raytune-fsdp|python -c", line)]
+    assert len(own) == 4
+    lines = [*lines, *own]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTHON"))}
     environment["PATH"] = f"{Path(sys.base_prefix) / 'bin'}:/usr/bin:/bin"
     began = time.monotonic()
@@ -51,4 +55,5 @@ def test_the_page_leads_to_a_model(tmp_path: Path) -> None:
     assert "Ada keeps the keys" in done.stdout, "seen in the preview"
     assert re.search(r"Job '\w+' succeeded", done.stdout)
     assert re.search(r"^eval/heldout/loss [\d.]+$", done.stdout, re.MULTILINE)
-    assert (place / "runs" / "first" / "export" / "model.safetensors").is_file()
+    assert done.stdout.count("eval/heldout/perplexity ") == 2, "of the run, and of what is served"
+    assert "'role': 'assistant'" in done.stdout, "transformers' own pipeline answers"

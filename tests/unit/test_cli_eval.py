@@ -1,0 +1,63 @@
+"""What `raytune-fsdp eval` measures on; that it measures what training did: tests/distributed/test_launch.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raytune_fsdp.cli.main import main
+from raytune_fsdp.config.load import dump_config
+from tests.models import save_checkpoint
+from tests.runs import make_config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the model comes first: raytune-fsdp eval MODEL"),
+        (["--data.eval.0.path", "rows.jsonl", "model"], "the model comes first"),
+        (["model"], "model belongs to no run: name the data with --config FILE"),
+        (["model", "--config", "config.yaml"], "data.eval names no dataset: set data.eval.0.path"),
+        (["model", "--config", "config.yaml", "--data.seq_len", "4096"], "data.eval names no dataset"),
+        (
+            ["model", "--config", "config.yaml", "--data.eval.0.path", "tokens.jsonl", "--data.seq_len", "4096"],
+            "data.seq_len=4096 is more than the model's 128 positions",
+        ),
+        (["nowhere", "--config", "config.yaml", "--data.eval.0.path", "tokens.jsonl"], "there is no such directory"),
+    ],
+)
+def test_what_is_missing_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint(tmp_path / "model", "llama", tokenizer=True, vocab_size=1024)
+    (tmp_path / "config.yaml").write_text(dump_config(make_config(tmp_path)))  # beside it, and not of its run
+    capsys.readouterr()
+    assert main(["eval", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error.splitlines()[-1] and error.count("error: ") == 1
+
+
+def test_any_model_with_the_template_of_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint(tmp_path / "model", "llama", tokenizer=True, vocab_size=1024)
+    (tmp_path / "config.yaml").write_text(dump_config(make_config(tmp_path)))
+    (tmp_path / "rows.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ada."}]}\n'
+    )
+    command = ["eval", "model", "--config", "config.yaml", "--data.eval.0.path", "rows.jsonl"]
+    found = []
+    for template in ([], ["--data.chat_template", "chatml"]):
+        assert main([*command, "--data.eval.0.format.type", "chat", *template]) == 0
+        found.append(capsys.readouterr().out.splitlines())
+    assert [line.split()[0] for line in found[0]] == [
+        "eval/rows/loss", "eval/rows/perplexity", "eval/rows/accuracy",
+    ]  # fmt: skip
+    assert found[0] != found[1]
