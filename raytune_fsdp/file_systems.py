@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import fsspec
@@ -25,5 +26,10 @@ def file_system(url: str) -> tuple[Any, str]:
     bucket, slash, path = rest.partition("/")
     # Opened by the bucket's URL, without the path: that would have to be quoted, and is not.
     place = f"{scheme}://{bucket}{query}"
-    system = _FILE_SYSTEMS.get(place, lambda: pa.fs.FileSystem.from_uri(place)[0])
+    system = _FILE_SYSTEMS.get((place, _settings()), lambda: pa.fs.FileSystem.from_uri(place)[0])
     return system, bucket.rpartition("@")[2] + slash + path
+
+
+def _settings() -> tuple[tuple[str, str], ...]:
+    """What a client takes from the environment when it is opened: a notebook may name another store in it later."""
+    return tuple(sorted(item for item in os.environ.items() if item[0].startswith(("AWS_", "GOOGLE_"))))

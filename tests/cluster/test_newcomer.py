@@ -34,6 +34,7 @@ def test_the_page_leads_to_a_model(tmp_path: Path) -> None:
     place = tmp_path / "empty"
     place.mkdir()
     (place / "mine.jsonl").write_text(rows)
+    (tmp_path / "source").mkdir()
     wheel = built(tmp_path / "source")
     # The index does not have the package yet: the wheel that will be there, and the versions of the lock.
     lines = [line.replace("'raytune-fsdp[all]'", f"'{wheel}[all]' -c {ROOT}/requirements.lock") for line in found]

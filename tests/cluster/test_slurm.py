@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from raytune_fsdp.tracking.jsonl import read_trajectory
@@ -65,8 +67,13 @@ class Allocation:
             env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT,
         )  # fmt: skip
 
-    def left(self) -> list[int]:
-        return [pid for machine in range(2) for pid in self.network.pids(machine)]
+    def left(self) -> list[str]:
+        """What runs on the machines."""
+        found = []
+        for pid in (pid for machine in range(2) for pid in self.network.pids(machine)):
+            with suppress(psutil.NoSuchProcess):
+                found.append(" ".join(psutil.Process(pid).cmdline())[:200])
+        return found
 
 
 @pytest.fixture
@@ -100,7 +107,7 @@ def test_a_job_whose_time_is_up_queues_again_and_goes_on(tmp_path: Path, allocat
     said, _ = first.communicate(timeout=200)
     assert first.returncode == 130, said
     assert allocation.asked.read_text() == "requeue 123\n"
-    assert wait(lambda: not allocation.left(), 30), "no process is left on any of the machines"
+    assert wait(lambda: not allocation.left(), 60), allocation.left()
     done = len(read_trajectory(metrics))
 
     second = allocation.batch(*demo)
@@ -111,4 +118,4 @@ def test_a_job_whose_time_is_up_queues_again_and_goes_on(tmp_path: Path, allocat
     assert allocation.asked.read_text() == "requeue 123\n", "what is done does not queue again"
     for joined in events(tmp_path / "run", "ranks_joined"):
         assert [rank["node_rank"] for rank in joined["fields"]["ranks"]] == [0, 1]
-    assert wait(lambda: not allocation.left(), 30)
+    assert wait(lambda: not allocation.left(), 60), allocation.left()

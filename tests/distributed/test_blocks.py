@@ -112,12 +112,13 @@ def test_compiled_blocks_give_the_same_gradients_and_settle(
     tmp_path: Path, architecture: Mapping[str, Any], world: int, names: list[str]
 ) -> None:
     modes = {"none": {}, **{f"compiled-{name}": {**MODES[name], "compile": True} for name in names}}
-    rows, _, gradients = run_modes(tmp_path, architecture, "fp32", world, modes)
+    rows, _, gradients = run_modes(tmp_path, architecture, "fp64", world, modes)
+    bound = 1e-6 if architecture is UNTIED else 1e-12  # Llama's norms compute in fp32, whatever they get
     for name in modes:
         for of_rank in gradients:
             for eager, compiled in zip(of_rank["none"], of_rank[name], strict=True):
-                assert abs(compiled - eager).max(initial=0) <= 1e-6 * abs(eager).max(initial=1e-30), name
-        for key, bound in (("loss", 1e-5), ("grad_norm", 1e-4)):
+                assert abs(compiled - eager).max(initial=0) <= bound * abs(eager).max(initial=1e-30), name
+        for key in ("loss", "grad_norm"):
             assert largest_difference(rows["none"], rows[name], key) < bound, (name, key)
         events = read_events(tmp_path / "runs" / name / "events.jsonl")
         chosen = next(event["fields"] for event in events if event["event"] == "kernels")

@@ -177,7 +177,9 @@ def test_a_ray_of_our_own_that_dies_is_one_line_and_the_same_command_continues(t
         assert time.monotonic() - killed < 60, said
         (error,) = [line for line in said.splitlines() if line.startswith("error: ")]
         assert error.startswith(f"error: the run failed: Ray's {name} process on this machine died (killed"), said
-        assert f". The last committed step is {checkpoints(command.run_dir)[-1].step}; " in error
+        # Ranks commit steps of milliseconds for as long as they do not know that their Ray is gone.
+        step = int(error.partition(". The last committed step is ")[2].partition(";")[0])
+        assert 0 < step <= checkpoints(command.run_dir)[-1].step
         assert error.endswith("; the same command continues")
         assert len(events(command.run_dir, "attempt_failed")) == (1 if name == "raylet" else 2)
         assert not list(TEMPORARY.glob("raytune-ray-*"))
