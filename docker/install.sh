@@ -4,8 +4,8 @@
 #   docker/install.sh PREFIX [EXTRAS [PIP_OPTION...]]
 #
 # `make demo` and the images come by this one way. PYTHON is the interpreter to use; TORCH_INDEX, an index to take torch
-# from instead of PyPI (https://download.pytorch.org/whl/cpu has builds without CUDA, of a tenth of the size). LEAN=1 leaves
-# out the packages' own tests, as the images do: 0.3 GB.
+# from instead of PyPI (https://download.pytorch.org/whl/cpu has builds without CUDA, of a tenth of the size). LEAN=gpu
+# leaves out the packages' own tests, LEAN=cpu also the headers that only a compiler reads: 0.3 GB, as the images do.
 set -eu
 
 prefix=$1
@@ -32,4 +32,7 @@ pip "$@" ".[$extras]"
 
 if [ -n "${LEAN:-}" ]; then
   find "$prefix"/lib/python3*/site-packages -type d \( -name tests -o -name test \) -prune -exec rm -rf {} +
+fi
+if [ "${LEAN:-}" = cpu ]; then
+  rm -rf "$prefix"/lib/python3*/site-packages/torch/include "$prefix"/lib/python3*/site-packages/pyarrow/include
 fi

@@ -25,7 +25,7 @@ def normal(name: str) -> str:
 @pytest.mark.timeout(1500)
 def test_an_empty_place_gets_what_the_lock_says_and_runs_the_demo(tmp_path: Path) -> None:
     prefix = tmp_path / "prefix"
-    environment = {**os.environ, "PYTHON": sys.executable, "LEAN": "1"}  # as for the images
+    environment = {**os.environ, "PYTHON": sys.executable, "LEAN": "cpu"}  # as for the image
     done = subprocess.run(
         [ROOT / "docker" / "install.sh", prefix, "all"], env=environment, capture_output=True, text=True, timeout=1200
     )
