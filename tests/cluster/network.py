@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,14 @@ def why_not() -> str | None:
     except (OSError, subprocess.CalledProcessError) as error:
         return f"no network namespaces can be made here: {getattr(error, 'stderr', None) or error}".strip()
     return None
+
+
+def wait(condition: Callable[[], bool], seconds: float, say: Callable[[], str] = str) -> None:
+    """Until it holds; a failure says what `say` knows then."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {seconds} s: {say()}"
+        time.sleep(0.2)
 
 
 class Network:

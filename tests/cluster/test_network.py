@@ -10,8 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import pytest
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.tracking.jsonl import read_trajectory
-from tests.cluster.network import Network, why_not
+from tests.cluster.network import Network, wait, why_not
 from tests.ray.jobs import ROOT, TRAIN, config_of, events
 from tests.runs import trajectory
 
@@ -92,13 +91,6 @@ class Machines:
     def close(self) -> None:
         self.network.close()
         shutil.rmtree(self.temporary, ignore_errors=True)
-
-
-def wait(condition: Callable[[], bool], seconds: float, say: Callable[[], str] = str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {seconds} s: {say()}"
-        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")

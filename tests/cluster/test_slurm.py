@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import psutil
 import pytest
 
 from raytune_fsdp.tracking.jsonl import read_trajectory
-from tests.cluster.network import Network, why_not
+from tests.cluster.network import Network, wait, why_not
 from tests.ray.jobs import ROOT, events
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -87,13 +86,6 @@ def allocation(tmp_path: Path) -> Iterator[Allocation]:
         found.network.close()
 
 
-def wait(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return condition()
-
-
 def test_a_job_whose_time_is_up_queues_again_and_goes_on(tmp_path: Path, allocation: Allocation) -> None:
     demo = (
         "--config", "demo", "--run.name", "run", "--run.storage", str(tmp_path), "--train.epochs", "6",
@@ -102,12 +94,12 @@ def test_a_job_whose_time_is_up_queues_again_and_goes_on(tmp_path: Path, allocat
     )  # fmt: skip
     metrics = tmp_path / "run" / "metrics.jsonl"
     first = allocation.batch(*demo)
-    assert wait(lambda: first.poll() is not None or (metrics.exists() and len(read_trajectory(metrics)) > 3), 300)
+    wait(lambda: first.poll() is not None or (metrics.exists() and len(read_trajectory(metrics)) > 3), 300)
     first.send_signal(signal.SIGUSR1)  # as `#SBATCH --signal=B:USR1@600` asks for
     said, _ = first.communicate(timeout=200)
     assert first.returncode == 130, said
     assert allocation.asked.read_text() == "requeue 123\n"
-    assert wait(lambda: not allocation.left(), 60), allocation.left()
+    wait(lambda: not allocation.left(), 60, lambda: str(allocation.left()))
     done = len(read_trajectory(metrics))
 
     second = allocation.batch(*demo)
@@ -118,4 +110,4 @@ def test_a_job_whose_time_is_up_queues_again_and_goes_on(tmp_path: Path, allocat
     assert allocation.asked.read_text() == "requeue 123\n", "what is done does not queue again"
     for joined in events(tmp_path / "run", "ranks_joined"):
         assert [rank["node_rank"] for rank in joined["fields"]["ranks"]] == [0, 1]
-    assert wait(lambda: not allocation.left(), 60), allocation.left()
+    wait(lambda: not allocation.left(), 60, lambda: str(allocation.left()))
