@@ -212,7 +212,7 @@ def _options() -> tuple[TheirOption, ...]:
             "tpu_env tpu_use_cluster tpu_use_sudo tpu_name tpu_zone tpu_vm command_file commands ipex_config",
             "of hardware that is not supported here",
         ),
-        same("deepspeed_config parallelism_config", "nothing is set"),
+        same("deepspeed_config parallelism_config", "an empty map sets nothing"),
         part(
             "megatron_lm_config", "distributed_type", lambda c: c.given.get("megatron_lm_config") != {} and _megatron(c)
         ),

@@ -209,7 +209,7 @@ def _options() -> tuple[TheirOption, ...]:
         refuse("adapter", "every weight is trained (method.type=full)"),
         part(lora, "adapter", lambda c: "adapter" in c.given),
         refuse("load_in_8bit load_in_4bit gptq model_quantization_config", "weights are not quantized"),
-        leave("model_quantization_config_kwargs", "belongs to model_quantization_config"),
+        leave("model_quantization_config_kwargs", "means nothing without model_quantization_config, which is refused"),
         told("sequence_len", "`data.seq_len`"),
         told("sample_packing", "`data.packing: best_fit` (off: `none`)"),
         told("micro_batch_size batch_size", "`train.micro_batch`, `train.global_batch`"),
@@ -244,20 +244,20 @@ def _refused_options() -> tuple[TheirOption, ...]:
         refuse("rl reward_model process_reward_model", "supervised training only"),
         leave(
             "rl_beta dpo_beta orpo_alpha simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight",
-            "belongs to rl",
+            "means nothing without rl, which is refused",
         ),
         leave(
             "precompute_ref_log_probs dpo_use_weighting dpo_label_smoothing max_prompt_len trl vllm ebft num_labels "
             "dpo_loss_type dpo_loss_weights dpo_padding_free dpo_use_liger_kernel dpo_norm_loss "
             "dpo_generate_during_eval dpo_use_logits_to_keep rpo_alpha center_rewards_coefficient",
-            "belongs to rl",
+            "means nothing without rl, which is refused",
         ),
         refuse("qat quantization fp8 use_onebitllms", "computing in 8 bits and fewer is not here"),
-        leave("fp8_enable_fsdp_float8_all_gather", "belongs to fp8"),
+        leave("fp8_enable_fsdp_float8_all_gather", "means nothing without fp8, which is refused"),
         refuse("relora lisa_n_layers unfrozen_parameters spectrum_top_fraction", "every weight is trained"),
         leave(
             "relora_prune_ratio relora_prune_method relora_cpu_offload lisa_step_interval lisa_layers_attribute",
-            "belongs to relora and lisa_n_layers",
+            "means nothing without relora or lisa_n_layers, which are refused",
         ),
         refuse("lr_quadratic_warmup cosine_constant_lr_ratio lr_div_factor", "no schedule of ours has this"),
         refuse(
@@ -265,7 +265,7 @@ def _refused_options() -> tuple[TheirOption, ...]:
             "no schedule of ours has this",
         ),
         refuse("embedding_lr embedding_lr_scale lr_groups", "all weights have one learning rate"),
-        refuse("adam_beta3 adam_epsilon2 torchdistx_path", "belongs to optimizers that are not here"),
+        refuse("adam_beta3 adam_epsilon2 torchdistx_path", "of optimizers other than AdamW, which are not here"),
         refuse("noisy_embedding_alpha", "no noise is added to embeddings"),
         refuse("early_stopping_patience", "a run ends after its steps or epochs"),
         refuse("dataset_exact_deduplication", "rows are not compared: leave doubles out of the files"),
@@ -287,14 +287,14 @@ def _refused_options() -> tuple[TheirOption, ...]:
         ),
         leave(
             "eaft_alpha eaft_k pose_max_context_len pose_num_chunks pose_split_on_token_ids",
-            "belongs to use_eaft, use_pose",
+            "means nothing without use_eaft or use_pose, which are refused",
         ),
-        leave("scaling_softmax_factor scaling_softmax_bias", "belongs to scaling_softmax"),
+        leave("scaling_softmax_factor scaling_softmax_bias", "means nothing without scaling_softmax, which is refused"),
         leave(
             "dion_lr dion_momentum dion_rank_fraction dion_rank_multiple_of qgalore_rank qgalore_update_proj_gap "
             "qgalore_scale qgalore_proj_type qgalore_proj_quant qgalore_proj_bits qgalore_proj_group_size "
             "qgalore_cos_threshold qgalore_gamma_proj qgalore_queue_size",
-            "belongs to another optimizer",
+            "means nothing to AdamW; other optimizers are refused",
         ),
         refuse("processor_type", "text only"),
         refuse("test_split_size dataset_shard_num dataset_shard_idx skip_prepare_dataset", "use `rows` of a dataset"),

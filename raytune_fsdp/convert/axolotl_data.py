@@ -67,8 +67,7 @@ def prepare_data(c: Crossing) -> None:
     if size and not eval_sets:
         c.carry("val_set_size", "data.eval", {"fraction": size} if size < 1 else {"rows": int(size)})
     c.say("val_set_size", "same", "nothing is held out")
-    types = {each["format"]["type"] for each in found["datasets"]}
-    _long_documents(c, types, pretraining=bool(found["pretraining_dataset"]))
+    _long_documents(c, {each["format"]["type"] for each in train}, pretraining=bool(found["pretraining_dataset"]))
     _templates(c, [each for each in train if each["format"]["type"] == "chat"])
     _tokens(c, all(each["format"]["type"] == "chat" for each in train))
 

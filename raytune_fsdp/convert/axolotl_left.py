@@ -45,7 +45,7 @@ def left_options() -> tuple[TheirOption, ...]:
         ),
         leave("mlflow_run_name hf_mlflow_log_artifacts", "a run has the name of its directory; see `run.name`"),
         leave("hf_use_auth_token", "HF_TOKEN in the environment"),
-        leave("use_ray ray_run_name resources_per_worker", "see `cluster`"),
+        leave("use_ray ray_run_name resources_per_worker", "every run is one of Ray's; see `cluster`"),
         leave(
             "do_causal_lm_eval eval_causal_lm_metrics do_bench_eval bench_dataset bench_split", "the loss is measured"
         ),
@@ -63,7 +63,7 @@ def left_options() -> tuple[TheirOption, ...]:
             "every step is in metrics",
         ),
         leave("profiler_steps", "see `profile.steps`"),
-        leave("strict is_preprocess axolotl_config_path debug", "of axolotl's own commands"),
+        leave("strict is_preprocess axolotl_config_path debug", "how axolotl's own commands read a file"),
         leave("freeze_mm_modules", "only text is trained on"),
     )
 
@@ -73,7 +73,7 @@ def machine_options() -> tuple[TheirOption, ...]:
     return (
         leave(
             "max_memory gpu_memory_limit low_cpu_mem_usage device_map device world_size ddp",
-            "see `parallel` and `cluster`",
+            "FSDP spreads the weights over all GPUs; see `parallel` and `cluster`",
         ),
         leave(
             "experimental_skip_move_to_device embeddings_skip_upcast layer_offloading",
@@ -83,7 +83,8 @@ def machine_options() -> tuple[TheirOption, ...]:
         leave("selective_checkpointing", "see `parallel.activation_checkpointing: selective`"),
         leave("dp_shard_size dp_replicate_size", "see `parallel.strategy` and `shard_size`"),
         leave("fsdp_final_state_dict_type", "checkpoints are in shards, the export is whole"),
-        leave("heads_k_stride ring_attn_func deepcompile", "see `parallel`"),
+        leave("heads_k_stride ring_attn_func", "how ranks share a sample; here every rank has samples of its own"),
+        leave("deepcompile", "DeepSpeed is not used; see `parallel.compile`"),
         leave(
             "use_kernels flash_attn_d512 gemma4_hybrid_attn_impl llama4_linearized_experts flash_attn_cross_entropy "
             "flash_attn_fuse_mlp flash_attn_rms_norm flash_attn_fuse_qkv flash_optimum large_head_attention "

@@ -22,7 +22,7 @@ from raytune_fsdp.convert.rules import (
 )
 
 _ZERO = {0: "replicate", 1: "shard_grad_op", 2: "shard_grad_op", 3: "full_shard"}
-_AUTO = "the file says it outside of deepspeed"
+_AUTO = "as it is outside of deepspeed"
 
 
 def _file(c: Crossing, key: str) -> None:

@@ -200,7 +200,8 @@ def _model_options() -> tuple[TheirOption, ...]:
         refuse("shift_attn mixture_of_depths", "the network stays as it is"),
         refuse("quantization_bit", "weights are not quantized", off=()),
         leave(
-            "quantization_method quantization_type double_quantization quantization_device_map", "of quantization_bit"
+            "quantization_method quantization_type double_quantization quantization_device_map",
+            "means nothing without quantization_bit, which is refused",
         ),
         refuse("use_kt", "weights are trained on GPUs, or offloaded by `parallel.cpu_offload`"),
         leave(
@@ -303,9 +304,10 @@ def _data_options() -> tuple[TheirOption, ...]:
             "metrics go to the run directory, and to MLflow where it is installed",
         ),
         leave(
-            "ray_run_name ray_storage_path ray_storage_filesystem ray_init_kwargs resources_per_worker", "see `cluster`"
+            "ray_run_name ray_storage_path ray_storage_filesystem ray_init_kwargs resources_per_worker",
+            "every run is one of Ray's; see `cluster` and `run.storage`",
         ),
-        leave("placement_strategy master_addr master_port", "see `cluster`"),
+        leave("placement_strategy master_addr master_port", "Ray places the workers; see `cluster`"),
         leave("export_dir export_size export_device export_legacy_format export_hub_model_id", "see `export`"),
         leave("infer_backend infer_dtype use_kv_cache", "nothing is served here"),
         leave(

@@ -47,7 +47,7 @@ def part_of_files(c: Crossing, split_key: str, found: dict[str, Any], *, default
         c.say(
             split_key, "refused", "files have no such split here: name its own files, or use `rows` for a part of them"
         )
-    if is_url(found["path"]) or "*" in found["path"] or _DATA_FILE.search(found["path"]):
+    if "*" in found["path"] or _DATA_FILE.search(found["path"]):
         return ""
     others = _other_splits(found["path"])
     if others:

@@ -96,7 +96,7 @@ def _keep(c: Crossing, key: str) -> None:
     if count >= 1:
         c.carry(key, "checkpoint.keep_last", max(2, count), "" if count > 1 else "two, in case the last is damaged")
     else:
-        c.say(key, "left", "as here: see checkpoint.keep_last")
+        c.say(key, "left", "all are kept there, the last two here; see checkpoint.keep_last")
 
 
 def _best(c: Crossing, key: str) -> None:
@@ -250,7 +250,10 @@ def shared_options() -> tuple[TheirOption, ...]:
         leave("hub_strategy hub_revision", "the export is pushed once, at the end"),
         leave("dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor", "data is prepared by itself"),
         leave("dataloader_drop_last", "the last step has what is left of the data"),
-        leave("ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers", "of DDP, which is not used"),
+        leave(
+            "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers",
+            "how DDP sums gradients; here FSDP does",
+        ),
         leave("save_only_model", "checkpoints are complete"),
         leave("torch_empty_cache_steps", "it changes memory only"),
         leave("local_rank", "`cluster` says what a run runs on"),
@@ -283,7 +286,16 @@ def training_options() -> tuple[TheirOption, ...]:
             off=(True,),
             alike="a loss is the mean over all tokens of a step",
         ),
-        same("restore_callback_states_from_checkpoint skip_memory_metrics logging_nan_inf_filter", "nothing to set"),
+        same(
+            "restore_callback_states_from_checkpoint skip_memory_metrics logging_nan_inf_filter",
+            "what is saved and logged is whole here",
+        ),
+        *_left_options(),
+    )
+
+
+def _left_options() -> tuple[TheirOption, ...]:
+    return (
         leave("run_name project", "the run is called as its directory; see `run.name`"),
         leave("per_device_eval_batch_size eval_accumulation_steps", "it changes no loss; `train.micro_batch` counts"),
         leave("do_train do_eval do_predict", "training, and evaluating where there is data for it"),
@@ -304,7 +316,10 @@ def training_options() -> tuple[TheirOption, ...]:
             "label_names include_inputs_for_metrics",
             "an evaluation measures the loss",
         ),
-        leave("save_on_each_node enable_jit_checkpoint ignore_data_skip", "see `checkpoint`"),
+        leave(
+            "save_on_each_node enable_jit_checkpoint ignore_data_skip",
+            "checkpoints are whole, on shared storage, and continue where they were taken; see `checkpoint`",
+        ),
         leave("hub_token hub_always_push", "HF_TOKEN in the environment; pushed once, at the end"),
         leave("trackio_space_id trackio_bucket_id trackio_static_space_id", "metrics go to MLflow; see `tracking`"),
         leave(
@@ -312,9 +327,11 @@ def training_options() -> tuple[TheirOption, ...]:
             "data is prepared by itself",
         ),
         leave(
-            "ddp_backend ddp_static_graph parallelism_config tpu_num_cores debug ray_scope past_index", "see `cluster`"
+            "ddp_backend ddp_static_graph parallelism_config tpu_num_cores debug ray_scope past_index",
+            "how processes are started and speak to each other; see `cluster`",
         ),
         leave(
-            "activation_checkpointing_kwargs gradient_checkpointing_kwargs.*", "see `parallel.activation_checkpointing`"
+            "activation_checkpointing_kwargs gradient_checkpointing_kwargs.*",
+            "how activations are computed again; see `parallel.activation_checkpointing`",
         ),
     )

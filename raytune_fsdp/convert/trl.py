@@ -192,8 +192,8 @@ def _local(c: Crossing, found: dict[str, Any]) -> dict[str, Any]:
         # Said before, of how often it evaluates.
         c.said[strategy] = Said(
             "refused",
-            "files have no split for it here: set test_split_size in the file, or data.eval in the result, and without "
-            "evaluation",
+            "files have no split to evaluate here: set test_split_size in the file, or drop it and name data.eval in "
+            "the result",
         )
         c.say("dataset_test_split", "refused", "files have no splits by name here", strategy)
     c.say("dataset_test_split", "left", "nothing is evaluated, or what test_split_size holds out")

@@ -156,6 +156,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("axolotl", {"fp32_norms": True}, "fp32_norms", {"parallel.precision": "bf16_pure"}),
     # Long texts would be dropped with long chats.
     ("axolotl", {"datasets": [CHATS, TEXTS]}, "excess_length_strategy", {"data.long_documents": None}),
+    (
+        "axolotl",
+        {"pretraining_dataset": [{"path": "org/t"}], "sample_packing": True},
+        "excess_length_strategy",
+        {"data.long_documents": None},
+    ),
     ("axolotl", {"train_on_inputs": True}, "train_on_inputs", {"data.train.0.format": {"type": "chat"}}),
     (
         "axolotl",
