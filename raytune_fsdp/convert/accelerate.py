@@ -70,7 +70,8 @@ def _mesh(c: Crossing) -> None:
 
 
 def _distributed(c: Crossing) -> None:
-    kind = c.get("distributed_type", text, "NO").upper()
+    # What is dropped is one that is not here: the run is spread nonetheless.
+    kind = c.get("distributed_type", text, "FSDP" if "distributed_type" in c.dropping else "NO").upper()
     if kind in ("NO", "FALSE"):
         c.carry("distributed_type", "cluster.workers", 1)
         c.say("num_processes", "left", "distributed_type=NO is one process")

@@ -22,6 +22,7 @@ from raytune_fsdp.convert.rules import (
 )
 
 _ZERO = {0: "replicate", 1: "shard_grad_op", 2: "shard_grad_op", 3: "full_shard"}
+_SEE = "see that its file sets no optimizer, schedule or clipping of its own"
 _AUTO = "as it is outside of deepspeed"
 
 
@@ -30,7 +31,8 @@ def _file(c: Crossing, key: str) -> None:
     name = c.get(key, text, "").rpartition("/")[2]
     found = re.search(r"(?:zero|z|stage)[_-]?([0-3])", name)
     if found is None:
-        c.say(key, "left", "no stage of ZeRO is in its name; set parallel.strategy (ZeRO 3 is full_shard)")
+        why = "no stage of ZeRO is in its name: set parallel.strategy (ZeRO 3 is full_shard)"
+        c.say(key, "left", f"{why}; {_SEE}")
         return
     _strategy(c, key, int(found[1]))
     more = ""
@@ -38,7 +40,7 @@ def _file(c: Crossing, key: str) -> None:
         c.put("parallel.cpu_offload", True, key)
         more = ", parallel.cpu_offload=true"
     said = c.said[key].text
-    c.said[key] = Said("carried", f"{said}{more}; see that its file sets no optimizer, schedule or clipping of its own")
+    c.said[key] = Said("carried", f"{said}{more}; {_SEE}")
 
 
 def _strategy(c: Crossing, key: str, stage: int) -> None:

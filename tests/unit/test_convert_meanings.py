@@ -197,7 +197,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "trl",
         {"metric_for_best_model": "eval_accuracy", "greater_is_better": True, "load_best_model_at_end": True},
         "metric_for_best_model",
-        {"checkpoint.best_is": None},
+        {"checkpoint.best_is": None, "checkpoint.keep_best": 1},
     ),
     (
         "trl",
@@ -218,7 +218,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         {"optim.max_grad_norm": 1.0},
     ),
     ("trl", {"output_dir": "s3://bucket/x/run"}, "output_dir", {"run.name": "trainer_output", "run.storage": "."}),
-    ("accelerate", {"distributed_type": "MEGATRON_LM"}, "distributed_type", {}),
+    ("accelerate", {"distributed_type": "MEGATRON_LM"}, "distributed_type", {"cluster.workers": 8}),
+    ("accelerate", {"distributed_type": "XLA"}, "distributed_type", {"cluster.workers": 8}),
     (
         "accelerate",
         {"deepspeed_config": {"gradient_accumulation_steps": 4}},
