@@ -17,7 +17,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp convert") 
     parser = Parser(
         prog, "Turn another trainer's config into one of ours. What cannot be carried is named, never lost."
     )
-    parser.add_argument("file", metavar="FILE", help="YAML file of the other trainer")
+    # Optional to the parser only, as `--drop KEY FILE` takes it for a key.
+    parser.add_argument("file", metavar="FILE", nargs="?", help="YAML file of the other trainer")
     parser.add_argument(
         "--from", dest="project", choices=_PROJECTS, help="whose it is (default: who knows most of its keys)"
     )
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp convert") 
         action="extend",
         default=[],
         metavar="KEY",
-        help="convert as if the file did not have these",
+        help="convert as if the file did not have these; may be given again",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the config there (default: print it)")
     arguments = sys.argv[1:] if argv is None else argv
@@ -39,13 +40,19 @@ def _run(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
     if found.gpus is not None and found.gpus < 1:
         parser.error(f"--gpus {found.gpus} must be at least 1")
+    file, drop = found.file, list(found.drop)
+    if file is None:
+        if len(drop) < 2 or not Path(drop[-1]).is_file():
+            taken = f": --drop took {' '.join(drop)} for keys; name the file before --drop" if drop else ""
+            parser.error(f"FILE is missing{taken or ': name the YAML file of the other trainer'}")
+        file = drop.pop()
     from raytune_fsdp.convert.file import convert
 
-    converted = convert(found.file, project=found.project, gpus=found.gpus, drop=found.drop)
+    converted = convert(file, project=found.project, gpus=found.gpus, drop=drop)
     print(converted.report(), file=sys.stderr)
     if converted.problems:
         raise ConfigError("\n".join(converted.problems))
-    text = converted.config(found.file)
+    text = converted.config(file)
     if found.out is None:
         print(text, end="")
         return 0

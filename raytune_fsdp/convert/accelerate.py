@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.rules import (
     Crossing,
     Project,
@@ -12,6 +13,7 @@ from raytune_fsdp.convert.rules import (
     in_words,
     leave,
     number,
+    part,
     refuse,
     same,
     switch,
@@ -47,10 +49,11 @@ def prepare(c: Crossing) -> None:
 def _mesh(c: Crossing) -> None:
     """Copies of the model, and the ranks of each. Other axes are not here, and change nothing of what is learned."""
     keys = {
-        axis: f"parallelism_config.parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp")
+        axis: f"parallelism_config.parallelism_config_{axis}_size"
+        for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
     }
     copies, shard = c.get(keys["dp_replicate"], whole, 1), c.get(keys["dp_shard"], whole, 1)
-    for axis in ("tp", "cp"):
+    for axis in ("tp", "cp", "sp"):
         ranks = c.get(keys[axis], whole, 1)
         c.say(
             keys[axis], "same" if ranks <= 1 else "left", "every rank has samples of its own (see train.global_batch)"
@@ -67,7 +70,8 @@ def _mesh(c: Crossing) -> None:
 
 
 def _distributed(c: Crossing) -> None:
-    kind = c.get("distributed_type", text, "NO").upper()
+    # What is dropped is one that is not here: the run is spread nonetheless.
+    kind = c.get("distributed_type", text, "FSDP" if "distributed_type" in c.dropping else "NO").upper()
     if kind in ("NO", "FALSE"):
         c.carry("distributed_type", "cluster.workers", 1)
         c.say("num_processes", "left", "distributed_type=NO is one process")
@@ -89,6 +93,8 @@ def _distributed(c: Crossing) -> None:
         strategy(c, "distributed_type", "no_shard")
         if kind == "MULTI_CPU":
             c.put("cluster.device", "cpu", "distributed_type")
+    if kind not in ("FSDP", "DEEPSPEED", "MULTI_GPU", "MULTI_CPU"):
+        c.say("distributed_type", "refused", "a run is spread by FSDP, on GPUs or CPUs; set parallel.strategy")
     c.say("distributed_type", "carried", in_words("parallel.strategy", c.fields.get("parallel.strategy", "full_shard")))
     _offload(c)
 
@@ -136,39 +142,68 @@ def _accumulation(c: Crossing, key: str) -> None:
     if c.get(key, text, "1") in ("1", "auto"):
         c.say(key, "same", "one, or as the training script says")
     else:
-        c.say(key, "left", "a part of train.global_batch: samples of a GPU x this x GPUs")
+        c.say(key, "refused", "a part of train.global_batch: set that to the samples of a GPU x this x GPUs")
+
+
+def _megatron(c: Crossing) -> bool:
+    return str(spelled(c.given.get("distributed_type"))).upper() == "MEGATRON_LM"
+
+
+def _mesh_options() -> tuple[TheirOption, ...]:
+    def axes(names: str) -> str:
+        return " ".join(f"parallelism_config.parallelism_config_{name}" for name in names.split())
+
+    return (
+        told(
+            axes("dp_replicate_size dp_shard_size tp_size cp_size sp_size"),
+            "`parallel.strategy`, `parallel.shard_size`",
+        ),
+        leave(
+            axes(
+                "cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation"
+            ),
+            "how ranks share a sample; here every rank has samples of its own",
+        ),
+    )
 
 
 def _options() -> tuple[TheirOption, ...]:
     def deep(names: str) -> str:
         return " ".join(f"deepspeed_config.{name}" for name in names.split())
 
-    mesh = " ".join(
-        f"parallelism_config.parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp")
-    )
     return (
         told("distributed_type", "`parallel.strategy`; NO: `cluster.workers: 1`"),
         told("mixed_precision fp16", "`parallel.precision`"),
         carry("num_processes", "cluster.workers", whole),
         *fsdp_options(),
-        told(mesh, "`parallel.strategy`, `parallel.shard_size`"),
+        *_mesh_options(),
         told(deep("zero_stage"), "`parallel.strategy` (1 and 2: `shard_grad_op`)"),
         told(deep("offload_optimizer_device offload_param_device"), "`parallel.cpu_offload`"),
         ask(deep("gradient_clipping"), "`optim.max_grad_norm`", _clipping),
-        ask(deep("gradient_accumulation_steps"), "left: a part of `train.global_batch`", _accumulation),
+        ask(
+            deep("gradient_accumulation_steps"),
+            "refused, unless it is 1 or auto: a part of `train.global_batch`",
+            _accumulation,
+        ),
         ask("dynamo_config.dynamo_backend dynamo_backend", "`parallel.compile`", _compiler),
         leave(
             "dynamo_config.dynamo_mode dynamo_config.dynamo_use_dynamic dynamo_config.dynamo_use_fullgraph",
-            "as torch has it",
+            "torch's default; see `parallel.compile`",
         ),
         leave("dynamo_config.dynamo_use_regional_compilation dynamo_config", "a block is compiled as one"),
         switch("use_cpu", "cluster.device", "cpu", "GPUs, where there are any"),
         carry("num_cpu_threads_per_process", "cluster.cpus_per_worker", whole),
         leave(deep("zero3_save_16bit_model zero3_init_flag"), "the export is whole, in `export.dtype`"),
         leave(deep("deepspeed_config_file deepspeed_multinode_launcher deepspeed_hostfile"), "DeepSpeed is not used"),
-        leave(deep("deepspeed_exclusion_filter deepspeed_inclusion_filter deepspeed_moe_layer_cls_names"), "not used"),
+        leave(
+            deep("deepspeed_exclusion_filter deepspeed_inclusion_filter deepspeed_moe_layer_cls_names"),
+            "DeepSpeed is not used; the Ray cluster says which machines there are",
+        ),
         leave(deep("offload_optimizer_nvme_path offload_param_nvme_path"), "offloading goes to memory"),
-        leave("compute_environment debug main_training_function downcast_bf16", "no effect here"),
+        leave(
+            "compute_environment debug main_training_function downcast_bf16",
+            "of accelerate's launcher and of TPUs; `raytune-fsdp train` needs none of it",
+        ),
         leave(
             "num_machines machine_rank main_process_ip main_process_port rdzv_backend rdzv_conf same_network gpu_ids "
             "enable_cpu_affinity monitor_interval max_restarts mpirun_config",
@@ -176,10 +211,12 @@ def _options() -> tuple[TheirOption, ...]:
         ),
         leave(
             "tpu_env tpu_use_cluster tpu_use_sudo tpu_name tpu_zone tpu_vm command_file commands ipex_config",
-            "other hardware",
+            "of hardware that is not supported here",
         ),
-        same("deepspeed_config parallelism_config", "nothing is set"),
-        leave("megatron_lm_config", "Megatron is not used; see `parallel`"),
+        same("deepspeed_config parallelism_config", "an empty map sets nothing"),
+        part(
+            "megatron_lm_config", "distributed_type", lambda c: c.given.get("megatron_lm_config") != {} and _megatron(c)
+        ),
         refuse("fp8_config", "computing in 8 bits is not here"),
     )
 

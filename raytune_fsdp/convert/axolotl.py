@@ -6,6 +6,7 @@ import re
 
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.axolotl_data import data_options, prepare_data
+from raytune_fsdp.convert.axolotl_left import left_options, machine_options
 from raytune_fsdp.convert.rules import (
     Crossing,
     Project,
@@ -28,8 +29,9 @@ from raytune_fsdp.convert.rules import (
     words,
 )
 from raytune_fsdp.convert.runs import cadence, global_batch, length, run_directory
+from raytune_fsdp.convert.schedules import schedule, warmup
 from raytune_fsdp.convert.sharding import activation_checkpointing, sharded
-from raytune_fsdp.convert.training import optim_options, optimizer, say_precision, schedule, shared_options, warmup
+from raytune_fsdp.convert.training import optim_options, optimizer, say_precision, shared_options
 
 _ATTENTION_SWITCHES = {
     "flash_attention": "flash_attention_2",
@@ -53,11 +55,7 @@ def prepare(c: Crossing) -> None:
     _precision(c)
     c.carry("sequence_len", "data.seq_len", c.get("sequence_len", whole, 512))
     c.default("data.seq_len", 512, "sequence_len by default")
-    packed = (
-        "best_fit"
-        if c.get("sample_packing", flag, any(key.startswith("pretraining_dataset") for key in c.given))
-        else "none"
-    )
+    packed = "best_fit" if c.get("sample_packing", flag, False) else "none"
     c.carry("sample_packing", "data.packing", packed)
     if packed == "none":
         c.default("data.packing", "none", "sample_packing is off by default")
@@ -165,6 +163,17 @@ def _base_config(c: Crossing, key: str) -> None:
         c.say(key, "refused", "the architecture is the model's own; change single attributes with model.overrides")
 
 
+def _new_rows(c: Crossing, key: str) -> None:
+    if c.get(key, flag, False):
+        c.say(key, "same", "the row of a new token starts as the mean of all")
+    elif "model.add_tokens" in c.fields:
+        c.say(
+            key, "refused", "the row of a new token starts as the mean of all, or of those of model.add_tokens.N.like"
+        )
+    else:
+        c.say(key, "same", "no token is new")
+
+
 def _dropped_rows(c: Crossing, key: str) -> None:
     if c.get(key, whole, 2) <= 2:
         c.say(key, "same", "a row without a token to train on is reported")
@@ -189,17 +198,18 @@ def _options() -> tuple[TheirOption, ...]:
         carry("overrides_of_model_config model_config", "model.overrides", a_map),
         switch("reinit_weights", "model.init", "random", "from the weights of base_model"),
         same("model_type type_of_model tokenizer_type", "by the model's config"),
-        leave(
-            "resize_token_embeddings_to_32x mean_resizing_embeddings shrink_embeddings", "see `model.resize_embeddings`"
-        ),
+        leave("resize_token_embeddings_to_32x", "rows that no token has; see `model.resize_embeddings`"),
+        ask("mean_resizing_embeddings", "same, if it is true or no token is new; else refused", _new_rows),
+        refuse("shrink_embeddings", "rows that no token has stay"),
         leave("tokenizer_use_fast tokenizer_legacy tokenizer_save_jinja_files", "the tokenizer as its files say"),
         leave(
-            "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model", "not asked"
+            "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model",
+            "the model's config says what it is",
         ),
         refuse("adapter", "every weight is trained (method.type=full)"),
         part(lora, "adapter", lambda c: "adapter" in c.given),
         refuse("load_in_8bit load_in_4bit gptq model_quantization_config", "weights are not quantized"),
-        leave("model_quantization_config_kwargs", "belongs to model_quantization_config"),
+        leave("model_quantization_config_kwargs", "means nothing without model_quantization_config, which is refused"),
         told("sequence_len", "`data.seq_len`"),
         told("sample_packing", "`data.packing: best_fit` (off: `none`)"),
         told("micro_batch_size batch_size", "`train.micro_batch`, `train.global_batch`"),
@@ -234,20 +244,20 @@ def _refused_options() -> tuple[TheirOption, ...]:
         refuse("rl reward_model process_reward_model", "supervised training only"),
         leave(
             "rl_beta dpo_beta orpo_alpha simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight",
-            "belongs to rl",
+            "means nothing without rl, which is refused",
         ),
         leave(
             "precompute_ref_log_probs dpo_use_weighting dpo_label_smoothing max_prompt_len trl vllm ebft num_labels "
             "dpo_loss_type dpo_loss_weights dpo_padding_free dpo_use_liger_kernel dpo_norm_loss "
             "dpo_generate_during_eval dpo_use_logits_to_keep rpo_alpha center_rewards_coefficient",
-            "belongs to rl",
+            "means nothing without rl, which is refused",
         ),
         refuse("qat quantization fp8 use_onebitllms", "computing in 8 bits and fewer is not here"),
-        leave("fp8_enable_fsdp_float8_all_gather", "belongs to fp8"),
+        leave("fp8_enable_fsdp_float8_all_gather", "means nothing without fp8, which is refused"),
         refuse("relora lisa_n_layers unfrozen_parameters spectrum_top_fraction", "every weight is trained"),
         leave(
             "relora_prune_ratio relora_prune_method relora_cpu_offload lisa_step_interval lisa_layers_attribute",
-            "unused",
+            "means nothing without relora or lisa_n_layers, which are refused",
         ),
         refuse("lr_quadratic_warmup cosine_constant_lr_ratio lr_div_factor", "no schedule of ours has this"),
         refuse(
@@ -255,14 +265,21 @@ def _refused_options() -> tuple[TheirOption, ...]:
             "no schedule of ours has this",
         ),
         refuse("embedding_lr embedding_lr_scale lr_groups", "all weights have one learning rate"),
-        refuse("adam_beta3 adam_epsilon2 torchdistx_path", "belongs to optimizers that are not here"),
+        refuse("adam_beta3 adam_epsilon2 torchdistx_path", "of optimizers other than AdamW, which are not here"),
         refuse("noisy_embedding_alpha", "no noise is added to embeddings"),
         refuse("early_stopping_patience", "a run ends after its steps or epochs"),
         refuse("dataset_exact_deduplication", "rows are not compared: leave doubles out of the files"),
         refuse("overrides_of_model_kwargs model_kwargs", "set what you need under `model`"),
         refuse("use_pose use_eaft scaling_softmax s2_attention", "the network and its loss stay as they are"),
-        refuse("fix_untrained_tokens pretraining_sample_concatenation", "nothing of ours does this", off=(False, True)),
-        refuse("rope_scaling max_packed_sequence_len added_tokens_overrides trainer_cls", "nothing of ours does this"),
+        refuse("fix_untrained_tokens", "rows of tokens that were never trained stay as the model has them"),
+        refuse(
+            "pretraining_sample_concatenation",
+            "texts are packed by sample_packing only, and no document sees another: see data.packing=concat",
+        ),
+        refuse("rope_scaling", "set it as model.overrides.rope_scaling"),
+        refuse("max_packed_sequence_len", "a sample is as long as sequence_len says"),
+        refuse("added_tokens_overrides", "tokens keep their names: add new ones with model.add_tokens"),
+        refuse("trainer_cls", "what a trainer of your own does is not known here"),
         refuse("quantize_moe_experts", "weights are not quantized"),
         refuse(
             "tokenizer_use_mistral_common processor_kwargs cls_model_config",
@@ -270,98 +287,17 @@ def _refused_options() -> tuple[TheirOption, ...]:
         ),
         leave(
             "eaft_alpha eaft_k pose_max_context_len pose_num_chunks pose_split_on_token_ids",
-            "belongs to use_eaft, use_pose",
+            "means nothing without use_eaft or use_pose, which are refused",
         ),
-        leave("scaling_softmax_factor scaling_softmax_bias", "belongs to scaling_softmax"),
+        leave("scaling_softmax_factor scaling_softmax_bias", "means nothing without scaling_softmax, which is refused"),
         leave(
             "dion_lr dion_momentum dion_rank_fraction dion_rank_multiple_of qgalore_rank qgalore_update_proj_gap "
             "qgalore_scale qgalore_proj_type qgalore_proj_quant qgalore_proj_bits qgalore_proj_group_size "
             "qgalore_cos_threshold qgalore_gamma_proj qgalore_queue_size",
-            "belongs to another optimizer",
+            "means nothing to AdamW; other optimizers are refused",
         ),
         refuse("processor_type", "text only"),
         refuse("test_split_size dataset_shard_num dataset_shard_idx skip_prepare_dataset", "use `rows` of a dataset"),
-    )
-
-
-def _left_options() -> tuple[TheirOption, ...]:
-    return (
-        leave("dataset_prepared_path push_dataset_to_hub", "prepared data is in the cache (data.cache.path)"),
-        leave(
-            "dataset_processes dataset_num_proc dataset_keep_in_memory num_dataset_shards_to_save",
-            "data is prepared by itself",
-        ),
-        leave(
-            "shuffle_merged_datasets shuffle_before_merging_datasets streaming streaming_multipack_buffer_size",
-            "the order is random; see data.shuffle",
-        ),
-        leave("pretrain_multipack_buffer_size preprocess_iterable", "see `data.window`"),
-        leave(
-            "sample_packing_sequentially sample_packing_group_size sample_packing_bin_size "
-            "sample_packing_mp_start_method sample_packing_eff_est multipack_real_batches total_num_tokens "
-            "total_supervised_tokens",
-            "it changes how full samples are; see `data.window`",
-        ),
-        leave("eval_sample_packing eval_batch_size eval_sequence_len", "an evaluation is packed as the training"),
-        leave("saves_per_epoch", "an epoch's steps are not known before its data is counted; set checkpoint.every"),
-        leave("evals_per_epoch", "an epoch's steps are not known before its data is counted; set eval.every"),
-        leave("save_first_step dynamic_checkpoint", "see `raytune-fsdp checkpoint`"),
-        leave(
-            "use_wandb wandb_name wandb_run_id wandb_mode wandb_project wandb_entity wandb_watch wandb_log_model "
-            "use_comet comet_workspace comet_project_name comet_experiment_key comet_mode comet_online "
-            "comet_experiment_config comet_api_key use_trackio trackio_project_name trackio_run_name "
-            "trackio_space_id use_tensorboard use_otel_metrics otel_metrics_host otel_metrics_port",
-            "metrics go to the run directory, and to MLflow where it is installed",
-        ),
-        leave("mlflow_run_name hf_mlflow_log_artifacts", "a run has the name of its directory; see `run.name`"),
-        leave("hf_use_auth_token", "HF_TOKEN in the environment"),
-        leave("use_ray ray_run_name resources_per_worker", "see `cluster`"),
-        leave(
-            "do_causal_lm_eval eval_causal_lm_metrics do_bench_eval bench_dataset bench_split", "the loss is measured"
-        ),
-        leave(
-            "eval_table_size eval_max_new_tokens generate_samples num_generation_samples generation_max_new_tokens "
-            "generation_temperature generation_top_p generation_top_k generation_do_sample generation_prompt_ratio",
-            "see `eval.prompts`",
-        ),
-        leave(
-            "loss_watchdog_threshold loss_watchdog_patience",
-            "a loss that is not finite stops a run; see `optim.max_skipped`",
-        ),
-        leave(
-            "gc_steps gc_collect_steps include_tokens_per_second include_tkps profiler_steps_start",
-            "every step is in metrics",
-        ),
-        leave("profiler_steps", "see `profile.steps`"),
-        leave("strict is_preprocess axolotl_config_path freeze_mm_modules debug", "no effect here"),
-    )
-
-
-def _machine_options() -> tuple[TheirOption, ...]:
-    """What decides where and by which kernels it is computed."""
-    return (
-        leave(
-            "max_memory gpu_memory_limit low_cpu_mem_usage device_map device world_size ddp",
-            "see `parallel` and `cluster`",
-        ),
-        leave(
-            "experimental_skip_move_to_device embeddings_skip_upcast fp32_norms fp32_norm_classes layer_offloading",
-            "see `parallel`",
-        ),
-        leave("selective_checkpointing", "see `parallel.activation_checkpointing: selective`"),
-        leave("dp_shard_size dp_replicate_size", "see `parallel.strategy` and `shard_size`"),
-        leave("fsdp_final_state_dict_type", "checkpoints are in shards, the export is whole"),
-        leave("heads_k_stride ring_attn_func deepcompile", "see `parallel`"),
-        leave(
-            "use_kernels flash_attn_d512 gemma4_hybrid_attn_impl llama4_linearized_experts flash_attn_cross_entropy "
-            "flash_attn_fuse_mlp flash_attn_rms_norm flash_attn_fuse_qkv flash_optimum large_head_attention "
-            "sdpa_varlen fused_attn_kernel flex_attn_compile_kwargs experts_implementation chunked_cross_entropy "
-            "chunked_cross_entropy_num_chunks tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp "
-            "unsloth_cross_entropy_loss unsloth_rms_norm unsloth_rope cut_cross_entropy liger_rope liger_rms_norm "
-            "liger_rms_norm_gated liger_layer_norm liger_swiglu liger_glu_activation liger_cross_entropy "
-            "liger_fused_linear_cross_entropy",
-            "other kernels for the same function; see `model.loss`",
-        ),
     )
 
 
@@ -376,8 +312,8 @@ AXOLOTL = Project(
         *optim_options(),
         *shared_options(),
         *_refused_options(),
-        *_left_options(),
-        *_machine_options(),
+        *left_options(),
+        *machine_options(),
     ),
     prepare=prepare,
     finish=finish,

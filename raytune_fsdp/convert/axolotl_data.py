@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from raytune_fsdp.config.text import spelled
@@ -20,12 +21,23 @@ from raytune_fsdp.convert.rules import (
     told,
     words,
 )
-from raytune_fsdp.convert.runs import place
+from raytune_fsdp.convert.runs import BUILDERS, part_of_files, place
 
 _LISTS = ("datasets", "test_datasets", "pretraining_dataset")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message's reasoning that are found by themselves."""
-_OWN_TYPES = ("field_instruction", "field_input", "field_output", "field_system", "format", "no_input_format")
+_OWN_TYPES = (
+    "field_instruction",
+    "field_input",
+    "field_output",
+    "field_system",
+    "format",
+    "no_input_format",
+    "system_prompt",
+    "system_format",
+)
+_OF_HUB = "hf://datasets/"
+_BRACES = {"{", "}"}
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama-3"}
 
 
@@ -41,6 +53,13 @@ def prepare_data(c: Crossing) -> None:
         c.put("data.eval", eval_sets, "test_datasets")
         c.say("val_set_size", "left", "test_datasets decides, there too")
     everything = c.get("train_on_inputs", flag, False)
+    if everything and any(each["format"]["type"] == "chat" for each in [*train, *eval_sets]):
+        c.say(
+            "train_on_inputs",
+            "refused",
+            "of a chat it trains what every role says, and not the template's text around it; format.loss is the "
+            "assistant's turns, or all with that text",
+        )
     c.say(
         "train_on_inputs", "carried" if everything else "same", f"format.loss={'all' if everything else 'the answers'}"
     )
@@ -53,22 +72,44 @@ def prepare_data(c: Crossing) -> None:
     _tokens(c, all(each["format"]["type"] == "chat" for each in train))
 
 
+_OVERLAP = 256
+"""Tokens that two windows of a text share in packed pretraining, at most."""
+
+
 def _long_documents(c: Crossing, types: set[str], *, pretraining: bool) -> None:
-    how = c.get("excess_length_strategy", text, "drop")
+    """Texts are cut up before the strategy sees them, all other rows are what it is for. Here one rule serves all."""
+    key, field = "excess_length_strategy", "data.long_documents"
+    how = c.get(key, text, "drop")
     ours = {"drop": "drop", "truncate": "truncate", "raise": "error"}.get(how)
     if ours is None:
-        c.say("excess_length_strategy", "refused", "unknown to axolotl; it has drop, truncate and raise")
+        c.say(key, "refused", "unknown to axolotl; it has drop, truncate and raise")
         return
-    if types == {"completion"}:
-        # These are cut up before the strategy sees them.
-        ours = "truncate" if pretraining else "split"
-        c.say("excess_length_strategy", "left", f"completion texts are not dropped there: data.long_documents={ours}")
-    c.carry("excess_length_strategy", "data.long_documents", ours)
-    c.default("data.long_documents", ours, "what axolotl does with more than sequence_len tokens")
+    cut = "truncate" if pretraining and not c.get("sample_packing", flag, False) else "split"
+    others = types - {"completion"}
+    if (pretraining or "completion" in types) and others:
+        if key in c.dropping:
+            c.tell_default(field, "error", f"ours: {key} is dropped, and a long document stops the run")
+            return
+        why = (
+            f"there {how} is for {', '.join(sorted(others))} only, and long texts of type completion are cut up; here "
+            "one rule is for all: set data.long_documents in the result, or make two runs of it"
+        )
+        c.say(key, "refused", why)
+        c.refuse_unsaid(key, f"not in the file, and {how} by default: {why}")
+        return
+    if others:
+        c.carry(key, field, ours)
+        c.default(field, ours, "what axolotl does with more than sequence_len tokens")
+        return
+    why = "what axolotl does with texts of more than sequence_len tokens"
+    if pretraining and cut == "split":
+        why += f"; there each window repeats the last {_OVERLAP} tokens of the one before it, here none is repeated"
+    c.say(key, "left", f"texts are cut up before it, there too: {in_words(field, cut)}")
+    c.default(field, cut, why)
 
 
 def _list(c: Crossing, name: str) -> list[dict[str, Any]]:
-    found_numbers = (re.match(rf"{name}\.(\d+)\.", key) for key in c.given)
+    found_numbers = (re.match(rf"{name}\.([0-9]{{1,9}})\.", key) for key in c.given)
     prefixes = [f"{name}.{number}." for number in sorted({int(each[1]) for each in found_numbers if each})]
     if name in c.given and not prefixes:
         if name == "pretraining_dataset" and isinstance(spelled(c.given[name]), str):
@@ -86,31 +127,37 @@ def _dataset(c: Crossing, prefix: str, ours: str, kind: str) -> dict[str, Any]:
     found: dict[str, Any] = dict(place(name))
     if not name:
         c.problems.append(f"{prefix}path is not set: name a file, a directory or a dataset of the hub")
-    if len(files) == 1:
-        folder = f"hf://datasets/{name}/" if "hub" in found else ""
-        found = {"path": files[0] if name in ("json", "csv", "parquet", "text", "arrow") else f"{folder}{files[0]}"}
-    elif files:
-        c.say(
-            f"{prefix}data_files",
-            "refused",
-            "a dataset has one place here: write one entry for each file, or a pattern",
-        )
+    if files:
+        found = _file(c, prefix, name if "hub" in found and name not in BUILDERS else "", files)
+    for key, field in (("name", "subset"), ("revision", "revision")):
+        if "hub" in found and f"{prefix}{key}" in c.given:
+            found[field] = c.get(f"{prefix}{key}", text, None)
+        elif not found.get("path", "").startswith(_OF_HUB) or key == "name":
+            c.say(f"{prefix}{key}", "refused", "files have none: name those that it stands for in path or data_files")
+    note = ""
     if "hub" in found:
-        for key, field in (("name", "subset"), ("revision", "revision")):
-            if f"{prefix}{key}" in c.given:
-                found[field] = c.get(f"{prefix}{key}", text, None)
-    split = c.get(f"{prefix}split", text, "train")
-    if split != "train" and "hub" in found:
-        found["split"] = split
-    elif first := re.fullmatch(r"train\[:(\d+)\]", split):
-        found["rows"] = {"first": int(first[1])}
-    elif split != "train":
-        c.say(f"{prefix}split", "refused", "files have no such split: use `rows` for a part of them")
-    where = in_words(ours, found)
+        if (split := c.get(f"{prefix}split", text, "train")) != "train":
+            found["split"] = split
+    else:
+        note = part_of_files(c, f"{prefix}split", found, default=f"{prefix}path")
+    where = in_words(ours, found) + note
     for key in ("path", "data_files", "name", "revision", "split"):
         c.say(f"{prefix}{key}", "carried", where)
     found["format"] = _format(c, prefix, kind)
     return found
+
+
+def _file(c: Crossing, prefix: str, hub: str, files: list[str]) -> dict[str, Any]:
+    """The file of `data_files`, which may be one of a dataset of the hub, of a revision."""
+    if len(files) > 1:
+        why = "a dataset has one place here: write one entry for each file, or a pattern"
+        c.say(f"{prefix}data_files", "refused", why)
+    revision = c.get(f"{prefix}revision", text, "")
+    if not hub:
+        return {"path": files[0]}
+    if not re.fullmatch(r"[\w.-]*", revision):
+        c.say(f"{prefix}revision", "refused", "must be a commit, or a tag or branch without a slash, in a file's URL")
+    return {"path": f"{_OF_HUB}{hub}{revision and f'@{revision}'}/{files[0]}"}
 
 
 def _format(c: Crossing, prefix: str, kind: str) -> dict[str, Any]:
@@ -164,7 +211,7 @@ def _chat(c: Crossing, prefix: str, kind: str) -> dict[str, Any]:
             for each in (names if isinstance(names, list) else [names])
         }
         c.say(f"{prefix}roles", "carried", in_words("format.roles", made["roles"]))
-    made["loss"] = _loss(c, prefix)
+    _loss(c, prefix)
     for key in ("field_thinking", "template_thinking_key"):
         known = c.get(f"{prefix}{key}", text, "thinking") in _REASONING
         why = "found by itself" if known else f"reasoning has one of these names here: {', '.join(_REASONING)}"
@@ -174,53 +221,55 @@ def _chat(c: Crossing, prefix: str, kind: str) -> dict[str, Any]:
     c.say(
         f"{prefix}message_field_training", "refused", "a message says whether it is trained on under the name `train`"
     )
-    if made["loss"] == "assistant":
-        del made["loss"]
     return made
 
 
-def _loss(c: Crossing, prefix: str) -> str:
+def _loss(c: Crossing, prefix: str) -> None:
     """Which turns are trained on. `human` and `gpt` are names for the user and the assistant."""
     names = {"human": "user", "gpt": "assistant"}
     trained = {names.get(role, role) for role in c.get(f"{prefix}roles_to_train", words, ["assistant"])}
-    if c.get("train_on_inputs", flag, False) or trained >= {"assistant", "user"}:
-        loss = "all"
-    else:
-        loss = "assistant"
-        if trained != {"assistant"}:
-            c.say(
-                f"{prefix}roles_to_train",
-                "refused",
-                "trained on are the assistant's turns, its last one, or everything",
-            )
-    c.say(f"{prefix}roles_to_train", "carried", f"format.loss={loss}")
-    return loss
+    if trained != {"assistant"}:
+        c.say(
+            f"{prefix}roles_to_train",
+            "refused",
+            "format.loss is the assistant's turns, its last one, or all, with system messages and the template's text: "
+            "other roles alone cannot be trained on",
+        )
+    c.say(f"{prefix}roles_to_train", "same", "format.loss=assistant")
 
 
 def _own_type(c: Crossing, prefix: str) -> dict[str, Any]:
     """A type that the file defines: one text with the names of columns in it, if it has one for all rows."""
-    columns = {part: c.get(f"{prefix}field_{part}", text, part) for part in ("instruction", "input", "output")}
+    columns = {part: c.get(f"{prefix}field_{part}", text, part) for part in ("instruction", "output")}
     prompt = c.get(f"{prefix}format", text, "{instruction} {input} ")
     without = c.get(f"{prefix}no_input_format", text, prompt)
+    system, around = c.get(f"{prefix}system_prompt", text, ""), c.get(f"{prefix}system_format", text, "{system}")
     keys = [f"{prefix}{key}" for key in _OWN_TYPES]
-    if c.get(f"{prefix}system_prompt", text, ""):
-        c.say(f"{prefix}system_prompt", "refused", "write it into the text: see `format.prompt` of type template")
-    c.say(f"{prefix}system_prompt", "same", "none")
-    c.say(f"{prefix}system_format", "left", "means nothing without a system message")
-    if "{input}" in prompt or without != prompt or {"{", "}"} & set(re.sub(r"\{instruction\}", "", prompt)):
+    why = ""
+    if f"{prefix}field_system" in c.given:
+        why = "a row without a system text has no system_format there, and a text has the same parts in every row here"
+    elif without != prompt or _BRACES & set(prompt.replace("{instruction}", "")):
+        why = "a text has the same columns in every row here"
+    elif system and _BRACES & set(around.replace("{system}", "")):
+        why = "system_format has more in braces than {system}"
+    if why:
         for key in keys:
-            why = "a text has the same columns in every row here; see `format` of types template and python"
-            c.say(key, "refused", why, prefix.removesuffix(".type."))
+            c.say(key, "refused", f"{why}; see `format` of types template and python", prefix.removesuffix(".type."))
         return {"type": "template", "prompt": "", "completion": "{output}"}
+    before = around.replace("{system}", system) if system else ""
     made = {
         "type": "template",
-        "prompt": prompt.replace("{instruction}", f"{{{columns['instruction']}}}"),
+        "prompt": before.replace("{", "{{").replace("}", "}}")
+        + prompt.replace("{instruction}", f"{{{columns['instruction']}}}"),
         "completion": f"{{{columns['output']}}}",
         **({"loss": "all"} if c.get("train_on_inputs", flag, False) else {}),
     }
+    c.say(f"{prefix}field_input", "left", "its text has no {input}, there too")
+    if not system:
+        c.say(f"{prefix}system_format", "left", "means nothing without a system text")
+        c.say(f"{prefix}system_prompt", "same", "no system text")
     for key in keys:
-        unused = key.rpartition(".")[2] in ("field_input", "field_system")
-        c.say(key, "left" if unused else "carried", "not in its text" if unused else in_words("format", made))
+        c.say(key, "carried", in_words("format", made))
     return made
 
 
@@ -250,13 +299,28 @@ def _templates(c: Crossing, chats: list[dict[str, Any]]) -> None:
 
 def _tokens(c: Crossing, only_chats: bool) -> None:
     """New tokens, and the tokens that end a text, which a chat has from its template."""
-    added = [{"text": each, "special": True} for each in c.get("special_tokens.additional_special_tokens", words, [])]
-    added += [{"text": each} for each in c.get("tokens", words, [])]
-    for key in ("special_tokens.additional_special_tokens", "tokens"):
-        c.carry(key, "model.add_tokens", added)
-    for key in ("bos_token", "eos_token", "unk_token"):
-        why = "the chat template says where it stands" if only_chats else "the tokenizer's own is used"
-        c.say(f"special_tokens.{key}", "left" if only_chats else "refused", why)
+    special = "special_tokens.additional_special_tokens"
+    named = ["special_tokens.pad_token"]
+    ends = [f"special_tokens.{each}" for each in ("bos_token", "eos_token", "unk_token")]
+    if only_chats:
+        named += ends
+    for key in ends:
+        if not only_chats:
+            c.say(key, "refused", "the tokenizer's own stands around a text")
+    # A dict, as none may be named twice.
+    added: dict[str, dict[str, Any]] = {}
+    for each in [*c.get(special, words, []), *(c.get(key, text, "") for key in named)]:
+        if each:
+            added.setdefault(each, {"text": each, "special": True})
+    for each in c.get("tokens", words, []):
+        added.setdefault(each, {"text": each})
+    for key in (special, "tokens"):
+        c.carry(key, "model.add_tokens", list(added.values()))
+    for key in named:
+        note = "what is a token already stays as it is" + (
+            "" if key.endswith("pad_token") else "; the chat template says where it stands"
+        )
+        c.carry(key, "model.add_tokens", list(added.values()), note)
 
 
 def data_options() -> tuple[TheirOption, ...]:
@@ -264,7 +328,7 @@ def data_options() -> tuple[TheirOption, ...]:
         return " ".join(f"{name}.*.{word}" for name in lists or ("datasets", "test_datasets") for word in names.split())
 
     places = each("path data_files name split", *_LISTS)
-    own = " ".join(f"type.{key}" for key in (*_OWN_TYPES, "system_prompt", "system_format"))
+    own = " ".join(f"type.{key}" for key in _OWN_TYPES)
     return (
         told("datasets test_datasets pretraining_dataset", "`data.train`, `data.eval`"),
         told(f"{places} {each('revision')}", "`data.train.N.path` or `hub`, `subset`, `split`, `revision`, `rows`"),
@@ -281,35 +345,53 @@ def data_options() -> tuple[TheirOption, ...]:
             ),
             "`format.role`, `format.content`",
         ),
-        told(each("roles_to_train"), "`format.loss`"),
+        told(each("roles_to_train"), "same, if it is the assistant; else refused"),
         told(
             each("message_field_training field_thinking template_thinking_key"),
             "same under the usual names, else refused",
         ),
         told(each("chat_template"), "`data.chat_template` (chatml, llama3)"),
         told("chat_template chat_template_jinja", "`data.chat_template` (chatml, llama3, a file)"),
-        told("train_on_inputs", "`format.loss: all`"),
+        told("train_on_inputs", "`format.loss: all`; refused with chats"),
         told("val_set_size", "`data.eval.fraction` or `rows`"),
-        told("excess_length_strategy", "`data.long_documents`"),
+        told("excess_length_strategy", "`data.long_documents`; refused for texts together with other rows"),
         told("tokens special_tokens.additional_special_tokens", "`model.add_tokens`"),
+        told("special_tokens.pad_token", "`model.add_tokens`, which leaves alone what is a token already"),
         told(
-            "special_tokens.bos_token special_tokens.eos_token special_tokens.unk_token", "left for chats, else refused"
+            "special_tokens.bos_token special_tokens.eos_token special_tokens.unk_token",
+            "`model.add_tokens` for chats, else refused",
         ),
-        same("special_tokens special_tokens.pad_token", "padding changes nothing of what is learned"),
+        same("special_tokens", "the tokenizer's own"),
         same(each("ds_type"), "by the file's extension"),
         leave(each("trust_remote_code preprocess_shards", *_LISTS), "no code of a dataset is run"),
         leave("eot_tokens", "the chat template says where a turn ends"),
+        *_refused_options(each),
+    )
+
+
+def _refused_options(each: Callable[[str], str]) -> tuple[TheirOption, ...]:
+    return (
         refuse(
             each("train_on_eos train_on_eot"), "a turn's end is trained on as the turn", off=("turn",), alike="as here"
         ),
         refuse(
-            each(
-                "shards shards_idx input_transform input_format conversation chat_template_jinja split_thinking "
-                "drop_system_message message_field_training_detail field_human field_model logprobs_field temperature"
-            )
-            + " pretraining_dataset.*.skip",
-            "nothing of ours does this",
+            f"{each('shards shards_idx')} pretraining_dataset.*.skip",
+            "use `rows` of a dataset for a part of it",
             off=(False,),
         ),
+        refuse(
+            each("input_transform input_format conversation field_human field_model drop_system_message"),
+            "rows are read as `format` says; see type python there for rows that have to be changed first",
+            off=(False,),
+        ),
+        refuse(
+            each("chat_template_jinja split_thinking"),
+            "put it into a template, which serves all datasets",
+            off=(False,),
+        ),
+        refuse(
+            each("message_field_training_detail"), "a whole message is trained on or not, by its `train`", off=(False,)
+        ),
+        refuse(each("logprobs_field temperature"), "there is no teacher to learn from", off=(False,)),
         refuse("default_system_message chat_template_kwargs", "put it into the rows, or into a template of your own"),
     )

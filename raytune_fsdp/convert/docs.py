@@ -60,7 +60,7 @@ Every key of the file gets a line:
 |---|---|
 | `carried` | it is in the result, under the name that the line says |
 | `same` | this is what happens here in any case |
-| `left` | it does not change what is learned, and has no equivalent |
+| `left` | it has no equivalent, and does not change what is learned, apart from the order of the rows |
 | `refused` | it changes what is learned, or may, and cannot be carried: there is no result |
 | `dropped` | it was refused, and `--drop KEY` says to convert as if the file did not have it |
 | `default` | it is not in the file, but the other trainer does this by default, and ours does not |

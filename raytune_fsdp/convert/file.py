@@ -22,6 +22,7 @@ from raytune_fsdp.convert.llama_factory import LLAMA_FACTORY
 from raytune_fsdp.convert.rules import Crossing, Project, Said, TheirOption
 from raytune_fsdp.convert.trl import TRL
 from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.redaction import find_secrets
 from raytune_fsdp.untrusted import MAX_DEPTH, UnsoundError, reason
 from raytune_fsdp.untrusted import read_file as read_bytes
 
@@ -124,6 +125,11 @@ def convert(file: str, *, project: str | None = None, gpus: int | None = None, d
     problems = [_refusal(line) for line in lines if line.said.fate == "refused"] + c.problems
     problems += _unknown_drops(drop, [key for key, _, _ in leaves] + [key for key, _ in c.unsaid], about)
     ours = _nested(c.fields)
+    problems += [
+        f"{key}: looks like a secret, and the config would show it: take it out of the file, and set it in the "
+        "environment"
+        for key in find_secrets(ours)
+    ]
     if not problems:
         problems = _check(ours, c, fragment=about.fragment)
     return Converted(about, guessed, lines, [_printable(problem) for problem in problems], ours)
@@ -183,6 +189,7 @@ def _leaves(tree: dict[str, Any], project: Project) -> Iterator[tuple[str, Their
     options, insides = project.options, _INSIDES[project.name]
 
     def walk(key: str, name: str, value: Any) -> Iterator[tuple[str, TheirOption | None, Any]]:
+        value = _as_map(value) if name in insides else value
         maps = isinstance(value, list) and all(isinstance(each, dict) for each in value)
         if value and isinstance(value, dict) and name in insides:
             for inner, each in value.items():
@@ -196,6 +203,18 @@ def _leaves(tree: dict[str, Any], project: Project) -> Iterator[tuple[str, Their
     for key, value in tree.items():
         # A dot would look like a key of a key.
         yield from walk(key, "?" if "." in key else key, value)
+
+
+def _as_map(value: Any) -> Any:
+    """A map that is written as JSON text, as a command line takes it; other values as they are."""
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value
+    try:
+        found, _ = parse(value)
+        _check_depth("", found)
+    except (yaml.YAMLError, ConfigError):
+        return value
+    return found
 
 
 def _name_below(options: dict[str, TheirOption], name: str, inner: str) -> str:

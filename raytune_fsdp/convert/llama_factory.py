@@ -65,7 +65,13 @@ def _adapts(c: Crossing) -> bool:
 def _packing(c: Crossing, pretraining: bool) -> None:
     packed, apart = c.get("packing", flag, pretraining), c.get("neat_packing", flag, False)
     if apart or not packed:
-        c.default("data.long_documents", "truncate", "what LLaMA-Factory does with more than cutoff_len tokens")
+        why = "LLaMA-Factory cuts a text at cutoff_len, too"
+        if not pretraining:
+            why = (
+                "LLaMA-Factory shortens the question and the answer of each turn until all fit cutoff_len; here the "
+                "first tokens stay, so the end of a long row, with its answer, is lost"
+            )
+        c.default("data.long_documents", "truncate", why)
     if apart:
         c.carry("neat_packing", "data.packing", "best_fit")
         c.carry("packing", "data.packing", "best_fit")
@@ -107,7 +113,8 @@ def finish(c: Crossing) -> None:
 
 def _template(c: Crossing, key: str) -> None:
     name = c.get(key, text, "")
-    chats = any(each["format"]["type"] == "chat" or each["format"].get("style") == "chat" for each in _train(c))
+    formats = [each["format"].get("then", each["format"]) for each in _train(c)]
+    chats = any(each["type"] == "chat" or each.get("style") == "chat" for each in formats)
     if _train(c) and not chats:
         c.say(key, "left", "texts have no template")
     elif name in _TEMPLATES:
@@ -183,7 +190,7 @@ def _model_options() -> tuple[TheirOption, ...]:
         leave("use_unsloth enable_liger_kernel use_v1_kernels block_diag_attn", "other kernels for the same function"),
         leave(
             "cache_dir low_cpu_mem_usage use_fast_tokenizer print_param_status offload_folder device_map",
-            "no effect here",
+            "where files and weights are; see HF_HOME in the environment, and `parallel`",
         ),
         leave("upcast_layernorm upcast_lmhead_output", "weights are fp32; see `parallel.precision`"),
         leave("hf_hub_token ms_hub_token om_hub_token", "HF_TOKEN in the environment"),
@@ -193,7 +200,8 @@ def _model_options() -> tuple[TheirOption, ...]:
         refuse("shift_attn mixture_of_depths", "the network stays as it is"),
         refuse("quantization_bit", "weights are not quantized", off=()),
         leave(
-            "quantization_method quantization_type double_quantization quantization_device_map", "of quantization_bit"
+            "quantization_method quantization_type double_quantization quantization_device_map",
+            "means nothing without quantization_bit, which is refused",
         ),
         refuse("use_kt", "weights are trained on GPUs, or offloaded by `parallel.cpu_offload`"),
         leave(
@@ -296,9 +304,10 @@ def _data_options() -> tuple[TheirOption, ...]:
             "metrics go to the run directory, and to MLflow where it is installed",
         ),
         leave(
-            "ray_run_name ray_storage_path ray_storage_filesystem ray_init_kwargs resources_per_worker", "see `cluster`"
+            "ray_run_name ray_storage_path ray_storage_filesystem ray_init_kwargs resources_per_worker",
+            "every run is one of Ray's; see `cluster` and `run.storage`",
         ),
-        leave("placement_strategy master_addr master_port", "see `cluster`"),
+        leave("placement_strategy master_addr master_port", "Ray places the workers; see `cluster`"),
         leave("export_dir export_size export_device export_legacy_format export_hub_model_id", "see `export`"),
         leave("infer_backend infer_dtype use_kv_cache", "nothing is served here"),
         leave(

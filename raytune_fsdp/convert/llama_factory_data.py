@@ -7,6 +7,7 @@ from typing import Any
 
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.rules import Crossing, flag, in_words, number, text, whole, words
+from raytune_fsdp.convert.runs import rows_of
 from raytune_fsdp.untrusted import UnsoundError, read_json, reason
 
 _INFO = "dataset_info.json"
@@ -20,6 +21,14 @@ _ROLES = {
     "function_tag": ("function_call", "assistant"),
     "system_tag": ("system", "system"),
 }
+
+
+_KNOWN = (
+    *("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_name", "file_sha1"),
+    *("formatting", "ranking", "subset", "split", "folder", "num_samples", "revision", "columns", "tags"),
+)
+"""What an entry of dataset_info.json may say."""
+_FUNCTION = "raytune_fsdp.convert.llama_factory_rows:with_input"
 
 
 class _NotHereError(ValueError):
@@ -37,7 +46,9 @@ def prepare_data(c: Crossing, *, pretraining: bool) -> None:
     if evaluation:
         c.put("data.eval", evaluation, "eval_dataset")
     size = c.get("val_size", number, 0)
-    if size > 0:
+    if size > 0 and evaluation:
+        c.say("val_size", "refused", "eval_dataset says what is evaluated, and both do not go together, there either")
+    elif size > 0:
         c.carry("val_size", "data.eval", {"fraction": size} if size < 1 else {"rows": int(size)})
     c.say("val_size", "same", "nothing is held out")
 
@@ -59,9 +70,7 @@ def _datasets(c: Crossing, key: str, pretraining: bool) -> list[dict[str, Any]]:
     except _NotHereError as error:
         c.say(key, "refused", f"{error}", None)
         return []
-    note = "; between a question and its input is an empty line here, there a line break"
-    joined = any(each["format"].get("input") is not None for each in found)
-    c.say(key, "carried", in_words("data.train" if key == "dataset" else "data.eval", found) + (note if joined else ""))
+    c.say(key, "carried", in_words("data.train" if key == "dataset" else "data.eval", found))
     return found
 
 
@@ -88,18 +97,40 @@ def _info(c: Crossing) -> tuple[dict[str, Any] | None, Path]:
 
 def _read(entry: dict[str, Any], folder: Path, c: Crossing, pretraining: bool) -> dict[str, Any]:
     found = _place(entry, folder)
-    for theirs, ours in (("subset", "subset"), ("split", "split")):
-        if entry.get(theirs) and not (theirs == "split" and entry[theirs] == "train") and "hub" in found:
-            found[ours] = str(entry[theirs])
+    unknown = sorted(entry.keys() - set(_KNOWN))
+    if unknown:
+        raise _NotHereError(f"of a dataset in {_INFO}, {', '.join(unknown)} is not known here: take it out")
+    some = _part(entry, found)
     if entry.get("folder") or entry.get("ranking"):
         raise _NotHereError("a dataset with `folder` or `ranking` is not read here")
     found["format"] = _format(entry, c, pretraining)
     first, many = c.get("max_samples", whole, 0), entry.get("num_samples")
-    if first > 0:
+    if some and (first > 0 or isinstance(many, int)):
+        raise _NotHereError(f"split {entry['split']!r} of files does not go with max_samples or num_samples here")
+    if some:
+        found["rows"] = some
+    elif first > 0:
         found["rows"] = {"first": first}
     elif isinstance(many, int):
         found["rows"] = {"limit": many}
     return found
+
+
+def _part(entry: dict[str, Any], found: dict[str, Any]) -> dict[str, int]:
+    """Puts the configuration, revision and split of a hub dataset into `found`. Returns the rows of a file's split."""
+    split = str(entry.get("split") or "train")
+    if "hub" in found:
+        found |= {field: str(entry[field]) for field in ("subset", "revision") if entry.get(field)}
+        if split != "train":
+            found["split"] = split
+        return {}
+    named = [field for field in ("subset", "revision") if entry.get(field)]
+    if named:
+        raise _NotHereError(f"a file has no {' and no '.join(named)}: take it out, or name a dataset of the hub")
+    some = rows_of(split)
+    if some is None:
+        raise _NotHereError(f"a file has no split {split!r}: name a file with the rows of it")
+    return some
 
 
 def _place(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -121,20 +152,43 @@ def _format(entry: dict[str, Any], c: Crossing, pretraining: bool) -> dict[str, 
     if unknown:
         raise _NotHereError(f"a dataset with {', '.join(unknown)} is not read here")
     formatting = entry.get("formatting", "alpaca")
+    if formatting not in ("alpaca", "sharegpt", "openai"):
+        raise _NotHereError(f"formatting must be alpaca, sharegpt or openai; {formatting!r} is not known here")
     if pretraining:
-        return {"type": "completion", "text": columns.get("prompt", "text")}
+        return _text(columns, formatting)
     loss = "all" if c.get("train_on_prompt", flag, False) else ""
     if formatting == "alpaca":
         if columns.get("tools"):
             raise _NotHereError("tools are read in conversations only")
         made: dict[str, Any] = {"type": "instruction", "style": "chat", "prompt": columns.get("prompt", "instruction")}
-        made |= {"input": columns.get("query"), "completion": columns.get("response", "output")}
+        made |= {"input": None, "completion": columns.get("response", "output")}
         if columns.get("system"):
             made["system"] = columns["system"]
-        return {**made, **({"loss": loss} if loss else {})}
+        return _joined(columns, {**made, **({"loss": loss} if loss else {})})
     if columns.get("system"):
         raise _NotHereError("a system message of a conversation is its first message here, not a column")
     return _chat(columns, tags, loss or ("last_turn" if c.get("mask_history", flag, False) else ""))
+
+
+def _text(columns: dict[str, str], formatting: str) -> dict[str, Any]:
+    """A row of stage pt: what would be its question, without an answer."""
+    if formatting != "alpaca":
+        raise _NotHereError("stage pt trains on the first message of a conversation only; see format of type python")
+    if "prompt" not in columns:
+        raise _NotHereError("stage pt reads the column that `columns` names as prompt: name it")
+    return _joined(columns, {"type": "completion", "text": columns["prompt"]})
+
+
+def _joined(columns: dict[str, str], made: dict[str, Any]) -> dict[str, Any]:
+    """With the query after the prompt, in the next line: a format of ours has an empty line there."""
+    if not columns.get("query"):
+        return made
+    if (columns.get("prompt", "instruction"), columns["query"]) != ("instruction", "input"):
+        raise _NotHereError(
+            "a question is joined to its input by a line break there, by an empty line here: join "
+            f"{columns.get('prompt', 'instruction')} and {columns['query']} by a function, with format.type=python"
+        )
+    return {"type": "python", "function": _FUNCTION, "then": made}
 
 
 def _chat(columns: dict[str, str], tags: dict[str, str], loss: str) -> dict[str, Any]:

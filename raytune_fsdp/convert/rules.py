@@ -124,7 +124,7 @@ class Crossing:
 
     def on(self, key: str) -> bool:
         """Whether the file switches something on, refused or not."""
-        return key in self.given and str(spelled(self.given[key])).lower() not in ("false", "no", "off", "0")
+        return key in self.given and str(spelled(self.given[key])).lower() not in ("false", "no", "off", "0", "0.0")
 
     def first(self, *keys: str) -> str:
         """The first of these spellings that the file uses, or the first of all."""
@@ -214,13 +214,23 @@ def refuse(names: str, why: str, off: tuple[Any, ...] = (False, 0), alike: str =
 
     def rule(c: Crossing, key: str) -> None:
         value = spelled(c.given[key])
-        # By text: 0 is not false, and `"false"` in quotes is.
-        if value in ([], {}, "") or str(value).lower() in [str(each).lower() for each in off]:
+        if value in ([], {}, "") or any(_alike(value, each) for each in off):
             c.say(key, "same", alike)
         else:
             c.say(key, "refused", why)
 
     return TheirOption(tuple(names.split()), f"refused: {why}", rule)
+
+
+def _alike(value: Any, other: Any) -> bool:
+    """By text: 0 is not false, and `"false"` in quotes is. Numbers as numbers: 0.0 is 0."""
+    if str(value).lower() == str(other).lower():
+        return True
+    numbers = not isinstance(value, bool) and not isinstance(other, bool)
+    try:
+        return numbers and number(value) == number(other)
+    except WrongValueError:
+        return False
 
 
 def part(names: str, owner: str, active: Callable[[Crossing], bool]) -> TheirOption:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from raytune_fsdp.convert.rules import Crossing, in_words, number, text, whole
 from raytune_fsdp.urls import is_url
 
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+# Names of builders, which stand where others have the name of a dataset.
+BUILDERS = ("json", "csv", "parquet", "text", "arrow")
+_OTHER_SPLIT = re.compile(r"(?i)(?<![a-z])(test|testing|val|valid|validation|dev|eval|evaluation)(?![a-z])")
 _DATA_FILE = re.compile(r"\.(jsonl?|csv|tsv|txt|parquet|arrow)(\.(gz|zst))?$")
 
 
@@ -28,6 +32,49 @@ def place(name: str) -> dict[str, str]:
     if local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or os.path.exists(name):
         return {"path": name}
     return {"hub": name}
+
+
+def part_of_files(c: Crossing, split_key: str, found: dict[str, Any], *, default: str) -> str:
+    """The split of plain files, which have one, called `train`, as `rows` of them; what cannot be said so is refused.
+
+    `default`: the key to refuse where the file does not name a split. Returns what differs of a directory.
+    """
+    split = c.get(split_key, text, "train")
+    some = rows_of(split)
+    if some:
+        found["rows"] = some
+    elif some is None:
+        c.say(
+            split_key, "refused", "files have no such split here: name its own files, or use `rows` for a part of them"
+        )
+    if "*" in found["path"] or _DATA_FILE.search(found["path"]):
+        return ""
+    others = _other_splits(found["path"])
+    if others:
+        c.say(
+            split_key if split_key in c.given else default,
+            "refused",
+            f"{', '.join(others[:3])} would be trained on, too, as here a directory is all of its files: name those of "
+            f"{split}, with a pattern",
+        )
+    return "; of a directory all files are read here, there those whose names belong to no other split"
+
+
+def rows_of(split: str) -> dict[str, int] | None:
+    """`rows` for a split of plain files; empty for all of them, None for one that they do not have."""
+    some = re.fullmatch(r"train(\[(:([1-9][0-9]{0,17})|-([1-9][0-9]{0,17}):)\])?", split)
+    if some is None:
+        return None
+    return {"first": int(some[3])} if some[3] else {"last": int(some[4])} if some[4] else {}
+
+
+def _other_splits(directory: str) -> list[str]:
+    """Files that the `datasets` library takes for a test or a validation, if the directory is here."""
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError:
+        return []
+    return [name for name in names if _OTHER_SPLIT.search(name)]
 
 
 def global_batch(
@@ -60,7 +107,16 @@ def global_batch(
 
 def run_directory(c: Crossing, key: str, *, default: str) -> None:
     """`saves/qwen/full` is the run `full` in the directory `saves/qwen`."""
-    directory = Path(c.get(key, text, default))
+    given = c.get(key, text, default)
+    if is_url(given):
+        c.say(
+            key,
+            "refused",
+            "a run is in a directory that all machines mount, not in an object store: name a directory in the file "
+            "(export.push takes the model elsewhere)",
+        )
+        given = default
+    directory = Path(given)
     name = re.sub(r"[^A-Za-z0-9._-]+|\.\.+", "-", directory.name)[:128].lstrip("._-")
     c.put("run.name", name if name and name != "cache" else "converted", key if key in c.given else "")
     c.put("run.storage", str(directory.parent), key if key in c.given else "")

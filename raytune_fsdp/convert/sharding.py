@@ -1,8 +1,7 @@
-"""What several projects say of FSDP and DeepSpeed. It decides where weights are, and nothing of what is learned."""
+"""What several projects say of FSDP. It decides where weights are, and nothing of what is learned."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +37,6 @@ _STRATEGIES = {
     "5": "hybrid_shard",
 }
 _USUAL_NODE = 8
-_ZERO = {0: "replicate", 1: "shard_grad_op", 2: "shard_grad_op", 3: "full_shard"}
 
 
 def strategy(c: Crossing, key: str, word: str, gpus_of_a_node: int | None = None) -> None:
@@ -84,7 +82,7 @@ def fsdp(c: Crossing, key: str) -> None:
 def sharded(c: Crossing) -> bool:
     """Whether the file itself shards weights. Then the optimizer's copy is fp32, whatever they are loaded as."""
     on = any(spelled(c.given[key]) not in (False, "", []) for key in ("fsdp", "deepspeed") if key in c.given)
-    return on or any(key.startswith("fsdp_config") for key in c.given)
+    return on or any(key.startswith(("fsdp_config", "deepspeed.")) for key in c.given)
 
 
 def activation_checkpointing(c: Crossing, *own: str, read: Callable[[Any], bool] = flag) -> None:
@@ -137,28 +135,3 @@ def _fill(c: Crossing, key: str) -> None:
         c.carry(key, "model.fill", "rank0")
     else:
         c.say(key, "same", "no rank needs memory for the whole model (model.fill=auto)")
-
-
-def deepspeed(c: Crossing, key: str) -> None:
-    """The stage of ZeRO, from the name of DeepSpeed's file or from the map that is written in its place."""
-    value: Any = spelled(c.given[key])
-    if isinstance(value, dict):
-        zero = value.get("zero_optimization")
-        stage = zero.get("stage") if isinstance(zero, dict) else None
-        offload = isinstance(zero, dict) and any(str(name).startswith("offload") for name in zero)
-    else:
-        name = c.get(key, text, "").rpartition("/")[2]
-        found = re.search(r"(?:zero|z|stage)[_-]?([0-3])", name)
-        stage, offload = int(found[1]) if found else None, "offload" in name
-    if stage not in _ZERO:
-        c.say(key, "left", "it changes nothing of what is learned; set parallel.strategy (ZeRO 3 is full_shard)")
-        return
-    c.put("parallel.strategy", _ZERO[stage], key)
-    if offload:
-        c.put("parallel.cpu_offload", True, key)
-    c.say(
-        key,
-        "carried",
-        f"{in_words('parallel.strategy', _ZERO[stage])}{', parallel.cpu_offload=true' if offload else ''}; "
-        "see that its file sets no optimizer, schedule or clipping of its own",
-    )

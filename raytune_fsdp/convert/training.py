@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from raytune_fsdp.config.text import spelled
+from raytune_fsdp.convert.deepspeed import deepspeed_options
 from raytune_fsdp.convert.rules import (
     Crossing,
     TheirOption,
@@ -23,7 +22,8 @@ from raytune_fsdp.convert.rules import (
     words,
 )
 from raytune_fsdp.convert.runs import attention, cadence, global_batch, in_steps, length, run_directory
-from raytune_fsdp.convert.sharding import activation_checkpointing, deepspeed, fsdp, fsdp_options
+from raytune_fsdp.convert.schedules import AHEAD, schedule, warmup
+from raytune_fsdp.convert.sharding import activation_checkpointing, fsdp, fsdp_options
 
 _ADAMW = [
     "adamw_torch",
@@ -56,92 +56,6 @@ def optimizer(c: Crossing, key: str) -> None:
         c.say(key, "same", "AdamW; here its moments are not rounded, and take more memory")
     else:
         c.say(key, "refused", "the optimizer here is AdamW")
-
-
-def _ratio(least: Any, lr: float) -> float:
-    """A learning rate as a fraction of the peak, without the digits that a division of decimals adds."""
-    return float(f"{number(least) / lr:.12g}")
-
-
-class _NotHereError(ValueError):
-    """Why a schedule is none of ours."""
-
-
-def _schedule(c: Crossing, kind: str, details: dict[str, Any], lr: float) -> dict[str, Any]:
-    """Our schedule by transformers' name for it. What is left in `details` was not understood."""
-
-    def take(name: str, default: Any) -> Any:
-        value = details.pop(name, None)
-        return default if value is None else value
-
-    if kind in ("constant", "constant_with_warmup"):
-        return {"type": "constant"}
-    if kind == "linear":
-        return {"type": "linear"}
-    if kind == "cosine" and take("num_cycles", 0.5) == 0.5:
-        return {"type": "cosine"}
-    if kind == "cosine_with_restarts" and take("num_cycles", 1) == 1:
-        return {"type": "cosine"}
-    if kind == "cosine_with_min_lr" and take("num_cycles", 0.5) == 0.5:
-        rate, least = take("min_lr_rate", None), take("min_lr", None)
-        return {
-            "type": "cosine",
-            "floor": _ratio(least, lr) if rate is None and least is not None else number(rate or 0),
-        }
-    if kind == "polynomial" and take("power", 1.0) == 1:
-        return {"type": "linear", "floor": _ratio(take("lr_end", 1e-7), lr)}
-    if kind == "warmup_stable_decay":
-        total, decay = c.fields.get("train.max_steps"), take("num_decay_steps", None)
-        if take("decay_type", "cosine") != "linear" or take("warmup_type", "linear") != "linear":
-            raise _NotHereError("in `wsd` here the learning rate rises and falls linearly")
-        if total is None or decay is None:
-            raise _NotHereError(
-                "`wsd` here takes the fraction of the steps that decay: give max_steps and num_decay_steps"
-            )
-        return {"type": "wsd", "decay": whole(decay) / total, "floor": number(take("min_lr_ratio", 0))}
-    raise _NotHereError("no schedule of ours; there are constant, linear, cosine and wsd")
-
-
-def schedule(c: Crossing, key: str, *, default: str, default_lr: float) -> str:
-    """The schedule and its details, and the name that the project has for it."""
-    kind, prefix = c.get(key, text, default), "lr_scheduler_kwargs."
-    keys = [name for name in c.given if name.startswith(prefix)]
-    details = {name.removeprefix(prefix): spelled(c.given[name]) for name in keys}
-    try:
-        ours = _schedule(c, kind, details, c.get("learning_rate", number, default_lr) or default_lr)
-        if details:
-            raise _NotHereError(f"{', '.join(details)} is nothing that {kind} has here")
-    except ValueError as error:
-        for name in (key, *keys):
-            c.say(name, "refused", str(error), key if key in c.given else "")
-        return kind
-    for name in (key, *keys):
-        c.carry(name, "optim.schedule", ours)
-    if kind != "cosine":
-        c.default("optim.schedule", ours, f"{key} is {kind} by default")
-    return kind
-
-
-_AHEAD = "a step ahead until it ends, as their first step has a rate of 0"
-
-
-def warmup(c: Crossing, kind: str) -> None:
-    """Steps count more than a fraction, and both mean nothing to a constant schedule without warmup."""
-    steps, ratio = c.get("warmup_steps", number, 0), c.get("warmup_ratio", number, 0)
-    if kind == "constant":
-        c.default("optim.warmup_ratio", 0.0, "the schedule `constant` has no warmup")
-        for key in ("warmup_steps", "warmup_ratio"):
-            c.say(key, "same", "the schedule `constant` has no warmup, there either")
-    elif steps >= 1:
-        c.carry("warmup_steps", "optim.warmup_steps", int(steps), _AHEAD)
-        c.say("warmup_ratio", "left", "warmup_steps decides, there too")
-    elif steps > 0:
-        c.carry("warmup_steps", "optim.warmup_ratio", steps, f"below 1 it is a fraction; {_AHEAD}")
-        c.say("warmup_ratio", "left", "warmup_steps decides, there too")
-    else:
-        note = _AHEAD if ratio else ""
-        c.carry("warmup_ratio", "optim.warmup_ratio", ratio, note)
-        c.carry("warmup_steps", "optim.warmup_ratio", ratio, note)
 
 
 def precision(c: Crossing, *, default: str) -> str:
@@ -182,7 +96,7 @@ def _keep(c: Crossing, key: str) -> None:
     if count >= 1:
         c.carry(key, "checkpoint.keep_last", max(2, count), "" if count > 1 else "two, in case the last is damaged")
     else:
-        c.say(key, "left", "as here: see checkpoint.keep_last")
+        c.say(key, "left", "all are kept there, the last two here; see checkpoint.keep_last")
 
 
 def _best(c: Crossing, key: str) -> None:
@@ -195,8 +109,21 @@ def _best(c: Crossing, key: str) -> None:
 def _metric(c: Crossing, key: str) -> None:
     if c.get(key, text, "loss") in ("loss", "eval_loss"):
         c.say(key, "same", "the mean loss over all evaluations")
+    elif c.on("load_best_model_at_end"):
+        c.say(
+            key, "refused", "only losses are measured: without it the best is that of the lowest; see checkpoint.best"
+        )
     else:
-        c.say(key, "left", "the best is the one with the lowest loss; see checkpoint.best")
+        c.say(key, "left", "no best one is kept (checkpoint.keep_best=0)")
+
+
+def _direction(c: Crossing, key: str) -> None:
+    """Of the metric, and of nothing else."""
+    metric = "metric_for_best_model"
+    if metric in c.dropping or spelled(c.given.get(metric, "loss")) not in ("loss", "eval_loss"):
+        c.say(key, "left", f"goes with {metric}, which is not carried")
+    else:
+        c.carry(key, "checkpoint.best_is", "highest" if c.get(key, flag, False) else "lowest")
 
 
 def _sampling(c: Crossing, key: str) -> None:
@@ -270,8 +197,8 @@ def optim_options() -> tuple[TheirOption, ...]:
         carry("adam_beta2", "optim.beta2", number),
         carry("adam_epsilon", "optim.eps", number),
         ask("max_grad_norm", "`optim.max_grad_norm` (0: null)", _clip),
-        told("warmup_steps", f"`optim.warmup_steps`: {_AHEAD}"),
-        told("warmup_ratio", f"`optim.warmup_ratio`: {_AHEAD}"),
+        told("warmup_steps", f"`optim.warmup_steps`: {AHEAD}"),
+        told("warmup_ratio", f"`optim.warmup_ratio`: {AHEAD}"),
         told(
             "lr_scheduler_kwargs lr_scheduler_kwargs.num_cycles lr_scheduler_kwargs.min_lr "
             "lr_scheduler_kwargs.min_lr_rate lr_scheduler_kwargs.power lr_scheduler_kwargs.lr_end "
@@ -302,13 +229,13 @@ def shared_options() -> tuple[TheirOption, ...]:
         ask("save_total_limit", "`checkpoint.keep_last`, at least 2", _keep),
         ask("logging_steps", "`train.log_every`", _log),
         ask("load_best_model_at_end", "`checkpoint.keep_best: 1`", _best),
-        ask("metric_for_best_model", "same for the loss, else left", _metric),
-        carry("greater_is_better", "checkpoint.best_is", lambda value: "highest" if flag(value) else "lowest"),
+        ask("metric_for_best_model", "same for the loss, else refused with load_best_model_at_end", _metric),
+        ask("greater_is_better", "`checkpoint.best_is`, if the metric is the loss", _direction),
         ask("ddp_timeout", "`cluster.collective_minutes`", _timeout),
         ask("resume_from_checkpoint", "same (`run.resume`); a path is refused", _resume),
         ask("attn_implementation", "`model.attention`", attention),
         ask("fsdp", "`parallel.strategy`, `parallel.cpu_offload`", fsdp),
-        ask("deepspeed", "`parallel.strategy`, by the stage in the file's name", deepspeed),
+        *deepspeed_options(),
         *fsdp_options(),
         carry("trust_remote_code", "model.trust_remote_code", flag),
         carry("seed", "run.seed", whole),
@@ -323,7 +250,10 @@ def shared_options() -> tuple[TheirOption, ...]:
         leave("hub_strategy hub_revision", "the export is pushed once, at the end"),
         leave("dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor", "data is prepared by itself"),
         leave("dataloader_drop_last", "the last step has what is left of the data"),
-        leave("ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers", "of DDP, which is not used"),
+        leave(
+            "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers",
+            "how DDP sums gradients; here FSDP does",
+        ),
         leave("save_only_model", "checkpoints are complete"),
         leave("torch_empty_cache_steps", "it changes memory only"),
         leave("local_rank", "`cluster` says what a run runs on"),
@@ -356,7 +286,16 @@ def training_options() -> tuple[TheirOption, ...]:
             off=(True,),
             alike="a loss is the mean over all tokens of a step",
         ),
-        same("restore_callback_states_from_checkpoint skip_memory_metrics logging_nan_inf_filter", "nothing to set"),
+        same(
+            "restore_callback_states_from_checkpoint skip_memory_metrics logging_nan_inf_filter",
+            "what is saved and logged is whole here",
+        ),
+        *_left_options(),
+    )
+
+
+def _left_options() -> tuple[TheirOption, ...]:
+    return (
         leave("run_name project", "the run is called as its directory; see `run.name`"),
         leave("per_device_eval_batch_size eval_accumulation_steps", "it changes no loss; `train.micro_batch` counts"),
         leave("do_train do_eval do_predict", "training, and evaluating where there is data for it"),
@@ -377,7 +316,10 @@ def training_options() -> tuple[TheirOption, ...]:
             "label_names include_inputs_for_metrics",
             "an evaluation measures the loss",
         ),
-        leave("save_on_each_node enable_jit_checkpoint ignore_data_skip", "see `checkpoint`"),
+        leave(
+            "save_on_each_node enable_jit_checkpoint ignore_data_skip",
+            "checkpoints are whole, on shared storage, and continue where they were taken; see `checkpoint`",
+        ),
         leave("hub_token hub_always_push", "HF_TOKEN in the environment; pushed once, at the end"),
         leave("trackio_space_id trackio_bucket_id trackio_static_space_id", "metrics go to MLflow; see `tracking`"),
         leave(
@@ -385,9 +327,11 @@ def training_options() -> tuple[TheirOption, ...]:
             "data is prepared by itself",
         ),
         leave(
-            "ddp_backend ddp_static_graph parallelism_config tpu_num_cores debug ray_scope past_index", "see `cluster`"
+            "ddp_backend ddp_static_graph parallelism_config tpu_num_cores debug ray_scope past_index",
+            "how processes are started and speak to each other; see `cluster`",
         ),
         leave(
-            "activation_checkpointing_kwargs gradient_checkpointing_kwargs.*", "see `parallel.activation_checkpointing`"
+            "activation_checkpointing_kwargs gradient_checkpointing_kwargs.*",
+            "how activations are computed again; see `parallel.activation_checkpointing`",
         ),
     )

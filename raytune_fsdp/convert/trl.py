@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.rules import (
     Crossing,
     Project,
+    Said,
     TheirOption,
     a_map,
     ask,
@@ -25,14 +27,13 @@ from raytune_fsdp.convert.rules import (
     whole,
     words,
 )
-from raytune_fsdp.convert.runs import attention, place
+from raytune_fsdp.convert.runs import BUILDERS, attention, part_of_files, place
 from raytune_fsdp.convert.sharding import sharded
 from raytune_fsdp.convert.training import evaluates, finish_training, prepare_training, say_precision, training_options
+from raytune_fsdp.redaction import redact
 
 _LR = 2e-5
 _LENGTH = 1024
-# Names of builders, which stand where others have the name of a dataset.
-_BUILDERS = ("json", "csv", "parquet", "text", "arrow")
 
 
 def prepare(c: Crossing) -> None:
@@ -97,7 +98,8 @@ def _lengths(c: Crossing) -> None:
 
 
 def _data(c: Crossing, rows: dict[str, Any]) -> None:
-    numbers = sorted({int(key.split(".")[1]) for key in c.given if key.startswith("datasets.") and key[9].isdigit()})
+    found = (re.fullmatch(r"datasets\.([0-9]{1,9})\..+", key) for key in c.given)
+    numbers = sorted({int(each[1]) for each in found if each})
     train = [each for index in numbers for each in _dataset(c, f"datasets.{index}.", rows)]
     if numbers:
         for key in ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"):
@@ -150,7 +152,7 @@ def _format(c: Crossing) -> dict[str, Any]:
 
 def _end_token(c: Crossing, rows: dict[str, Any]) -> None:
     if rows["type"] == "chat":
-        c.say("eos_token", "left", "the chat template says how a turn ends")
+        c.say("eos_token", "left", "only where an answer ends when one is generated; a turn ends as its template says")
     else:
         c.say("eos_token", "refused", "a text ends with the tokenizer's own end token")
 
@@ -158,11 +160,12 @@ def _end_token(c: Crossing, rows: dict[str, Any]) -> None:
 def _named(c: Crossing, rows: dict[str, Any]) -> dict[str, Any]:
     """The one dataset of `dataset_name`, and its other split for evaluation."""
     found: dict[str, Any] = {**place(c.get("dataset_name", text, "")), "format": rows}
-    c.say("dataset_name", "carried", in_words("data.train.0", {k: v for k, v in found.items() if k != "format"}))
-    if "hub" in found and "dataset_config" in c.given:
+    if "hub" not in found:
+        return _local(c, found)
+    c.say("dataset_name", "carried", in_words("data.train.0.hub", found["hub"]))
+    if "dataset_config" in c.given:
         found["subset"] = c.get("dataset_config", text, None)
         c.say("dataset_config", "carried", in_words("data.train.0.subset", found["subset"]))
-    c.say("dataset_config", "left", "means nothing to files")
     test, train = (
         {**found, "split": c.get("dataset_test_split", text, "test")},
         c.get("dataset_train_split", text, "train"),
@@ -173,34 +176,73 @@ def _named(c: Crossing, rows: dict[str, Any]) -> dict[str, Any]:
     if evaluates(c) and "test_split_size" not in c.given:
         c.put("data.eval", [test], c.first("eval_strategy", "evaluation_strategy"))
         c.say("dataset_test_split", "carried", in_words("data.eval.0.split", test["split"]))
-    c.say("dataset_test_split", "left", "nothing is evaluated")
+    c.say("dataset_test_split", "left", "nothing is evaluated, or what test_split_size holds out")
+    return found
+
+
+def _local(c: Crossing, found: dict[str, Any]) -> dict[str, Any]:
+    """Files, which have no splits and no configurations by name."""
+    c.say("dataset_config", "refused", "files have no configurations here: name those of this one in dataset_name")
+    note = part_of_files(c, "dataset_train_split", found, default="dataset_name")
+    where = in_words("data.train.0", {k: v for k, v in found.items() if k != "format"}) + note
+    for key in ("dataset_name", "dataset_train_split"):
+        c.say(key, "carried", where)
+    if evaluates(c) and "test_split_size" not in c.given:
+        strategy = c.first("eval_strategy", "evaluation_strategy")
+        # Said before, of how often it evaluates.
+        c.said[strategy] = Said(
+            "refused",
+            "files have no split to evaluate here: set test_split_size in the file, or drop it and name data.eval in "
+            "the result",
+        )
+        c.say("dataset_test_split", "refused", "files have no splits by name here", strategy)
+    c.say("dataset_test_split", "left", "nothing is evaluated, or what test_split_size holds out")
     return found
 
 
 def _dataset(c: Crossing, prefix: str, rows: dict[str, Any]) -> list[dict[str, Any]]:
     """One of `datasets`: as many of ours as it names files."""
     name, files = c.get(f"{prefix}path", text, ""), c.get(f"{prefix}data_files", words, [])
-    found = [place(name)]
+    found: list[dict[str, Any]] = [place(name)]
     if files:
-        folder = "" if name in _BUILDERS or "hub" not in found[0] else f"hf://datasets/{name}/"
+        folder = "" if name in BUILDERS or "hub" not in found[0] else f"hf://datasets/{name}/"
         found = [{"path": f"{folder}{file}"} for file in files]
-    more: dict[str, Any] = {}
-    if "hub" in found[0] and f"{prefix}name" in c.given:
-        more["subset"] = c.get(f"{prefix}name", text, None)
-    if c.get(f"{prefix}split", text, "train") != "train":
-        more["split"] = c.get(f"{prefix}split", text, None)
+    note, split = "", f"{prefix}split"
+    if "hub" in found[0]:
+        if f"{prefix}name" in c.given:
+            found[0]["subset"] = c.get(f"{prefix}name", text, None)
+        if c.get(split, text, "train") != "train":
+            found[0]["split"] = c.get(split, text, None)
+    else:
+        c.say(f"{prefix}name", "refused", "files have no configurations here: name those of this one in data_files")
+        if len(files) > 1 and c.get(split, text, "train") != "train":
+            c.say(split, "refused", "it is a part of all the files together: use `rows` for a part of each")
+        for each in found:
+            note = part_of_files(c, split, each, default=f"{prefix}path")
+    where = in_words("data.train.*", found[0]) + note
     if f"{prefix}fraction" in c.given:
-        more["share"] = c.get(f"{prefix}fraction", number, 0.0) / len(found)
+        for each in found:
+            each["share"] = c.get(f"{prefix}fraction", number, 0.0) / len(found)
         c.say(f"{prefix}fraction", "carried", "share: an epoch has as many rows as all datasets, theirs has fewer")
     for key in ("path", "name", "split", "data_files"):
-        fields = {k: v for k, v in {**found[0], **more}.items() if k != "share"}
-        c.say(f"{prefix}{key}", "carried", in_words("data.train.*", fields))
-    return [{**each, **more, "format": rows} for each in found]
+        c.say(f"{prefix}{key}", "carried", where)
+    return [{**each, "format": rows} for each in found]
 
 
 def finish(c: Crossing) -> None:
     finish_training(c, lr=_LR)
     c.default("parallel.activation_checkpointing", "full", "gradient_checkpointing by default")
+
+
+def _environment(c: Crossing, key: str) -> None:
+    """Variables, without secrets, which do not belong in a file that others read."""
+    found = {name: str(each) for name, each in c.get(key, a_map, {}).items()}
+    kept = {name: value for name, value in found.items() if redact(value, name) == value}
+    secret = ", ".join(name for name in found if name not in kept)
+    note = f"{secret} looks like a secret and is not written: set it in the environment of the run" if secret else ""
+    if kept or not found:
+        c.carry(key, "cluster.env", kept, note)
+    c.say(key, "left", note)
 
 
 def _template(c: Crossing, key: str) -> None:
@@ -224,7 +266,8 @@ def _compute_options() -> tuple[TheirOption, ...]:
         ask("model_init_kwargs.attn_implementation", "`model.attention`", attention),
         carry("model_init_kwargs.trust_remote_code", "model.trust_remote_code", flag),
         leave(
-            "model_init_kwargs.use_cache model_init_kwargs.device_map model_init_kwargs.use_kernels", "no effect here"
+            "model_init_kwargs.use_cache model_init_kwargs.device_map model_init_kwargs.use_kernels",
+            "where weights are and by which kernels it is computed: see `parallel` and `model.attention`",
         ),
         carry("activation_offloading", "parallel.activation_offload", flag),
         refuse("use_peft", "every weight is trained (method.type=full)"),
@@ -232,7 +275,7 @@ def _compute_options() -> tuple[TheirOption, ...]:
         refuse("load_in_8bit load_in_4bit", "weights are not quantized"),
         part(bits, "load_in_4bit", lambda c: c.on("load_in_4bit")),
         refuse("router_aux_loss_coef", "set it as model.overrides.router_aux_loss_coef", off=()),
-        carry("env", "cluster.env", lambda value: {key: str(each) for key, each in a_map(value).items()}),
+        ask("env", "`cluster.env`, without secrets: those stay in the environment", _environment),
         same("ignore_bias_buffers", "there are no such buffers to ignore"),
     )
 
@@ -246,11 +289,14 @@ def _data_options() -> tuple[TheirOption, ...]:
         ),
         told("dataset_name", "`data.train.0.hub` or `path`"),
         told("dataset_config", "`data.train.0.subset`"),
-        told("dataset_train_split dataset_test_split", "`data.train.0.split`, `data.eval.0.split`"),
+        told(
+            "dataset_train_split dataset_test_split",
+            "`data.train.0.split`, `data.eval.0.split`; of files `rows`, else refused",
+        ),
         told("dataset_text_field", "`format: {type: completion, text: …}`"),
         told("assistant_only_loss completion_only_loss", "`format.type` and `format.loss`"),
         told("datasets.*.path datasets.*.data_files", "`data.train.N.hub` or `path`"),
-        told("datasets.*.name datasets.*.split", "`data.train.N.subset`, `split`"),
+        told("datasets.*.name datasets.*.split", "`data.train.N.subset`, `split`; of files `rows`, else refused"),
         told("datasets.*.fraction", "`data.train.N.share`"),
         leave("datasets.*.columns", "only the columns that a format names are read"),
         refuse("datasets.*.data_dir", "name its files in `data_files`", off=()),

@@ -166,13 +166,13 @@ MEANINGS: list[tuple[str, dict[str, Any], Expected]] = [
     ("axolotl", {"gradient_checkpointing": "offload"}, ("parallel.activation_offload", True)),
     ("axolotl", {"flash_attention": True}, ("model.attention", "flash_attention_2")),
     ("axolotl", {"xformers_attention": True}, "left"),
-    ("axolotl", {"train_on_inputs": True}, ("data.train.0.format.loss", "all")),
+    ("axolotl", {"train_on_inputs": True}, "refused"),
     ("axolotl", {"chat_template": "chatml"}, ("data.chat_template", "chatml")),
     ("axolotl", {"chat_template": "tokenizer_default"}, "same"),
     ("axolotl", {"chat_template": "gemma"}, "refused"),
     ("axolotl", {"val_set_size": 200}, ("data.eval", {"rows": 200})),
     ("axolotl", {"tokens": ["<think>"]}, ("model.add_tokens", [{"text": "<think>"}])),
-    ("axolotl", {"special_tokens": {"pad_token": "<pad>"}}, "same"),
+    ("axolotl", {"special_tokens": {"pad_token": "<pad>"}}, ("model.add_tokens", [{"text": "<pad>", "special": True}])),
     ("axolotl", {"adapter": "lora", "lora_r": 8}, "refused"),
     ("axolotl", {"lora_r": 8}, "left"),
     ("axolotl", {"load_in_4bit": False}, "same"),
@@ -198,7 +198,7 @@ MEANINGS: list[tuple[str, dict[str, Any], Expected]] = [
     ("trl", {"assistant_only_loss": True}, ("data.train.0.format", {"type": "chat", "loss": "assistant"})),
     ("trl", {"dataset_text_field": "body"}, ("data.train.0.format", {"type": "completion", "text": "body"})),
     ("trl", {"completion_only_loss": True}, ("data.train.0.format.type", "instruction")),
-    ("trl", {"dataset_train_split": "train_sft"}, ("data.train.0.split", "train_sft")),
+    ("trl", {"dataset_train_split": "train_sft", "dataset_name": "org/rows"}, ("data.train.0.split", "train_sft")),
     ("trl", {"test_split_size": 0.05}, ("data.eval", {"fraction": 0.05})),
     ("trl", {"dtype": "bfloat16"}, ("parallel.precision", "bf16_pure")),
     ("trl", {"dtype": "bfloat16", "fsdp": "full_shard"}, ("parallel.precision", "bf16")),
@@ -234,8 +234,8 @@ MEANINGS: list[tuple[str, dict[str, Any], Expected]] = [
     ("trl", {"save_total_limit": 1}, ("checkpoint.keep_last", 2)),
     ("trl", {"save_steps": 0.1, "max_steps": 400}, ("checkpoint.every", 40)),
     ("trl", {"save_strategy": "epoch"}, "left"),
-    ("trl", {"eval_strategy": "steps", "eval_steps": 50}, ("eval.every", 50)),
-    ("trl", {"eval_strategy": "steps"}, ("data.eval.0.split", "test")),
+    ("trl", {"eval_strategy": "steps", "eval_steps": 50, "dataset_name": "org/rows"}, ("eval.every", 50)),
+    ("trl", {"eval_strategy": "steps", "dataset_name": "org/rows"}, ("data.eval.0.split", "test")),
     ("trl", {"output_dir": "/shared/runs/one"}, ("run", {"name": "one", "storage": "/shared/runs", "seed": 42})),
     ("trl", {"report_to": ["wandb"]}, "left"),
     ("trl", {"report_to": "mlflow"}, ("tracking.mlflow.enabled", True)),
@@ -257,7 +257,7 @@ MEANINGS: list[tuple[str, dict[str, Any], Expected]] = [
     ("llama-factory", {"stage": "pt"}, ("data.packing", "concat")),
     ("llama-factory", {"stage": "dpo"}, "refused"),
     ("llama-factory", {"mask_history": True}, "carried"),
-    ("llama-factory", {"train_on_prompt": True}, ("data.train.0.format.loss", "all")),
+    ("llama-factory", {"train_on_prompt": True}, ("data.train.0.format.then.loss", "all")),
     ("llama-factory", {"max_samples": 10}, ("data.train.0.rows", {"first": 10})),
     ("llama-factory", {"val_size": 0.2}, ("data.eval", {"fraction": 0.2})),
     ("llama-factory", {"mix_strategy": "interleave_over"}, "refused"),
@@ -440,11 +440,11 @@ def test_datasets_of_axolotl(tmp_path: Path) -> None:
             "path": "few.jsonl",
             "type": "chat_template",
             "split": "train[:50]",
-            "roles_to_train": ["user", "assistant"],
         },
         {"path": "tokens.parquet", "type": None},
     ]
-    found = convert(write(tmp_path, {**LEAST["axolotl"], "datasets": sets}), gpus=1)
+    file = write(tmp_path, {**LEAST["axolotl"], "datasets": sets})
+    found = convert(file, gpus=1, drop=["excess_length_strategy"])
     assert found.problems == []
     assert found.tree["data"]["train"] == [
         {"hub": "org/chats", "subset": "en", "revision": "abc", "format": {"type": "chat", "messages": "turns"}},
@@ -458,7 +458,7 @@ def test_datasets_of_axolotl(tmp_path: Path) -> None:
         },
         {"path": "own.jsonl", "format": {"type": "instruction", "style": "alpaca"}},
         {"path": "hf://datasets/org/texts/part.parquet", "format": {"type": "completion", "text": "body"}},
-        {"path": "few.jsonl", "rows": {"first": 50}, "format": {"type": "chat", "loss": "all"}},
+        {"path": "few.jsonl", "rows": {"first": 50}, "format": {"type": "chat"}},
         {"path": "tokens.parquet", "format": {"type": "tokens"}},
     ]
 
@@ -490,11 +490,15 @@ def test_datasets_of_llama_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         {
             "path": "data/identity.json",
             "format": {
-                "type": "instruction",
-                "style": "chat",
-                "prompt": "instruction",
-                "input": "input",
-                "completion": "output",
+                "type": "python",
+                "function": "raytune_fsdp.convert.llama_factory_rows:with_input",
+                "then": {
+                    "type": "instruction",
+                    "style": "chat",
+                    "prompt": "instruction",
+                    "input": None,
+                    "completion": "output",
+                },
             },
         },
         {

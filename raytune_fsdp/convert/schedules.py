@@ -1,0 +1,96 @@
+"""Schedules of the learning rate by transformers' names for them, and their warmup."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raytune_fsdp.config.text import spelled
+from raytune_fsdp.convert.rules import Crossing, number, text, whole
+
+
+def _ratio(least: Any, lr: float) -> float:
+    """A learning rate as a fraction of the peak, without the digits that a division of decimals adds."""
+    return float(f"{number(least) / lr:.12g}")
+
+
+class _NotHereError(ValueError):
+    """Why a schedule is none of ours."""
+
+
+def _schedule(c: Crossing, kind: str, details: dict[str, Any], lr: float) -> dict[str, Any]:
+    """Our schedule by transformers' name for it. What is left in `details` was not understood."""
+
+    def take(name: str, default: Any) -> Any:
+        value = details.pop(name, None)
+        return default if value is None else value
+
+    if kind in ("constant", "constant_with_warmup"):
+        return {"type": "constant"}
+    if kind == "linear":
+        return {"type": "linear"}
+    if kind == "cosine" and take("num_cycles", 0.5) == 0.5:
+        return {"type": "cosine"}
+    if kind == "cosine_with_restarts" and take("num_cycles", 1) == 1:
+        return {"type": "cosine"}
+    if kind == "cosine_with_min_lr" and take("num_cycles", 0.5) == 0.5:
+        rate, least = take("min_lr_rate", None), take("min_lr", None)
+        return {
+            "type": "cosine",
+            "floor": _ratio(least, lr) if rate is None and least is not None else number(rate or 0),
+        }
+    if kind == "polynomial" and take("power", 1.0) == 1:
+        return {"type": "linear", "floor": _ratio(take("lr_end", 1e-7), lr)}
+    if kind == "warmup_stable_decay":
+        total, decay = c.fields.get("train.max_steps"), take("num_decay_steps", None)
+        if take("decay_type", "cosine") != "linear" or take("warmup_type", "linear") != "linear":
+            raise _NotHereError("in `wsd` here the learning rate rises and falls linearly")
+        if total is None or decay is None:
+            raise _NotHereError(
+                "`wsd` here takes the fraction of the steps that decay: give max_steps and num_decay_steps"
+            )
+        return {"type": "wsd", "decay": whole(decay) / total, "floor": number(take("min_lr_ratio", 0))}
+    raise _NotHereError("no schedule of ours; there are constant, linear, cosine and wsd")
+
+
+def schedule(c: Crossing, key: str, *, default: str, default_lr: float) -> str:
+    """The schedule and its details, and the name that the project has for it."""
+    kind, prefix = c.get(key, text, default), "lr_scheduler_kwargs."
+    keys = [name for name in c.given if name.startswith(prefix)]
+    details = {name.removeprefix(prefix): spelled(c.given[name]) for name in keys}
+    if c.given.get("lr_scheduler_kwargs") not in (None, {}):
+        c.say("lr_scheduler_kwargs", "refused", "must be a map, or a map as JSON text")
+    try:
+        ours = _schedule(c, kind, details, c.get("learning_rate", number, default_lr) or default_lr)
+        if details:
+            raise _NotHereError(f"{', '.join(details)} is nothing that {kind} has here")
+    except ValueError as error:
+        for name in (key, *keys):
+            c.say(name, "refused", str(error), key if key in c.given else "")
+        return kind
+    for name in (key, *keys):
+        c.carry(name, "optim.schedule", ours)
+    if kind != "cosine":
+        c.default("optim.schedule", ours, f"{key} is {kind} by default")
+    return kind
+
+
+AHEAD = "a step ahead until it ends, as their first step has a rate of 0"
+
+
+def warmup(c: Crossing, kind: str) -> None:
+    """Steps count more than a fraction, and both mean nothing to a constant schedule without warmup."""
+    steps, ratio = c.get("warmup_steps", number, 0), c.get("warmup_ratio", number, 0)
+    if kind == "constant":
+        c.default("optim.warmup_ratio", 0.0, "the schedule `constant` has no warmup")
+        for key in ("warmup_steps", "warmup_ratio"):
+            c.say(key, "same", "the schedule `constant` has no warmup, there either")
+    elif steps >= 1:
+        c.carry("warmup_steps", "optim.warmup_steps", int(steps), AHEAD)
+        c.say("warmup_ratio", "left", "warmup_steps decides, there too")
+    elif steps > 0:
+        c.carry("warmup_steps", "optim.warmup_ratio", steps, f"below 1 it is a fraction; {AHEAD}")
+        c.say("warmup_ratio", "left", "warmup_steps decides, there too")
+    else:
+        note = AHEAD if ratio else ""
+        c.carry("warmup_ratio", "optim.warmup_ratio", ratio, note)
+        c.carry("warmup_steps", "optim.warmup_ratio", ratio, note)
