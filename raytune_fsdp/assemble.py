@@ -27,6 +27,7 @@ from raytune_fsdp.estimate.flops import Architecture
 from raytune_fsdp.evaluate import check_network, score
 from raytune_fsdp.loop import Parts
 from raytune_fsdp.metrics import Meter
+from raytune_fsdp.model.adapters import is_adapted, why_not_compiled
 from raytune_fsdp.model.attention import Choice, choose, use
 from raytune_fsdp.model.blocks import run_blocks
 from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler, choose_blocks, why_it_fails
@@ -35,8 +36,18 @@ from raytune_fsdp.model.head import choose_loss, install
 from raytune_fsdp.model.network import MASTER_DTYPE, build_network, count_architecture
 from raytune_fsdp.model.offload import Offload
 from raytune_fsdp.optim import Optimizer, build_optimizer
-from raytune_fsdp.parallel import COMPUTE_DTYPE, describe, for_one_rank, is_wrapped, make_mesh, shard, units_of
+from raytune_fsdp.parallel import (
+    COMPUTE_DTYPE,
+    describe,
+    for_one_rank,
+    is_wrapped,
+    make_mesh,
+    shard,
+    store_frozen,
+    units_of,
+)
 from raytune_fsdp.profiling import StepProfiler
+from raytune_fsdp.run.base import agree_on_base
 from raytune_fsdp.run.initial_weights import first_weights
 from raytune_fsdp.run.record import open_run, start_tracker
 from raytune_fsdp.run.standing import Prepared, Standing
@@ -122,7 +133,7 @@ def assemble(
         skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
         saves=Saves(saver=saver, tracker=tracker, requests=Requests(prepared.place.path), saved=hooks.saved),
         tracker=tracker,
-        state=_next_state(prepared, standing, learner.kernels),
+        state=_next_state(prepared, standing, learner),
     )
 
 
@@ -134,14 +145,15 @@ def _report(tracker: Tracker, learner: _Learner, saver: Saver) -> None:
         tracker.event(names.MEMORY_SHORT, **cramped)
 
 
-def _next_state(prepared: Prepared, standing: Standing, kernels: Mapping[str, Choice]) -> RunState:
+def _next_state(prepared: Prepared, standing: Standing, learner: _Learner) -> RunState:
     """The state that this attempt starts from and saves: the checkpoint's, with the identity and the world of today."""
     return replace(
         standing.state,
         schedule_steps=standing.plan.schedule_steps,
         identity=prepared.identity,
         files=prepared.files_of_data,
-        kernels={what: choice.name for what, choice in kernels.items()},
+        kernels={what: choice.name for what, choice in learner.kernels.items()},
+        base=learner.base,
         attempt=standing.attempt,
         world_size=standing.plan.layout.world,
     )
@@ -160,6 +172,8 @@ class _Learner:
     compiler: Compiler | None
     sharding: Mapping[str, Any] | None
     """For people: what is gathered when. None: nothing is."""
+    base: Mapping[str, Any] | None
+    """What checkpoints say about the weights that adapters are beside. None: there are no adapters."""
 
 
 def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device) -> _Learner:
@@ -169,7 +183,7 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
     kernels = _choose(config, prepared, standing, model, device)
     architecture = count_architecture(model)  # before sharding: by the shapes of whole weights
     compiler = Compiler() if kernels["blocks"].name == COMPILED else None
-    parallel = for_one_rank(config.parallel, standing.plan.layout, prepared.parameters.total, device)
+    parallel = for_one_rank(config.parallel, standing.plan.layout, prepared.parameters, device)
     run_blocks(
         model,
         recompute=parallel.activation_checkpointing,
@@ -177,19 +191,22 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
         offload=Offload(device) if parallel.activation_offload else None,
         compiler=compiler,
     )
+    store_frozen(model, parallel.precision)
     units = units_of(model, parallel, ends=prepared.needs.ends)
     wrapped = is_wrapped(parallel, standing.plan.layout.world)
     sharding = describe(model, units, parallel) if wrapped else None  # before sharding, as well
     shard(model, make_mesh(standing.plan.layout, device), parallel, units)
     host = torch.device("cpu") if parallel.cpu_offload else None
-    if standing.checkpoint is None:
-        weights, mode = first_weights(config, prepared.origin, model)
+    adapted, checkpoint = is_adapted(model), standing.checkpoint
+    base = agree_on_base(config, prepared.origin, standing.state.base) if adapted else None
+    if checkpoint is None or adapted:
+        weights, mode = first_weights(config, prepared.origin, model, prepared.adapter if checkpoint is None else None)
         fill(model, weights, mode, device, shards_at=host)
-        optimizer = build_optimizer(model, config.optim)
     else:
         fill(model, None, "empty", device, shards_at=host)  # the checkpoint holds every tensor
-        optimizer = build_optimizer(model, config.optim)
-        load(model, optimizer, standing.checkpoint)
+    optimizer = build_optimizer(model, config.optim, config.method)
+    if checkpoint is not None:
+        load(model, optimizer, checkpoint)
     return _Learner(
         model=model,
         optimizer=optimizer,
@@ -198,6 +215,7 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
         parallel=parallel,
         compiler=compiler,
         sharding=sharding,
+        base=base,
     )
 
 
@@ -223,7 +241,7 @@ def _choose(
         install(model)
     blocks = choose_blocks(
         config.parallel.compile, kept=kept.get("blocks"), device=device,
-        fails=lambda: next(filter(None, on_all_ranks(lambda: why_it_fails(device))), None),
+        fails=lambda: why_not_compiled(model) or next(filter(None, on_all_ranks(lambda: why_it_fails(device))), None),
     )  # fmt: skip
     return {"attention": use(model, attention), "loss": loss, "blocks": blocks}
 

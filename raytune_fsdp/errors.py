@@ -72,7 +72,7 @@ class Interrupted(RaytuneError):
     exit_code = 130
 
 
-_EXTRAS = {"mlflow": "mlflow", "plots": "matplotlib"}
+_EXTRAS = {"lora": "peft", "mlflow": "mlflow", "plots": "matplotlib"}
 
 
 def pip_install(extra: str) -> str:

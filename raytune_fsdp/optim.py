@@ -8,7 +8,9 @@ skips an update: `Momentum` in tests/distributed/test_precision.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,7 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from raytune_fsdp.config import OptimConfig
+from raytune_fsdp.config.method import Method
 from raytune_fsdp.plan import Plan
+
+_SECOND = re.compile(r"\.lora_(B|embedding_B)\.")
 
 
 class Optimizer(Protocol):
@@ -43,16 +48,11 @@ class AdamW:
     would have to be sharded: 1.0 s in the first step with 147 weights, and 10 ms in every other one (the kernel: 3.5).
     """
 
-    def __init__(self, model: nn.Module, config: OptimConfig) -> None:
+    def __init__(self, model: nn.Module, config: OptimConfig, method: Method | None = None) -> None:
         self._config = config
-        self._named = dict(model.named_parameters())
+        self._named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._state: dict[str, dict[str, torch.Tensor]] = {}
-        plain = undecayed_names(model)
-        self.groups = (
-            (config.weight_decay, [name for name in self._named if name not in plain]),
-            (0.0, [name for name in self._named if name in plain]),
-        )
-        """The weights with decay and those without, by name."""
+        self.groups = _groups(list(self._named), undecayed_names(model), config, method)
 
     def init_state(self) -> None:
         for name, parameter in self._named.items():
@@ -72,8 +72,8 @@ class AdamW:
     def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
         self.init_state()
         found_inf = at(next(iter(self._named.values())).device, found_inf)
-        for weight_decay, names in self.groups:
-            taken = [name for name in names if self._named[name].grad is not None]
+        for group in self.groups:
+            taken = [name for name in group.names if self._named[name].grad is not None]
             # Fused, because only that kernel takes a flag on the device: if it is 1, weights, moments and the count of
             # steps stay as they are, and the host never waits for it.
             adamw(
@@ -87,23 +87,46 @@ class AdamW:
                 found_inf=found_inf,
                 amsgrad=False,
                 maximize=False,
-                lr=self._config.lr * lr_factor,
+                lr=self._config.lr * group.lr_ratio * lr_factor,
                 beta1=self._config.beta1,
                 beta2=self._config.beta2,
                 eps=self._config.eps,
-                weight_decay=weight_decay,
+                weight_decay=group.weight_decay,
             )
         for parameter in self._named.values():
             parameter.grad = None
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Weights that are updated alike, by name."""
+
+    names: tuple[str, ...]
+    weight_decay: float
+    lr_ratio: float = 1.0
+    """Their learning rate, as a multiple of the others'."""
+
+
+def _groups(names: Sequence[str], plain: Set[str], config: OptimConfig, method: Method | None) -> tuple[Group, ...]:
+    """The weights with decay and those without; with LoRA+ the second matrices of adapters apart from both."""
+    ratio = getattr(method, "lr_ratio", None)
+    fast = [name for name in names if ratio is not None and _SECOND.search(name)]
+    rest = [name for name in names if name not in set(fast)]
+    groups = (
+        Group(names=tuple(name for name in rest if name not in plain), weight_decay=config.weight_decay),
+        Group(names=tuple(name for name in rest if name in plain), weight_decay=0.0),
+        Group(names=tuple(fast), weight_decay=config.weight_decay, lr_ratio=ratio or 1.0),
+    )
+    return tuple(group for group in groups if group.names)
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig, method: Method | None = None) -> Optimizer:
     """The optimizer of a run, over a model that is already sharded."""
-    return AdamW(model, config)
+    return AdamW(model, config, method)
 
 
 def undecayed_names(model: nn.Module) -> set[str]:
-    """Parameters without weight decay: everything with fewer than two dimensions, and the embeddings.
+    """Parameters without weight decay: everything with fewer than two dimensions, factors, and the embeddings.
 
     An output embedding that is tied to the input embedding is the same parameter; an untied one is a matrix like any
     other and decays.
@@ -114,7 +137,8 @@ def undecayed_names(model: nn.Module) -> set[str]:
         if isinstance(module, nn.Embedding)
         for name, _ in module.named_parameters(recurse=False)
     }
-    return embeddings | {name for name, p in model.named_parameters() if p.ndim < 2}
+    # IA3's factors are vectors in the form of a matrix, and around one.
+    return embeddings | {name for name, p in model.named_parameters() if p.ndim < 2 or ".ia3_l." in name}
 
 
 def lr_factor(step: int, config: OptimConfig, plan: Plan) -> float:

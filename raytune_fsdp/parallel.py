@@ -31,6 +31,7 @@ from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.blocks import blocks_of, ends_of
 from raytune_fsdp.model.network import MASTER_DTYPE
 from raytune_fsdp.plan import Layout
+from raytune_fsdp.types import ParameterCount
 
 _STAYS = ("shard_grad_op", "replicate")
 """Strategies that keep weights gathered from forward to backward."""
@@ -79,6 +80,20 @@ def numerics(config: ParallelConfig, device: torch.device, *, deterministic: boo
 def _set_numerics(deterministic: bool, products: bool, convolutions: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products, convolutions
+
+
+@torch.no_grad()
+def store_frozen(network: nn.Module, precision: str) -> None:
+    """Keep frozen weights in the type that they are computed in: only what is trained needs the digits of a master."""
+    dtype = COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])
+    made: dict[int, nn.Parameter] = {}
+    for module in network.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.requires_grad or parameter.dtype == dtype:
+                continue
+            if id(parameter) not in made:  # tied weights stay tied
+                made[id(parameter)] = nn.Parameter(parameter.to(dtype), requires_grad=False)
+            module._parameters[name] = made[id(parameter)]
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
@@ -142,15 +157,18 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig, unit
     reduce_by_sum(model)
 
 
-def for_one_rank(config: ParallelConfig, layout: Layout, numbers: int, device: torch.device) -> ParallelConfig:
-    """The config, with what one rank alone can do better for a network of so many numbers."""
+def for_one_rank(
+    config: ParallelConfig, layout: Layout, parameters: ParameterCount, device: torch.device
+) -> ParallelConfig:
+    """The config, with what one rank alone can do better for a network of this size."""
     alone = layout.world == 1 and config.strategy == "full_shard" and config.precision in COMPUTE_DTYPE
     # Who writes full_shard means it.
     alone = alone and not config.cpu_offload and "strategy" not in config.model_fields_set
     # A 16-bit copy of the weights that stays from forward to backward, and over micro-batches, is made once a step
-    # instead of twice a micro-batch. It costs 2 bytes a number beside the 16 of weights, gradients and moments; of the
-    # rest of the memory activations get most.
-    if not alone or 18 * numbers > _FOR_WEIGHTS * _memory_of(device):
+    # instead of twice a micro-batch. It costs 2 bytes a number beside the 16 of weights, gradients and moments, or 2 of
+    # what is frozen; of the rest of the memory activations get most.
+    needed = 18 * parameters.trainable + 4 * (parameters.total - parameters.trainable)
+    if not alone or needed > _FOR_WEIGHTS * _memory_of(device):
         return config
     return config.model_copy(update={"strategy": "shard_grad_op"})
 

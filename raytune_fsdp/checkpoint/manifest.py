@@ -76,7 +76,7 @@ def check(
         if present[file] != size:
             return f"{file} has {present[file]} bytes instead of {size}"
     to_hash = {file: size for file, (size, _) in wanted.items() if hashes or not file.endswith(PIECES)}
-    mine = _share_of(to_hash, *share)
+    mine = share_of(to_hash, *share)
 
     def problem(file: str) -> str | None:
         try:
@@ -106,7 +106,7 @@ def hash_file(storage: Storage, name: str, file: str, size: int) -> str:
     return found
 
 
-def _share_of(sizes: Mapping[str, int], rank: int, world: int) -> list[str]:
+def share_of(sizes: Mapping[str, int], rank: int, world: int) -> list[str]:
     """A rank's share of the files: the largest file first, each to the rank with the fewest bytes so far."""
     load = [0] * world
     mine = []

@@ -15,23 +15,22 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint, newest, verify
 from raytune_fsdp.checkpoint.objects import ObjectStorage
-from raytune_fsdp.checkpoint.weights import CheckpointWeights
+from raytune_fsdp.checkpoint.whole import READERS, WholeWeights, dtype_of, weights_of_adapter, whole_weights
 from raytune_fsdp.errors import ModelError, ResumeError, first_line, is_panic
 from raytune_fsdp.model.bounds import check_tokenizer_files
 from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.keys import owned_tensors
-from raytune_fsdp.model.known_files import CONFIG_FILE, is_known, travelling
+from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, is_known, travelling
 from raytune_fsdp.model.network import stored_network
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.rundir import MODEL_FILES, RECIPE_FILE, checkpoints_below, checkpoints_of
 from raytune_fsdp.untrusted import UnsoundError
 from raytune_fsdp.urls import is_url
 
+_OF_THE_RUN = (RECIPE_FILE, ADAPTER_CONFIG_FILE)
+"""Files that a run keeps beside its config and tokenizer, and that are in no export as they are."""
 _COPIED_BYTES = 128 << 20  # a tokenizer's largest file; weights are never there
 _MOST_PER_BYTE = 64  # bytes that a network may take for each of its files: those of 4 bits, read as fp32, take eight
-READERS = 4
-"""Files of a checkpoint that are read at the same time when one process reads them all: neither reading nor hashing
-holds Python's lock."""
 
 
 def find_checkpoint(place: Path | str) -> CommittedCheckpoint:
@@ -74,7 +73,7 @@ def _copied(root: str) -> Path:
     atexit.register(shutil.rmtree, copy, ignore_errors=True)
     for name in beside.sizes(MODEL_FILES):
         # Keys of an object store are any text, `../` included.
-        if is_known(name) or name == RECIPE_FILE or re.fullmatch(r"\w+\.py", name):
+        if is_known(name) or name in _OF_THE_RUN or re.fullmatch(r"\w+\.py", name):
             (copy / name).parent.mkdir(exist_ok=True)
             try:
                 (copy / name).write_bytes(beside.read(MODEL_FILES, name, _COPIED_BYTES))
@@ -85,7 +84,7 @@ def _copied(root: str) -> Path:
 
 def put_model_files(model: Path, checkpoints: str) -> None:
     """Copy config and tokenizer to where `model_files` looks, if the checkpoints are not in the run's directory."""
-    names = [*travelling(model, code=True), RECIPE_FILE]
+    names = [*travelling(model, code=True), *(name for name in _OF_THE_RUN if (model / name).is_file())]
     if is_url(checkpoints):
         beside = ObjectStorage(checkpoints.rpartition("/")[0])
         for name in names:
@@ -98,20 +97,29 @@ def put_model_files(model: Path, checkpoints: str) -> None:
 
 
 def load_for_inference(
-    path: Path, device: torch.device, *, trust_remote_code: bool = False
+    path: Path, device: torch.device, *, trust_remote_code: bool = False, base: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer of a run, a checkpoint or a Hugging Face directory, in the stored type."""
+    """Model and tokenizer of a run, a checkpoint or a Hugging Face directory, in the stored type.
+
+    `base`: where the model is now that the run's adapters were trained beside.
+    """
     if not path.is_dir():
         raise ModelError(
             f"{path}: there is no such directory; name a run, a checkpoint, or a Hugging Face model directory"
         )
     trust = trust_remote_code  # said in every call: where it is not, transformers asks on standard input
     if (path / CONFIG_FILE).is_file():
+        if base is not None:
+            raise ModelError(f"--base {base}: {path} is a whole model, not an adapter; leave --base out")
         tokenizer, model = _tokenizer(path, trust), _model_at(path, trust)
+    elif (path / ADAPTER_CONFIG_FILE).is_file():
+        weights, files = weights_of_adapter(path, base)
+        tokenizer, model = _tokenizer(path, trust), _built(weights, files, trust, str(path))
     else:
         checkpoint = find_checkpoint(path)
         files = model_files(checkpoint)
-        tokenizer, model = _tokenizer(files, trust), _model_of(checkpoint, files, trust)
+        weights = whole_weights(checkpoint, files, base)
+        tokenizer, model = _tokenizer(files, trust), _built(weights, files, trust, checkpoint.path)
     return model.to(device).eval(), tokenizer
 
 
@@ -132,21 +140,20 @@ def _model_at(path: Path, trust: bool) -> PreTrainedModel:
     return model
 
 
-def _model_of(checkpoint: CommittedCheckpoint, files: Path, trust: bool) -> PreTrainedModel:
-    """The model of a checkpoint, with the config in `files`."""
-    network, weights = stored_network(files), CheckpointWeights(checkpoint)
-    shapes = weights.shapes()
+def _built(weights: WholeWeights, files: Path, trust: bool, where: str) -> PreTrainedModel:
+    """The model with these weights and the config in `files`."""
+    network, shapes = stored_network(files), weights.shapes()
     if network is not None:  # compared before it takes any memory
         wanted = {name: tuple(tensor.shape) for name, tensor in owned_tensors(network).items()}
         differ = sorted({name for name, _ in wanted.items() ^ shapes.items()})
         if differ:
             raise ModelError(
-                f"{checkpoint.path} does not have the tensors of {files / CONFIG_FILE}: {differ[0]} differs"
+                f"{where} does not have the tensors of {files / CONFIG_FILE}: {differ[0]} differs"
                 + (f" (and {len(differ) - 1} more)" if len(differ) > 1 else "")
             )
     what = "does not describe a model that transformers can build"
     hf_config = _loaded(lambda: AutoConfig.from_pretrained(files, trust_remote_code=trust), files, what)
-    dtype = next(iter(weights.dtypes().values()), None)
+    dtype = dtype_of(weights)
     model: PreTrainedModel = _loaded(
         lambda: AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust), files, what
     )

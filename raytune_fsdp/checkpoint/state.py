@@ -42,6 +42,9 @@ class RunState:
     tracking: Mapping[str, str] = field(default_factory=dict)
     kernels: Mapping[str, str] = field(default_factory=dict)
     """What the run computes with, where there is a choice: attention and loss. Older states lack it."""
+    base: Mapping[str, Any] | None = None
+    """Of a run that trains adapters: where the frozen weights are (`path`, `revision`), size and hash of their `files`,
+    and the rows of tokens that were `added` to them. They are in no checkpoint."""
     attempt: int = 0
     world_size: int = 0
 
@@ -87,6 +90,23 @@ def _is_texts(value: Any) -> bool:
     return isinstance(value, list) and all(map(_is_text, value))
 
 
+def _is_base(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"path", "revision", "files", "added"}:
+        return False
+    if not _is_text(value["path"]) or not (value["revision"] is None or _is_text(value["revision"])):
+        return False
+    rows = partial(_is_map_of, lambda like: isinstance(like, list) and all(map(is_count, like)))
+    added = _is_map_of(rows, value["added"]) and all(
+        row.isdecimal() for each in value["added"].values() for row in each
+    )
+    return added and _is_map_of(_is_size_and_hash, value["files"])
+
+
+def _is_size_and_hash(value: Any) -> bool:
+    known = isinstance(value, dict) and value.keys() == {"bytes", "xxh3"}
+    return known and is_count(value["bytes"]) and _is_text(value["xxh3"])
+
+
 def _is_map_of(inner: Callable[[Any], bool], value: Any) -> bool:
     return isinstance(value, dict) and all(map(inner, value.values()))
 
@@ -107,6 +127,7 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     "files": partial(_is_map_of, _is_texts),
     "tracking": partial(_is_map_of, _is_text),
     "kernels": partial(_is_map_of, _is_text),
+    "base": lambda value: value is None or _is_base(value),
     "attempt": is_count,
     "world_size": is_count,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from raytune_fsdp.model.adapters import adapter_tensors, is_adapted
 from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.optim import Optimizer
 
@@ -13,8 +14,12 @@ MODEL = "model."
 
 
 def tensors_of(model: PreTrainedModel, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
-    """This rank's part of every tensor in a checkpoint. The optimizer must have its state already."""
-    state = {MODEL + name: tensor.detach() for name, tensor in owned_tensors(model).items()}
+    """This rank's part of every tensor in a checkpoint. Of a network with adapters it holds those, never their base.
+
+    The optimizer must have its state already.
+    """
+    own = adapter_tensors(model) if is_adapted(model) else owned_tensors(model)
+    state = {MODEL + name: tensor.detach() for name, tensor in own.items()}
     if optimizer is not None:
         state.update((f"optim.{name}", tensor) for name, tensor in optimizer.state_tensors().items())
     return state

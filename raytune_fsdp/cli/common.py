@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
 
 
+BASE = "where the model is now that a run's adapters were trained beside; default: where the run found it"
 TRUST = "the model may bring Python code of its own; only for models whose code you have read"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytune_fsdp.cli.common import TRUST, ConfigParser, exit_code
+from raytune_fsdp.cli.common import BASE, TRUST, ConfigParser, exit_code
 from raytune_fsdp.cli.progress import shown
 from raytune_fsdp.rundir import CONFIG_FILE, EVENTS_FILE
 from raytune_fsdp.tracking.names import with_perplexity
@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp eval") -> 
     )
     parser.add_argument("model", type=Path, help="run directory, checkpoint, export, or Hugging Face model directory")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--base", metavar="PATH", help=BASE)
     parser.add_argument("--trust-remote-code", action="store_true", help=TRUST)
     arguments = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _eval(parser, arguments))
@@ -41,7 +42,7 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
     found, config = parser.parse_with_config(arguments)
     if not config.data.eval:
         parser.error("data.eval names no dataset: set data.eval.0.path to a file of rows, or data.eval.fraction")
-    values = _measure(config, found.model, trust=found.trust_remote_code)
+    values = _measure(config, found.model, trust=found.trust_remote_code, base=found.base)
     if found.json:
         print(json.dumps(values))
         return 0
@@ -60,7 +61,7 @@ def _config_of(model: Path) -> Path | None:
     return None
 
 
-def _measure(config: FinetuneConfig, model: Path, *, trust: bool) -> Mapping[str, float]:
+def _measure(config: FinetuneConfig, model: Path, *, trust: bool, base: str | None) -> Mapping[str, float]:
     from raytune_fsdp.launch.quiet import quiet
 
     quiet()
@@ -73,7 +74,7 @@ def _measure(config: FinetuneConfig, model: Path, *, trust: bool) -> Mapping[str
     from raytune_fsdp.run.prepare import check_lengths, set_template
 
     device = choose_device(config.cluster.device, 1)
-    network, tokenizer = load_for_inference(model, device, trust_remote_code=trust)
+    network, tokenizer = load_for_inference(model, device, trust_remote_code=trust, base=base)
     check_lengths(config, network)
     set_template(config, tokenizer)
     with shown() as progress:

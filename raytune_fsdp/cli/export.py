@@ -7,7 +7,7 @@ from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import TRUST, Parser, exit_code
+from raytune_fsdp.cli.common import BASE, TRUST, Parser, exit_code
 from raytune_fsdp.launch.signals import Signals
 
 
@@ -17,6 +17,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp export") -
     parser.add_argument("source", help="run directory (its newest checkpoint) or one checkpoint, as path or URL")
     parser.add_argument("destination", type=Path, help="directory to write; replaces a model that is there")
     parser.add_argument("--dtype", choices=("trained", "bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
+    parser.add_argument(
+        "--merge", action="store_true", help="merge adapters into their base, and export the whole model"
+    )
     parser.add_argument("--max-file-bytes", type=int, default=5_000_000_000, metavar="N", help="default: 5 GB")
     arguments = sys.argv[1:] if argv is None else argv
     parser.add_argument("--push", metavar="NAME", help="then push it to the hub as owner/name; needs HF_TOKEN")
@@ -26,6 +29,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp export") -
         default=True,
         help="make a repository that --push creates private (default); --no-private: as its owner's account decides",
     )
+    parser.add_argument("--base", metavar="PATH", help=BASE)
     parser.add_argument("--trust-remote-code", action="store_true", help=f"{TRUST} It is copied, not run")
     return exit_code(lambda: _export(parser, arguments))
 
@@ -39,7 +43,11 @@ def _export(parser: Parser, arguments: Sequence[str]) -> int:
     from raytune_fsdp.run.publish import publish
 
     chosen = ExportConfig(
-        dtype=found.dtype, max_file_bytes=found.max_file_bytes, push=found.push, private=found.private
+        dtype=found.dtype,
+        merge=found.merge,
+        max_file_bytes=found.max_file_bytes,
+        push=found.push,
+        private=found.private,
     )
     if chosen.push is not None:
         from raytune_fsdp.model.hub import check_push
@@ -48,8 +56,9 @@ def _export(parser: Parser, arguments: Sequence[str]) -> int:
     checkpoint = find_checkpoint(found.source)
     with Signals("during the export; the same command makes it anew"):
         pushed = publish(
-            checkpoint, found.destination, chosen, verified=True, trust_remote_code=found.trust_remote_code
-        )
+            checkpoint, found.destination, chosen,
+            verified=True, trust_remote_code=found.trust_remote_code, base=found.base,
+        )  # fmt: skip
     print(f"exported {checkpoint.path} to {found.destination}")
     if pushed is not None:
         print(f"pushed to {pushed}")

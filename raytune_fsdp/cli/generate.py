@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import TRUST, Parser, exit_code
+from raytune_fsdp.cli.common import BASE, TRUST, Parser, exit_code
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp generate") -> int:
@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp generate")
         "--max-new-tokens", type=int, default=128, metavar="N", help="maximum length of an answer (default: 128)"
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely tokens (default)")
+    parser.add_argument("--base", metavar="PATH", help=BASE)
     parser.add_argument("--trust-remote-code", action="store_true", help=TRUST)
     arguments = sys.argv[1:] if argv is None else argv
     return exit_code(lambda: _generate(parser, arguments))
@@ -36,7 +37,9 @@ def _generate(parser: Parser, arguments: Sequence[str]) -> int:
     from raytune_fsdp.evaluate import answer
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = load_for_inference(found.model, device, trust_remote_code=found.trust_remote_code)
+    model, tokenizer = load_for_inference(
+        found.model, device, trust_remote_code=found.trust_remote_code, base=found.base
+    )
     # Read line by line, so that it answers while the other end of a pipe is still asking.
     lines = found.prompts or (line.strip() for line in sys.stdin)
     for prompt in filter(None, lines):

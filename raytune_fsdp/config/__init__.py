@@ -39,7 +39,7 @@ from raytune_fsdp.config.formats import (
     TemplateFormat,
     TokensFormat,
 )
-from raytune_fsdp.config.method import FullMethod
+from raytune_fsdp.config.method import FreezeMethod, FullMethod, Ia3Method, LoraMethod, Method
 from raytune_fsdp.config.model import ModelConfig
 from raytune_fsdp.config.optim import OptimConfig
 from raytune_fsdp.config.parallel import ParallelConfig
@@ -62,7 +62,7 @@ class FinetuneConfig(Section):
     data: DataConfig
     """Which rows, in which format, in which order, packed how."""
 
-    method: FullMethod = Field(default_factory=FullMethod)
+    method: Method = Field(default_factory=FullMethod)
     """Which weights are trained."""
 
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
@@ -110,9 +110,13 @@ __all__ = [
     "ExportConfig",
     "FinetuneConfig",
     "Format",
+    "FreezeMethod",
     "FullMethod",
     "HeldOutConfig",
+    "Ia3Method",
     "InstructionFormat",
+    "LoraMethod",
+    "Method",
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",

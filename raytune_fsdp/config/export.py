@@ -16,6 +16,10 @@ class ExportConfig(Section):
     dtype: Literal["trained", "bf16", "fp16", "fp32"] = "bf16"
     """Type of the exported weights. `trained`: the master weights as they are."""
 
+    merge: bool = False
+    """Of a run that trains adapters: merge them into the base, and export the whole model. False: the adapters alone, in
+    PEFT's format and fp32."""
+
     max_file_bytes: int = Field(default=5_000_000_000, ge=1_000)
     """Maximum size of a safetensors file."""
 

@@ -2,11 +2,131 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
 
 from raytune_fsdp.config.base import Section
+from raytune_fsdp.config.rules import model_place
+
+ALL_LINEAR = "all-linear"
 
 
 class FullMethod(Section):
     type: Literal["full"] = "full"
     """Every weight is trained."""
+
+
+class FreezeMethod(Section):
+    type: Literal["freeze"]
+    """Some of the weights are trained, the others stay as they are."""
+
+    trained: list[str] = Field(min_length=1)
+    """Regular expressions. A weight is trained if one of them is found in its name: `layers\\.(30|31)\\.`, `lm_head`."""
+
+    @model_validator(mode="after")
+    def _expressions(self) -> Self:
+        for each in self.trained:
+            _check_expression("method.trained", each)
+        return self
+
+
+class LoraMethod(Section):
+    type: Literal["lora"]
+    """Low-rank adapters beside frozen weights, by PEFT: small checkpoints, little optimizer state."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of the adapters."""
+
+    alpha: int = Field(default=32, ge=1)
+    """What an adapter adds is multiplied by `alpha / rank`, or with `rank_stabilized` by alpha / sqrt(rank)."""
+
+    rank_stabilized: bool = False
+    """Divide by the square root of the rank (rsLoRA), so that higher ranks do not learn more slowly."""
+
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on what goes into an adapter."""
+
+    target_modules: str | list[str] = ALL_LINEAR
+    """Modules that get an adapter: `all-linear` (all linear layers but the head), a list of names (`q_proj` stands for all
+    modules whose name ends so), or one regular expression for whole names."""
+
+    target_parameters: list[str] = Field(default_factory=list)
+    """Weights that get an adapter although they are no layer of their own, by the end of their names: the experts of a
+    mixture, for example `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`."""
+
+    modules_to_save: list[str] = Field(default_factory=list)
+    """Modules that are trained whole beside the adapters, by the end of their names: `lm_head`, `embed_tokens`."""
+
+    dora: bool = False
+    """Train the length of every weight's rows apart from their direction (DoRA)."""
+
+    lr_ratio: float | None = Field(default=None, ge=1)
+    """LoRA+: the second matrix of an adapter learns so many times as fast as `optim.lr`; 16 is usual. Null: as fast."""
+
+    adapter: Annotated[str, AfterValidator(model_place)] | None = None
+    """A directory of an adapter in PEFT's format to begin with, of the same rank and targets. Null: a new one."""
+
+    @model_validator(mode="after")
+    def _targets(self) -> Self:
+        if isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:
+            _check_expression("method.target_modules", self.target_modules)
+        if not self.target_modules and not self.target_parameters:
+            raise ValueError(
+                f"method.target_modules and method.target_parameters are empty, so nothing would be trained: "
+                f"set method.target_modules={ALL_LINEAR}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts(self) -> Self:
+        if self.target_parameters and (self.dropout or self.dora):
+            field = f"method.dropout={self.dropout:g}" if self.dropout else "method.dora=true"
+            raise ValueError(
+                f"{field} cannot be used with method.target_parameters: an adapter of a weight has no input of its own; "
+                f"{'set method.dropout=0' if self.dropout else 'set method.dora=false'}, or leave target_parameters out"
+            )
+        return self
+
+
+class Ia3Method(Section):
+    type: Literal["ia3"]
+    """One factor for each channel of a few layers, by PEFT: fewer parameters than a tenth of LoRA's."""
+
+    target_modules: list[str] | None = Field(default=None, min_length=1)
+    """Names of the modules that get factors. Null: PEFT's choice for the architecture (keys, values, and the last layer of
+    each feed-forward)."""
+
+    feedforward_modules: list[str] | None = None
+    """Those of them whose input is multiplied, not their output. Null: PEFT's choice."""
+
+    modules_to_save: list[str] = Field(default_factory=list)
+    """Modules that are trained whole beside the factors, by the end of their names."""
+
+    adapter: Annotated[str, AfterValidator(model_place)] | None = None
+    """A directory of such an adapter in PEFT's format to begin with. Null: a new one."""
+
+    @model_validator(mode="after")
+    def _both(self) -> Self:
+        if (self.target_modules is None) != (self.feedforward_modules is None):
+            raise ValueError(
+                "method.target_modules and method.feedforward_modules belong together: set both, or neither"
+            )
+        strange = [name for name in self.feedforward_modules or () if name not in (self.target_modules or ())]
+        if strange:
+            raise ValueError(f"method.feedforward_modules: {strange[0]!r} is not among method.target_modules: add it")
+        return self
+
+
+AdapterMethod = LoraMethod | Ia3Method
+"""Methods that train beside frozen weights."""
+
+Method = Annotated[FullMethod | FreezeMethod | LoraMethod | Ia3Method, Field(discriminator="type")]
+
+
+def _check_expression(field: str, value: Any) -> None:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"{field}: {value!r} is not a regular expression ({error}): correct it") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from raytune_fsdp.config.text import spelled
+from raytune_fsdp.convert.axolotl_adapters import method_options, prepare_method
 from raytune_fsdp.convert.axolotl_data import data_options, prepare_data
 from raytune_fsdp.convert.axolotl_left import left_options, machine_options
 from raytune_fsdp.convert.rules import (
@@ -17,7 +18,6 @@ from raytune_fsdp.convert.rules import (
     flag,
     leave,
     number,
-    part,
     plain,
     refuse,
     same,
@@ -45,6 +45,8 @@ _OFFLOADING = ("offload", "offload_disk", "unsloth")
 def prepare(c: Crossing) -> None:
     if c.gpus is None and "ray_num_workers" in c.given:
         c.gpus = max(1, c.get("ray_num_workers", whole, 1))
+    if "adapter" in c.given:
+        prepare_method(c)
     length(c, "num_epochs", default=1.0)
     _batch(c)
     run_directory(c, "output_dir", default="./model-out")
@@ -182,14 +184,6 @@ def _dropped_rows(c: Crossing, key: str) -> None:
 
 
 def _options() -> tuple[TheirOption, ...]:
-    lora = (
-        "lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_target_linear "
-        "lora_modules_to_save lora_model_dir lora_fan_in_fan_out lora_rank_pattern lora_alpha_pattern lora_on_cpu "
-        "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel loraplus_lr_ratio loraplus_lr_embedding "
-        "merge_lora merge_method peft peft_layers_to_transform peft_layers_pattern peft_use_dora peft_use_rslora "
-        "peft_layer_replication peft_init_lora_weights peft_trainable_token_indices peft_ensure_weight_tying "
-        "peft_autocast_adapter_dtype qlora_sharded_model_loading loftq_config bnb_config_kwargs"
-    )
     return (
         carry("base_model", "model.path", text),
         ask("base_model_config", "same, if it is the model's; else refused", _base_config),
@@ -206,8 +200,7 @@ def _options() -> tuple[TheirOption, ...]:
             "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model",
             "the model's config says what it is",
         ),
-        refuse("adapter", "every weight is trained (method.type=full)"),
-        part(lora, "adapter", lambda c: "adapter" in c.given),
+        *method_options(),
         refuse("load_in_8bit load_in_4bit gptq model_quantization_config", "weights are not quantized"),
         leave("model_quantization_config_kwargs", "means nothing without model_quantization_config, which is refused"),
         told("sequence_len", "`data.seq_len`"),

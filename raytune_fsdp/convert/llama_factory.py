@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from raytune_fsdp.config.method import ALL_LINEAR
 from raytune_fsdp.config.text import spelled
+from raytune_fsdp.convert.adapters import Lora, carry_lora
 from raytune_fsdp.convert.llama_factory_data import prepare_data
 from raytune_fsdp.convert.rules import (
     Crossing,
@@ -50,11 +52,22 @@ def prepare(c: Crossing) -> None:
 
 
 def _method(c: Crossing) -> None:
-    kind = c.get("finetuning_type", text, "lora")
+    kind = "full" if "finetuning_type" in c.dropping else c.get("finetuning_type", text, "lora")
     if kind == "full":
         c.say("finetuning_type", "same", "every weight is trained (method.type=full)")
-    c.say("finetuning_type", "refused", "every weight is trained (method.type=full)")
-    c.refuse_unsaid("finetuning_type", "not in the file, and lora by default; here every weight is trained")
+    elif kind == "lora":
+        if "finetuning_type" not in c.given:
+            c.tell_default("method.type", "lora", "finetuning_type by default")
+        carry_lora(c, _LORA)
+    else:
+        c.say("finetuning_type", "refused", "adapters are lora here; or write full")
+
+
+_LORA = Lora(
+    owner="finetuning_type", rank="lora_rank", alpha="lora_alpha", dropout="lora_dropout", targets="lora_target",
+    saved="additional_target", stabilized="use_rslora", dora="use_dora", ratio="loraplus_lr_ratio",
+    adapter="adapter_name_or_path", defaults=(8, None, 0.0), all_words=("all", ALL_LINEAR), all_by_default=True,
+)  # fmt: skip
 
 
 def _adapts(c: Crossing) -> bool:
@@ -215,11 +228,9 @@ def _model_options() -> tuple[TheirOption, ...]:
 
 
 def _method_options() -> tuple[TheirOption, ...]:
-    lora = (
-        "lora_rank lora_alpha lora_dropout lora_target additional_target loraplus_lr_ratio loraplus_lr_embedding "
-        "use_rslora use_dora pissa_init pissa_iter pissa_convert create_new_adapter adapter_name_or_path "
-        "adapter_folder module_dropout oft_rank oft_block_size oft_target freeze_trainable_layers "
-        "freeze_trainable_modules freeze_extra_modules"
+    others = (
+        "module_dropout oft_rank oft_block_size oft_target freeze_trainable_layers freeze_trainable_modules "
+        "freeze_extra_modules"
     )
     preference = (
         "pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight kto_rejected_weight "
@@ -233,8 +244,16 @@ def _method_options() -> tuple[TheirOption, ...]:
 
     return (
         ask("stage", "`format` (sft, pt); others are refused", _stage),
-        told("finetuning_type", "same, if it is full; else, and without it, refused"),
-        part(lora, "finetuning_type", _adapts),
+        told("finetuning_type", "`method.type`: full, or lora, which it is without it; others refused"),
+        told("lora_rank lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
+        told("lora_target additional_target", "`method.target_modules`, `modules_to_save`"),
+        told("loraplus_lr_ratio use_rslora use_dora", "`method.lr_ratio`, `rank_stabilized`, `dora`"),
+        told("adapter_name_or_path", "`method.adapter`"),
+        refuse("pissa_init create_new_adapter", "adapters begin with nothing to add, or as an adapter ended"),
+        leave("pissa_iter pissa_convert", "belongs to pissa_init"),
+        leave("loraplus_lr_embedding", "only for adapters of embeddings"),
+        leave("adapter_folder", "name the directory itself in adapter_name_or_path"),
+        part(others, "finetuning_type", _adapts),
         part(preference, "stage", lambda c: spelled(c.given.get("stage", "sft")) not in ("sft", "pt")),
         refuse("use_galore use_apollo use_badam use_adam_mini use_muon", "the optimizer here is AdamW"),
         details(

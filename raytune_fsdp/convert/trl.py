@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from raytune_fsdp.config.text import spelled
+from raytune_fsdp.convert.adapters import Lora, carry_lora
 from raytune_fsdp.convert.rules import (
     Crossing,
     Project,
@@ -39,10 +40,24 @@ _LENGTH = 1024
 def prepare(c: Crossing) -> None:
     mixed = prepare_training(c, lr=_LR, output="trainer_output", default_precision="bf16")
     _precision(c, mixed)
+    _method(c)
     rows = _format(c)
     _packing(c, texts=rows["type"] == "completion")
     _lengths(c)
     _data(c, rows)
+
+
+_LORA = Lora(
+    owner="use_peft", rank="lora_r", alpha="lora_alpha", dropout="lora_dropout", targets="lora_target_modules",
+    saved="lora_modules_to_save", parameters="lora_target_parameters", stabilized="use_rslora", dora="use_dora",
+    defaults=(16, 32, 0.05),
+)  # fmt: skip
+
+
+def _method(c: Crossing) -> None:
+    if c.get("use_peft", flag, False):
+        carry_lora(c, _LORA)
+    c.say("use_peft", "same", "every weight is trained (method.type=full)")
 
 
 def _precision(c: Crossing, mixed: str) -> None:
@@ -52,7 +67,7 @@ def _precision(c: Crossing, mixed: str) -> None:
     found = mixed
     if loaded == "float16" and not sharded(c):
         c.say(own, "refused", "weights of the optimizer are fp32, or bf16 (parallel.precision=bf16_pure)")
-    elif loaded in ("bfloat16", "auto") and not sharded(c) and mixed != "fp16":
+    elif loaded in ("bfloat16", "auto") and not sharded(c) and mixed != "fp16" and not c.get("use_peft", flag, False):
         found = "bf16_pure"
         c.carry(
             own, "parallel.precision", found, "with FSDP or DeepSpeed theirs is bf16: fp32 weights in the optimizer"
@@ -254,10 +269,6 @@ def _template(c: Crossing, key: str) -> None:
 
 
 def _compute_options() -> tuple[TheirOption, ...]:
-    lora = (
-        "lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_modules_to_save lora_task_type "
-        "use_rslora use_dora"
-    )
     bits = "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage"
     return (
         carry("model_name_or_path", "model.path", text),
@@ -270,8 +281,11 @@ def _compute_options() -> tuple[TheirOption, ...]:
             "where weights are and by which kernels it is computed: see `parallel` and `model.attention`",
         ),
         carry("activation_offloading", "parallel.activation_offload", flag),
-        refuse("use_peft", "every weight is trained (method.type=full)"),
-        part(lora, "use_peft", lambda c: c.on("use_peft")),
+        told("use_peft", "`method.type: lora`; off: every weight is trained"),
+        told("lora_r lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
+        told("lora_target_modules lora_target_parameters lora_modules_to_save", "the same fields of `method`"),
+        told("use_rslora use_dora", "`method.rank_stabilized`, `method.dora`"),
+        refuse("lora_task_type", "causal language models only", off=("CAUSAL_LM",), alike="a causal language model"),
         refuse("load_in_8bit load_in_4bit", "weights are not quantized"),
         part(bits, "load_in_4bit", lambda c: c.on("load_in_4bit")),
         refuse("router_aux_loss_coef", "set it as model.overrides.router_aux_loss_coef", off=()),

@@ -1,9 +1,10 @@
 """Floating-point operations of training, and the fraction of a device's peak they amount to (MFU).
 
 The convention, named wherever an MFU is shown: a multiply-add counts as two operations, and backward as twice the
-forward. Products with weights count 6 operations per weight and token; the output embedding counts, the input embedding
-is a lookup and does not. Attention counts the pairs that causal attention inside documents has to compute, not the full
-square. The second forward of activation checkpointing does not count. The peak is that of all devices together.
+forward. Products with weights count 6 operations per weight and token, with frozen ones 4, since backward only passes
+through those; the output embedding counts, the input embedding is a lookup and does not. Attention counts the pairs
+that causal attention inside documents has to compute, not the full square. The second forward of activation
+checkpointing does not count. The peak is that of all devices together.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Architecture:
 
     matmul_weights: int
     """Weights that every token is multiplied with: all matrices but the input embeddings."""
+    frozen_weights: int = 0
+    """Those of them that are not trained."""
     layers: int
     query_width: float
     """Query heads times head dimension, the mean over the layers. That grouped key and value heads are fewer only shows
@@ -50,7 +53,7 @@ class Architecture:
 
 def training_flops(architecture: Architecture, *, tokens: int, attended_pairs: int) -> float:
     """Operations of forward and backward over `tokens` tokens that attend to `attended_pairs` (query, key) pairs."""
-    weights = 6.0 * architecture.matmul_weights * tokens
+    weights = (6.0 * architecture.matmul_weights - 2.0 * architecture.frozen_weights) * tokens
     # Two products (scores, values), 2 operations per pair and channel, once forward and twice backward: 2 x 2 x 3.
     attention = 12.0 * architecture.layers * architecture.query_width * attended_pairs
     return weights + attention

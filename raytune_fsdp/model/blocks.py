@@ -129,6 +129,9 @@ def _in_part_again(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 _RECOMPUTE: dict[str, Forward] = {"none": _plain, "full": _again, "every_n": _again, "selective": _in_part_again}
 
+_MOST_RANK = 256
+"""Inner terms of a product that are few, if the result is far wider."""
+
 _PRODUCTS = ("aten::mm", "aten::addmm")
 
 _ATTENTION = re.compile("attention|attn|sdpa")
@@ -138,13 +141,15 @@ def _keeps(_: object, operation: torch._ops.OpOverload, *args: Any, **__: Any) -
     """Keep what took long for its size: results of attention, and of products that do not narrow.
 
     A product that narrows is the last one of a block, which nothing needs in backward: it is neither kept nor computed
-    again. Products in batches are the scores of eager attention, the largest tensors of all. To those of experts some
-    networks (gpt-oss) add their bias in place, which a tensor that is kept does not allow.
+    again. An adapter's second one makes as much as a layer does, out of next to nothing. Products in batches are the
+    scores of eager attention, the largest tensors of all. To those of experts some networks (gpt-oss) add their bias in
+    place, which a tensor that is kept does not allow.
     """
     name: str = operation.name()  # type: ignore[no-untyped-call]
     if name.partition(".")[0] in _PRODUCTS:
         weight = args[2 if name.startswith("aten::addmm") else 1]
-        kept = weight.shape[-1] >= weight.shape[-2]
+        inner, outer = weight.shape[-2], weight.shape[-1]
+        kept = inner <= outer and not (inner <= _MOST_RANK and outer >= 8 * inner)
     else:
         kept = _ATTENTION.search(name) is not None
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

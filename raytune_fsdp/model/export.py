@@ -6,27 +6,20 @@ them. No more than the largest of them is in memory, with what it becomes.
 
 from __future__ import annotations
 
-import glob
 import json
-import logging
-import os
 import shutil
-import socket
-import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
-from raytune_fsdp.durable import sync_directory
 from raytune_fsdp.errors import ModelError, TransientError
 from raytune_fsdp.model.bounds import check_tokenizer_files, read_config
 from raytune_fsdp.model.conversion import Outgoing, outgoing
-from raytune_fsdp.model.exported import MARK_FILE, check_replaceable, put_mark
+from raytune_fsdp.model.exported import new_export
 from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.known_files import (
     CARD_FILE,
@@ -41,10 +34,6 @@ from raytune_fsdp.model.older_names import add_older_names, rename_tokenizer
 from raytune_fsdp.model.tensorfile import TensorFile
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "trained": None}
-
-logger = logging.getLogger(__name__)
-
-_HOST = socket.gethostname()
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -79,33 +68,16 @@ def export(
     if not (model_files / CONFIG_FILE).is_file():
         raise ModelError(f"{model_files} has no {CONFIG_FILE}, so the model of this run cannot be exported")
     check_tokenizer_files(model_files)
-    destination = Path(os.path.realpath(destination))  # a link is followed, not replaced
-    _check_apart(destination, model_files)
-    check_replaceable(destination, adopt=adopt)
-    _check_code(model_files, trust_remote_code)
-    _remove_left(destination)
-    staging = _beside(destination, "export")
-    try:
-        _copy_known(model_files, staging, code=trust_remote_code)
+    check_code(model_files, trust_remote_code)
+    with new_export(destination, model_files, adopt=adopt) as staging:
+        copy_known(model_files, staging, code=trust_remote_code)
         if card is not None:
             (staging / CARD_FILE).write_text(card, encoding="utf-8")
         types = _write_weights(source, stored_network(model_files), staging, DTYPES[dtype], max_file_bytes)
         _write_configs(staging, types, code=trust_remote_code)
-        put_mark(staging)
-        sync_directory(staging)
-        check_replaceable(destination, adopt=adopt)  # again: writing may have taken an hour
-        if any(destination.glob("*")) and not (destination / MARK_FILE).exists():
-            logger.warning("%s: the export of an older version, which left no mark, is replaced", destination)
-        _put_in_place(staging, destination)
-    except OSError as error:
-        raise TransientError(
-            f"{destination} could not be written: {error}; make room or choose another place, then export again"
-        ) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
-def _check_code(model_files: Path, trusted: bool) -> None:
+def check_code(model_files: Path, trusted: bool) -> None:
     """Refuse to spread Python code that nobody has read. A tokenizer may name code that never came with it."""
     named = code_files(model_files)
     if not trusted and (named or "auto_map" in read_config(model_files)):
@@ -115,52 +87,11 @@ def _check_code(model_files: Path, trusted: bool) -> None:
         )
 
 
-def _copy_known(model_files: Path, staging: Path, *, code: bool) -> None:
+def copy_known(model_files: Path, staging: Path, *, code: bool) -> None:
+    """Copy what belongs to a model besides its weights."""
     for name in travelling(model_files, code=code):
         (staging / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(model_files / name, staging / name, follow_symlinks=False)
-
-
-def _put_in_place(staging: Path, destination: Path) -> None:
-    """Rename the export to its name. An older one is renamed first: a directory cannot be replaced in one step."""
-    old = _beside(destination, "replaced")
-    with suppress(FileNotFoundError):
-        destination.rename(old)
-    try:
-        staging.rename(destination)
-    except OSError:
-        if old.exists() and not destination.exists():
-            old.rename(destination)
-        raise
-    finally:
-        if destination.exists():
-            shutil.rmtree(old, ignore_errors=True)
-    sync_directory(destination.parent)
-
-
-def _beside(destination: Path, what: str) -> Path:
-    """A unique name beside the destination. It says which process uses it, so that `_remove_left` can tell."""
-    return destination.with_name(f".{destination.name}.{what}-{_HOST}-{os.getpid()}-{uuid.uuid4().hex[:6]}")
-
-
-def _remove_left(destination: Path) -> None:
-    """Remove what killed exports of this machine left beside the destination."""
-    for left in destination.parent.glob(f".{glob.escape(destination.name)}.*-{glob.escape(_HOST)}-*-*"):
-        pid = left.name.split("-")[-2]  # from the end: a host's name may have hyphens
-        # A `.replaced-` may be the only copy there is: its export died between the two renames.
-        alive = pid.isdecimal() and Path(f"/proc/{pid}").exists()
-        if not alive and (".export-" in left.name or destination.exists()):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _check_apart(destination: Path, model_files: Path) -> None:
-    """Refuse a destination that would overwrite the run's own files, or lie among them."""
-    model_files = Path(os.path.realpath(model_files))
-    for one, other in ((destination, model_files), (model_files, destination)):
-        if one == other or other in one.parents:
-            raise ModelError(
-                f"{destination} is, contains or lies in {model_files}, which the run needs: export elsewhere"
-            )
 
 
 def _check_own(shapes: Shapes, model: PreTrainedModel) -> None:

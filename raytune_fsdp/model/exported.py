@@ -1,4 +1,4 @@
-"""The mark that an export leaves in its directory, by which a later one knows what it may replace.
+"""Where an export is written, and the mark it leaves there, by which a later one knows what it may replace.
 
 The mark lists every file with its size, and the hash of all but the weights. A directory with anything else in it, or
 with a file that was edited since, holds somebody's work, and is not replaced. The mark is not pushed to the hub: it
@@ -7,23 +7,106 @@ says something about this directory only.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
+import logging
 import os
+import shutil
+import socket
 import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from raytune_fsdp.errors import ModelError
+from raytune_fsdp.durable import sync_directory
+from raytune_fsdp.errors import ModelError, TransientError
 from raytune_fsdp.model.known_files import CONFIG_FILE, code_files, is_known, is_weights
 from raytune_fsdp.untrusted import MIB, read_json
+
+logger = logging.getLogger(__name__)
+
+_HOST = socket.gethostname()
 
 MARK_FILE = "raytune_fsdp_export.json"
 _FORMAT = 1
 _ABOUT = "Written by raytune_fsdp. Its next export to this place replaces these files, and refuses if there are others."
 _MAX_BYTES = 64 * MIB
+
+
+@contextmanager
+def new_export(destination: Path, model_files: Path, *, adopt: bool = False) -> Iterator[Path]:
+    """A directory to write an export of the run with these files into. When the block ends it is marked and renamed.
+
+    `destination` is complete or not there. It is not replaced if it holds anything but an export; see
+    `check_replaceable` for `adopt`.
+    """
+    destination = Path(os.path.realpath(destination))  # a link is followed, not replaced
+    _check_apart(destination, model_files)
+    check_replaceable(destination, adopt=adopt)
+    _remove_left(destination)
+    staging = _beside(destination, "export")
+    try:
+        staging.mkdir(parents=True)
+        yield staging
+        put_mark(staging)
+        sync_directory(staging)
+        check_replaceable(destination, adopt=adopt)  # again: writing may have taken an hour
+        if any(destination.glob("*")) and not (destination / MARK_FILE).exists():
+            logger.warning("%s: the export of an older version, which left no mark, is replaced", destination)
+        _put_in_place(staging, destination)
+    except OSError as error:
+        raise TransientError(
+            f"{destination} could not be written: {error}; make room or choose another place, then export again"
+        ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _put_in_place(staging: Path, destination: Path) -> None:
+    """Rename the export to its name. An older one is renamed first: a directory cannot be replaced in one step."""
+    old = _beside(destination, "replaced")
+    with suppress(FileNotFoundError):
+        destination.rename(old)
+    try:
+        staging.rename(destination)
+    except OSError:
+        if old.exists() and not destination.exists():
+            old.rename(destination)
+        raise
+    finally:
+        if destination.exists():
+            shutil.rmtree(old, ignore_errors=True)
+    sync_directory(destination.parent)
+
+
+def _beside(destination: Path, what: str) -> Path:
+    """A unique name beside the destination. It says which process uses it, so that `_remove_left` can tell."""
+    return destination.with_name(f".{destination.name}.{what}-{_HOST}-{os.getpid()}-{uuid.uuid4().hex[:6]}")
+
+
+def _remove_left(destination: Path) -> None:
+    """Remove what killed exports of this machine left beside the destination."""
+    for left in destination.parent.glob(f".{glob.escape(destination.name)}.*-{glob.escape(_HOST)}-*-*"):
+        pid = left.name.split("-")[-2]  # from the end: a host's name may have hyphens
+        # A `.replaced-` may be the only copy there is: its export died between the two renames.
+        alive = pid.isdecimal() and Path(f"/proc/{pid}").exists()
+        if not alive and (".export-" in left.name or destination.exists()):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _check_apart(destination: Path, model_files: Path) -> None:
+    """Refuse a destination that would overwrite the run's own files, or lie among them."""
+    model_files = Path(os.path.realpath(model_files))
+    for one, other in ((destination, model_files), (model_files, destination)):
+        if one == other or other in one.parents:
+            raise ModelError(
+                f"{destination} is, contains or lies in {model_files}, which the run needs: export elsewhere"
+            )
 
 
 def put_mark(directory: Path) -> None:

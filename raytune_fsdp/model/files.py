@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import xxhash
 
 from raytune_fsdp.errors import ModelError, first_line, in_one_line
 from raytune_fsdp.model.bounds import check_index
@@ -35,6 +38,11 @@ class WeightFiles:
     def sizes(self) -> dict[str, int]:
         """Size of each file, to compare what different ranks see."""
         return {name: (self.directory / name).stat().st_size for name in sorted(set(self.file_of.values()))}
+
+    def digest(self, name: str) -> str:
+        """xxh3_128 of a file's bytes, in hex."""
+        with (self.directory / name).open("rb") as file:
+            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def locate(path: str, revision: str | None, *, field: str, weights: bool) -> Path:
@@ -143,10 +151,10 @@ def _ask_hub(name: str, revision: str | None) -> str | None:
     return None if error is None or refused else in_one_line(error)
 
 
-def find_weights(directory: Path) -> WeightFiles:
+def find_weights(directory: Path, name: str = "model") -> WeightFiles:
     """The safetensors files in `directory`, from their index or the header of the only one. No tensor is read."""
-    index = directory / "model.safetensors.index.json"
-    single = directory / "model.safetensors"
+    index = directory / f"{name}.safetensors.index.json"
+    single = directory / f"{name}.safetensors"
     if index.is_file():
         try:
             file_of = check_index(read_json(index, limit=_INDEX_BYTES, links=True))
@@ -157,7 +165,7 @@ def find_weights(directory: Path) -> WeightFiles:
     elif single.is_file():
         file_of = dict.fromkeys(_keys_of(single), single.name)
     else:
-        raise _no_safetensors(directory)
+        raise _no_safetensors(directory, name)
     for name in file_of.values():
         # As text, not where it leads: the files of a hub model are links out of its directory.
         if not name or "\0" in name or "\\" in name or name.startswith("/") or ".." in name.split("/"):
@@ -182,7 +190,7 @@ def _keys_of(file: Path) -> list[str]:
         ) from error
 
 
-def _no_safetensors(directory: Path) -> ModelError:
+def _no_safetensors(directory: Path, name: str) -> ModelError:
     pickles = sorted(p.name for p in [*directory.glob("*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")])
     if pickles:
         return ModelError(
@@ -190,4 +198,4 @@ def _no_safetensors(directory: Path) -> ModelError:
             "once with transformers, on a machine without secrets (from_pretrained, then save_pretrained, which writes "
             "safetensors)"
         )
-    return ModelError(f"{directory} has no model.safetensors and no model.safetensors.index.json: no weights to load")
+    return ModelError(f"{directory} has no {name}.safetensors and no {name}.safetensors.index.json: no weights to load")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from raytune_fsdp.errors import ModelError, RaytuneError, TransientError, in_one_line
 from raytune_fsdp.model.files import HUB_SECONDS, is_hub_name
-from raytune_fsdp.model.known_files import is_weights, travelling
+from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, is_weights, travelling
 from raytune_fsdp.threads import in_thread
 
 _ANY_WEIGHTS = (".safetensors", ".safetensors.index.json")
@@ -44,7 +44,8 @@ def push(directory: Path, name: str, *, private: bool, message: str) -> str:
     if not directory.is_dir():
         raise ModelError(f"export.push={name}: {directory} is not a directory, so there is no model to push")
     weights = [path.name for path in sorted(directory.iterdir()) if is_weights(path.name) and not path.is_symlink()]
-    files = {file: directory / file for file in [*travelling(directory, code=True), *weights]}
+    adapter = [ADAPTER_CONFIG_FILE] if (directory / ADAPTER_CONFIG_FILE).is_file() else []
+    files = {file: directory / file for file in [*travelling(directory, code=True), *adapter, *weights]}
     api = HfApi(token=token)
     try:
         # First, with a short deadline: can the hub be reached? Its answer also gives a name without an owner its owner.

@@ -17,12 +17,14 @@ from raytune_fsdp.errors import ModelError
 from raytune_fsdp.untrusted import MIB, read_file, read_json, reason
 
 CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
 CARD_FILE = "README.md"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 _KNOWN = (
-    CONFIG_FILE, "generation_config.json",
+    CONFIG_FILE, GENERATION_CONFIG_FILE,
     TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "dict.txt", "bpe.codes", "tekken.json", "emoji.json",
     "tokenizer.model", "tiktoken.model", "spiece.model", "spm.model", "sentencepiece.model", "sentencepiece.bpe.model",
@@ -32,7 +34,9 @@ _KNOWN = (
 )  # fmt: skip
 """Besides weights and, where the user trusts it, code. The vocabularies are those of transformers' tokenizers."""
 _TEMPLATES = "additional_chat_templates"
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_WEIGHTS = re.compile(
+    r"adapter_model\.safetensors|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+)
 _MODULE = re.compile(r"\w+")
 _BESIDE = re.compile(r"^\s*from\s+\.(\w+)\s+import|^\s*from\s+\.\s+import\s+([\w, ]+)", re.MULTILINE)
 _MAX_BYTES = 64 * MIB

@@ -22,6 +22,7 @@ from raytune_fsdp.errors import ModelError, first_line
 from raytune_fsdp.estimate.flops import Architecture
 from raytune_fsdp.model.bounds import bounded_building, check_buffers, read_config
 from raytune_fsdp.model.refusals import NEEDS_CODE, unknown_word, wants_code
+from raytune_fsdp.model.trained import choose_trained
 from raytune_fsdp.types import ParameterCount
 
 MASTER_DTYPE = {
@@ -129,8 +130,13 @@ def class_name(model: nn.Module) -> str:
 
 
 def build_network(hf_config: PretrainedConfig, config: FinetuneConfig) -> PreTrainedModel:
-    """The network that a run trains, on the meta device. Whoever needs one builds it here, so all have the same."""
-    return build_base(hf_config, config.model, config.parallel.precision)
+    """The network that a run trains, on the meta device. Whoever needs one builds it here, so all have the same.
+
+    It is in one type throughout, which is that of master weights; `parallel.store_frozen` gives frozen ones theirs.
+    """
+    network = build_base(hf_config, config.model, config.parallel.precision)
+    choose_trained(network, config.method)
+    return network
 
 
 def build_base(hf_config: PretrainedConfig, config: ModelConfig, precision: str) -> PreTrainedModel:
@@ -236,14 +242,21 @@ def count_architecture(model: PreTrainedModel) -> Architecture:
     inputs = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     chosen = getattr(text, "num_experts_per_tok", None) or 0
     # Vectors (norms, biases) multiply no matrix, and an embedding on the way in is a lookup.
-    weights = sum(_used(p, chosen) for p in model.parameters() if p.ndim >= 2 and id(p) not in inputs)
+    # What PEFT keeps of a module that is trained whole is used by nobody.
+    used = (p for name, p in model.named_parameters() if p.ndim >= 2 and ".original_module." not in name)
+    matrices = [(_used(p, chosen), p.requires_grad) for p in used if id(p) not in inputs]
     if output is not None and id(output.weight) in inputs:  # tied: on the way out it is a product
-        weights += output.weight.numel()
+        matrices.append((output.weight.numel(), output.weight.requires_grad))
     layers = getattr(text, "num_hidden_layers", 0)  # BLT has several decoders, each with its own
     # Gemma 4 has wider heads in some layers than in others, and one width for all is not to be read there.
     each = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
     width = sum(map(_query_width, each)) / len(each)
-    return Architecture(matmul_weights=weights, layers=layers, query_width=width)
+    return Architecture(
+        matmul_weights=sum(count for count, _ in matrices),
+        frozen_weights=sum(count for count, trained in matrices if not trained),
+        layers=layers,
+        query_width=width,
+    )
 
 
 def _query_width(layer: PretrainedConfig) -> int:

@@ -6,16 +6,22 @@ run are known.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.method import AdapterMethod
 from raytune_fsdp.errors import ConfigError, ResumeError
 from raytune_fsdp.model.exported import check_replaceable
 from raytune_fsdp.plan import Plan, layout_of, resolve
 from raytune_fsdp.rundir import RunDir, is_place_of_exports
 from raytune_fsdp.urls import is_url
+
+logger = logging.getLogger(__name__)
+
+_LR_OF_ALL = 5e-5
 
 
 def check_first(config: FinetuneConfig, world: int | None) -> RunDir:
@@ -51,6 +57,24 @@ def _check_places(config: FinetuneConfig, place: RunDir) -> None:
     for file in (place.metrics, place.events):
         if file.exists() and not file.is_file():  # a pipe would keep its reader waiting
             raise ResumeError(f"{file} is not a regular file, so it cannot be the record of the run: move it away")
+
+
+def warn_of_method(config: FinetuneConfig) -> None:
+    """Say what can be meant, and mostly is not."""
+    method = config.method
+    if not isinstance(method, AdapterMethod):
+        return
+    if config.optim.lr <= _LR_OF_ALL:
+        logger.warning(
+            "optim.lr=%g is a rate for training every weight: adapters mostly want about ten times that (2e-4)",
+            config.optim.lr,
+        )
+    if config.model.add_tokens and not method.modules_to_save:
+        logger.warning(
+            "model.add_tokens: with method.type=%s the rows of new tokens are not trained, unless "
+            "method.modules_to_save names the embedding and the head",
+            method.type,
+        )
 
 
 def check_device(config: FinetuneConfig, device: str) -> None:

@@ -19,16 +19,17 @@ from raytune_fsdp.checkpoint.catalogue import (
 from raytune_fsdp.checkpoint.loading import verify_together
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.model_files import model_files
-from raytune_fsdp.checkpoint.weights import CheckpointWeights
+from raytune_fsdp.checkpoint.whole import whole_weights
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ModelError, ResumeError
+from raytune_fsdp.model.adapters import AdaptedWeights, check_adapter_shapes, is_adapted, stored_names
 from raytune_fsdp.model.blocks import blocks_of
 from raytune_fsdp.model.conversion import ConvertedWeights
 from raytune_fsdp.model.files import WeightFiles, find_weights, locate
 from raytune_fsdp.model.fill import FillMode
 from raytune_fsdp.model.keys import Match, check_shapes, grown_rows, match_keys, owned_tensors, rows_of_tokens
 from raytune_fsdp.model.known_files import CONFIG_FILE, travelling
-from raytune_fsdp.model.network import build_network
+from raytune_fsdp.model.network import build_base, build_network
 from raytune_fsdp.model.weights import FileWeights, GrownWeights, RandomWeights, Weights
 from raytune_fsdp.rundir import RunDir, checkpoints_of, is_run
 from raytune_fsdp.urls import is_url
@@ -50,7 +51,7 @@ class Origin:
         """The source to fill the network from. Opens no model file yet: this rank may not see any."""
         weights: Weights
         if isinstance(self.stored, CommittedCheckpoint):
-            weights = CheckpointWeights(self.stored)
+            weights = whole_weights(self.stored, model_files(self.stored))
         else:
             weights = FileWeights(self.stored, self.match.key_of)
             if self.match.conversions:
@@ -118,10 +119,12 @@ def _checkpoint(path: str) -> CommittedCheckpoint | None:
 def find_origin(config: FinetuneConfig, network: PreTrainedModel, added: Mapping[int, Sequence[int]]) -> Origin | None:
     """The stored weights for this network, after checking that they fit it. None if `model.init=random`.
 
-    `added`: the ids of new tokens, with those of the tokens that they start as the mean of.
+    Of a network with adapters they are those of the network without. `added`: the ids of new tokens, with those of the
+    tokens that they start as the mean of.
     """
     if config.model.init != "pretrained" or config.model.path is None:
         return None
+    network = without_adapters(config, network)
     checkpoint = _checkpoint(config.model.path)
     if checkpoint is not None:
         _check_whole(config, verify(checkpoint, hashes=False))
@@ -137,6 +140,43 @@ def find_origin(config: FinetuneConfig, network: PreTrainedModel, added: Mapping
     grown = grown_rows(network, weights.shapes()) if config.model.resize_embeddings or added else {}
     check_shapes(network, GrownWeights(weights, grown))
     return replace(origin, grown=grown, added=dict.fromkeys(_rows_of_tokens(network), added) if added else {})
+
+
+def without_adapters(config: FinetuneConfig, network: PreTrainedModel) -> PreTrainedModel:
+    """The same network, as its weights are stored."""
+    return build_base(network.config, config.model, config.parallel.precision) if is_adapted(network) else network
+
+
+def find_adapter(config: FinetuneConfig, network: PreTrainedModel) -> AdapterFiles | None:
+    """The adapter that a run begins with, after checking that it fits; None: a new one."""
+    path = getattr(config.method, "adapter", None)
+    if path is None:
+        return None
+    directory = locate(path, None, field="method.adapter", weights=True)
+    files = find_weights(directory, name="adapter_model")
+    found = AdapterFiles(files=files, key_of=stored_names(network))
+    unknown = sorted(files.file_of.keys() ^ set(found.key_of.values()))
+    if unknown:
+        raise ModelError(
+            f"method.adapter={path} is not an adapter of this method: {unknown[0]} is "
+            f"{'in its file only' if unknown[0] in files.file_of else 'not in its file'}"
+            + (f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else "")
+            + "; set method.target_modules and the rest as in its adapter_config.json"
+        )
+    check_adapter_shapes(network, found.weights(), path)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFiles:
+    """A stored adapter. Picklable."""
+
+    files: WeightFiles
+    key_of: Mapping[str, str]
+    """The key of every tensor, by its name in the network."""
+
+    def weights(self) -> Weights:
+        return FileWeights(self.files, self.key_of)
 
 
 def _rows_of_tokens(network: PreTrainedModel) -> list[str]:
@@ -157,7 +197,7 @@ def _check_names(network: PreTrainedModel, weights: Weights, where: str) -> None
 
 
 def first_weights(
-    config: FinetuneConfig, origin: Origin | None, model: PreTrainedModel
+    config: FinetuneConfig, origin: Origin | None, model: PreTrainedModel, adapter: AdapterFiles | None = None
 ) -> tuple[Weights | None, FillMode]:
     """The source to fill `model` from (None if rank 0 reads for this rank), and the mode of filling. Collective."""
     if origin is None:
@@ -168,7 +208,12 @@ def first_weights(
         hashes = config.checkpoint.verify == "hashes"
         _check_whole(config, verify_together(origin.stored, hashes=hashes, only_rank0=mode == "rank0"))
     reads = mode == "sharded" or dist.get_rank() == 0
-    return origin.weights(model) if reads else None, mode
+    if not reads:
+        return None, mode
+    weights = origin.weights(without_adapters(config, model))
+    if is_adapted(model):
+        weights = AdaptedWeights(weights, model, config.run.seed, None if adapter is None else adapter.weights())
+    return weights, mode
 
 
 def _check_whole(config: FinetuneConfig, problem: str | None) -> None:

@@ -24,6 +24,7 @@ from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ConfigError, ModelError, RaytuneError, first_line, is_panic
 from raytune_fsdp.evaluate import encode_prompt
+from raytune_fsdp.model.adapters import is_adapted, left_out
 from raytune_fsdp.model.attention import positions_of, takes_position_ids
 from raytune_fsdp.model.bounds import MOST_TOKENS, check_tokenizer_files
 from raytune_fsdp.model.files import locate
@@ -39,8 +40,9 @@ from raytune_fsdp.model.network import (
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.parallel import describe, is_wrapped, units_of
 from raytune_fsdp.run.added_tokens import add_tokens
-from raytune_fsdp.run.checks import check_best, check_export, check_first
-from raytune_fsdp.run.initial_weights import find_origin, model_directory, own_model_files
+from raytune_fsdp.run.base import check_sizes, files_of_base
+from raytune_fsdp.run.checks import check_best, check_export, check_first, warn_of_method
+from raytune_fsdp.run.initial_weights import find_adapter, find_origin, model_directory, own_model_files
 from raytune_fsdp.run.needs import network_needs
 from raytune_fsdp.run.probe import check_step
 from raytune_fsdp.run.resume import check_same_run, files_of, find_resume, identity_of
@@ -72,10 +74,12 @@ def prepare(
     _check_network(config, network, world)
     needs = network_needs(config, hf_config, network)
     check_step(config, hf_config, network, needs)
-    origin = find_origin(config, network, added) if own is None else None
+    origin = find_origin(config, network, added) if own is None or is_adapted(network) else None
     for prompt in config.eval.prompts:
         encode_prompt(tokenizer, prompt, positions=positions_of(hf_config))
     found = find_resume(place, resume=config.run.resume)
+    if is_adapted(network):
+        check_sizes(config, files_of_base(config, origin), found.state.base)
     train, evals = open_data(
         config, tokenizer, hf_config.get_text_config().vocab_size, progress, order_version=found.order_version
     )
@@ -101,6 +105,7 @@ def prepare(
         evals=evals,
         census=counted,
         origin=origin,
+        adapter=find_adapter(config, network) if found.checkpoint is None else None,
         identity=identity,
         files_of_data=files_of_data,
         parameters=count_parameters(network),
@@ -224,7 +229,10 @@ def check_lengths(config: FinetuneConfig, network: PreTrainedModel) -> None:
 
 
 def _check_network(config: FinetuneConfig, network: PreTrainedModel, world: int) -> None:
-    """Refuse what this architecture cannot do."""
+    """Refuse what this architecture cannot do, and say what may not be meant."""
+    warn_of_method(config)
+    if is_adapted(network) and (experts := left_out(network)):
+        logger.warning("the experts get no adapter: name their weights in method.target_parameters (%s)", experts)
     check_lengths(config, network)
     if config.parallel.activation_checkpointing != "none" and not network.supports_gradient_checkpointing:
         raise ConfigError(

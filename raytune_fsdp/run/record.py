@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,9 @@ from raytune_fsdp.data.open_data import HELD_OUT
 from raytune_fsdp.data.skipped import events_of_rows
 from raytune_fsdp.durable import replace_durably
 from raytune_fsdp.errors import pip_install
+from raytune_fsdp.model.adapters import is_adapted, put_adapter_config
 from raytune_fsdp.model.attention import Choice
+from raytune_fsdp.model.network import build_network
 from raytune_fsdp.redaction import redact
 from raytune_fsdp.report.card import recipe_of
 from raytune_fsdp.run.resume import changed_settings, last_config
@@ -71,6 +74,9 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
     replace_durably(place.plan, json.dumps(_plan_in_full(prepared, standing), indent=1))
     prepared.hf_config.save_pretrained(place.model_files)
     prepared.tokenizer.save_pretrained(place.model_files)
+    network = build_network(copy.deepcopy(prepared.hf_config), config)
+    if is_adapted(network):
+        put_adapter_config(network, place.model_files)
     if prepared.generation_config is not None:
         # Not save_pretrained: it refuses combinations of settings that well-known models ship with.
         prepared.generation_config.to_json_file(place.model_files / "generation_config.json")

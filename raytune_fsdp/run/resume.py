@@ -49,7 +49,7 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
         "model.init": config.model.init,
         "model.revision": config.model.revision,
         **({"model.add_tokens": added} if added != ABSENT["model.add_tokens"] else {}),
-        "method": named("method", config.method),
+        "method": named("method", config.method, exclude=("adapter",)),  # its values are, as first weights are
         "run.seed": config.run.seed,
         "parallel.precision": config.parallel.precision,
         "train.global_batch": config.train.global_batch,

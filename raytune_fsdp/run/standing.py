@@ -24,7 +24,7 @@ from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.model.attention import Needs
 from raytune_fsdp.plan import Plan, resolve
-from raytune_fsdp.run.initial_weights import Origin
+from raytune_fsdp.run.initial_weights import AdapterFiles, Origin
 from raytune_fsdp.run.resume import Resumed, check_same_run, find_resume
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking.jsonl import read_events
@@ -50,6 +50,8 @@ class Prepared:
     identity: Mapping[str, Any]
     files_of_data: Mapping[str, Sequence[str]]
     """Names of the files whose hashes are in the identity, by its keys."""
+    adapter: AdapterFiles | None
+    """The adapter that the run begins with; None: a new one, or none."""
     parameters: ParameterCount
     """The size of the network."""
     needs: Needs

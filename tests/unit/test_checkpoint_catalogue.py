@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Keep, committed, directory_name, newest, to_remove
-from raytune_fsdp.checkpoint.manifest import _share_of, check, make_manifest
+from raytune_fsdp.checkpoint.manifest import check, make_manifest, share_of
 from raytune_fsdp.checkpoint.posix import PosixStorage
 from raytune_fsdp.checkpoint.writing import Hashing, Sum, write_small
 from raytune_fsdp.errors import ResumeError
@@ -102,7 +102,7 @@ def test_small_files_are_always_read(tmp_path: Path) -> None:
 
 def test_ranks_together_read_everything_once(tmp_path: Path) -> None:
     sizes = {"a": 50, "b": 30, "c": 30, "d": 1}
-    shares = [_share_of(sizes, rank, 3) for rank in range(3)]
+    shares = [share_of(sizes, rank, 3) for rank in range(3)]
     assert sorted(name for share in shares for name in share) == sorted(sizes)
     assert shares[0] == ["a"]
     path = write(tmp_path, 1)

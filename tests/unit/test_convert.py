@@ -29,12 +29,14 @@ from raytune_fsdp.plan import resolve
 EXAMPLES = sorted((Path(__file__).parent / "convert").glob("*.yaml"))
 DROPS = {
     "axolotl-qlora": ["adapter", "load_in_4bit"],
-    "trl-lora": ["use_peft", "load_in_4bit", "neftune_noise_alpha", "optim", "packing_strategy"],
-    "llama-factory-lora": ["finetuning_type", "template"],
+    "trl-lora": ["load_in_4bit", "neftune_noise_alpha", "optim", "packing_strategy"],
+    "llama-factory-lora": ["template"],
 }
 FATES = {"carried", "same", "left", "refused"}
 
 # The least that a file of each project says.
+LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16}
+OUR_LORA = {"type": "lora", "rank": 8, "alpha": 16, "dropout": 0.0}
 LEAST: dict[str, dict[str, Any]] = {
     "axolotl": {
         "base_model": "org/model",
@@ -173,7 +175,11 @@ MEANINGS: list[tuple[str, dict[str, Any], Expected]] = [
     ("axolotl", {"val_set_size": 200}, ("data.eval", {"rows": 200})),
     ("axolotl", {"tokens": ["<think>"]}, ("model.add_tokens", [{"text": "<think>"}])),
     ("axolotl", {"special_tokens": {"pad_token": "<pad>"}}, ("model.add_tokens", [{"text": "<pad>", "special": True}])),
-    ("axolotl", {"adapter": "lora", "lora_r": 8}, "refused"),
+    ("axolotl", {**LORA, "lora_target_linear": True}, ("method.target_modules", "all-linear")),
+    ("axolotl", {**LORA, "lora_target_modules": ["q_proj"]}, ("method", {**OUR_LORA, "target_modules": ["q_proj"]})),
+    ("axolotl", {**LORA, "lora_target_modules": ["q_proj"], "loraplus_lr_ratio": 16}, ("method.lr_ratio", 16)),
+    ("axolotl", {"adapter": "qlora"}, "refused"),
+    ("axolotl", {"lora_rank_pattern": {"q_proj": 4}, "adapter": "lora"}, "refused"),
     ("axolotl", {"lora_r": 8}, "left"),
     ("axolotl", {"load_in_4bit": False}, "same"),
     ("axolotl", {"neftune_noise_alpha": 5}, "refused"),
@@ -539,10 +545,26 @@ def test_datasets_of_llama_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_lora_by_default_is_named(tmp_path: Path) -> None:
     """LLaMA-Factory trains an adapter unless the file says otherwise."""
     least = {key: value for key, value in LEAST["llama-factory"].items() if key != "finetuning_type"}
-    file = write(tmp_path, {**least, "lora_rank": 8})
-    named = [problem.partition(":")[0] for problem in convert(file, gpus=1).problems]
-    assert named == ["lora_rank=8", "finetuning_type"]
-    assert convert(file, gpus=1, drop=["finetuning_type"]).problems == []
+    file = write(tmp_path, {**least, "lora_rank": 6})
+    found = convert(file, gpus=1)
+    assert found.problems == []
+    ours = {"type": "lora", "rank": 6, "alpha": 12, "dropout": 0.0, "target_modules": "all-linear"}
+    assert found.tree["method"] == ours
+    assert {line.key for line in found.lines if line.said.fate == "default"} >= {"method.type", "method.alpha"}
+    assert "method" not in convert(file, gpus=1, drop=["finetuning_type"]).tree
+    frozen = convert(write(tmp_path, {**least, "finetuning_type": "freeze", "freeze_trainable_layers": 2}), gpus=1)
+    assert {problem.partition("=")[0] for problem in frozen.problems} == {"finetuning_type", "freeze_trainable_layers"}
+
+
+def test_what_an_adapter_needs_is_asked_for(tmp_path: Path) -> None:
+    """PEFT chooses modules by the kind of model, which a file does not name."""
+    trl = convert(write(tmp_path, {**LEAST["trl"], "use_peft": True}), gpus=1)
+    assert [problem.partition(":")[0] for problem in trl.problems] == ["lora_target_modules"]
+    least = {**LEAST["axolotl"], "adapter": "lora", "lora_target_linear": True}
+    axolotl = convert(write(tmp_path, least), gpus=1)
+    assert [problem.partition(":")[0] for problem in axolotl.problems] == ["lora_r", "lora_alpha"]
+    both = convert(write(tmp_path, {**least, **LORA, "lora_target_modules": ["q_proj"]}), gpus=1)
+    assert len(both.problems) == 1 and "lora_target_linear" in both.problems[0]
 
 
 def test_a_mixture_of_trl(tmp_path: Path) -> None:

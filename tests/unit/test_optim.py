@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import get_constant_schedule, get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
-from raytune_fsdp.config import OptimConfig
+from raytune_fsdp.config import LoraMethod, OptimConfig
 from raytune_fsdp.optim import build_optimizer, lr_factor, multiplier, undecayed_names
 from raytune_fsdp.plan import resolve
 from tests.models import build
@@ -108,10 +108,34 @@ def test_the_optimizer_has_every_weight_once(name: str = "gpt2") -> None:
     model = build(name)
     optimizer = build_optimizer(model, OptimConfig(lr=0.5, weight_decay=0.3, beta2=0.9))
     names = {name for name, _ in model.named_parameters()}
-    (decay, decayed), (no_decay, plain) = optimizer.groups
-    assert (decay, no_decay) == (0.3, 0.0)
-    assert {*decayed} == names - {*plain} and {*plain} == undecayed_names(model)
-    assert len(decayed) + len(plain) == len(names)
+    decays, rest = optimizer.groups
+    assert (decays.weight_decay, rest.weight_decay) == (0.3, 0.0)
+    assert {*decays.names} == names - {*rest.names} and {*rest.names} == undecayed_names(model)
+    assert len(decays.names) + len(rest.names) == len(names)
+    assert decays.lr_ratio == rest.lr_ratio == 1.0
+
+
+def test_the_second_matrices_of_adapters_may_learn_faster() -> None:
+    """LoRA+; and what is frozen is in no group."""
+    peft = pytest.importorskip("peft")
+    model = build("llama")
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True), model)
+    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.3), LoraMethod(type="lora", lr_ratio=16))
+    found = {(group.lr_ratio, group.weight_decay): set(group.names) for group in optimizer.groups}
+    at = "model.layers.{}.self_attn.q_proj.lora_{}.default.weight"
+    assert found == {
+        (1.0, 0.3): {at.format(i, "A") for i in range(2)},
+        (1.0, 0.0): {at.format(i, "magnitude_vector") for i in range(2)},
+        (16.0, 0.3): {at.format(i, "B") for i in range(2)},
+    }
+
+
+def test_factors_do_not_decay() -> None:
+    peft = pytest.importorskip("peft")
+    model = build("llama")
+    peft.inject_adapter_in_model(peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]), model)
+    (group,) = build_optimizer(model, OptimConfig(weight_decay=0.3)).groups
+    assert group.weight_decay == 0.0 and len(group.names) == 2
 
 
 def test_a_step_is_taken_at_a_fraction_of_the_peak_or_not_at_all() -> None:

@@ -1,0 +1,126 @@
+"""All weights of a checkpoint's network, whatever the checkpoint holds of them: a run of adapters saves only those."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
+from raytune_fsdp.checkpoint.state import read_state
+from raytune_fsdp.checkpoint.weights import CheckpointWeights
+from raytune_fsdp.errors import ModelError
+from raytune_fsdp.model.adapters import adapter_method, attach, check_adapter_shapes, stored_names
+from raytune_fsdp.model.conversion import ConvertedWeights
+from raytune_fsdp.model.export import WholeTensors
+from raytune_fsdp.model.files import WeightFiles, find_weights, locate
+from raytune_fsdp.model.keys import check_shapes, grown_rows, match_keys
+from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, read_object
+from raytune_fsdp.model.merge import MergedWeights
+from raytune_fsdp.model.network import stored_network
+from raytune_fsdp.model.weights import FileWeights, GrownWeights, Weights
+
+READERS = 4
+"""Files that are read at the same time when one process reads them all: neither reading nor hashing holds Python's
+lock."""
+
+
+class WholeWeights(WholeTensors, Weights, Protocol):
+    """Tensors that can be read whole and by rows."""
+
+
+def whole_weights(checkpoint: CommittedCheckpoint, files: Path, moved: str | None = None) -> WholeWeights:
+    """The weights of a checkpoint's network; those of adapters are merged into their base.
+
+    `files`: the run's own. `moved`: where the base is now, if it is not where the run found it.
+    """
+    base = read_state(checkpoint).base
+    if base is None:
+        if moved is not None:
+            raise ModelError(f"--base {moved}: {checkpoint.path} holds a whole model, not adapters; leave --base out")
+        return CheckpointWeights(checkpoint)
+    if moved is not None:
+        base = {**base, "path": moved, "revision": None}
+    added = {name: {int(row): like for row, like in rows.items()} for name, rows in base["added"].items()}
+    stored = base_weights(_files(base), plain_network(files), added)
+    return _merged(stored, CheckpointWeights(checkpoint), adapted_network(files), checkpoint.path)
+
+
+def weights_of_adapter(directory: Path, moved: str | None) -> tuple[WholeWeights, Path]:
+    """The weights of an exported adapter's network, merged into its base, and the directory of that."""
+    values = read_object(directory / ADAPTER_CONFIG_FILE)
+    path, revision = (
+        (moved, None) if moved is not None else (values.get("base_model_name_or_path"), values.get("revision"))
+    )
+    if not isinstance(path, str) or not path or not isinstance(revision, str | None):
+        raise ModelError(f"{directory / ADAPTER_CONFIG_FILE} does not name the model it is for: say it with --base")
+    base = locate(path, revision, field="the base of this adapter", weights=True)
+    network = adapted_network(base, directory)
+    adapter = FileWeights(find_weights(directory, "adapter_model"), stored_names(network))
+    return _merged(base_weights(find_weights(base), plain_network(base), {}), adapter, network, str(directory)), base
+
+
+def _merged(base: Weights, adapter: Weights, network: PreTrainedModel, where: str) -> WholeWeights:
+    check_adapter_shapes(network, adapter, where)
+    return MergedWeights(base, adapter, network)
+
+
+def plain_network(files: Path) -> PreTrainedModel:
+    """The network of a directory's config.json without adapters, on the meta device."""
+    network = stored_network(files)
+    if network is None:
+        raise ModelError(
+            f"{files} is a network with Python code of its own, and adapters can be merged into transformers' own "
+            "networks only: export them alone (raytune-fsdp export), and load them with PEFT"
+        )
+    return network
+
+
+def adapted_network(files: Path, adapter: Path | None = None) -> PreTrainedModel:
+    """The same with adapters, as `adapter_config.json` describes them, which is in `adapter` or in `files`."""
+    network = plain_network(files)
+    attach(network, adapter_method(adapter or files))
+    return network
+
+
+def base_weights(
+    files: WeightFiles, network: PreTrainedModel, added: Mapping[str, Mapping[int, Sequence[int]]]
+) -> Weights:
+    """The weights that adapters are beside, in which rows of tokens may have been `added`."""
+    weights: Weights
+    match = match_keys(network, files)
+    weights = FileWeights(files, match.key_of)
+    if match.conversions:
+        weights = ConvertedWeights(weights, match.conversions, network)
+    grown = grown_rows(network, weights.shapes())
+    if grown or added:
+        weights = GrownWeights(weights, grown, added)
+    check_shapes(network, weights)
+    return weights
+
+
+def _files(base: Mapping[str, Any]) -> WeightFiles:
+    directory = locate(base["path"], base["revision"], field="the base of these adapters", weights=True)
+    files = find_weights(directory)
+    way_out = "restore it, or say with --base where the model is that the adapters were trained beside"
+    sizes, known = files.sizes(), {name: each["bytes"] for name, each in base["files"].items()}
+    differ = sorted({name for name, _ in sizes.items() ^ known.items()})
+    if differ:
+        raise ModelError(f"{directory / differ[0]} is not the file that these adapters were trained beside: {way_out}")
+    with ThreadPoolExecutor(READERS) as readers:
+        for name, digest in zip(sizes, readers.map(files.digest, sizes), strict=True):
+            if digest != base["files"][name]["xxh3"]:
+                raise ModelError(
+                    f"{directory / name} is not the file that these adapters were trained beside: {way_out}"
+                )
+    return files
+
+
+def dtype_of(weights: WholeWeights) -> torch.dtype | None:
+    """The widest type of the weights, in which a network can hold all of them."""
+    types = {dtype for dtype in weights.dtypes().values() if dtype.is_floating_point}
+    return max(types, key=lambda dtype: dtype.itemsize, default=None)

@@ -1,0 +1,57 @@
+"""axolotl's adapters."""
+
+from __future__ import annotations
+
+from raytune_fsdp.config.method import ALL_LINEAR
+from raytune_fsdp.convert.adapters import Lora, carry_lora
+from raytune_fsdp.convert.rules import Crossing, TheirOption, flag, leave, part, same, text, told, words
+
+_LORA = Lora(
+    owner="adapter", rank="lora_r", alpha="lora_alpha", dropout="lora_dropout", targets="lora_target_modules",
+    saved="lora_modules_to_save", parameters="lora_target_parameters", stabilized="peft_use_rslora",
+    dora="peft_use_dora", ratio="loraplus_lr_ratio", adapter="lora_model_dir", defaults=(8, 8, 0.0),
+)  # fmt: skip
+
+
+def prepare_method(c: Crossing) -> None:
+    """What the options of adapters say together."""
+    kind = c.get("adapter", text, "")
+    if kind != "lora":
+        way_out = "write adapter: lora for the same adapters beside 16-bit weights" if kind == "qlora" else "lora is"
+        c.say("adapter", "refused", f"{kind} is not here; {way_out}")
+        return
+    if c.get("lora_target_linear", flag, False):
+        names = c.get("lora_target_modules", words, [])
+        if names:
+            c.say("lora_target_modules", "refused", "lora_target_linear names all linear layers: drop one of the two")
+        c.carry("lora_target_linear", "method.target_modules", ALL_LINEAR)
+    for key in ("lora_r", "lora_alpha"):
+        c.refuse_unsaid(key, "adapters need it: write it in the file")
+    carry_lora(c, _LORA)
+
+
+def method_options() -> tuple[TheirOption, ...]:
+    lora = (
+        "lora_rank_pattern lora_alpha_pattern peft peft_layers_to_transform peft_layers_pattern peft_layer_replication "
+        "peft_init_lora_weights peft_trainable_token_indices loftq_config bnb_config_kwargs"
+    )
+    return (
+        told("adapter", "`method.type: lora`; others refused"),
+        told("lora_r lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
+        told("lora_target_linear lora_target_modules", "`method.target_modules`"),
+        told("lora_target_parameters lora_modules_to_save", "`method.target_parameters`, `modules_to_save`"),
+        told("loraplus_lr_ratio peft_use_dora peft_use_rslora", "`method.lr_ratio`, `dora`, `rank_stabilized`"),
+        told("lora_model_dir", "`method.adapter`"),
+        same("lora_fan_in_fan_out peft_ensure_weight_tying", "as the network is"),
+        same(
+            "peft_autocast_adapter_dtype",
+            "adapters are fp32",
+        ),
+        leave("loraplus_lr_embedding", "only for adapters of embeddings"),
+        leave(
+            "lora_on_cpu lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel merge_lora merge_method "
+            "qlora_sharded_model_loading",
+            "it changes nothing of what is learned",
+        ),
+        part(lora, "adapter", lambda c: "adapter" in c.given),
+    )

@@ -1,0 +1,358 @@
+"""Adapters beside a network's frozen weights (LoRA and its kin): PEFT's modules, and the values they begin with.
+
+PEFT puts a layer of its own around every module that it adapts, on the meta device like the rest of the network. What
+that does to names: `q_proj.weight` becomes `q_proj.base_layer.weight`, beside `q_proj.lora_A.default.weight`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import ValidationError
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from raytune_fsdp.config.method import ALL_LINEAR, AdapterMethod, Ia3Method, LoraMethod
+from raytune_fsdp.errors import ConfigError, ModelError, first_line, pip_install
+from raytune_fsdp.keyed import derive_key
+from raytune_fsdp.model.keys import owned_tensors
+from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, read_object
+from raytune_fsdp.model.weights import Weights
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+ADAPTER = "default"
+"""The name that PEFT gives to an adapter unless told otherwise. It is in the names of the tensors, not in files."""
+
+# What PEFT's layers add to the name of a weight that is not theirs. The last is a copy that is trained whole.
+_AROUND = re.compile(rf"\.(base_layer|original_module|modules_to_save\.{ADAPTER})(?=\.|$)")
+
+_READ_BYTES = 4 << 20
+
+
+def attach(network: PreTrainedModel, method: AdapterMethod) -> None:
+    """Put adapters into a network on the meta device, and freeze everything else."""
+    dtype = network.dtype
+    _check_tied(network, method.modules_to_save)
+    peft_config = peft_config_of(network, method)
+    try:
+        from peft import inject_adapter_in_model
+
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")  # what they say is checked here, or is an error below
+            inject_adapter_in_model(peft_config, network, ADAPTER, low_cpu_mem_usage=True)
+    except ValueError as error:  # nothing matched, or PEFT cannot adapt what did
+        raise _unfit(network, method, error) from error
+    _check_each(network, method)
+    for parameter in adapter_tensors(network).values():
+        parameter.data = parameter.data.to(dtype)
+
+
+def peft_config_of(network: PreTrainedModel, method: AdapterMethod) -> PeftConfig:
+    """The method in PEFT's words."""
+    try:
+        from peft import IA3Config, LoraConfig
+    except ImportError as error:
+        raise ConfigError(f"method.type={method.type} needs PEFT: {pip_install('lora')}") from error
+    if isinstance(method, Ia3Method):
+        return IA3Config(
+            target_modules=method.target_modules,
+            feedforward_modules=method.feedforward_modules,
+            modules_to_save=method.modules_to_save or None,
+            task_type="CAUSAL_LM",
+        )
+    return LoraConfig(
+        r=method.rank,
+        lora_alpha=method.alpha,
+        lora_dropout=method.dropout,
+        use_rslora=method.rank_stabilized,
+        use_dora=method.dora,
+        target_modules=(_linear_names(network) if method.target_modules == ALL_LINEAR else method.target_modules)
+        or None,
+        target_parameters=method.target_parameters or None,
+        modules_to_save=method.modules_to_save or None,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _linear_names(network: PreTrainedModel) -> list[str]:
+    """What all linear layers but the head are called, the last part of their names.
+
+    Not in PEFT's word for it: where experts were linear layers in transformers 4, that word and those names stand for
+    the experts, which take no dropout. So the names are left out that PEFT would take for experts.
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    head = network.get_output_embeddings()
+    linear = (nn.Linear, Conv1D)
+    names = {name.rpartition(".")[2] for name, module in network.named_modules() if isinstance(module, linear)}
+    kept = {name.rpartition(".")[2] for name, module in network.named_modules() if module is head}
+    probe = LoraConfig(target_modules=sorted(names - kept))
+    convert_peft_config_for_transformers(probe, model=network, conversions=None)
+    return sorted(probe.target_modules or ())
+
+
+def _check_tied(network: PreTrainedModel, saved: list[str]) -> None:
+    """Refuse to train one of two modules that share a weight."""
+    inputs, outputs = network.get_input_embeddings(), network.get_output_embeddings()
+    if outputs is None or outputs.weight is not inputs.weight:
+        return
+    both = [name for name, module in network.named_modules() if module in (inputs, outputs)]
+    for each in saved:
+        if any(f".{name}".endswith(f".{each}") for name in both):
+            raise ConfigError(
+                f"method.modules_to_save: {each!r} of a {type(network).__name__} shares its weight "
+                f"({' and '.join(both)} are one), and PEFT would train a copy apart: leave it out, or train it with "
+                "method.type=freeze"
+            )
+
+
+def _unfit(network: PreTrainedModel, method: AdapterMethod, error: ValueError) -> ConfigError:
+    targets = method.target_modules
+    asked = targets if isinstance(targets, list) else [targets] if targets is not None else []
+    return ConfigError(
+        f"method.target_modules={method.target_modules!r}: PEFT cannot adapt a {type(network).__name__} so "
+        f"({first_line(error)}); {_nearest(network, asked)}"
+    )
+
+
+def _check_each(network: PreTrainedModel, method: AdapterMethod) -> None:
+    """Refuse a name that matches nothing: PEFT is content if one of several does."""
+    kind = type(network).__name__
+    weights = method.target_parameters if isinstance(method, LoraMethod) else []
+    asked = {name.rpartition(".")[2] for name in weights}
+    wrapped = {module.parameter_name for module in network.modules() if type(module).__name__ == "ParamWrapper"}
+    if wrapped - asked:
+        raise ConfigError(
+            f"method.target_modules={method.target_modules!r}: PEFT takes some of these names for the experts of a "
+            f"{kind}, which are weights and no modules: leave those names out, and name the weights in "
+            f"method.target_parameters ({', '.join(sorted(wrapped - asked))})"
+        )
+    if asked - wrapped:
+        raise ConfigError(
+            f"method.target_parameters={weights}: a {kind} has no such weights; "
+            f"{_nearest(network, weights, weights=True)}"
+        )
+    adapted = [base_name(name) for name in adapter_tensors(network)]
+    targets = method.target_modules if isinstance(method.target_modules, list) else []
+    for field, names in (("target_modules", targets), ("modules_to_save", method.modules_to_save)):
+        for each in names:
+            if not any(f".{each}." in f".{name}." for name in adapted):
+                raise ConfigError(
+                    f"method.{field}: {each!r} is the name of no module of a {kind}; {_nearest(network, [each])}"
+                )
+
+
+def _nearest(network: PreTrainedModel, asked: list[str], *, weights: bool = False) -> str:
+    """A way out: the names of modules, or of weights, that are most like these."""
+    if weights:
+        known = {".".join(name.split(".")[-2:]) for name, _ in network.named_parameters()}
+    else:
+        linear = (nn.Linear, Conv1D)
+        known = {name.rpartition(".")[2] for name, module in network.named_modules() if isinstance(module, linear)}
+    near = [
+        name for each in asked for name in difflib.get_close_matches(each.rpartition(".")[2], known, n=3, cutoff=0.4)
+    ]
+    return f"its {'weights' if weights else 'linear layers'} are called " + ", ".join(near or sorted(known)[:12])
+
+
+_LORA = {
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "use_rslora": "rank_stabilized",
+    "lora_dropout": "dropout",
+    "target_modules": "target_modules",
+    "target_parameters": "target_parameters",
+    "modules_to_save": "modules_to_save",
+    "use_dora": "dora",
+}
+_IA3 = {name: name for name in ("target_modules", "feedforward_modules", "modules_to_save")}
+_KINDS: dict[str, tuple[type[LoraMethod] | type[Ia3Method], dict[str, str]]] = {
+    "LORA": (LoraMethod, _LORA),
+    "IA3": (Ia3Method, _IA3),
+}
+"""By PEFT's name of a kind: the method, and what it calls the fields of PEFT's config."""
+
+
+def put_adapter_config(network: PreTrainedModel, directory: Path) -> None:
+    """Write the `adapter_config.json` that PEFT and inference servers read."""
+    network.peft_config[ADAPTER].save_pretrained(directory)  # type: ignore[union-attr, operator]
+    values = read_object(directory / ADAPTER_CONFIG_FILE)
+    # Out of sets, in another order each time.
+    values |= {
+        key: sorted(value) for key, value in values.items() if key in {*_LORA, *_IA3} and isinstance(value, list)
+    }
+    (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def adapter_method(directory: Path) -> AdapterMethod:
+    """The method in a directory's `adapter_config.json`, read by our own rules: it may be a stranger's."""
+    file = directory / ADAPTER_CONFIG_FILE
+    values = read_object(file)
+    if str(values.get("peft_type")) not in _KINDS:
+        raise ModelError(
+            f"{file}: adapters of the kind {values.get('peft_type')!r} are not known here: use LORA or IA3"
+        )
+    kind, fields = _KINDS[values["peft_type"]]
+    known = {ours: values[theirs] for theirs, ours in fields.items() if values.get(theirs) is not None}
+    if kind is LoraMethod:
+        known = {"target_modules": [], **known}  # absent, it is none there and all here
+    try:
+        return kind.model_validate({"type": values["peft_type"].lower(), **known})
+    except ValidationError as error:
+        raise ModelError(f"{file} is not the config of an adapter ({first_line(error)}): restore it") from error
+
+
+# --- Names ------------------------------------------------------------------------------------------------------------
+
+
+def is_adapted(network: nn.Module) -> bool:
+    """Whether a network has adapters: its checkpoints then hold those and nothing else."""
+    return hasattr(network, "peft_config")
+
+
+def left_out(network: PreTrainedModel) -> list[str]:
+    """Names of the experts' weights that have no adapter, without the numbers of their blocks."""
+    names = (base_name(name) for name, p in network.named_parameters() if p.ndim == 3 and not p.requires_grad)
+    adapted = {module.parameter_name for module in network.modules() if type(module).__name__ == "ParamWrapper"}
+    ends = {re.sub(r"^.*\.\d+\.", "", name) for name in names}
+    return sorted(name for name in ends if name.rpartition(".")[2] not in adapted)
+
+
+def why_not_compiled(network: nn.Module) -> str | None:
+    """Why the blocks of a network with adapters are not to be compiled, or None."""
+    wrapped = any(type(module).__name__ == "ParamWrapper" for module in network.modules())
+    return "PEFT puts adapters of method.target_parameters in place anew in every pass" if wrapped else None
+
+
+def base_name(name: str) -> str:
+    """The name that a weight has in the network without adapters."""
+    return _AROUND.sub("", name)
+
+
+def adapter_tensors(network: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """What is trained, by name; a tied one only under its first name."""
+    return {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+
+
+def stored_names(network: PreTrainedModel) -> dict[str, str]:
+    """The key that each of those has in PEFT's `adapter_model.safetensors`."""
+    from peft import get_peft_model_state_dict
+
+    tensors = adapter_tensors(network)
+    names = {id(parameter): name for name, parameter in tensors.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # With the parameters themselves as values, so that it shows which key has become of which.
+        found = get_peft_model_state_dict(
+            network, state_dict=dict(network.state_dict(keep_vars=True)), save_embedding_layers=False
+        )
+    keys = {names[id(value)]: f"base_model.model.{key}" for key, value in reversed(found.items()) if id(value) in names}
+    assert keys.keys() == tensors.keys(), sorted(keys.keys() ^ tensors.keys())
+    return {name: keys[name] for name in tensors}
+
+
+# --- Values -----------------------------------------------------------------------------------------------------------
+
+
+class AdaptedWeights:
+    """The weights of a network with adapters: its own from `base`, adapters as they begin.
+
+    What an adapter begins with is drawn under a key of its name, or taken from `adapter`. A new one changes nothing:
+    one of LoRA's two matrices is zero, and IA3's factors are one.
+    """
+
+    def __init__(self, base: Weights, network: PreTrainedModel, seed: int, adapter: Weights | None = None) -> None:
+        self._base = base
+        self._seed = seed
+        self._adapter = adapter
+        self._tensors = owned_tensors(network)
+        self._turned = set(_turned(network))
+        self._drawn: tuple[str, torch.Tensor] | None = None
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        stored = self._base.shapes()
+        return {name: stored.get(base_name(name), tuple(tensor.shape)) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        if self._adapter is not None and self._tensors[name].requires_grad:
+            return self._adapter.read(name, start, stop)
+        stored = base_name(name)
+        if stored in self._base.shapes():
+            return self._base.read(stored, start, stop)
+        if ".lora_magnitude_vector." in name:
+            return self._lengths(name, start, stop)
+        if self._drawn is None or self._drawn[0] != name:
+            self._drawn = name, self._draw(name)
+        return self._drawn[1][start:stop]
+
+    def where(self, name: str) -> str:
+        if self._adapter is not None and self._tensors[name].requires_grad:
+            return self._adapter.where(name)
+        stored = base_name(name)
+        return self._base.where(stored) if stored in self._base.shapes() else f"{name}, drawn at random,"
+
+    def _draw(self, name: str) -> torch.Tensor:
+        """As PEFT begins: of a linear layer's adapter the first matrix is drawn, of an embedding's the second."""
+        tensor = torch.zeros(self._tensors[name].shape)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_key("adapter", self._seed, name))
+            if ".lora_A." in name:
+                nn.init.kaiming_uniform_(tensor, a=math.sqrt(5))
+            elif ".lora_embedding_B." in name:
+                nn.init.normal_(tensor)
+            elif ".ia3_l." in name:
+                tensor.fill_(1.0)
+        return tensor
+
+    def _lengths(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """DoRA's magnitudes: the lengths of the rows of the adapted weight, which stand in columns in a Conv1D."""
+        prefix = name.partition(".lora_magnitude_vector.")[0]
+        weight = f"{base_name(prefix)}.weight"
+        rows = self._base.shapes()[weight][0]
+        first, last = (0, rows) if prefix in self._turned else (start, stop)
+        at_once = max(1, _READ_BYTES // (4 * math.prod(self._base.shapes()[weight][1:])))
+        parts = (self._base.read(weight, i, min(last, i + at_once)).float() for i in range(first, last, at_once))
+        if prefix not in self._turned:
+            return torch.cat([torch.linalg.norm(part, dim=1) for part in parts]) if first < last else torch.empty(0)
+        squares = sum(part.double().square().sum(0) for part in parts)
+        assert isinstance(squares, torch.Tensor)
+        return squares.sqrt().float()[start:stop]
+
+
+def _turned(network: PreTrainedModel) -> Iterator[str]:
+    """Names of the adapted modules whose weights are stored input first (GPT-2's Conv1D)."""
+    for name, module in network.named_modules():
+        if getattr(module, "fan_in_fan_out", False):
+            yield name
+
+
+def check_adapter_shapes(network: PreTrainedModel, adapter: Weights, where: str) -> None:
+    """Refuse an adapter of another rank or of other modules."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(network).items()}
+    found = {name: tuple(shape) for name, shape in adapter.shapes().items()}
+    differ = sorted({name for name, _ in wanted.items() ^ found.items()})
+    if differ:
+        name = differ[0]
+        raise ModelError(
+            f"method.adapter={where} is not of this method: {name} is {found.get(name, 'missing')} there and "
+            f"{wanted.get(name, 'missing')} here; set method.rank and target_modules as in its adapter_config.json"
+        )
+
+
+def is_adapter_layer(module: nn.Module) -> bool:
+    """Whether PEFT put this module around another to adapt it. One that is trained whole is not meant."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return isinstance(module, BaseTunerLayer)

@@ -1,0 +1,296 @@
+"""Adapters: exact at every world size, nothing else changes, and what is saved is what PEFT loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
+from raytune_fsdp.config import ExportConfig, FinetuneConfig
+from raytune_fsdp.run.publish import publish
+from tests.checkpoints import checkpoints, pieces_of, tensors_in
+from tests.models import save_checkpoint
+from tests.ranks import run_ranks
+from tests.runs import largest_difference, make_config, trajectory
+
+pytest.importorskip("peft")
+
+SLOW = pytest.mark.slow
+STEPS = 12
+TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": STEPS}
+SAVES = {"every": 4, "asynchronous": False}
+
+LORA = {"type": "lora", "rank": 4, "alpha": 8}
+EXPERTS = {**LORA, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": {**LORA, "dropout": 0.1},
+    "dora": {**LORA, "dora": True},
+    "whole": {**LORA, "modules_to_save": ["lm_head"], "lr_ratio": 4.0, "rank_stabilized": True},
+    "experts": EXPERTS,
+    "ia3": {"type": "ia3"},
+}
+BOUNDS = {"gpt2": (1e-10, 1e-10), "llama": (1e-8, 1e-6), "mixtral": (1e-5, 1e-4)}
+"""Relative, of losses and gradient norms: in fp64 (the norms of Llama's family compute in fp32), Mixtral in fp32."""
+
+
+def config_of(
+    directory: Path, model: str, method: dict[str, Any], name: str = "run", **sections: Any
+) -> FinetuneConfig:
+    """A run of adapters beside a model whose every weight was drawn at random."""
+    base = directory / f"base-{model}"
+    config = make_config(directory)  # writes data and tokenizer
+    if not base.exists():
+        save_checkpoint(base, model)
+    values = {"path": str(base), "tokenizer": config.model.tokenizer, "init": "pretrained", "architecture": None}
+    chosen = {"train": TRAIN, "checkpoint": SAVES, "method": method, **sections}
+    return make_config(directory, run={"name": name}, model=values, **chosen)
+
+
+def run_dir(config: FinetuneConfig) -> Path:
+    return Path(config.run.storage) / config.run.name
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "worlds"),
+    [
+        ("gpt2", "dora", (3,)),
+        ("llama", "lora", (2,)),
+        ("mixtral", "experts", (2,)),
+        *(
+            pytest.param(model, kind, (2, 3, 4), marks=SLOW)
+            for model in ("gpt2", "llama", "qwen3", "gemma3_text")
+            for kind in ("lora", "dora", "ia3")
+        ),
+        pytest.param("llama", "whole", (2, 3, 4), marks=SLOW),
+        pytest.param("mixtral", "experts", (3, 4), marks=SLOW),
+        pytest.param("mixtral", "lora", (2, 3, 4), marks=SLOW),
+    ],
+)
+def test_worlds_agree(tmp_path: Path, model: str, kind: str, worlds: tuple[int, ...]) -> None:
+    """Also at another number of ranks from the middle on; and only what is trained is saved."""
+    # torch has no grouped products of experts in fp64.
+    sections: Any = {"parallel": {"precision": "fp32" if model == "mixtral" else "fp64"}}
+    alone = trajectory(config_of(tmp_path, model, METHODS[kind], **sections), 1)
+    bounds = BOUNDS[model if model in BOUNDS else "llama"]
+    for world in worlds:
+        config = config_of(tmp_path, model, METHODS[kind], name=f"w{world}", **sections)
+        trajectory(config, world, stop_after=7)
+        rows = trajectory(config, world - 1)
+        for key, bound in zip(("loss", "grad_norm"), bounds, strict=True):
+            assert largest_difference(alone, rows, key) < bound
+    tensors = tensors_in(checkpoints(run_dir(config))[-1])
+    assert all(tensor.any() for tensor in tensors.values()), "everything that is saved has learned something"
+    assert all(".lora_" in name or "modules_to_save" in name or ".ia3_l." in name for name in tensors), sorted(tensors)
+
+
+@pytest.mark.parametrize(("model", "kind"), [("llama", "lora"), pytest.param("gpt2", "dora", marks=SLOW)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_resume_is_bit_equal(tmp_path: Path, model: str, kind: str, precision: str) -> None:
+    sections: Any = {"parallel": {"precision": precision}}
+    whole = trajectory(config_of(tmp_path, model, METHODS[kind], **sections), 2)
+    stopped = config_of(tmp_path, model, METHODS[kind], name="stopped", **sections)
+    trajectory(stopped, 2, stop_after=5)
+    assert trajectory(stopped, 2) == whole
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        ("llama", "lora"),
+        ("gpt2", "dora"),
+        ("mixtral", "experts"),
+        *(pytest.param(model, "lora", marks=SLOW) for model in ("gpt2", "qwen3", "gemma3_text", "mixtral")),
+        *(pytest.param(model, "dora", marks=SLOW) for model in ("llama", "qwen3", "gemma3_text")),
+        *(pytest.param(model, "ia3", marks=SLOW) for model in ("llama", "gpt2", "qwen3", "gemma3_text")),
+        pytest.param("llama", "whole", marks=SLOW),
+    ],
+)
+def test_what_is_exported_is_what_peft_loads_and_merges(tmp_path: Path, model: str, kind: str) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    sections: Any = {"parallel": {"precision": "fp32"}}
+    config = config_of(tmp_path, model, METHODS[kind], **sections)
+    trajectory(config, 2)
+    checkpoint = find_checkpoint(run_dir(config))
+    publish(checkpoint, tmp_path / "adapter", ExportConfig())
+    publish(checkpoint, tmp_path / "merged", ExportConfig(merge=True, dtype="fp32"))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / f"base-{model}", dtype=torch.float32)
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    trained = {
+        name: p for name, p in adapted.named_parameters() if p.requires_grad or ".lora_" in name or ".ia3_l." in name
+    }
+    assert trained and all(bool(p.any()) for p in trained.values()), "no tensor is all zero after training"
+    theirs = adapted.merge_and_unload().state_dict()
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert any(not torch.equal(ours[name], before[name]) for name in ours)
+    inferred = load_for_inference(run_dir(config), torch.device("cpu"))[0].state_dict()
+    assert all(torch.equal(inferred[name], theirs[name]) for name in theirs)
+
+
+def plain_peft(values: dict[str, Any], steps: int) -> list[tuple[float, float]]:
+    """The first steps of a loop in plain PyTorch over PEFT's own model, begun with the values of ours."""
+    import torch.distributed as dist
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from raytune_fsdp.assemble import assemble
+    from raytune_fsdp.data.batches import stream_batch
+    from raytune_fsdp.data.stream import Stream
+    from raytune_fsdp.optim import lr_factor
+    from raytune_fsdp.run.prepare import prepare
+    from raytune_fsdp.types import Cursor
+
+    config = FinetuneConfig.model_validate(values)
+    prepared, standing = prepare(config, 1)
+    begun = assemble(config, prepared, standing, torch.device("cpu")).model.state_dict()
+    begun = {f"base_model.model.{name}": tensor for name, tensor in begun.items()}
+    dist.destroy_process_group()
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    method = config.method
+    assert method.type == "lora"
+    model = get_peft_model(
+        model,
+        LoraConfig(r=method.rank, lora_alpha=method.alpha, target_modules="all-linear", use_dora=method.dora),
+    )
+    missing, unexpected = model.load_state_dict(begun, strict=False)
+    assert not missing and not unexpected
+    optim = config.optim
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p for _, p in trained if p.ndim > 1], "weight_decay": optim.weight_decay},
+            {"params": [p for _, p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps,
+    )  # fmt: skip
+    samples = Stream(prepared.train, seed=config.run.seed).samples(Cursor())
+    results = []
+    for step in range(1, steps + 1):
+        batch = stream_batch([next(samples) for _ in range(config.train.global_batch)], index=0)
+        logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].reshape(-1, logits.shape[-1]), batch.labels[:, 1:].reshape(-1), ignore_index=-100
+        )
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_([p for _, p in trained], optim.max_grad_norm)
+        for group in adamw.param_groups:
+            group["lr"] = optim.lr * lr_factor(step, optim, standing.plan)
+        adamw.step()
+        adamw.zero_grad()
+        results.append((loss.item(), norm.item()))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [("llama", LORA), *(pytest.param(m, {**LORA, "dora": True}, marks=SLOW) for m in ("gpt2", "qwen3", "gemma3_text"))],
+)
+def test_two_ranks_equal_a_plain_loop_over_peft(tmp_path: Path, model: str, method: dict[str, Any]) -> None:
+    def of(name: str) -> FinetuneConfig:
+        values = config_of(tmp_path, model, method, name=name, parallel={"precision": "fp32"}).model_dump()
+        values["model"]["overrides"] = (
+            dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) if model == "gpt2" else {}
+        )
+        return FinetuneConfig.model_validate(values)
+
+    rows, beside = trajectory(of("ours"), 2), of("plain")
+    for row, (loss, norm) in zip(rows, run_ranks(plain_peft, 1, beside.model_dump(), STEPS)[0], strict=True):
+        assert row["loss"] == pytest.approx(loss, rel=1e-6)
+        assert row["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_run_goes_on_beside_the_very_files_it_began_with(tmp_path: Path) -> None:
+    """Moved they are found by `model.path`; one number changed is refused by the name of the file."""
+    import shutil
+
+    from raytune_fsdp.errors import ResumeError
+
+    config = config_of(tmp_path, "llama", LORA)
+    whole = trajectory(config_of(tmp_path, "llama", LORA, name="whole"), 1)
+    trajectory(config, 1, stop_after=5)
+    base, moved = tmp_path / "base-llama", tmp_path / "moved"
+    shutil.copytree(base, moved)
+    file = moved / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    values = config.model_dump()
+    values["model"]["path"] = str(moved)
+    there = FinetuneConfig.model_validate(values)
+    file.write_bytes(content)
+    with pytest.raises(AssertionError, match="model.safetensors is not the file that this run's adapters"):
+        trajectory(there, 2)
+    with pytest.raises(Exception, match="is not the file that these adapters were trained beside"):
+        load_for_inference(run_dir(config), torch.device("cpu"), base=str(moved))
+    length = int.from_bytes(content[:8], "little")  # of the header, which may end in spaces
+    file.write_bytes((length + 8).to_bytes(8, "little") + content[8 : 8 + length] + b" " * 8 + content[8 + length :])
+    with pytest.raises(ResumeError, match="model.safetensors is not the file"):  # by its size: no rank is started
+        from raytune_fsdp.run.prepare import prepare
+
+        prepare(there, 1)
+    content[-1] ^= 1
+    file.write_bytes(content)
+    shutil.rmtree(base)
+    assert trajectory(there, 1) == whole
+    model, _ = load_for_inference(run_dir(config), torch.device("cpu"))
+    assert model.dtype == torch.float64 or model.dtype == torch.float32
+
+
+def test_a_checkpoint_is_as_large_as_the_adapters_and_their_state(tmp_path: Path) -> None:
+    """Of a rank at which the 1.5 kB that torch writes around each of the 56 pieces are few."""
+    sections: Any = {"train": {**TRAIN, "max_steps": 1}, "parallel": {"precision": "fp32"}}
+    config = config_of(tmp_path, "llama", {**LORA, "rank": 2000, "alpha": 1}, **sections)
+    trajectory(config, 1)
+    found = checkpoints(run_dir(config))[-1]
+    useful = sum(tensor.nbytes for tensor in tensors_in(found).values())
+    assert useful == 3 * 4 * 2000 * 2 * (32 + 32 + 2 * (32 + 16) + 32 + 32 + 3 * (32 + 64)) + 4 * 28
+    assert sum(piece.stat().st_size for piece in pieces_of(found)) < 1.05 * useful
+
+
+def test_a_head_that_is_the_embedding_is_not_trained_apart(tmp_path: Path) -> None:
+    from raytune_fsdp.errors import ConfigError
+    from raytune_fsdp.run.prepare import prepare
+
+    for model, name in (("gpt2", "lm_head"), ("qwen3", "embed_tokens")):
+        with pytest.raises(ConfigError, match=f"method.modules_to_save: '{name}' of a .* shares its weight"):
+            prepare(config_of(tmp_path, model, {**LORA, "modules_to_save": [name]}), 1)
+
+
+def test_an_adapter_goes_on_from_its_directory(tmp_path: Path) -> None:
+    """A run that begins with another's exported adapter begins where that one ended."""
+    sections: Any = {"parallel": {"precision": "fp32"}}
+    first = config_of(tmp_path, "llama", METHODS["dora"], **sections)
+    trajectory(first, 2)
+    publish(find_checkpoint(run_dir(first)), tmp_path / "adapter", ExportConfig())
+    again = config_of(
+        tmp_path, "llama", {**METHODS["dora"], "adapter": str(tmp_path / "adapter")}, name="again",
+        optim={"lr": 1e-30, "weight_decay": 0.0}, **sections,
+    )  # fmt: skip
+    trajectory(again, 3)
+    ends = [tensors_in(checkpoints(run_dir(each))[-1]) for each in (first, again)]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0] if name.startswith("model."))
+
+
+def test_frozen_weights_do_not_change(tmp_path: Path) -> None:
+    method = {"type": "freeze", "trained": [r"layers\.1\.", "lm_head"]}
+    sections: Any = {"parallel": {"precision": "bf16"}}
+    config = config_of(tmp_path, "llama", method, **sections)
+    rows = trajectory(config, 2)
+    tensors = tensors_in(checkpoints(run_dir(config))[-1])
+    first = tensors_in(checkpoints(run_dir(config))[0])
+    for name, tensor in tensors.items():
+        trained = "layers.1." in name or "lm_head" in name
+        if name.startswith("model."):
+            assert tensor.dtype == (torch.float32 if trained else torch.bfloat16)
+            assert torch.equal(tensor, first[name]) == (not trained), name
+        else:
+            assert trained, f"{name}: there is no state of what is not trained"
+    again = config_of(tmp_path, "llama", method, name="again", **sections)
+    trajectory(again, 2, stop_after=5)
+    assert trajectory(again, 2) == rows

@@ -1,0 +1,203 @@
+"""What can be wrong with a method is said before anything starts, with a way out; adapters begin alike everywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.method import LoraMethod
+from raytune_fsdp.errors import ConfigError, ModelError, UserError
+from raytune_fsdp.model.adapters import (
+    AdaptedWeights,
+    adapter_method,
+    adapter_tensors,
+    base_name,
+    left_out,
+    put_adapter_config,
+    stored_names,
+)
+from raytune_fsdp.model.network import build_network
+from raytune_fsdp.model.weights import RandomWeights
+from raytune_fsdp.parallel import store_frozen
+from tests.models import architecture
+
+pytest.importorskip("peft")
+
+
+def network(model: str, method: dict[str, Any], precision: str = "fp32") -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values = architecture(model)
+    config = FinetuneConfig.model_validate(
+        {
+            "run": {"name": "x"},
+            "model": {"init": "random", "architecture": dict(values)},
+            "data": {"train": [{"path": "x"}]},
+            "train": {"max_steps": 1, "global_batch": 1},
+            "parallel": {"precision": precision},
+            "method": method,
+        }
+    )
+    return build_network(CONFIG_MAPPING[values.pop("model_type")](**values), config)
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "message"),
+    [
+        ("llama", {"type": "lora", "target_modules": ["q_porj"]}, r"its linear layers are called q_proj"),
+        (
+            "llama",
+            {"type": "lora", "target_modules": ["q_proj", "w1"]},
+            r"target_modules: 'w1' is the name of no module",
+        ),
+        ("llama", {"type": "lora", "modules_to_save": ["lmhead"]}, r"modules_to_save: 'lmhead' .* called lm_head"),
+        ("gpt2", {"type": "lora", "target_modules": ["attn"]}, r"target_modules=\['attn'\]: PEFT cannot adapt a GPT2"),
+        (
+            "mixtral",
+            {"type": "lora", "target_parameters": ["experts.up"]},
+            r"has no such weights; its weights are called",
+        ),
+        ("mixtral", {"type": "lora", "target_modules": ["w1", "w3"]}, r"takes some of these names for the experts"),
+        ("opt", {"type": "ia3", "target_modules": ["qproj"], "feedforward_modules": []}, r"called q_proj"),
+        ("olmo2", {"type": "ia3"}, r"Please specify `target_modules`.*; its linear layers are called down_proj"),
+        (
+            "llama",
+            {"type": "freeze", "trained": ["layer\\.1"]},
+            r"is found in the name of no weight of a LlamaForCausalLM",
+        ),
+    ],
+)
+def test_a_name_that_matches_nothing_is_refused_with_those_that_there_are(
+    model: str, method: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        network(model, method)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ({"type": "lora", "target_parameters": ["mlp.experts.down_proj"], "dropout": 0.1}, "method.dropout=0.1 cannot"),
+        ({"type": "lora", "target_parameters": ["mlp.experts.down_proj"], "dora": True}, "set method.dora=false"),
+        ({"type": "lora", "target_modules": []}, "nothing would be trained"),
+        ({"type": "lora", "target_modules": "q_proj("}, "is not a regular expression"),
+        ({"type": "freeze", "trained": ["("]}, "is not a regular expression"),
+        ({"type": "ia3", "target_modules": ["k_proj"]}, "belong together"),
+        ({"type": "ia3", "target_modules": ["k_proj"], "feedforward_modules": ["v_proj"]}, "is not among"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(method: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        network("llama", method)
+
+
+def test_frozen_weights_are_kept_in_the_type_they_are_computed_in() -> None:
+    model = network("qwen3", {"type": "lora"}, "bf16")
+    store_frozen(model, "bf16")
+    types = {p.requires_grad: p.dtype for p in model.parameters()}
+    assert types == {True: torch.float32, False: torch.bfloat16}
+    assert model.lm_head.weight is model.model.embed_tokens.weight, "tied weights stay tied"
+    for precision, dtype in (("fp32", torch.float32), ("fp64", torch.float64), ("bf16_pure", torch.bfloat16)):
+        model = network("qwen3", {"type": "lora"}, precision)
+        store_frozen(model, precision)
+        assert {p.dtype for p in model.parameters()} == {dtype}
+
+
+def test_all_linear_leaves_out_the_head_and_experts() -> None:
+    model = network("qwen3_moe", {"type": "lora"})
+    adapted = {name.partition(".lora_")[0].rpartition(".")[2] for name in adapter_tensors(model)}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert left_out(model) == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    assert left_out(network("qwen3_moe", {"type": "lora", "target_parameters": both})) == []
+    adapted = {
+        name.partition(".lora_")[0].rpartition(".")[2] for name in adapter_tensors(network("gpt2", {"type": "lora"}))
+    }
+    assert adapted == {"c_attn", "c_proj", "c_fc"}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"type": "lora", "rank": 4, "alpha": 6, "dora": True, "rank_stabilized": True},
+        {"type": "lora", "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"type": "lora", "target_modules": r"model\.layers\.1\..*down_proj"},
+        {"type": "ia3"},
+    ],
+)
+def test_the_config_for_peft_is_read_back(tmp_path: Path, method: dict[str, Any]) -> None:
+    """By our own rules, to the same network; and in the same bytes each time."""
+    from raytune_fsdp.model.adapters import attach
+
+    model = network("llama", method)
+    put_adapter_config(model, tmp_path)
+    first = (tmp_path / "adapter_config.json").read_bytes()
+    put_adapter_config(network("llama", method), tmp_path)
+    assert (tmp_path / "adapter_config.json").read_bytes() == first
+    again = network("llama", {"type": "full"})
+    attach(again, adapter_method(tmp_path))
+    assert stored_names(again) == stored_names(model)
+    scales = [
+        {name: module.scaling for name, module in each.named_modules() if hasattr(module, "scaling")}
+        for each in (model, again)
+    ]
+    assert scales[0] == scales[1]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"peft_type": "LOHA"}, "adapters of the kind .LOHA. are not known"),
+        ({"peft_type": ["LORA"]}, "are not known"),
+        ({"peft_type": "LORA", "r": -1}, "is not the config of an adapter"),
+        ({"peft_type": "LORA", "r": 4, "target_modules": {"a": 1}}, "is not the config of an adapter"),
+        ({"peft_type": "LORA", "r": 4, "target_modules": "("}, "is not the config of an adapter"),
+        ([], "is not a JSON object"),
+    ],
+)
+def test_a_strangers_config_of_an_adapter_is_refused(tmp_path: Path, values: Any, message: str) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match=message):
+        adapter_method(tmp_path)
+
+
+def test_an_adapter_begins_alike_whoever_reads_it_and_changes_nothing() -> None:
+    model, plain = network("llama", {"type": "lora", "rank": 4, "dora": True}), network("llama", {"type": "full"})
+    base = RandomWeights(plain, 3)
+    whole, parts = AdaptedWeights(base, model, 7), AdaptedWeights(RandomWeights(plain, 3), model, 7)
+    for name, shape in reversed(list(whole.shapes().items())):
+        rows = [parts.read(name, row, row + 1) for row in range(shape[0])]
+        found = whole.read(name, 0, shape[0])
+        assert tuple(found.shape) == tuple(shape)
+        assert torch.equal(found, torch.cat(rows)), name
+        if base_name(name) != name and ".base_layer." in name:
+            assert torch.equal(found, base.read(base_name(name), 0, shape[0]))
+        if ".lora_B." in name:
+            assert not found.any()
+        if ".lora_magnitude_vector." in name:
+            weight = base.read(f"{base_name(name.partition('.lora_')[0])}.weight", 0, shape[0])
+            assert torch.equal(found, torch.linalg.norm(weight, dim=1))
+    name = next(name for name in whole.shapes() if ".lora_A." in name)
+    other = AdaptedWeights(base, model, 8).read(name, 0, 4)
+    assert not torch.equal(other, whole.read(name, 0, 4)), "by the seed of the run"
+
+
+def test_an_adapter_needs_a_model() -> None:
+    from raytune_fsdp.run.base import files_of_base
+
+    config = FinetuneConfig.model_validate(
+        {
+            "run": {"name": "x"},
+            "model": {"init": "random", "architecture": architecture("llama"), "tokenizer": "x"},
+            "data": {"train": [{"path": "x"}]},
+            "train": {"max_steps": 1, "global_batch": 1},
+            "method": LoraMethod(type="lora").model_dump(),
+        }
+    )
+    with pytest.raises(UserError, match=r"model.init=random has none: set model.init=pretrained"):
+        files_of_base(config, None)
