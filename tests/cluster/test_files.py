@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import gzip
 import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
+from importlib.metadata import requires as required_by
 from pathlib import Path
 from typing import Any
 
 import botocore.session
 import jsonschema
 import pytest
+import ray
 import yaml
 from botocore.validate import ParamValidator
 from ray.autoscaler._private.util import prepare_config, validate_config
@@ -25,6 +29,10 @@ ROOT = Path(__file__).parents[2]
 CLUSTER, SCHEMAS = ROOT / "cluster", Path(__file__).parent / "schemas"
 TOOLS = Path(sys.executable).parent
 CLOUDS = ("aws-p4d-a100", "gcp-a2-a100")
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def cluster(name: str) -> dict[str, Any]:
@@ -57,6 +65,39 @@ def test_ray_refuses_what_is_wrong(path: str, value: Any) -> None:
     place[last] = value
     with pytest.raises(Exception, match=last):  # of several kinds
         validate_config(prepare_config(config))
+
+
+MODULES = {
+    "boto3": "boto3", "botocore": "boto3",
+    "cryptography": "cryptography", "google": "google-auth", "google_auth_httplib2": "google-auth-httplib2",
+    "googleapiclient": "google-api-python-client", "httplib2": "httplib2",
+}  # fmt: skip
+"""What the modules of Ray's providers are installed with."""
+
+
+@pytest.mark.parametrize("cloud", ["aws", "gcp"])
+def test_the_gpu_image_has_what_ray_imports_to_make_nodes(cloud: str) -> None:
+    files = [Path(ray.__file__).parent / "autoscaler" / "_private" / "util.py"]  # it makes GCP's key pair
+    files = [*(files if cloud == "gcp" else []), *(files[0].parent / cloud).rglob("*.py")]
+    imported = {
+        name.partition(".")[0]
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
+    }
+    needed = {MODULES[name] for name in imported & MODULES.keys()}
+    others = imported - MODULES.keys() - sys.stdlib_module_names
+    ours = {normal(re.split("[[<>=]", each)[0]) for each in required_by("ray") or []} | {"ray", "yaml"}
+    assert {normal(name) for name in others} <= ours, "a new import of Ray's: add it to MODULES and to the extra"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = {re.split("[<>=]", each)[0] for each in project["optional-dependencies"][cloud]}
+    assert needed and needed == extra
+    locked = {normal(line.partition("==")[0]) for line in (ROOT / "requirements.lock").read_text().splitlines()}
+    assert extra <= locked
+    _, gpu = (ROOT / "docker" / "Dockerfile").read_text().split("# ---- gpu ----")
+    (extras,) = re.findall(r"docker/install.sh \S+ (\S+)", gpu)
+    assert cloud in extras.split(",")
 
 
 def test_nodes_are_what_ec2_calls_an_instance() -> None:
@@ -177,3 +218,21 @@ def test_hadolint_has_nothing_to_say() -> None:
         [TOOLS / "hadolint", "docker/Dockerfile"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_efa_is_installed_in_the_last_stage() -> None:
+    """Its libraries are in /usr/lib, too, which a copy of /opt/amazon would leave behind."""
+    build, last = (ROOT / "docker" / "Dockerfile").read_text().split("# ---- gpu ----")[1].split(" AS gpu\n")
+    assert "efa_installer.sh" in last and "efa_installer.sh" not in build and "/opt/amazon /opt/amazon" not in last
+    assert "ldd" in last and "'not found'" in last
+
+
+def test_a_relative_prefix_is_the_callers(tmp_path: Path) -> None:
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    for name in ("python", "pip"):
+        (tmp_path / "env" / "bin" / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/log\n')
+        (tmp_path / "env" / "bin" / name).chmod(0o755)
+    done = subprocess.run([ROOT / "docker" / "install.sh", "env", "all,aws"], cwd=tmp_path, check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "log").read_text().splitlines()[-1].endswith("requirements.lock .[all,aws]")
+    assert not (ROOT / "env").exists()
