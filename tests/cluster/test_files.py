@@ -20,6 +20,7 @@ import jsonschema
 import pytest
 import ray
 import yaml
+from botocore import xform_name
 from botocore.validate import ParamValidator
 from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -122,6 +123,100 @@ def test_nodes_are_what_ec2_calls_an_instance() -> None:
     assert problems({"InstanceTyp": "x"}) and problems({"Placement": {"Group": "x"}})
 
 
+def commands(page: str, program: str) -> list[list[str]]:
+    """The words of each call of a program on a page, with lines that go on put together."""
+    text = (ROOT / "docs" / "start" / page).read_text().replace("\\\n", " ")
+    found = [
+        match.partition(" #")[0] for match in re.findall(rf"(?:^ +|\$\(){program} ([^|&`\n]*)", text, re.MULTILINE)
+    ]
+    return [re.sub(r"\)$", "", each).replace("'", "").replace('"', "").split() for each in found]
+
+
+def test_the_pages_commands_are_of_aws() -> None:
+    session, seen = botocore.session.get_session(), set()
+    for words in commands("aws.md", "aws"):
+        service, what, *rest = words
+        options = {word[2:] for word in rest if word.startswith("--")} - {"query", "output"}
+        seen.add((service, what))
+        if what in ("wait", "get-login-password"):  # of the command line alone
+            continue
+        model = session.get_service_model(service)
+        operations = {xform_name(name, "-"): name for name in model.operation_names}
+        assert what in operations, words
+        known = {xform_name(name, "-") for name in model.operation_model(operations[what]).input_shape.members}
+        if what.startswith("authorize-security-group"):
+            known |= {"protocol", "source-group"}  # of the command line alone
+        assert options <= {*known, "force"}, words
+    assert len(seen) > 30 and {what.split("-")[0] for _, what in seen} >= {"delete", "remove", "detach", "release"}
+
+
+MADE_AND_ENDED = {
+    "create": "delete", "allocate-address": "release-address", "add-role-to": "remove-role-from", "attach": "detach",
+    "put": "delete",
+}  # fmt: skip
+
+
+def test_what_the_aws_page_makes_it_takes_down() -> None:
+    done = [what for _, what, *_ in commands("aws.md", "aws")]
+    for what in done:
+        for start, end in MADE_AND_ENDED.items():
+            if what.startswith(start) and what != "create-route":  # goes with its table
+                undone = what.replace(start, end, 1)
+                assert undone in done or f"{undone}s" in done, what
+    assert "delete-key-pair" in done, "Ray's own"
+
+
+def test_what_the_google_page_makes_it_takes_down() -> None:
+    done = [" ".join(words) for words in commands("gcp.md", "gcloud")]
+    for each in done:
+        made = re.match(r"(.*?) create ([$\w-]+)", each)
+        if made and "default-allow" not in each:
+            assert any(other.startswith(f"{made[1]} delete {made[2]}") for other in done), each
+        for gone in re.findall(r"default-allow-\w+", each) if " delete " in each else []:
+            assert any(f"create {gone}" in other for other in done), gone
+
+
+def test_the_heads_policy_has_what_ray_calls() -> None:
+    policy = json.loads((CLUSTER / "aws-head-policy.json").read_text())
+    granted = {
+        action
+        for statement in policy["Statement"]
+        for action in ([statement["Action"]] if isinstance(statement["Action"], str) else statement["Action"])
+    }
+    source = (Path(ray.__file__).parent / "autoscaler" / "_private" / "aws" / "node_provider.py").read_text()
+    operations = botocore.session.get_session().get_service_model("ec2").operation_names
+    called = {name for name in operations if re.search(rf"\b{xform_name(name)}\(|client\.{xform_name(name)}\b", source)}
+    # Stopped nodes are not kept (cache_stopped_nodes); the resource's names for RunInstances and DescribeInstances.
+    needed = called - {"StartInstances", "StopInstances"} | {"RunInstances", "DescribeInstances"}
+    assert {f"ec2:{name}" for name in needed} | {"iam:PassRole"} == granted
+    assert cluster("aws-p4d-a100")["provider"]["cache_stopped_nodes"] is False
+    (of_cluster,) = [each for each in policy["Statement"] if "ec2:TerminateInstances" in each["Action"]]
+    names = of_cluster["Condition"]["StringEquals"].values()
+    assert [*names] == [cluster("aws-p4d-a100")["cluster_name"]]
+    profiles = {kind: node["IamInstanceProfile"]["Name"] for kind, node in node_types("aws-p4d-a100")}
+    assert profiles.pop("head") == "raytune-fsdp-head" and {*profiles.values()} == {"raytune-fsdp-node"}
+    assert any(each["Resource"].endswith("role/raytune-fsdp-node") for each in policy["Statement"])
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+def test_a_node_is_logged_in_and_its_storage_is_the_containers(name: str) -> None:
+    config = cluster(name)
+    first = config["initialization_commands"]
+    registry = config["docker"]["image"].partition("/")[0]
+    assert any(registry in each and re.search("docker login|configure-docker", each) for each in first)
+    (shared,) = [each.split()[1].partition(":")[0] for each in config["docker"]["run_options"] if "--volume" in each]
+    assert first[-1] == f"mountpoint -q {shared} && sudo install -d -o 1000 -g 1000 {shared}/data {shared}/runs"
+    assert "USER 1000" in (ROOT / "docker" / "Dockerfile").read_text()
+
+
+def test_drivers_are_new_enough_for_torch() -> None:
+    """The compiler's image is of the CUDA that torch has (the Dockerfile asserts it); CUDA 13 needs a driver of 580."""
+    assert "FROM nvidia/cuda:13." in (ROOT / "docker" / "Dockerfile").read_text()
+    for _, node in node_types("gcp-a2-a100"):
+        (driver,) = re.findall(r"nvidia-(\d+)$", node["disks"][0]["initializeParams"]["sourceImage"])
+        assert int(driver) >= 580
+
+
 @pytest.mark.parametrize("name", CLOUDS)
 def test_clusters_are_closed(name: str) -> None:
     text, config = (CLUSTER / f"{name}.yaml").read_text(), cluster(name)
@@ -129,7 +224,9 @@ def test_clusters_are_closed(name: str) -> None:
     assert "--env RAY_AUTH_MODE=token" in config["docker"]["run_options"]
     (start,) = [line for line in config["head_start_ray_commands"] if "ray start" in line]
     assert "--dashboard-host 127.0.0.1" in start
-    assert "0.0.0.0/0" not in text and not re.search(r"AKIA|BEGIN .*PRIVATE KEY|password", text)
+    assert "0.0.0.0/0" not in text and not re.search(
+        r"AKIA|BEGIN .*PRIVATE KEY|(?<!get-login-)password(?!-stdin)", text
+    )
     for _, node in node_types("aws-p4d-a100"):
         assert node["MetadataOptions"]["HttpTokens"] == "required"
         assert all(disk["Ebs"]["Encrypted"] for disk in node["BlockDeviceMappings"])
