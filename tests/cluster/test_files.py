@@ -248,7 +248,8 @@ def strict(schema: Any) -> Any:
 
 
 def test_kuberay_takes_the_job() -> None:
-    volume, job = yaml.safe_load_all((CLUSTER / "kuberay-rayjob.yaml").read_text())
+    job = yaml.safe_load((CLUSTER / "kuberay-rayjob.yaml").read_text())
+    volume, pod = yaml.safe_load_all((CLUSTER / "kuberay-storage.yaml").read_text())
     schema = strict(json.loads(gzip.decompress((SCHEMAS / "kuberay-1.7.0-rayjob.json.gz").read_bytes())))
     validator = jsonschema.Draft7Validator(schema)
     assert [error.message for error in validator.iter_errors(job["spec"])] == []
@@ -256,16 +257,30 @@ def test_kuberay_takes_the_job() -> None:
     wrong["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["volumeMount"] = []
     assert [error.message for error in validator.iter_errors(wrong)]
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    pods = [group["template"]["spec"] for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]]
+    assert all(each["securityContext"] == {"fsGroup": 1000} for each in pods), "the container's user writes the volume"
+    assert not any("securityContext" in container for each in pods for container in each["containers"])
     claims = {
         volume["persistentVolumeClaim"]["claimName"]
-        for group in [
-            job["spec"]["rayClusterSpec"]["headGroupSpec"],
-            *job["spec"]["rayClusterSpec"]["workerGroupSpecs"],
-        ]
-        for volume in group["template"]["spec"]["volumes"]
+        for each in [*pods, pod["spec"]]
+        for volume in each["volumes"]
         if "persistentVolumeClaim" in volume
     }
     assert claims == {volume["metadata"]["name"]} and volume["spec"]["accessModes"] == ["ReadWriteMany"]
+    # The pod that data is copied to: a template of the same schema, and no GPU.
+    alone = copy.deepcopy(job["spec"])
+    alone["rayClusterSpec"]["headGroupSpec"]["template"] = {"spec": pod["spec"]}
+    assert [error.message for error in validator.iter_errors(alone)] == []
+    assert "nvidia" not in str(pod) and (volume["kind"], pod["kind"]) == ("PersistentVolumeClaim", "Pod")
+    page = (ROOT / "docs" / "start" / "kubernetes.md").read_text()
+    steps = [
+        "apply -f cluster/kuberay-storage.yaml",
+        f"cp train.jsonl {pod['metadata']['name']}:/shared/data/train.jsonl",
+    ]
+    steps += [f"delete pod {pod['metadata']['name']}", "apply -f cluster/kuberay-rayjob.yaml"]
+    assert sorted(steps, key=page.index) == steps, "data first, then 16 GPUs"
+    assert "--data.train.0.path /shared/data/train.jsonl" in job["spec"]["entrypoint"]
 
 
 def test_skypilot_takes_the_task() -> None:
@@ -277,11 +292,25 @@ def test_skypilot_takes_the_task() -> None:
         assert [error.message for error in validator.iter_errors({**found, wrong: 2})]
 
 
+def test_skypilot_keeps_its_ray_and_the_run_its_storage() -> None:
+    text = (CLUSTER / "skypilot.yaml").read_text()
+    task = yaml.safe_load(text)
+    assert "ray stop" not in task["run"] and "pkill" not in task["run"], "SkyPilot has a Ray on the same nodes"
+    (storage,) = re.findall(r"--run.storage (/\w+)/", task["run"])
+    assert storage in task["volumes"] and storage not in task["file_mounts"], (
+        "a mounted bucket has no rename and no locks"
+    )
+    for commands in (text, (ROOT / "docs" / "start" / "skypilot.md").read_text()):
+        launches = re.findall(r"sky (?:jobs )?launch [^\n]*cluster/skypilot.yaml", commands)
+        assert len(launches) == 2 and all("--secret RAY_AUTH_TOKEN" in each for each in launches)
+        assert "sky jobs cancel -n llama2-70b" in commands and "sky down raytune-fsdp" in commands
+
+
 def test_one_version_of_ray() -> None:
     """In the package, the lock file and Kubernetes. Images are installed from the lock file."""
     (pin,) = re.findall(r'"ray\[[^]]*\]==([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     (locked,) = re.findall(r"^ray==([\d.]+)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
-    _, job = yaml.safe_load_all((CLUSTER / "kuberay-rayjob.yaml").read_text())
+    job = yaml.safe_load((CLUSTER / "kuberay-rayjob.yaml").read_text())
     assert pin == locked == job["spec"]["rayClusterSpec"]["rayVersion"]
 
 
@@ -295,6 +324,40 @@ def test_the_mlflow_server_has_our_mlflow_and_no_password() -> None:
             if "PASSWORD" in name or "SECRET" in name:
                 assert re.fullmatch(r"\$\{\w+:\?.+\}", value), f"{name} has to come from .env"
     assert all(port.startswith("127.0.0.1:") for port in server["ports"])
+
+
+def test_the_mlflow_server_takes_the_proxys_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.server.security_utils import (
+        get_allowed_hosts_from_env,
+        get_allowed_origins_from_env,
+        is_allowed_host_header,
+        should_block_cors_request,
+    )
+
+    server = yaml.safe_load((CLUSTER / "mlflow" / "compose.yaml").read_text())["services"]["mlflow"]
+    for name in ("MLFLOW_SERVER_ALLOWED_HOSTS", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"):
+        monkeypatch.setenv(name, re.sub(r"\$\{SERVER[^}]*\}", "mlflow.example.com", server["environment"][name]))
+    hosts, origins = get_allowed_hosts_from_env(), get_allowed_origins_from_env()
+    assert (
+        hosts
+        and is_allowed_host_header(hosts, "mlflow.example.com")
+        and is_allowed_host_header(hosts, "localhost:5000")
+    )
+    assert not is_allowed_host_header(hosts, "elsewhere.example.com")
+    assert not should_block_cors_request("https://mlflow.example.com", "POST", origins)
+    assert should_block_cors_request("https://elsewhere.example.com", "POST", origins)
+
+
+def test_the_mlflow_servers_users_are_not_among_its_artifacts() -> None:
+    compose = yaml.safe_load((CLUSTER / "mlflow" / "compose.yaml").read_text())
+    server = compose["services"]["mlflow"]
+    places = dict(reversed(each.split(":")) for each in server["volumes"])
+    script = server["command"][-1]
+    (users,) = re.findall(r"sqlite:///(/\w+)/", script)
+    (artifacts,) = re.findall(r"--artifacts-destination (/\w+)", script)
+    assert (
+        users != artifacts and {users, artifacts} <= places.keys() and {*places.values()} <= compose["volumes"].keys()
+    )
 
 
 def test_recipes_named_in_these_files_exist() -> None:
@@ -322,6 +385,12 @@ def test_efa_is_installed_in_the_last_stage() -> None:
     build, last = (ROOT / "docker" / "Dockerfile").read_text().split("# ---- gpu ----")[1].split(" AS gpu\n")
     assert "efa_installer.sh" in last and "efa_installer.sh" not in build and "/opt/amazon /opt/amazon" not in last
     assert "ldd" in last and "'not found'" in last
+
+
+def test_slurms_environment_is_not_in_the_checkout() -> None:
+    """`git clone` in the home directory makes ~/raytune-fsdp."""
+    (prefix,) = re.findall(r"docker/install.sh ~/(\S+) all", (ROOT / "docs" / "start" / "slurm.md").read_text())
+    assert prefix != "raytune-fsdp" and f"$HOME/{prefix}}}/bin/activate" in (CLUSTER / "slurm.sh").read_text()
 
 
 def test_a_relative_prefix_is_the_callers(tmp_path: Path) -> None:
