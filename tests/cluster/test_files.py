@@ -373,6 +373,12 @@ def test_shellcheck_has_nothing_to_say(path: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_shellcheck_has_nothing_to_say_of_skypilots_script() -> None:
+    script = "#!/bin/bash\n" + yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())["run"]
+    done = subprocess.run([TOOLS / "shellcheck", "-"], input=script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_hadolint_has_nothing_to_say() -> None:
     done = subprocess.run(
         [TOOLS / "hadolint", "docker/Dockerfile"], cwd=ROOT, capture_output=True, text=True, check=False
