@@ -27,7 +27,7 @@ set -euo pipefail
 
 # EDIT: the environment that has raytune-fsdp, in the same place on all nodes.
 # shellcheck disable=SC1091
-. "${VENV:-$HOME/raytune-fsdp}/bin/activate"
+. "${VENV:-$HOME/raytune-fsdp-env}/bin/activate"
 
 # EDIT: the network between the nodes; docs/start/slurm.md has the settings for EFA and InfiniBand.
 # export NCCL_SOCKET_IFNAME=ib0

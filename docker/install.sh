@@ -1,7 +1,7 @@
 #!/bin/sh
 # Install this checkout, and what it needs in the versions of requirements.lock, into a virtual environment.
 #
-#   docker/install.sh PREFIX [EXTRAS [PIP_OPTION...]]
+#   docker/install.sh PREFIX [EXTRAS [PIP_OPTION...]]          # EXTRAS: all, or several, as in all,aws
 #
 # `make demo` and the images come by this one way. PYTHON is the interpreter to use; TORCH_INDEX, an index to take torch
 # from instead of PyPI (https://download.pytorch.org/whl/cpu has builds without CUDA, of a tenth of the size). LEAN=gpu
@@ -12,6 +12,7 @@ prefix=$1
 extras=${2:-all}
 if [ $# -gt 1 ]; then shift 2; else shift; fi
 python=${PYTHON:-python3}
+case $prefix in /*) ;; *) prefix=$PWD/$prefix ;; esac # where the caller is, and not in the repository
 cd "$(dirname "$0")/.."
 
 if [ ! -x "$prefix/bin/python" ]; then

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp eval") -> 
         "Measure a model on the datasets of data.eval; without --config, on those of the run that it belongs to.",
     )
     parser.add_argument("model", type=Path, help="run directory, checkpoint, export, or Hugging Face model directory")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON; null is for what is not finite")
     parser.add_argument("--base", metavar="PATH", help=BASE)
     parser.add_argument("--trust-remote-code", action="store_true", help=TRUST)
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -42,11 +43,12 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
     found, config = parser.parse_with_config(arguments)
     if not config.data.eval:
         parser.error("data.eval names no dataset: set data.eval.0.path to a file of rows, or data.eval.fraction")
-    values = _measure(config, found.model, trust=found.trust_remote_code, base=found.base)
+    values = with_perplexity(_measure(config, found.model, trust=found.trust_remote_code, base=found.base))
     if found.json:
-        print(json.dumps(values))
+        # JSON has no numbers for what is not finite.
+        print(json.dumps({key: value if math.isfinite(value) else None for key, value in values.items()}))
         return 0
-    for key, value in with_perplexity(values).items():
+    for key, value in values.items():
         print(f"{key} {value:.6g}")
     return 0
 
@@ -70,9 +72,11 @@ def _measure(config: FinetuneConfig, model: Path, *, trust: bool, base: str | No
     from raytune_fsdp.checkpoint.model_files import load_for_inference
     from raytune_fsdp.data.open_data import open_evals
     from raytune_fsdp.evaluate import check_network, losses
+    from raytune_fsdp.launch.local import check_gpus
     from raytune_fsdp.launch.worker import choose_device, join
     from raytune_fsdp.run.prepare import check_lengths, set_template
 
+    check_gpus(config)
     device = choose_device(config.cluster.device, 1)
     network, tokenizer = load_for_inference(model, device, trust_remote_code=trust, base=base)
     check_lengths(config, network)

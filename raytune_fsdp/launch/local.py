@@ -44,9 +44,14 @@ def world_size(config: FinetuneConfig) -> int:
                 "cluster.workers, or set cluster.device=cpu"
             )
         return wanted
-    if config.cluster.device == "cuda" and not gpus:
-        raise ConfigError("cluster.device=cuda, but this machine has no GPU that torch can use: set cluster.device=cpu")
+    check_gpus(config)
     return max(1, gpus) if config.cluster.device != "cpu" else 1
+
+
+def check_gpus(config: FinetuneConfig) -> None:
+    """Refuse `cluster.device: cuda` where torch has no GPU."""
+    if config.cluster.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("cluster.device=cuda, but this machine has no GPU that torch can use: set cluster.device=cpu")
 
 
 def run(config: FinetuneConfig, progress: Progress | None = None) -> tuple[Prepared, Standing]:

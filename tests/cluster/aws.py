@@ -27,8 +27,6 @@ def main() -> None:
     os.environ |= {
         "HOME": home,
         "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1",
-        # Ray gives the head a role with policies of Amazon's.
-        "MOTO_IAM_LOAD_MANAGED_POLICIES": "true",
     }  # fmt: skip
     from moto.server import ThreadedMotoServer
 
@@ -56,6 +54,9 @@ def tried() -> dict[str, Any]:
         ec2.create_placement_group(GroupName="raytune-fsdp", Strategy="cluster")
     except Exception as error:
         gaps["create_placement_group"] = type(error).__name__
+    iam = boto3.client("iam", "us-east-1")
+    for name in ("raytune-fsdp-head", "raytune-fsdp-node"):
+        iam.create_instance_profile(InstanceProfileName=name)
     config = prepare_config(edited(ec2))
     validate_config(config)
     config = AWSNodeProvider.fillout_available_node_types_resources(config)
@@ -77,11 +78,15 @@ def tried() -> dict[str, Any]:
             "cards": len({card["Attachment"]["DeviceIndex"] for card in instance["NetworkInterfaces"]}),
             "resources": node["resources"],
             "placement": node["node_config"].get("Placement"),
-            "profile": "IamInstanceProfile" in instance,
+            "profile": instance["IamInstanceProfile"]["Arn"].rpartition("/")[2],
         }
     running = provider.non_terminated_nodes({})
     provider.terminate_nodes(running)
-    return {"made": made, "running": len(running), "left": len(provider.non_terminated_nodes({})), "gaps": gaps}
+    return {
+        "made": made, "running": len(running), "left": len(provider.non_terminated_nodes({})), "gaps": gaps,
+        "roles": [role["RoleName"] for role in iam.list_roles()["Roles"]],
+        "keys": [key["KeyName"] for key in ec2.describe_key_pairs()["KeyPairs"]],
+    }  # fmt: skip
 
 
 def edited(ec2: Any) -> dict[str, Any]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import gzip
 import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
+from importlib.metadata import requires as required_by
 from pathlib import Path
 from typing import Any
 
 import botocore.session
 import jsonschema
 import pytest
+import ray
 import yaml
+from botocore import xform_name
 from botocore.validate import ParamValidator
 from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -25,6 +30,10 @@ ROOT = Path(__file__).parents[2]
 CLUSTER, SCHEMAS = ROOT / "cluster", Path(__file__).parent / "schemas"
 TOOLS = Path(sys.executable).parent
 CLOUDS = ("aws-p4d-a100", "gcp-a2-a100")
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def cluster(name: str) -> dict[str, Any]:
@@ -59,6 +68,39 @@ def test_ray_refuses_what_is_wrong(path: str, value: Any) -> None:
         validate_config(prepare_config(config))
 
 
+MODULES = {
+    "boto3": "boto3", "botocore": "boto3",
+    "cryptography": "cryptography", "google": "google-auth", "google_auth_httplib2": "google-auth-httplib2",
+    "googleapiclient": "google-api-python-client", "httplib2": "httplib2",
+}  # fmt: skip
+"""What the modules of Ray's providers are installed with."""
+
+
+@pytest.mark.parametrize("cloud", ["aws", "gcp"])
+def test_the_gpu_image_has_what_ray_imports_to_make_nodes(cloud: str) -> None:
+    files = [Path(ray.__file__).parent / "autoscaler" / "_private" / "util.py"]  # it makes GCP's key pair
+    files = [*(files if cloud == "gcp" else []), *(files[0].parent / cloud).rglob("*.py")]
+    imported = {
+        name.partition(".")[0]
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
+    }
+    needed = {MODULES[name] for name in imported & MODULES.keys()}
+    others = imported - MODULES.keys() - sys.stdlib_module_names
+    ours = {normal(re.split("[[<>=]", each)[0]) for each in required_by("ray") or []} | {"ray", "yaml"}
+    assert {normal(name) for name in others} <= ours, "a new import of Ray's: add it to MODULES and to the extra"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = {re.split("[<>=]", each)[0] for each in project["optional-dependencies"][cloud]}
+    assert needed and needed == extra
+    locked = {normal(line.partition("==")[0]) for line in (ROOT / "requirements.lock").read_text().splitlines()}
+    assert extra <= locked
+    _, gpu = (ROOT / "docker" / "Dockerfile").read_text().split("# ---- gpu ----")
+    (extras,) = re.findall(r"docker/install.sh \S+ (\S+)", gpu)
+    assert cloud in extras.split(",")
+
+
 def test_nodes_are_what_ec2_calls_an_instance() -> None:
     shape = botocore.session.get_session().get_service_model("ec2").operation_model("RunInstances").input_shape
 
@@ -81,6 +123,100 @@ def test_nodes_are_what_ec2_calls_an_instance() -> None:
     assert problems({"InstanceTyp": "x"}) and problems({"Placement": {"Group": "x"}})
 
 
+def commands(page: str, program: str) -> list[list[str]]:
+    """The words of each call of a program on a page, with lines that go on put together."""
+    text = (ROOT / "docs" / "start" / page).read_text().replace("\\\n", " ")
+    found = [
+        match.partition(" #")[0] for match in re.findall(rf"(?:^ +|\$\(){program} ([^|&`\n]*)", text, re.MULTILINE)
+    ]
+    return [re.sub(r"\)$", "", each).replace("'", "").replace('"', "").split() for each in found]
+
+
+def test_the_pages_commands_are_of_aws() -> None:
+    session, seen = botocore.session.get_session(), set()
+    for words in commands("aws.md", "aws"):
+        service, what, *rest = words
+        options = {word[2:] for word in rest if word.startswith("--")} - {"query", "output"}
+        seen.add((service, what))
+        if what in ("wait", "get-login-password"):  # of the command line alone
+            continue
+        model = session.get_service_model(service)
+        operations = {xform_name(name, "-"): name for name in model.operation_names}
+        assert what in operations, words
+        known = {xform_name(name, "-") for name in model.operation_model(operations[what]).input_shape.members}
+        if what.startswith("authorize-security-group"):
+            known |= {"protocol", "source-group"}  # of the command line alone
+        assert options <= {*known, "force"}, words
+    assert len(seen) > 30 and {what.split("-")[0] for _, what in seen} >= {"delete", "remove", "detach", "release"}
+
+
+MADE_AND_ENDED = {
+    "create": "delete", "allocate-address": "release-address", "add-role-to": "remove-role-from", "attach": "detach",
+    "put": "delete",
+}  # fmt: skip
+
+
+def test_what_the_aws_page_makes_it_takes_down() -> None:
+    done = [what for _, what, *_ in commands("aws.md", "aws")]
+    for what in done:
+        for start, end in MADE_AND_ENDED.items():
+            if what.startswith(start) and what != "create-route":  # goes with its table
+                undone = what.replace(start, end, 1)
+                assert undone in done or f"{undone}s" in done, what
+    assert "delete-key-pair" in done, "Ray's own"
+
+
+def test_what_the_google_page_makes_it_takes_down() -> None:
+    done = [" ".join(words) for words in commands("gcp.md", "gcloud")]
+    for each in done:
+        made = re.match(r"(.*?) create ([$\w-]+)", each)
+        if made and "default-allow" not in each:
+            assert any(other.startswith(f"{made[1]} delete {made[2]}") for other in done), each
+        for gone in re.findall(r"default-allow-\w+", each) if " delete " in each else []:
+            assert any(f"create {gone}" in other for other in done), gone
+
+
+def test_the_heads_policy_has_what_ray_calls() -> None:
+    policy = json.loads((CLUSTER / "aws-head-policy.json").read_text())
+    granted = {
+        action
+        for statement in policy["Statement"]
+        for action in ([statement["Action"]] if isinstance(statement["Action"], str) else statement["Action"])
+    }
+    source = (Path(ray.__file__).parent / "autoscaler" / "_private" / "aws" / "node_provider.py").read_text()
+    operations = botocore.session.get_session().get_service_model("ec2").operation_names
+    called = {name for name in operations if re.search(rf"\b{xform_name(name)}\(|client\.{xform_name(name)}\b", source)}
+    # Stopped nodes are not kept (cache_stopped_nodes); the resource's names for RunInstances and DescribeInstances.
+    needed = called - {"StartInstances", "StopInstances"} | {"RunInstances", "DescribeInstances"}
+    assert {f"ec2:{name}" for name in needed} | {"iam:PassRole"} == granted
+    assert cluster("aws-p4d-a100")["provider"]["cache_stopped_nodes"] is False
+    (of_cluster,) = [each for each in policy["Statement"] if "ec2:TerminateInstances" in each["Action"]]
+    names = of_cluster["Condition"]["StringEquals"].values()
+    assert [*names] == [cluster("aws-p4d-a100")["cluster_name"]]
+    profiles = {kind: node["IamInstanceProfile"]["Name"] for kind, node in node_types("aws-p4d-a100")}
+    assert profiles.pop("head") == "raytune-fsdp-head" and {*profiles.values()} == {"raytune-fsdp-node"}
+    assert any(each["Resource"].endswith("role/raytune-fsdp-node") for each in policy["Statement"])
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+def test_a_node_is_logged_in_and_its_storage_is_the_containers(name: str) -> None:
+    config = cluster(name)
+    first = config["initialization_commands"]
+    registry = config["docker"]["image"].partition("/")[0]
+    assert any(registry in each and re.search("docker login|configure-docker", each) for each in first)
+    (shared,) = [each.split()[1].partition(":")[0] for each in config["docker"]["run_options"] if "--volume" in each]
+    assert first[-1] == f"mountpoint -q {shared} && sudo install -d -o 1000 -g 1000 {shared}/data {shared}/runs"
+    assert "USER 1000" in (ROOT / "docker" / "Dockerfile").read_text()
+
+
+def test_drivers_are_new_enough_for_torch() -> None:
+    """The compiler's image is of the CUDA that torch has (the Dockerfile asserts it); CUDA 13 needs a driver of 580."""
+    assert "FROM nvidia/cuda:13." in (ROOT / "docker" / "Dockerfile").read_text()
+    for _, node in node_types("gcp-a2-a100"):
+        (driver,) = re.findall(r"nvidia-(\d+)$", node["disks"][0]["initializeParams"]["sourceImage"])
+        assert int(driver) >= 580
+
+
 @pytest.mark.parametrize("name", CLOUDS)
 def test_clusters_are_closed(name: str) -> None:
     text, config = (CLUSTER / f"{name}.yaml").read_text(), cluster(name)
@@ -88,7 +224,9 @@ def test_clusters_are_closed(name: str) -> None:
     assert "--env RAY_AUTH_MODE=token" in config["docker"]["run_options"]
     (start,) = [line for line in config["head_start_ray_commands"] if "ray start" in line]
     assert "--dashboard-host 127.0.0.1" in start
-    assert "0.0.0.0/0" not in text and not re.search(r"AKIA|BEGIN .*PRIVATE KEY|password", text)
+    assert "0.0.0.0/0" not in text and not re.search(
+        r"AKIA|BEGIN .*PRIVATE KEY|(?<!get-login-)password(?!-stdin)", text
+    )
     for _, node in node_types("aws-p4d-a100"):
         assert node["MetadataOptions"]["HttpTokens"] == "required"
         assert all(disk["Ebs"]["Encrypted"] for disk in node["BlockDeviceMappings"])
@@ -110,7 +248,8 @@ def strict(schema: Any) -> Any:
 
 
 def test_kuberay_takes_the_job() -> None:
-    volume, job = yaml.safe_load_all((CLUSTER / "kuberay-rayjob.yaml").read_text())
+    job = yaml.safe_load((CLUSTER / "kuberay-rayjob.yaml").read_text())
+    volume, pod = yaml.safe_load_all((CLUSTER / "kuberay-storage.yaml").read_text())
     schema = strict(json.loads(gzip.decompress((SCHEMAS / "kuberay-1.7.0-rayjob.json.gz").read_bytes())))
     validator = jsonschema.Draft7Validator(schema)
     assert [error.message for error in validator.iter_errors(job["spec"])] == []
@@ -118,16 +257,30 @@ def test_kuberay_takes_the_job() -> None:
     wrong["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["volumeMount"] = []
     assert [error.message for error in validator.iter_errors(wrong)]
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    pods = [group["template"]["spec"] for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]]
+    assert all(each["securityContext"] == {"fsGroup": 1000} for each in pods), "the container's user writes the volume"
+    assert not any("securityContext" in container for each in pods for container in each["containers"])
     claims = {
         volume["persistentVolumeClaim"]["claimName"]
-        for group in [
-            job["spec"]["rayClusterSpec"]["headGroupSpec"],
-            *job["spec"]["rayClusterSpec"]["workerGroupSpecs"],
-        ]
-        for volume in group["template"]["spec"]["volumes"]
+        for each in [*pods, pod["spec"]]
+        for volume in each["volumes"]
         if "persistentVolumeClaim" in volume
     }
     assert claims == {volume["metadata"]["name"]} and volume["spec"]["accessModes"] == ["ReadWriteMany"]
+    # The pod that data is copied to: a template of the same schema, and no GPU.
+    alone = copy.deepcopy(job["spec"])
+    alone["rayClusterSpec"]["headGroupSpec"]["template"] = {"spec": pod["spec"]}
+    assert [error.message for error in validator.iter_errors(alone)] == []
+    assert "nvidia" not in str(pod) and (volume["kind"], pod["kind"]) == ("PersistentVolumeClaim", "Pod")
+    page = (ROOT / "docs" / "start" / "kubernetes.md").read_text()
+    steps = [
+        "apply -f cluster/kuberay-storage.yaml",
+        f"cp train.jsonl {pod['metadata']['name']}:/shared/data/train.jsonl",
+    ]
+    steps += [f"delete pod {pod['metadata']['name']}", "apply -f cluster/kuberay-rayjob.yaml"]
+    assert sorted(steps, key=page.index) == steps, "data first, then 16 GPUs"
+    assert "--data.train.0.path /shared/data/train.jsonl" in job["spec"]["entrypoint"]
 
 
 def test_skypilot_takes_the_task() -> None:
@@ -139,11 +292,25 @@ def test_skypilot_takes_the_task() -> None:
         assert [error.message for error in validator.iter_errors({**found, wrong: 2})]
 
 
+def test_skypilot_keeps_its_ray_and_the_run_its_storage() -> None:
+    text = (CLUSTER / "skypilot.yaml").read_text()
+    task = yaml.safe_load(text)
+    assert "ray stop" not in task["run"] and "pkill" not in task["run"], "SkyPilot has a Ray on the same nodes"
+    (storage,) = re.findall(r"--run.storage (/\w+)/", task["run"])
+    assert storage in task["volumes"] and storage not in task["file_mounts"], (
+        "a mounted bucket has no rename and no locks"
+    )
+    for commands in (text, (ROOT / "docs" / "start" / "skypilot.md").read_text()):
+        launches = re.findall(r"sky (?:jobs )?launch [^\n]*cluster/skypilot.yaml", commands)
+        assert len(launches) == 2 and all("--secret RAY_AUTH_TOKEN" in each for each in launches)
+        assert "sky jobs cancel -n llama2-70b" in commands and "sky down raytune-fsdp" in commands
+
+
 def test_one_version_of_ray() -> None:
     """In the package, the lock file and Kubernetes. Images are installed from the lock file."""
     (pin,) = re.findall(r'"ray\[[^]]*\]==([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     (locked,) = re.findall(r"^ray==([\d.]+)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
-    _, job = yaml.safe_load_all((CLUSTER / "kuberay-rayjob.yaml").read_text())
+    job = yaml.safe_load((CLUSTER / "kuberay-rayjob.yaml").read_text())
     assert pin == locked == job["spec"]["rayClusterSpec"]["rayVersion"]
 
 
@@ -159,6 +326,40 @@ def test_the_mlflow_server_has_our_mlflow_and_no_password() -> None:
     assert all(port.startswith("127.0.0.1:") for port in server["ports"])
 
 
+def test_the_mlflow_server_takes_the_proxys_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.server.security_utils import (
+        get_allowed_hosts_from_env,
+        get_allowed_origins_from_env,
+        is_allowed_host_header,
+        should_block_cors_request,
+    )
+
+    server = yaml.safe_load((CLUSTER / "mlflow" / "compose.yaml").read_text())["services"]["mlflow"]
+    for name in ("MLFLOW_SERVER_ALLOWED_HOSTS", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"):
+        monkeypatch.setenv(name, re.sub(r"\$\{SERVER[^}]*\}", "mlflow.example.com", server["environment"][name]))
+    hosts, origins = get_allowed_hosts_from_env(), get_allowed_origins_from_env()
+    assert (
+        hosts
+        and is_allowed_host_header(hosts, "mlflow.example.com")
+        and is_allowed_host_header(hosts, "localhost:5000")
+    )
+    assert not is_allowed_host_header(hosts, "elsewhere.example.com")
+    assert not should_block_cors_request("https://mlflow.example.com", "POST", origins)
+    assert should_block_cors_request("https://elsewhere.example.com", "POST", origins)
+
+
+def test_the_mlflow_servers_users_are_not_among_its_artifacts() -> None:
+    compose = yaml.safe_load((CLUSTER / "mlflow" / "compose.yaml").read_text())
+    server = compose["services"]["mlflow"]
+    places = dict(reversed(each.split(":")) for each in server["volumes"])
+    script = server["command"][-1]
+    (users,) = re.findall(r"sqlite:///(/\w+)/", script)
+    (artifacts,) = re.findall(r"--artifacts-destination (/\w+)", script)
+    assert (
+        users != artifacts and {users, artifacts} <= places.keys() and {*places.values()} <= compose["volumes"].keys()
+    )
+
+
 def test_recipes_named_in_these_files_exist() -> None:
     named = {
         name for path in CLUSTER.rglob("*.*") for name in re.findall(r"--config ([\w-]+)(?![\w./-])", path.read_text())
@@ -172,8 +373,38 @@ def test_shellcheck_has_nothing_to_say(path: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_shellcheck_has_nothing_to_say_of_skypilots_script() -> None:
+    script = "#!/bin/bash\n" + yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())["run"]
+    done = subprocess.run([TOOLS / "shellcheck", "-"], input=script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_hadolint_has_nothing_to_say() -> None:
     done = subprocess.run(
         [TOOLS / "hadolint", "docker/Dockerfile"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_efa_is_installed_in_the_last_stage() -> None:
+    """Its libraries are in /usr/lib, too, which a copy of /opt/amazon would leave behind."""
+    build, last = (ROOT / "docker" / "Dockerfile").read_text().split("# ---- gpu ----")[1].split(" AS gpu\n")
+    assert "efa_installer.sh" in last and "efa_installer.sh" not in build and "/opt/amazon /opt/amazon" not in last
+    assert "ldd" in last and "'not found'" in last
+
+
+def test_slurms_environment_is_not_in_the_checkout() -> None:
+    """`git clone` in the home directory makes ~/raytune-fsdp."""
+    (prefix,) = re.findall(r"docker/install.sh ~/(\S+) all", (ROOT / "docs" / "start" / "slurm.md").read_text())
+    assert prefix != "raytune-fsdp" and f"$HOME/{prefix}}}/bin/activate" in (CLUSTER / "slurm.sh").read_text()
+
+
+def test_a_relative_prefix_is_the_callers(tmp_path: Path) -> None:
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    for name in ("python", "pip"):
+        (tmp_path / "env" / "bin" / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/log\n')
+        (tmp_path / "env" / "bin" / name).chmod(0o755)
+    done = subprocess.run([ROOT / "docker" / "install.sh", "env", "all,aws"], cwd=tmp_path, check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "log").read_text().splitlines()[-1].endswith("requirements.lock .[all,aws]")
+    assert not (ROOT / "env").exists()

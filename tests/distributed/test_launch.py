@@ -17,6 +17,7 @@ import pytest
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config.load import dump_config, load_config
 from raytune_fsdp.tracking.jsonl import read_evaluations, read_events, read_trajectory
+from raytune_fsdp.tracking.names import with_perplexity
 from tests.checkpoints import checkpoints
 from tests.runs import GPT2, make_config, trajectory
 
@@ -99,7 +100,7 @@ def test_one_command_trains_exports_and_says_what_it_left(tmp_path: Path, capsys
         assert main(["generate", str(model), "w5 w6"]) == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1] != ""
-    trained = read_evaluations(run_dir / "metrics.jsonl", 8)[8]
+    trained = with_perplexity(read_evaluations(run_dir / "metrics.jsonl", 8)[8])
     for model in (run_dir, run_dir / "export"):
         assert main(["eval", str(model), "--json", "--data.train.0.path", "not-there.jsonl"]) == 0
         assert json.loads(capsys.readouterr().out) == pytest.approx(trained, rel=1e-6), "as it was when it was trained"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,10 @@ from tests.runs import make_config
             ["model", "--config", "config.yaml", "--data.eval.0.path", "tokens.jsonl", "--data.seq_len", "4096"],
             "data.seq_len=4096 is more than the model's 128 positions",
         ),
+        (
+            ["model", "--config", "config.yaml", "--data.eval.0.path", "tokens.jsonl", "--cluster.device", "cuda"],
+            "cluster.device=cuda, but this machine has no GPU that torch can use: set cluster.device=cpu",
+        ),
         (["nowhere", "--config", "config.yaml", "--data.eval.0.path", "tokens.jsonl"], "there is no such directory"),
     ],
 )
@@ -35,6 +40,7 @@ def test_what_is_missing_is_one_line(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     save_checkpoint(tmp_path / "model", "llama", tokenizer=True, vocab_size=1024)
     (tmp_path / "config.yaml").write_text(dump_config(make_config(tmp_path)))  # beside it, and not of its run
     capsys.readouterr()
@@ -61,3 +67,22 @@ def test_any_model_with_the_template_of_the_config(
         "eval/rows/loss", "eval/rows/perplexity", "eval/rows/accuracy",
     ]  # fmt: skip
     assert found[0] != found[1]
+
+
+def test_json_has_what_the_text_has_and_null_for_what_is_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text(dump_config(make_config(tmp_path)))
+    measured = {"eval/rows/loss": 800.0, "eval/rows/accuracy": 0.5, "eval/other/loss": float("nan")}
+    monkeypatch.setattr("raytune_fsdp.cli.eval._measure", lambda *_, **__: measured)
+    command = ["eval", "model", "--config", "config.yaml", "--data.eval.0.path", "tokens.jsonl"]
+    assert main(command) == 0
+    keys = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert [*found] == keys
+    assert found == {
+        "eval/rows/loss": 800.0, "eval/rows/perplexity": None, "eval/rows/accuracy": 0.5,
+        "eval/other/loss": None, "eval/other/perplexity": None,
+    }  # fmt: skip
