@@ -29,6 +29,9 @@ READERS = 4
 lock."""
 
 
+_WAY_OUT = "say with --base where the model is that they were trained beside"
+
+
 class WholeWeights(WholeTensors, Weights, Protocol):
     """Tensors that can be read whole and by rows."""
 
@@ -58,7 +61,7 @@ def weights_of_adapter(directory: Path, moved: str | None) -> tuple[WholeWeights
     )
     if not isinstance(path, str) or not path or not isinstance(revision, str | None):
         raise ModelError(f"{directory / ADAPTER_CONFIG_FILE} does not name the model it is for: say it with --base")
-    base = locate(path, revision, field="the base of this adapter", weights=True)
+    base = _located(path, revision)
     network = adapted_network(base, directory)
     adapter = FileWeights(find_weights(directory, "adapter_model"), stored_names(network))
     return _merged(base_weights(find_weights(base), plain_network(base), {}), adapter, network, str(directory)), base
@@ -103,10 +106,17 @@ def base_weights(
     return weights
 
 
+def _located(path: str, revision: str | None) -> Path:
+    try:
+        return locate(path, revision, field="the base of these adapters", weights=True)
+    except ModelError as error:
+        raise ModelError(f"{error}; {_WAY_OUT}") from error
+
+
 def _files(base: Mapping[str, Any]) -> WeightFiles:
-    directory = locate(base["path"], base["revision"], field="the base of these adapters", weights=True)
+    directory = _located(base["path"], base["revision"])
     files = find_weights(directory)
-    way_out = "restore it, or say with --base where the model is that the adapters were trained beside"
+    way_out = f"restore it, or {_WAY_OUT}"
     sizes, known = files.sizes(), {name: each["bytes"] for name, each in base["files"].items()}
     differ = sorted({name for name, _ in sizes.items() ^ known.items()})
     if differ:
