@@ -5,7 +5,7 @@
 #
 # `make demo` and the images come by this one way. PYTHON is the interpreter to use; TORCH_INDEX, an index to take torch
 # from instead of PyPI (https://download.pytorch.org/whl/cpu has builds without CUDA, of a tenth of the size). LEAN=gpu
-# leaves out the packages' own tests, LEAN=cpu also the headers that only a compiler reads: 0.3 GB, as the images do.
+# leaves out the packages' own tests, LEAN=cpu also what only a compiler reads: 0.3 GB, as the images do.
 set -eu
 
 prefix=$1
@@ -36,4 +36,5 @@ if [ -n "${LEAN:-}" ]; then
 fi
 if [ "${LEAN:-}" = cpu ]; then
   rm -rf "$prefix"/lib/python3*/site-packages/torch/include "$prefix"/lib/python3*/site-packages/pyarrow/include
+  find "$prefix"/lib/python3*/site-packages -type f \( -name '*.h' -o -name '*.pxd' -o -name '*.pyx' \) -delete
 fi
