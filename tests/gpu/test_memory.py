@@ -18,18 +18,21 @@ EXACT = {"run": {"deterministic": True}, "parallel": {"precision": "bf16", "comp
 """Kernels that add in a fixed order, and no compiler that chooses others."""
 
 
+WHERE_KEPT: dict[str, dict[str, Any]] = {
+    "offloaded": {"activation_offload": True},
+    "full": {"activation_checkpointing": "full", "activation_offload": True},
+    "selective": {"activation_checkpointing": "selective"},
+    "every_n": {"activation_checkpointing": "every_n", "recompute_every": 2},
+}
+
+
 def with_exact(name: str, **parallel: Any) -> dict[str, dict[str, Any]]:
     return {"run": {"name": name, **EXACT["run"]}, "parallel": {**EXACT["parallel"], **parallel}}
 
 
 def test_what_is_kept_where_changes_no_bit(tmp_path: Path) -> None:
     here = train(tmp_path, "here", **with_exact("here"))
-    for name, parallel in {
-        "offloaded": {"activation_offload": True},
-        "full": {"activation_checkpointing": "full", "activation_offload": True},
-        "selective": {"activation_checkpointing": "selective"},
-        "every_n": {"activation_checkpointing": "every_n"},
-    }.items():
+    for name, parallel in WHERE_KEPT.items():
         other = train(tmp_path, name, **with_exact(name, **parallel))
         assert losses(other) == losses(here), name
         if "offload" in "".join(parallel):

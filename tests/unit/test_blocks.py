@@ -12,6 +12,7 @@ from raytune_fsdp.config import ParallelConfig
 from raytune_fsdp.model import offload
 from raytune_fsdp.model.blocks import blocks_of, run_blocks
 from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler, choose_blocks, why_it_fails
+from tests.gpu.test_memory import WHERE_KEPT
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -154,6 +155,12 @@ def test_every_n_needs_its_n() -> None:
         ParallelConfig(activation_checkpointing="every_n")
     with pytest.raises(ValueError, match="the other modes do not take one"):
         ParallelConfig(recompute_every=2)
+
+
+@pytest.mark.parametrize("name", WHERE_KEPT)
+def test_the_config_takes_what_is_tried_on_a_gpu(name: str) -> None:
+    """Where nobody runs those tests, they are not to fail of a config that has changed."""
+    ParallelConfig.model_validate(WHERE_KEPT[name])
 
 
 class Looped(Network):
