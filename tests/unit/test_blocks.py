@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -186,6 +187,75 @@ def test_offload_gives_back_what_a_block_kept(network: type[Network], monkeypatc
         gradients.append([wide.grad, *(parameter.grad for parameter in model.parameters())])
     for kept, fetched in zip(*gradients, strict=True):
         assert torch.equal(kept, fetched)
+
+
+class Story:
+    """What is copied, and what waits for which copies, in the order in which the host asks for it."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.marks = 0
+
+    def behind_compute(self) -> AbstractContextManager[None]:
+        self.told.append("copy")
+        return nullcontext()
+
+    def mark(self) -> int:
+        self.marks += 1
+        self.told.append(f"mark {self.marks}")
+        return self.marks
+
+    def hold_compute(self, mark: int) -> None:
+        self.told.append(f"wait {mark}")
+
+
+def test_a_host_that_is_ahead_does_not_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block waits for the copies of the last but one; what comes back, for backward to be in the block behind it."""
+    monkeypatch.setattr(offload, "_SMALLEST", 1)
+    story, model = Story(), Network()
+    away = offload.Offload(CPU, story)
+    run_blocks(model, offload=away)  # type: ignore[arg-type]
+    for number, block in enumerate(model.blocks):
+        block.register_full_backward_hook(lambda *_, number=number: story.told.append(f"done {number}"))
+    out = model.train()(torch.ones(4, requires_grad=True))
+    assert story.told == [
+        "copy", "mark 1",
+        "copy", "mark 2", "wait 1",
+        "copy", "mark 3", "wait 2",
+        "copy", "mark 4", "wait 3",
+    ]  # fmt: skip
+    story.told.clear()
+    out.sum().backward()
+    assert story.told == [
+        "wait 4", "copy", "mark 5", "copy", "mark 6", "wait 5", "done 3",
+        "copy", "mark 7", "wait 6", "done 2",
+        "copy", "mark 8", "wait 7", "done 1",
+        "wait 8", "done 0",
+    ]  # fmt: skip
+    assert not away._leaving and not away._coming
+
+
+def test_a_backward_pass_that_was_left_holds_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "_SMALLEST", 1)
+    story, model = Story(), Network()
+    run_blocks(model, offload=(away := offload.Offload(CPU, story)))  # type: ignore[arg-type]
+    model.train()
+
+    class LeftError(Exception):
+        pass
+
+    def leave(*_: object) -> None:
+        raise LeftError
+
+    handle = model.blocks[3].register_full_backward_hook(leave)
+    with pytest.raises(LeftError):
+        model(torch.ones(4, requires_grad=True)).sum().backward()
+    handle.remove()
+    assert list(away._coming) == [2], "fetched for a block that backward did not come to"
+    story.told.clear()
+    model(torch.ones(4, requires_grad=True)).sum().backward()
+    assert story.told[:3] == ["wait 6", "copy", "mark 7"], "its copy is over before its memory is something else's"
+    assert not away._leaving and not away._coming
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
