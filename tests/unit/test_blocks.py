@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from raytune_fsdp.config import ParallelConfig
 from raytune_fsdp.model import offload
@@ -274,3 +276,41 @@ def test_experts_that_add_their_bias_in_place(mode: str) -> None:
         model(input_ids=torch.arange(16)[None], use_cache=False).logits.sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True) if a is not None)
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function.name().startswith("aten::_grouped_mm")
+        return function(*args, **(kwargs or {}))
+
+
+def test_selective_keeps_the_products_of_experts() -> None:
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    # As in Qwen3-30B-A3B, their first product narrows and their last one does not.
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, moe_intermediate_size=8, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, attn_implementation="eager",
+        experts_implementation="grouped_mm",
+    )  # fmt: skip
+    gradients, counts = [], []
+    for how in ("none", "selective", "full"):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+        run_blocks(model, recompute=how)
+        loss = model(input_ids=torch.arange(16)[None], use_cache=False).logits.sum()
+        with Products() as products:
+            loss.backward()
+        counts.append(products.count)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    none, selective, full = counts
+    assert selective == none > 0, "in backward, those of gradients alone"
+    assert full == none + 2 * 2, "two products in each of two blocks"
+    for other in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True) if a is not None)
