@@ -94,6 +94,8 @@ class Unit:
 
     name: str
     modules: tuple[nn.Module, ...]
+    stays: bool = False
+    """Whether its weights stay gathered from forward to backward whatever the strategy is."""
 
     @property
     def numbers(self) -> int:
@@ -112,7 +114,8 @@ def units_of(model: PreTrainedModel, config: ParallelConfig, *, ends: bool) -> l
     if not ends:
         return units
     first, last = ends_of(model)
-    return [Unit("embedding", first), *units, Unit("norm and head", last)]
+    # What comes last in forward comes first in backward: freed in between, it would be gathered again at once.
+    return [Unit("embedding", first), *units, Unit("norm and head", last, stays=True)]
 
 
 def is_wrapped(config: ParallelConfig, world: int) -> bool:
@@ -133,7 +136,10 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig, unit
     # Pinned, so that a GPU copies while the host goes on; without one there is nobody to pin it for.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.cpu_offload else OffloadPolicy()
     for unit in units:
-        fully_shard(list(unit.modules), mesh=mesh, mp_policy=policy, reshard_after_forward=free, offload_policy=offload)
+        fully_shard(
+            list(unit.modules), mesh=mesh, mp_policy=policy,
+            reshard_after_forward=False if unit.stays else free, offload_policy=offload,
+        )  # fmt: skip
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=free, offload_policy=offload)
     for unit, following in pairwise(units):
         # As soon as the one before it is gathered; by itself FSDP would begin when the host reaches it. In backward
@@ -170,7 +176,9 @@ def describe(model: nn.Module, units: Sequence[Unit], config: ParallelConfig) ->
         named.setdefault(unit.name, []).append(unit.numbers * width)
     if rest:
         named["the rest"] = [rest * width]
-    gathered = "once a step" if config.strategy in _STAYS else "in forward, and again in backward"
+    staying = " and ".join(unit.name for unit in units if unit.stays)
+    again = f"in forward, and again in backward{f' ({staying} once for both)' if staying else ''}"
+    gathered = "once a step" if config.strategy in _STAYS else again
     return {
         "units": [{"name": name, "count": len(sizes), "bytes": max(sizes)} for name, sizes in named.items()],
         "gathered": gathered,

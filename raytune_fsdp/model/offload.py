@@ -115,9 +115,7 @@ class Offload:
                 host = torch.empty_like(tensor, device="cpu", pin_memory=self._cuda, requires_grad=False)
                 if host.stride() != tensor.stride():  # a part of another tensor would come back in another layout
                     return tensor
-                with self._copies.behind_compute():
-                    host.copy_(tensor.detach(), non_blocking=self._cuda)
-                away = _Away(host=host, device=tensor.device)
+                away = self._send(tensor, host)
                 sent.append((tensor, away))
                 mine.append(away)
             return number, away
@@ -128,6 +126,11 @@ class Offload:
         self._leaving.append((self._copies.mark(), [tensor.detach() for tensor, _ in sent]))
         sent.clear()
         self._let_go(_BEHIND)
+
+    def _send(self, tensor: torch.Tensor, host: torch.Tensor) -> _Away:
+        with self._copies.behind_compute():
+            host.copy_(tensor.detach(), non_blocking=self._cuda)
+        return _Away(host=host, device=tensor.device)
 
     def _let_go(self, behind: int) -> None:
         """Forget what was sent by all but the latest blocks. What is computed from here on may use its memory."""
