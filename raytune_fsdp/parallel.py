@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -38,6 +38,8 @@ _STAYS = ("shard_grad_op", "replicate")
 _FOR_WEIGHTS = 0.7
 """How much of the memory may be used for what a weight needs, if activations are to have room."""
 
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Precisions that compute in another type than that of the weights."""
 
@@ -62,18 +64,31 @@ def numerics(config: ParallelConfig, device: torch.device, *, deterministic: boo
         torch.backends.cuda.matmul.allow_tf32,
         torch.backends.cudnn.allow_tf32,
     )
-    if deterministic:
-        # cuBLAS reads it when it is first used; without it torch refuses every product.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        from torch._inductor import config as inductor
+    with _repeatable() if deterministic else nullcontext():
+        _set_numerics(deterministic or before[0], config.tf32, config.tf32)
+        try:
+            yield
+        finally:
+            _set_numerics(*before)
 
-        inductor.deterministic = True  # it would choose kernels by trying which is faster
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time for nothing
-    _set_numerics(deterministic or before[0], config.tf32, config.tf32)
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    """What torch's deterministic algorithms need beside their own setting."""
+    from torch._inductor import config as inductor
+
+    memory: Any = torch.utils.deterministic
+    before = os.environ.get(_CUBLAS), inductor.deterministic, memory.fill_uninitialized_memory
+    # cuBLAS reads it when it is first used; without it torch refuses every product.
+    os.environ.setdefault(_CUBLAS, ":4096:8")
+    inductor.deterministic = True  # it would choose kernels by trying which is faster
+    memory.fill_uninitialized_memory = False  # takes time for nothing
     try:
         yield
     finally:
-        _set_numerics(*before)
+        if before[0] is None:
+            os.environ.pop(_CUBLAS, None)
+        _, inductor.deterministic, memory.fill_uninitialized_memory = before
 
 
 def _set_numerics(deterministic: bool, products: bool, convolutions: bool) -> None:
