@@ -76,7 +76,7 @@ def train(parts: Parts, stop: Stop) -> RunState:
         meter.add(batches, tensors, lr=parts.config.optim.lr * factor, data_seconds=data_seconds)
         evaluating = plan.due(step, plan.eval_every)
         saving = last or parts.saves.due(boundary, plan.due(step, plan.save_every), step)
-        # The only place where training waits for the device: every train.log_every steps, for all of them at once.
+        # The only place where training waits for the device: every train.log_every steps, for those before the latest.
         if plan.due(step, plan.log_every) or evaluating or saving:
             _log(parts, step, last=evaluating or saving)
         if saving:

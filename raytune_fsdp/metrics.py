@@ -1,4 +1,4 @@
-"""Tensors that steps leave on the device become metrics. They are fetched together, since every fetch waits for it."""
+"""Tensors that steps leave on the device become metrics, without the host waiting for more than it asks for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import psutil
@@ -24,12 +24,21 @@ from raytune_fsdp.step_counts import StepCounts
 from raytune_fsdp.types import Cursor, StepBatches, StepMetrics
 
 
+class _Arrival(Protocol):
+    """What tells the host that a copy is there, as a CUDA event does."""
+
+    def synchronize(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pending:
     step: int
     lr: float
     data_seconds: float
     tensors: StepTensors
+    """On the host, or on their way to it."""
+    arrival: _Arrival | None
+    """None: they are there."""
 
 
 class Meter:
@@ -71,24 +80,28 @@ class Meter:
         self._since = time.perf_counter()
 
     def add(self, batches: StepBatches, tensors: StepTensors, *, lr: float, data_seconds: float) -> None:
-        self._pending.append(_Pending(step=batches.step, lr=lr, data_seconds=data_seconds, tensors=tensors))
+        tensors, arrival = to_host(tensors)
+        self._pending.append(
+            _Pending(step=batches.step, lr=lr, data_seconds=data_seconds, tensors=tensors, arrival=arrival)
+        )
 
     def fetch(self, *, last: bool = True) -> list[StepMetrics]:
-        """Metrics of all steps since the last fetch, each with the mean step time. Waits for the device.
+        """Metrics of all steps since the last fetch, each with the mean step time. Waits until these are computed.
 
-        Without `last`, the step that a GPU may still be computing is left for the next fetch.
+        Without `last`, the step that a GPU may still be computing is left for the next fetch, and not waited for.
         """
         ready = self._pending if last else self._pending[: len(self._pending) - self._late]
         if not ready:
             return []
-        counts = torch.stack([p.tensors.counts for p in ready]).cpu()
-        values = torch.stack([p.tensors.values for p in ready]).cpu()
+        for pending in ready:
+            if pending.arrival is not None:
+                pending.arrival.synchronize()
         now = time.perf_counter()
         seconds = (now - self._since) / len(ready)
         machines = self._machines(seconds, sum(pending.data_seconds for pending in ready) / len(ready))
         rows = [
-            self._metrics(pending, counts[i].tolist(), values[i].tolist(), seconds, machines)
-            for i, pending in enumerate(ready)
+            self._metrics(pending, pending.tensors.counts.tolist(), pending.tensors.values.tolist(), seconds, machines)
+            for pending in ready
         ]
         self._pending = self._pending[len(ready) :]
         self._since = now
@@ -166,6 +179,19 @@ class Meter:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def to_host(tensors: StepTensors) -> tuple[StepTensors, _Arrival | None]:
+    """The same on the host, and what tells that they are there; None: they are."""
+    if not tensors.values.is_cuda:
+        return tensors, None
+    # Queued behind this step alone. A copy that is asked for when the metrics are would come behind all steps that
+    # were queued by then, and the host would wait for each of them.
+    counts, values = (
+        torch.empty_like(each, device="cpu", pin_memory=True).copy_(each, non_blocking=True)
+        for each in (tensors.counts, tensors.values)
+    )
+    return StepTensors(counts=counts, values=values), torch.cuda.current_stream(tensors.values.device).record_event()
 
 
 def _spread(values: Any) -> tuple[float, float, float]:

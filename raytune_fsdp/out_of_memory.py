@@ -41,6 +41,16 @@ def explain(
     )
 
 
+def explain_building(
+    error: torch.OutOfMemoryError, config: FinetuneConfig, device: torch.device, *, rank: int
+) -> TrainingError:
+    """The error to raise instead where there are no parts yet to be counted."""
+    return TrainingError(
+        f"rank {rank} ran out of memory on {device} while it made weights and moments, before the first step: "
+        f"{first_line(error).rstrip('.')}. Cheapest change: {_spread_states(config.parallel)}"
+    )
+
+
 def consumers(model: nn.Module, optimizer: Optimizer, device: torch.device, peak: int) -> dict[str, int]:
     """Bytes on the device by what holds them; `peak` is the most that was allocated at a time."""
     parameters = list(model.parameters())
@@ -56,10 +66,8 @@ def consumers(model: nn.Module, optimizer: Optimizer, device: torch.device, peak
 def way_out(config: FinetuneConfig, parallel: ParallelConfig, used: dict[str, int]) -> str:
     """What to change, the cheapest first. All but the last change no result."""
     states = 1 - used["activations and gathered weights"] / max(1, sum(used.values()))
-    if parallel.strategy in ("replicate", "shard_grad_op", "hybrid_shard") and states > _MOSTLY:
-        return "parallel.strategy=full_shard"
     if states > _MOSTLY:
-        return "more ranks (cluster.workers), which share weights, gradients and moments"
+        return _spread_states(parallel)
     if config.model.loss == "plain":
         return "model.loss=auto, which makes no logits of a whole micro-batch"
     if parallel.activation_checkpointing == "none":
@@ -69,6 +77,12 @@ def way_out(config: FinetuneConfig, parallel: ParallelConfig, used: dict[str, in
     if not parallel.activation_offload:
         return "parallel.activation_offload=true"
     return "more ranks (cluster.workers) or, in a new run, a smaller train.micro_batch or data.seq_len"
+
+
+def _spread_states(parallel: ParallelConfig) -> str:
+    if parallel.strategy in ("replicate", "shard_grad_op", "hybrid_shard"):
+        return "parallel.strategy=full_shard"
+    return "more ranks (cluster.workers), which share weights, gradients and moments"
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -39,6 +39,8 @@ _STAYS = ("shard_grad_op", "replicate")
 _FOR_WEIGHTS = 0.7
 """How much of the memory may be used for what a weight needs, if activations are to have room."""
 
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Precisions that compute in another type than that of the weights."""
 
@@ -63,18 +65,31 @@ def numerics(config: ParallelConfig, device: torch.device, *, deterministic: boo
         torch.backends.cuda.matmul.allow_tf32,
         torch.backends.cudnn.allow_tf32,
     )
-    if deterministic:
-        # cuBLAS reads it when it is first used; without it torch refuses every product.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        from torch._inductor import config as inductor
+    with _repeatable() if deterministic else nullcontext():
+        _set_numerics(deterministic or before[0], config.tf32, config.tf32)
+        try:
+            yield
+        finally:
+            _set_numerics(*before)
 
-        inductor.deterministic = True  # it would choose kernels by trying which is faster
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time for nothing
-    _set_numerics(deterministic or before[0], config.tf32, config.tf32)
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    """What torch's deterministic algorithms need beside their own setting."""
+    from torch._inductor import config as inductor
+
+    memory: Any = torch.utils.deterministic
+    before = os.environ.get(_CUBLAS), inductor.deterministic, memory.fill_uninitialized_memory
+    # cuBLAS reads it when it is first used; without it torch refuses every product.
+    os.environ.setdefault(_CUBLAS, ":4096:8")
+    inductor.deterministic = True  # it would choose kernels by trying which is faster
+    memory.fill_uninitialized_memory = False  # takes time for nothing
     try:
         yield
     finally:
-        _set_numerics(*before)
+        if before[0] is None:
+            os.environ.pop(_CUBLAS, None)
+        _, inductor.deterministic, memory.fill_uninitialized_memory = before
 
 
 def _set_numerics(deterministic: bool, products: bool, convolutions: bool) -> None:
@@ -109,6 +124,8 @@ class Unit:
 
     name: str
     modules: tuple[nn.Module, ...]
+    stays: bool = False
+    """Whether its weights stay gathered from forward to backward whatever the strategy is."""
 
     @property
     def numbers(self) -> int:
@@ -127,7 +144,8 @@ def units_of(model: PreTrainedModel, config: ParallelConfig, *, ends: bool) -> l
     if not ends:
         return units
     first, last = ends_of(model)
-    return [Unit("embedding", first), *units, Unit("norm and head", last)]
+    # What comes last in forward comes first in backward: freed in between, it would be gathered again at once.
+    return [Unit("embedding", first), *units, Unit("norm and head", last, stays=True)]
 
 
 def is_wrapped(config: ParallelConfig, world: int) -> bool:
@@ -148,7 +166,10 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig, unit
     # Pinned, so that a GPU copies while the host goes on; without one there is nobody to pin it for.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.cpu_offload else OffloadPolicy()
     for unit in units:
-        fully_shard(list(unit.modules), mesh=mesh, mp_policy=policy, reshard_after_forward=free, offload_policy=offload)
+        fully_shard(
+            list(unit.modules), mesh=mesh, mp_policy=policy,
+            reshard_after_forward=False if unit.stays else free, offload_policy=offload,
+        )  # fmt: skip
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=free, offload_policy=offload)
     for unit, following in pairwise(units):
         # As soon as the one before it is gathered; by itself FSDP would begin when the host reaches it. In backward
@@ -188,7 +209,9 @@ def describe(model: nn.Module, units: Sequence[Unit], config: ParallelConfig) ->
         named.setdefault(unit.name, []).append(unit.numbers * width)
     if rest:
         named["the rest"] = [rest * width]
-    gathered = "once a step" if config.strategy in _STAYS else "in forward, and again in backward"
+    staying = " and ".join(unit.name for unit in units if unit.stays)
+    again = f"in forward, and again in backward{f' ({staying} once for both)' if staying else ''}"
+    gathered = "once a step" if config.strategy in _STAYS else again
     return {
         "units": [{"name": name, "count": len(sizes), "bytes": max(sizes)} for name, sizes in named.items()],
         "gathered": gathered,

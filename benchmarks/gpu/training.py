@@ -109,9 +109,16 @@ def _rate(device: torch.device, step_seconds: float, tokens: int) -> dict[str, A
 
 
 def profiled(device: str, directory: Path, *, size: str, micro: int) -> dict[str, Any]:
-    """A few steady steps, one after another as in a run: what the GPU did, and how long it did nothing."""
+    """A few steady steps, one after another as in a run: what the GPU did, and how long it did nothing.
+
+    Each step is logged, as a run does that is not told otherwise: if that waited for the device, it would be idle.
+    """
     at = _join(device)
-    config = make_config(directory, size, micro=micro, steps=_PROFILED_STEPS + 1, compiled=False)
+    steps = _PROFILED_STEPS + 1
+    config = make_config(
+        directory, size, micro=micro, steps=steps, compiled=False,
+        train={"global_batch": micro, "micro_batch": micro, "max_steps": WARMUP_STEPS + steps + 1, "log_every": 1},
+    )  # fmt: skip
     # Only one of the two: to note what the host does slows it down, and the GPU would seem idle.
     record = profile(activities=[ProfilerActivity.CUDA if at.type == "cuda" else ProfilerActivity.CPU])
 

@@ -16,7 +16,8 @@ from raytune_fsdp.errors import DataError, Interrupted, TrainingError
 from raytune_fsdp.launch.signals import SignalReceived
 from raytune_fsdp.launch.torchrun import local_rank
 from raytune_fsdp.loop import Parts, train
-from raytune_fsdp.out_of_memory import explain
+from raytune_fsdp.model.compiler import settings_restored
+from raytune_fsdp.out_of_memory import explain, explain_building
 from raytune_fsdp.parallel import numerics
 from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.tracking.tracker import Status
@@ -70,8 +71,12 @@ def work(
 ) -> int:
     """Train on this rank, whose process group exists already. Returns the last step."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    with numerics(config.parallel, device, deterministic=config.run.deterministic):
-        return _work(assemble(config, prepared, standing, device, hooks), stop)
+    with numerics(config.parallel, device, deterministic=config.run.deterministic), settings_restored():
+        try:
+            parts = assemble(config, prepared, standing, device, hooks)
+        except torch.OutOfMemoryError as error:
+            raise explain_building(error, config, device, rank=dist.get_rank()) from error
+        return _work(parts, stop)
 
 
 def _work(parts: Parts, stop: Stop) -> int:

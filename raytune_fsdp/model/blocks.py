@@ -91,9 +91,9 @@ def run_blocks(
 
     `recompute` is what they compute in backward again, with the same random numbers. `none`: nothing. `full`:
     everything from their inputs. `every_n`: the same, in one block of `every`. `selective`: everything but the results
-    of attention and of large products.
+    of attention and of large products, those of experts among them.
     """
-    again, once = _RECOMPUTE[recompute], _plain
+    again, once = _recomputing(recompute, model), _plain
     if compiler is not None:  # around what is computed again, so that the graph can fuse it
         again, once = compiler.compiled(again), compiler.compiled(once)
     for number, block in enumerate(blocks_of(model)):
@@ -127,29 +127,55 @@ def _in_part_again(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(partial(_plain, block), *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
+def _experts_and_in_part_again(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    contexts = partial(create_selective_checkpoint_contexts, _keeps_but_experts)
+    return checkpoint(partial(_plain, block), *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
 _RECOMPUTE: dict[str, Forward] = {"none": _plain, "full": _again, "every_n": _again, "selective": _in_part_again}
+
+
+def _recomputing(how: str, model: nn.Module) -> Forward:
+    biased = how == "selective" and any(_has_biased_experts(module) for module in model.modules())
+    return _experts_and_in_part_again if biased else _RECOMPUTE[how]
+
+
+def _has_biased_experts(module: nn.Module) -> bool:
+    own = dict(module.named_parameters(recurse=False))
+    return any(weight.dim() == 3 for weight in own.values()) and any("bias" in name for name in own)
+
 
 _MOST_RANK = 256
 """Inner terms of a product that are few, if the result is far wider."""
 
 _PRODUCTS = ("aten::mm", "aten::addmm")
 
+_OF_EXPERTS = "aten::_grouped_mm"
+"""How transformers computes the products of all experts, in 16 bits on a GPU."""
+
 _ATTENTION = re.compile("attention|attn|sdpa")
 
 
 def _keeps(_: object, operation: torch._ops.OpOverload, *args: Any, **__: Any) -> CheckpointPolicy:
-    """Keep what took long for its size: results of attention, and of products that do not narrow.
+    """Keep what took long for its size: results of attention, of products that do not narrow, and of experts.
 
     A product that narrows is the last one of a block, which nothing needs in backward: it is neither kept nor computed
-    again. An adapter's second one makes as much as a layer does, out of next to nothing. Products in batches are the
-    scores of eager attention, the largest tensors of all. To those of experts some networks (gpt-oss) add their bias in
-    place, which a tensor that is kept does not allow.
+    again. An adapter's second one makes as much as a layer does, out of next to nothing. Those of experts are all
+    needed, the last one for the gradient of its share in the sum. Products in batches are the scores of eager
+    attention, the largest tensors of all.
     """
-    name: str = operation.name()  # type: ignore[no-untyped-call]
-    if name.partition(".")[0] in _PRODUCTS:
-        weight = args[2 if name.startswith("aten::addmm") else 1]
+    name: str = operation.name().partition(".")[0]  # type: ignore[no-untyped-call]
+    if name in _PRODUCTS:
+        weight = args[2 if name == "aten::addmm" else 1]
         inner, outer = weight.shape[-2], weight.shape[-1]
         kept = inner <= outer and not (inner <= _MOST_RANK and outer >= 8 * inner)
     else:
-        kept = _ATTENTION.search(name) is not None
+        kept = name == _OF_EXPERTS or _ATTENTION.search(name) is not None
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keeps_but_experts(_: object, operation: torch._ops.OpOverload, *args: Any, **__: Any) -> CheckpointPolicy:
+    """Where experts have a bias (gpt-oss): it is added in place, which a tensor that is kept does not allow."""
+    if operation.name().startswith(_OF_EXPERTS):  # type: ignore[no-untyped-call]
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return _keeps(_, operation, *args)

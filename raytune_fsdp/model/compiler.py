@@ -7,7 +7,8 @@ second one makes a graph for any length. From then on nothing should be compiled
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,6 +65,26 @@ def why_it_fails(device: torch.device) -> str | None:
     return compiler.failure
 
 
+_SETTINGS = (
+    (torch._dynamo.config, "recompile_limit"),
+    (torch._dynamo.config, "fail_on_recompile_limit_hit"),
+    (torch._functorch.config, "force_non_lazy_backward_lowering"),
+    (torch._inductor.config, "fallback_random"),
+)
+"""What a `Compiler` changes for its process."""
+
+
+@contextmanager
+def settings_restored() -> Iterator[None]:
+    """What is compiled behind this, by whoever called for the run, is compiled as if there had been none."""
+    before = [getattr(config, name) for config, name in _SETTINGS]
+    try:
+        yield
+    finally:
+        for (config, name), value in zip(_SETTINGS, before, strict=True):
+            setattr(config, name, value)
+
+
 class Compiler:
     """Compiles functions when they are first called, and gives up for all of them when that fails once."""
 
@@ -73,8 +94,8 @@ class Compiler:
         torch._dynamo.reset()  # graphs of an earlier run in this process would not be counted
         self._before = self._graphs = counters["stats"]["unique_graphs"]
         self._said = False
-        # These hold for the process, which is a rank's. Past the limit torch would only log a line and run what does
-        # not fit its graphs eagerly. And what fails in backward could not be done again without the compiler.
+        # These hold for the process until `settings_restored` ends. Past the limit torch would only log a line and run
+        # what does not fit its graphs eagerly. And what fails in backward could not be done again without the compiler.
         torch._dynamo.config.recompile_limit = _MOST_GRAPHS
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         torch._functorch.config.force_non_lazy_backward_lowering = True

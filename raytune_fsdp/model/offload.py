@@ -1,22 +1,77 @@
 """What blocks keep for backward, in the memory of the host.
 
-A block's tensors leave on a stream of their own while the block computes, and come back while backward is in the block
-behind it. With activation checkpointing only the inputs of blocks are kept, so that is all that travels: 32 inputs of
-8,192 tokens are 2 GiB for an 8B, which a GPU moves in 80 ms at 25 GB/s and computes for seconds.
+A block's tensors leave on a stream of their own while the block behind it computes, and come back while backward is in
+the block behind it. With activation checkpointing only the inputs of blocks are kept, so that is all that travels: 32
+inputs of 8,192 tokens are 2 GiB for an 8B, which a GPU moves in 80 ms at 25 GB/s and computes for seconds.
+
+The device holds the tensors of a few blocks at a time, however far the host is ahead. All of its memory here is that of
+the computing stream, which waits for a copy before it may have the memory of it for something else; and a copy back
+waits until backward has come to the block behind.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
 _SMALLEST = 2**20
 """Bytes of a tensor that is worth a transfer."""
+
+_BEHIND = 1
+"""How many blocks the copies may be behind the computation. The tensors of so many blocks, and of the one that
+computes, are on the device at a time."""
+
+
+class Copies(Protocol):
+    """Where copies are made, beside what the device computes."""
+
+    def behind_compute(self) -> AbstractContextManager[None]:
+        """What is copied in here begins when everything is done that was to be computed until now."""
+
+    def mark(self) -> Any:
+        """The end of all copies until now."""
+
+    def hold_compute(self, mark: Any) -> None:
+        """What is computed from now on begins when the copies before the mark are done."""
+
+
+class _OnStream:
+    """Copies on a stream of their own. Never run on a GPU in this form."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def behind_compute(self) -> Iterator[None]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event:
+        return self._stream.record_event()
+
+    def hold_compute(self, mark: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+
+class _AtOnce:
+    """On a CPU, a copy is done when the host goes on."""
+
+    def behind_compute(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def mark(self) -> None:
+        return None
+
+    def hold_compute(self, mark: None) -> None:
+        pass
 
 
 @dataclass(slots=True)
@@ -26,20 +81,24 @@ class _Away:
     host: torch.Tensor
     device: torch.device
     back: torch.Tensor | None = None
-    arrived: torch.cuda.Event | None = None
 
 
 class Offload:
     """The tensors of all blocks that are kept on the host between forward and backward."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, copies: Copies | None = None) -> None:
         self._cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
+        self._copies: Copies = copies or (_OnStream(device) if self._cuda else _AtOnce())
         self._blocks: dict[int, list[_Away]] = {}
+        # References, so that the memory of what is being copied is not given to something else: what was sent and the
+        # end of its copies, block by block, and what was fetched for blocks that backward has not come to.
+        self._leaving: deque[tuple[Any, list[torch.Tensor]]] = deque()
+        self._coming: dict[int, tuple[Any, list[torch.Tensor]]] = {}
 
     @contextmanager
     def of(self, number: int, block: nn.Module) -> Iterator[None]:
         """In here, `block` computes, the `number`th of a forward pass."""
+        self._give_up_coming()
         # Weights have a place of their own, which FSDP frees and fills again.
         weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
         # A tensor that several operations keep goes once. It is held until the block ends, so that none is taken for
@@ -63,42 +122,53 @@ class Offload:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield
+        # Detached: with its graph, a tensor would hold all that was computed before it.
+        self._leaving.append((self._copies.mark(), [tensor.detach() for tensor, _ in sent]))
         sent.clear()
+        self._let_go(_BEHIND)
 
     def _send(self, tensor: torch.Tensor, host: torch.Tensor) -> _Away:
-        if self._stream is None:
-            host.copy_(tensor.detach())
-        else:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                host.copy_(tensor.detach(), non_blocking=True)
-            tensor.record_stream(self._stream)
+        with self._copies.behind_compute():
+            host.copy_(tensor.detach(), non_blocking=self._cuda)
         return _Away(host=host, device=tensor.device)
+
+    def _let_go(self, behind: int) -> None:
+        """Forget what was sent by all but the latest blocks. What is computed from here on may use its memory."""
+        while len(self._leaving) > behind:
+            mark, _ = self._leaving.popleft()
+            self._copies.hold_compute(mark)
+
+    def _give_up_coming(self) -> None:
+        """A backward pass did not come to what was fetched for it: it was left in its middle."""
+        for mark, _ in self._coming.values():
+            self._copies.hold_compute(mark)
+        self._coming.clear()
 
     def _unpack(self, kept: Any) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):
             return kept
         number, away = cast("tuple[int, _Away]", kept)
-        # Whole blocks at a time, and the next one that backward will come to as well.
+        self._let_go(0)
+        # Whole blocks at a time, and the next one that backward will come to as well: not before it is in this block,
+        # or a host that is ahead would fetch them all.
         for needed in (number, number - 1):
-            for each in self._blocks.pop(needed, []):
-                self._fetch(each)
-        # Not there yet if its block began to run again before backward came to it.
-        back = away.back if away.back is not None else self._fetch(away)
-        if away.arrived is not None:
-            torch.cuda.current_stream().wait_event(away.arrived)
-            back.record_stream(torch.cuda.current_stream())
-        return back
+            if needed in self._blocks:
+                self._fetch(needed, self._blocks.pop(needed))
+        if away.back is None:  # its block began to run again before backward came to it
+            self._fetch(number, [away])
+        if number in self._coming:
+            mark, _ = self._coming.pop(number)
+            self._copies.hold_compute(mark)
+        return cast(torch.Tensor, away.back)
 
-    def _fetch(self, away: _Away) -> torch.Tensor:
-        if self._stream is None:
-            away.back = away.host
-            return away.back
-        with torch.cuda.stream(self._stream):
-            away.back = torch.empty_like(away.host, device=away.device)
-            away.back.copy_(away.host, non_blocking=True)
-            away.arrived = self._stream.record_event()
-        return away.back
+    def _fetch(self, number: int, kept: list[_Away]) -> None:
+        # Allocated outside: memory of the computing stream, which the copies wait for.
+        backs = [torch.empty_like(away.host, device=away.device) if self._cuda else away.host for away in kept]
+        with self._copies.behind_compute():
+            for away, back in zip(kept, backs, strict=True):
+                away.back = back.copy_(away.host, non_blocking=True) if self._cuda else back
+        _, before = self._coming.get(number, (None, []))
+        self._coming[number] = (self._copies.mark(), [*before, *backs])
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -31,8 +31,8 @@ it is this one of each."""
 SHARDED = "sharded"
 """What an attempt gathers together. Fields: units (name, count, and bytes of the largest), gathered (when)."""
 COMPILED = "compiled"
-"""Graphs were compiled in the steps since the last fetch of metrics, up to this one; after step 3 none should be.
-Fields: step, graphs."""
+"""Graphs were compiled in the steps since the last fetch of metrics, up to this one; after step 3 none should be,
+but for the short last step of a run in epochs. Fields: step, graphs."""
 PROFILED = "profiled"
 """A step was recorded with torch's profiler. Fields: step, path of the table, and on a GPU the percent of the step in
 which it was idle, and in which it only communicated."""

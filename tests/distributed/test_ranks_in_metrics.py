@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from raytune_fsdp.tracking.jsonl import read_events, read_metrics
@@ -56,3 +57,37 @@ def test_ranks_say_how_long_they_took_and_what_took_their_memory(tmp_path: Path)
     assert cramped["free"] == 1000 and bytes_of_both <= cramped["wanted"] <= 1.01 * bytes_of_both
     assert events["profiled"] == {"step": 2, "path": str(directory / "profile" / "step-2-rank-0.txt")}
     assert (directory / "profile" / "step-2-rank-1.json.gz").stat().st_size > 0
+
+
+def no_memory_for(values: Mapping[str, Any], what: str) -> str:
+    """What is said if a part of the run finds no memory when it is made."""
+    import torch
+
+    from raytune_fsdp import assemble
+    from raytune_fsdp.errors import TrainingError
+
+    def without_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    setattr(assemble, what, without_memory)
+    try:
+        train_rank(values)
+    except TrainingError as error:
+        return str(error)
+    raise AssertionError("it went on")
+
+
+@pytest.mark.parametrize(
+    ("what", "strategy", "way_out"),
+    [
+        ("fill", "full_shard", "more ranks (cluster.workers), which share weights, gradients and moments"),
+        ("build_optimizer", "replicate", "parallel.strategy=full_shard"),
+    ],
+)
+def test_too_large_to_be_built(tmp_path: Path, what: str, strategy: str, way_out: str) -> None:
+    config = make_config(tmp_path, parallel={"strategy": strategy})
+    (said,) = run_ranks(no_memory_for, 1, config.model_dump(), what)
+    assert said == (
+        "rank 0 ran out of memory on cpu while it made weights and moments, before the first step: "
+        f"CUDA out of memory. Tried to allocate 2.00 GiB. Cheapest change: {way_out}"
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,3 +54,42 @@ def test_plain_and_chunked_agree(tmp_path: Path, world: int) -> None:
         assert [entry[0] for entry in line["datasets"]] == list(datasets)
         total = sum(loss * targets for _, loss, _, targets in line["datasets"])
         assert total == pytest.approx(line["trajectory"]["loss"] * line["trajectory"]["target_tokens"], rel=1e-6)
+
+
+def gathered_when(values: Mapping[str, Any]) -> list[dict[str, bool]]:
+    """Which weights are gathered after a forward pass, after its backward pass, and after an evaluation."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from raytune_fsdp.assemble import assemble
+    from raytune_fsdp.config import FinetuneConfig
+    from raytune_fsdp.evaluate import evaluating
+    from raytune_fsdp.launch.local import prepare_on_rank0
+    from raytune_fsdp.model.loss import block_loss
+
+    config = FinetuneConfig.model_validate(values)
+    parts = assemble(config, *prepare_on_rank0(config), torch.device("cpu"))
+    found: list[dict[str, bool]] = []
+
+    def note() -> None:
+        found.append({name: not isinstance(p, DTensor) for name, p in parts.model.named_parameters()})
+
+    block = next(iter(parts.batches)).blocks[0]
+    loss = block_loss(parts.model, block).total
+    note()
+    loss.backward()  # type: ignore[no-untyped-call]
+    note()
+    with evaluating(parts.model):
+        block_loss(parts.model, block)
+    note()
+    parts.saves.leave()
+    parts.tracker.finish("interrupted")
+    return found
+
+
+def test_the_head_stays_gathered_until_backward_alone(tmp_path: Path) -> None:
+    """Backward begins with it. After an evaluation it must not stay: the next step has other weights."""
+    config = make_config(tmp_path, UNTIED, parallel={"precision": "fp32"})
+    for forward, backward, evaluation in run_ranks(gathered_when, 2, config.model_dump()):
+        assert {name for name, gathered in forward.items() if gathered} == {"model.norm.weight", "lm_head.weight"}
+        assert not any(backward.values()) and not any(evaluation.values())

@@ -72,7 +72,7 @@ def watched(values: Mapping[str, Any], disturb: bool) -> list[str]:
         operations, methods = Operations(), Methods()
         with methods, operations:
             train_step(
-                parts.model, parts.optimizer, parts.scale, batches, plan=parts.plan, parallel=config.parallel,
+                parts.model, parts.optimizer, parts.scale, batches, plan=parts.plan, parallel=parts.parallel,
                 optim=config.optim, lr_factor=1.0, seed=0,
             )  # fmt: skip
         if number:

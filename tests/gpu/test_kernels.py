@@ -1,19 +1,22 @@
-"""On a GPU: kernels that are told where documents begin are right, and a steady step does not wait for the device."""
+"""On a GPU: kernels that are told where documents begin are right, and steady steps do not wait for the device."""
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
 import torch
 
 from raytune_fsdp.assemble import assemble
+from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.launch.worker import join
+from raytune_fsdp.loop import train
+from raytune_fsdp.metrics import to_host
 from raytune_fsdp.model.attention import Needs, choose
 from raytune_fsdp.model.kernels import KERNELS, Call, reference
-from raytune_fsdp.step import train_step
+from raytune_fsdp.step import StepTensors, train_step
 from raytune_fsdp.types import Borders
 from tests.gpu.test_gpu import ARCHITECTURE
 from tests.runs import make_config, write_tokenizer, write_tokens
@@ -44,13 +47,17 @@ def test_values_and_gradients(width: int, keys: int, window: int | None) -> None
         assert (a.float() - b).abs().max() <= 4e-2 * b.abs().max()
 
 
-def test_a_steady_step_does_not_wait(tmp_path: Path) -> None:
-    write_tokens(tmp_path / "tokens.jsonl", rows=400, vocabulary=32, longest=200)
-    write_tokenizer(tmp_path / "tokenizer", ARCHITECTURE["vocab_size"])
-    config = make_config(
-        tmp_path, ARCHITECTURE, data={"seq_len": 512}, parallel={"precision": "bf16"},
-        train={"global_batch": 8, "micro_batch": 4, "max_steps": 6}, cluster={"device": "cuda", "workers": 1},
+def config_of(directory: Path, **train: int) -> FinetuneConfig:
+    write_tokens(directory / "tokens.jsonl", rows=400, vocabulary=32, longest=200)
+    write_tokenizer(directory / "tokenizer", ARCHITECTURE["vocab_size"])
+    return make_config(
+        directory, ARCHITECTURE, data={"seq_len": 512}, parallel={"precision": "bf16"},
+        train={"global_batch": 8, "micro_batch": 4, **train}, cluster={"device": "cuda", "workers": 1},
     )  # fmt: skip
+
+
+def test_a_steady_step_does_not_wait(tmp_path: Path) -> None:
+    config = config_of(tmp_path, max_steps=6)
     device = torch.device("cuda", 0)
     join(device, alone=True)
     try:
@@ -58,9 +65,50 @@ def test_a_steady_step_does_not_wait(tmp_path: Path) -> None:
         for number, batches in enumerate(islice(parts.batches, 5)):
             torch.cuda.set_sync_debug_mode("error" if number > 2 else "default")
             train_step(
-                parts.model, parts.optimizer, parts.scale, batches, plan=parts.plan, parallel=config.parallel,
+                parts.model, parts.optimizer, parts.scale, batches, plan=parts.plan, parallel=parts.parallel,
                 optim=config.optim, lr_factor=1.0, seed=0,
             )  # fmt: skip
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch.distributed.destroy_process_group()
+
+
+def test_a_steady_run_that_logs_each_step_does_not_wait(tmp_path: Path) -> None:
+    """All of the loop: batches, steps, learning rate, metrics, record. Never run on a GPU."""
+    config = config_of(tmp_path, max_steps=9, log_every=1)
+    device, asked = torch.device("cuda", 0), count(1)
+
+    def stop() -> None:
+        # Asked before every step. The first steps allocate, the last one saves.
+        torch.cuda.set_sync_debug_mode("error" if 4 < next(asked) < 9 else "default")
+
+    join(device, alone=True)
+    try:
+        parts = assemble(config, *prepare_on_rank0(config), device)
+        try:
+            assert train(parts, stop).step == 9
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            parts.saves.leave()
+            parts.tracker.finish("finished")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_what_is_queued_behind_a_step_does_not_keep_its_metrics() -> None:
+    """Never run on a GPU."""
+    device = torch.device("cuda", 0)
+    steps = [
+        StepTensors(counts=torch.full((9,), n, device=device), values=torch.ones(3, device=device)) for n in (1, 2)
+    ]
+    for each in steps:  # gets the pinned memory, which waits
+        to_host(each)
+    torch.cuda.synchronize()
+    found, arrival = to_host(steps[0])
+    assert arrival is not None
+    torch.cuda._sleep(2 * 10**9)  # about a second, as a step that the device still computes
+    to_host(steps[1])
+    arrival.synchronize()
+    assert found.counts.tolist() == [1] * 9
+    assert not torch.cuda.current_stream().query(), "the step behind it is still being computed"
+    torch.cuda.synchronize()

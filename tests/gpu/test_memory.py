@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from raytune_fsdp.checkpoint.staging import Staging, UpdatesAfterCopies
+from raytune_fsdp.model.blocks import run_blocks
+from raytune_fsdp.model.offload import Offload
 from raytune_fsdp.tracking.jsonl import read_events
 from tests.gpu.test_gpu import losses, train
 
@@ -18,18 +22,21 @@ EXACT = {"run": {"deterministic": True}, "parallel": {"precision": "bf16", "comp
 """Kernels that add in a fixed order, and no compiler that chooses others."""
 
 
+WHERE_KEPT: dict[str, dict[str, Any]] = {
+    "offloaded": {"activation_offload": True},
+    "full": {"activation_checkpointing": "full", "activation_offload": True},
+    "selective": {"activation_checkpointing": "selective"},
+    "every_n": {"activation_checkpointing": "every_n", "recompute_every": 2},
+}
+
+
 def with_exact(name: str, **parallel: Any) -> dict[str, dict[str, Any]]:
     return {"run": {"name": name, **EXACT["run"]}, "parallel": {**EXACT["parallel"], **parallel}}
 
 
 def test_what_is_kept_where_changes_no_bit(tmp_path: Path) -> None:
     here = train(tmp_path, "here", **with_exact("here"))
-    for name, parallel in {
-        "offloaded": {"activation_offload": True},
-        "full": {"activation_checkpointing": "full", "activation_offload": True},
-        "selective": {"activation_checkpointing": "selective"},
-        "every_n": {"activation_checkpointing": "every_n"},
-    }.items():
+    for name, parallel in WHERE_KEPT.items():
         other = train(tmp_path, name, **with_exact(name, **parallel))
         assert losses(other) == losses(here), name
         if "offload" in "".join(parallel):
@@ -79,3 +86,49 @@ def test_a_profile_says_how_long_the_device_was_idle(tmp_path: Path) -> None:
     events = read_events(tmp_path / "runs" / "profiled" / "events.jsonl")
     (profiled,) = [event["fields"] for event in events if event["event"] == "profiled"]
     assert 0 <= profiled["idle"] < 100 and Path(profiled["path"]).stat().st_size > 0
+
+
+class _Scaled(nn.Module):
+    """Keeps its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), device="cuda"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class _Deep(nn.Module):
+    _no_split_modules = ("_Scaled",)
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Scaled() for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_host_that_is_ahead_does_not_fill_the_device_with_what_is_away() -> None:
+    """The device sleeps while the host queues all of a pass. Never run on a GPU."""
+    depth, numbers = 32, 2**24
+    model = _Deep(depth)
+    run_blocks(model, offload=Offload(torch.device("cuda")))  # type: ignore[arg-type]
+    model.train()
+    rows = torch.ones(numbers, device="cuda", requires_grad=True)
+    for ahead in (False, True):  # the first pass gets the host's pinned memory, which waits
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_reserved()
+        if ahead:
+            torch.cuda._sleep(2 * 10**9)
+        model(rows).sum().backward()
+        torch.cuda.synchronize()
+    # 32 blocks keep 32 inputs. At a time there are those of three blocks, a result, and gradients of both.
+    assert torch.cuda.max_memory_reserved() - before <= 10 * 4 * numbers
+    assert all(float(block.weight.grad) == 2 * numbers for block in model.blocks)

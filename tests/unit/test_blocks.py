@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from raytune_fsdp.config import ParallelConfig
 from raytune_fsdp.model import offload
 from raytune_fsdp.model.blocks import blocks_of, run_blocks
 from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler, choose_blocks, why_it_fails
+from tests.gpu.test_memory import WHERE_KEPT
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -156,6 +160,12 @@ def test_every_n_needs_its_n() -> None:
         ParallelConfig(recompute_every=2)
 
 
+@pytest.mark.parametrize("name", WHERE_KEPT)
+def test_the_config_takes_what_is_tried_on_a_gpu(name: str) -> None:
+    """Where nobody runs those tests, they are not to fail of a config that has changed."""
+    ParallelConfig.model_validate(WHERE_KEPT[name])
+
+
 class Looped(Network):
     """Runs its blocks twice in a pass."""
 
@@ -181,6 +191,75 @@ def test_offload_gives_back_what_a_block_kept(network: type[Network], monkeypatc
         assert torch.equal(kept, fetched)
 
 
+class Story:
+    """What is copied, and what waits for which copies, in the order in which the host asks for it."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.marks = 0
+
+    def behind_compute(self) -> AbstractContextManager[None]:
+        self.told.append("copy")
+        return nullcontext()
+
+    def mark(self) -> int:
+        self.marks += 1
+        self.told.append(f"mark {self.marks}")
+        return self.marks
+
+    def hold_compute(self, mark: int) -> None:
+        self.told.append(f"wait {mark}")
+
+
+def test_a_host_that_is_ahead_does_not_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block waits for the copies of the last but one; what comes back, for backward to be in the block behind it."""
+    monkeypatch.setattr(offload, "_SMALLEST", 1)
+    story, model = Story(), Network()
+    away = offload.Offload(CPU, story)
+    run_blocks(model, offload=away)  # type: ignore[arg-type]
+    for number, block in enumerate(model.blocks):
+        block.register_full_backward_hook(lambda *_, number=number: story.told.append(f"done {number}"))
+    out = model.train()(torch.ones(4, requires_grad=True))
+    assert story.told == [
+        "copy", "mark 1",
+        "copy", "mark 2", "wait 1",
+        "copy", "mark 3", "wait 2",
+        "copy", "mark 4", "wait 3",
+    ]  # fmt: skip
+    story.told.clear()
+    out.sum().backward()
+    assert story.told == [
+        "wait 4", "copy", "mark 5", "copy", "mark 6", "wait 5", "done 3",
+        "copy", "mark 7", "wait 6", "done 2",
+        "copy", "mark 8", "wait 7", "done 1",
+        "wait 8", "done 0",
+    ]  # fmt: skip
+    assert not away._leaving and not away._coming
+
+
+def test_a_backward_pass_that_was_left_holds_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "_SMALLEST", 1)
+    story, model = Story(), Network()
+    run_blocks(model, offload=(away := offload.Offload(CPU, story)))  # type: ignore[arg-type]
+    model.train()
+
+    class LeftError(Exception):
+        pass
+
+    def leave(*_: object) -> None:
+        raise LeftError
+
+    handle = model.blocks[3].register_full_backward_hook(leave)
+    with pytest.raises(LeftError):
+        model(torch.ones(4, requires_grad=True)).sum().backward()
+    handle.remove()
+    assert list(away._coming) == [2], "fetched for a block that backward did not come to"
+    story.told.clear()
+    model(torch.ones(4, requires_grad=True)).sum().backward()
+    assert story.told[:3] == ["wait 6", "copy", "mark 7"], "its copy is over before its memory is something else's"
+    assert not away._leaving and not away._coming
+
+
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_experts_that_add_their_bias_in_place(mode: str) -> None:
     from transformers import AutoModelForCausalLM, GptOssConfig
@@ -197,3 +276,41 @@ def test_experts_that_add_their_bias_in_place(mode: str) -> None:
         model(input_ids=torch.arange(16)[None], use_cache=False).logits.sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True) if a is not None)
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function.name().startswith("aten::_grouped_mm")
+        return function(*args, **(kwargs or {}))
+
+
+def test_selective_keeps_the_products_of_experts() -> None:
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    # As in Qwen3-30B-A3B, their first product narrows and their last one does not.
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, moe_intermediate_size=8, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, attn_implementation="eager",
+        experts_implementation="grouped_mm",
+    )  # fmt: skip
+    gradients, counts = [], []
+    for how in ("none", "selective", "full"):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+        run_blocks(model, recompute=how)
+        loss = model(input_ids=torch.arange(16)[None], use_cache=False).logits.sum()
+        with Products() as products:
+            loss.backward()
+        counts.append(products.count)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    none, selective, full = counts
+    assert selective == none > 0, "in backward, those of gradients alone"
+    assert full == none + 2 * 2, "two products in each of two blocks"
+    for other in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True) if a is not None)

@@ -34,7 +34,7 @@ def parts(dtype: torch.dtype, tokens: int = 37, bias: bool = True) -> list[torch
 def test_values_and_gradients(
     shape: Shape, bias: bool, dtype: torch.dtype, bound: float, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "_CHUNK", 131 * chunk)
+    monkeypatch.setitem(head._CHUNK, "cpu", 131 * chunk)
     ids = torch.randint(131, (37,), generator=torch.Generator().manual_seed(1))
     ours, plain = parts(dtype, bias=bias), [None if x is None else x.detach().double() for x in parts(dtype, bias=bias)]
     right = [None if x is None else x.requires_grad_() for x in plain]
@@ -52,6 +52,19 @@ def test_values_and_gradients(
     for a, b in zip(ours, right, strict=True):
         if a is not None:
             assert a.grad.dtype == dtype and (a.grad.double() - b.grad).abs().max() <= bound * b.grad.abs().max()
+
+
+def test_without_gradients_none_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluation needs losses alone. That of the weight would be as large as the weight, in fp32."""
+    added: list[torch.Tensor] = []
+    monkeypatch.setattr(head, "_add_product", lambda sum_, *_: added.append(sum_))
+    hidden, weight, bias = parts(torch.float32)
+    ids = torch.randint(131, (37,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found = linear_cross_entropy(hidden, weight, bias, ids, Shape())
+    assert not added and not found.total.requires_grad
+    learning = linear_cross_entropy(hidden, weight, bias, ids, Shape())
+    assert len(added) == 1 and torch.equal(learning.each, found.each) and torch.equal(learning.right, found.right)
 
 
 def test_no_targets_at_all() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from raytune_fsdp import metrics
 from raytune_fsdp.division import Division
 from raytune_fsdp.estimate.flops import Architecture
 from raytune_fsdp.metrics import Meter
@@ -59,3 +60,43 @@ def test_on_a_gpu_the_latest_step_is_fetched_later() -> None:
     add(measured, 3, (30, 10), (60.0, 5.0), (15, 10))
     assert [row.step for row in measured.fetch()] == [2, 3], "before a checkpoint or an evaluation everything is"
     assert measured.fetch() == measured.fetch(last=False) == []
+
+
+class Copy:
+    """A copy to the host that is there once somebody has waited for it."""
+
+    def __init__(self, tensors: StepTensors) -> None:
+        self.tensors = tensors
+        self.here = StepTensors(
+            counts=torch.full_like(tensors.counts, -1), values=torch.full_like(tensors.values, torch.nan)
+        )
+        self.waited = False
+
+    def synchronize(self) -> None:
+        self.waited = True
+        self.here.counts.copy_(self.tensors.counts)
+        self.here.values.copy_(self.tensors.values)
+
+
+def test_only_steps_that_are_fetched_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[Copy] = []
+
+    def to_host(tensors: StepTensors) -> tuple[StepTensors, Copy]:
+        copies.append(Copy(tensors))
+        return copies[-1].here, copies[-1]
+
+    monkeypatch.setattr(metrics, "to_host", to_host)
+    measured = meter()
+    measured._late = 1
+    for step in (1, 2, 3):
+        add(measured, step, (30, 10), (60.0 * step, 5.0), (15, 10))
+        rows = measured.fetch(last=False)
+        assert [row.loss for row in rows] == ([(60.0 * (step - 1) + 5.0) / 40] if step > 1 else [])
+        assert [copy.waited for copy in copies] == [True] * (step - 1) + [False]
+    assert [row.step for row in measured.fetch()] == [3] and copies[-1].waited
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    tensors = StepTensors(counts=torch.zeros(3, dtype=torch.int64), values=torch.zeros(3))
+    found, arrival = metrics.to_host(tensors)
+    assert found is tensors and arrival is None

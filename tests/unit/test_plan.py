@@ -233,6 +233,8 @@ def test_the_units_of_sharding(tmp_path: Path, tied: bool, capsys: pytest.Captur
     found = json.loads(capsys.readouterr().out)["sharding"]
     units = {unit["name"]: unit["count"] for unit in found["units"]}
     assert units == ({"3 blocks": 2, "the rest": 1} if tied else {"embedding": 1, "3 blocks": 2, "norm and head": 1})
+    again = "in forward, and again in backward"
+    assert found["gathered"] == (again if tied else f"{again} (norm and head once for both)")
     embedding = 64 * 32 * 2
     assert [u["bytes"] for u in found["units"] if u["name"] in ("embedding", "the rest")] == [embedding + 64 * tied]
     alone = ["--config", str(file), "--world-size", "1", "--parallel.precision", "fp32", "--units"]
