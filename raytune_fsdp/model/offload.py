@@ -55,7 +55,7 @@ class _OnStream:
             yield
 
     def mark(self) -> torch.cuda.Event:
-        return self._stream.record_event()
+        return cast(torch.cuda.Event, self._stream.record_event())
 
     def hold_compute(self, mark: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self._device).wait_event(mark)
