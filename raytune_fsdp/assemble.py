@@ -17,7 +17,7 @@ from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.checkpoint.room import node_without_room
 from raytune_fsdp.checkpoint.saver import Saver, open_saver
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.collectives import on_all_ranks, on_rank0
+from raytune_fsdp.collectives import on_rank0, why_on_any_rank
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.skipped import SkippedRows
@@ -34,6 +34,7 @@ from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.head import choose_loss, install
 from raytune_fsdp.model.network import MASTER_DTYPE, build_network, count_architecture
 from raytune_fsdp.model.offload import Offload
+from raytune_fsdp.model.trial import why_kernel_fails
 from raytune_fsdp.optim import Optimizer, build_optimizer
 from raytune_fsdp.parallel import COMPUTE_DTYPE, describe, for_one_rank, is_wrapped, make_mesh, shard, units_of
 from raytune_fsdp.profiling import StepProfiler
@@ -217,13 +218,16 @@ def _choose(
     precision = config.parallel.precision
     dtype = COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])
     chosen = config.model
-    attention = choose(chosen.attention, prepared.needs, kept=kept.get("attention"), device=device, dtype=dtype)
+    attention = choose(
+        chosen.attention, prepared.needs, kept=kept.get("attention"), device=device, dtype=dtype,
+        fails=lambda name: why_on_any_rank(lambda: why_kernel_fails(name, prepared.needs, device, dtype)),
+    )  # fmt: skip
     loss = choose_loss(chosen.loss, prepared.needs, kept=kept.get("loss"))
     if loss.name == "chunked":
         install(model)
     blocks = choose_blocks(
         config.parallel.compile, kept=kept.get("blocks"), device=device,
-        fails=lambda: next(filter(None, on_all_ranks(lambda: why_it_fails(device))), None),
+        fails=lambda: why_on_any_rank(lambda: why_it_fails(device)),
     )  # fmt: skip
     return {"attention": use(model, attention), "loss": loss, "blocks": blocks}
 

@@ -16,8 +16,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from raytune_fsdp.data.batches import to_batch
 from raytune_fsdp.data.to_device import mapped
 from raytune_fsdp.model.attention import logits_of
+from raytune_fsdp.model.calls import PREFIX, Call, attend, reference
 from raytune_fsdp.model.head import LossHead
-from raytune_fsdp.model.kernels import KERNELS, PREFIX, Call, attend, reference
+from raytune_fsdp.model.kernels import KERNELS
 from raytune_fsdp.model.loss import block_loss, plain_losses
 from raytune_fsdp.types import IGNORE, Batch, Cursor, PackedSample
 
