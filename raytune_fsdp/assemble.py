@@ -27,7 +27,7 @@ from raytune_fsdp.estimate.flops import Architecture
 from raytune_fsdp.evaluate import check_network, score
 from raytune_fsdp.loop import Parts
 from raytune_fsdp.metrics import Meter
-from raytune_fsdp.model.attention import Choice, choose, use
+from raytune_fsdp.model.attention import Choice, choose, generating, use
 from raytune_fsdp.model.blocks import run_blocks
 from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler, choose_blocks, why_it_fails
 from raytune_fsdp.model.fill import fill
@@ -79,7 +79,7 @@ def assemble(
     plan, state = standing.plan, standing.state
     learner = _learner(config, prepared, standing, device)
     # On the model itself: some architectures take position_ids and still let packed documents see each other.
-    check_network(learner.model, config.data.packing, device)
+    check_network(learner.model, config.data.packing, device, _computes_in(config))
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")
@@ -98,6 +98,7 @@ def assemble(
         model=learner.model,
         parallel=learner.parallel,
         compiler=learner.compiler,
+        generates_with=generating(learner.model, prepared.needs),
         tokenizer=prepared.tokenizer,
         optimizer=saver.guard(learner.optimizer, device),
         scale=LossScale.start(
@@ -215,9 +216,7 @@ def _choose(
         **standing.state.kernels,
     }
     kept = before if standing.checkpoint is not None else {}
-    precision = config.parallel.precision
-    dtype = COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])
-    chosen = config.model
+    chosen, dtype = config.model, _computes_in(config)
     attention = choose(
         chosen.attention, prepared.needs, kept=kept.get("attention"), device=device, dtype=dtype,
         fails=lambda name: why_on_any_rank(lambda: why_kernel_fails(name, prepared.needs, device, dtype)),
@@ -230,6 +229,12 @@ def _choose(
         fails=lambda: why_on_any_rank(lambda: why_it_fails(device)),
     )  # fmt: skip
     return {"attention": use(model, attention), "loss": loss, "blocks": blocks}
+
+
+def _computes_in(config: FinetuneConfig) -> torch.dtype:
+    """The type of forward and backward: under bf16 and fp16 not that of the weights, which are kept in fp32."""
+    precision = config.parallel.precision
+    return COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])
 
 
 def _saver(config: FinetuneConfig, prepared: Prepared, standing: Standing, learner: _Learner) -> Saver:

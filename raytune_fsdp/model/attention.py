@@ -173,14 +173,20 @@ def logits_of(
     return logits.view(*input_ids.shape, -1)
 
 
+def generating(model: PreTrainedModel, needs: Needs) -> str:
+    """The attention of transformers that is right for a network without borders."""
+    return "sdpa" if model._supports_sdpa and not needs.eager else "eager"
+
+
 @contextmanager
-def without_borders(model: PreTrainedModel) -> Iterator[None]:
-    """Use transformers' own attention: to generate text, which has a cache and no borders."""
+def without_borders(model: PreTrainedModel, attention: str) -> Iterator[None]:
+    """Use an attention of transformers' own in the place of our kernels: to generate text, which has a cache and no
+    borders."""
     chosen = model.config._attn_implementation
     if chosen not in KERNELS:
         yield
         return
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    model.set_attn_implementation(attention)
     try:
         yield
     finally:

@@ -179,7 +179,7 @@ def test_wrong_kernels_are_found_at_the_start(
 ) -> None:
     from raytune_fsdp import evaluate
 
-    monkeypatch.setattr(evaluate.dist, "all_reduce", lambda _: None)
+    monkeypatch.setattr(evaluate, "on_all_ranks", lambda work: [work()])
     for kernel in (reference, wrong):
         monkeypatch.setitem(KERNELS, "documents_cpu", in_wide(kernel))
         model = build(architecture).to(dtype)
@@ -188,10 +188,10 @@ def test_wrong_kernels_are_found_at_the_start(
                 module.weight.data *= 30  # or the scores of small random weights would not reach a cap
         model.set_attn_implementation("documents_cpu")
         if kernel is reference:
-            evaluate.check_network(model, "none", torch.device("cpu"))
+            evaluate.check_network(model, "none", CPU, dtype)
         else:
-            with pytest.raises(ModelError, match=r"documents_cpu is wrong here.*set model\.attention=sdpa"):
-                evaluate.check_network(model, "none", torch.device("cpu"))
+            with pytest.raises(ModelError, match=r"documents_cpu is wrong here.*set model\.attention=eager"):
+                evaluate.check_network(model, "none", CPU, dtype)
         assert model.config._attn_implementation == "documents_cpu"
 
 
@@ -201,8 +201,7 @@ def test_the_check_has_documents_longer_than_its_window() -> None:
     block = documents(model, torch.device("cpu"))
     assert block.borders.longest > WINDOW and block.input_ids.shape[0] == 2
     with torch.no_grad():
-        error, dtype = error_of_kernel(model, torch.device("cpu"))
-    assert 0 < error < 1e-5 and dtype == torch.float32
+        assert 0 < error_of_kernel(model, CPU) < 1e-5
 
 
 NONE, ALL, CAPPED = Needs(refused="it runs on"), Needs(width=128), Needs(width=128, softcap=True)
