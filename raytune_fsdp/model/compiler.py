@@ -64,6 +64,18 @@ def why_it_fails(device: torch.device) -> str | None:
     return compiler.failure
 
 
+def _random_state() -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Of the CPU, and of this rank's GPU if it has one. Neither waits for the device."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+
+def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    cpu, cuda = state
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)
+
+
 class Compiler:
     """Compiles functions when they are first called, and gives up for all of them when that fails once."""
 
@@ -87,11 +99,14 @@ class Compiler:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.failure is None:
+                before = _random_state()
                 try:
                     return fast(*args, **kwargs)
-                # Raised while it compiles, before anything has run.
                 except (TorchDynamoException, FailOnRecompileLimitHit) as error:
                     self.give_up(error)
+                # Raised while something compiles: the whole function, or what comes after a break in its graph. Then
+                # what comes before has run, and drawn the random numbers that the whole is to draw.
+                _set_random_state(before)
             return forward(*args, **kwargs)
 
         return run
