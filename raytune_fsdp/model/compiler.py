@@ -66,7 +66,8 @@ def why_it_fails(device: torch.device) -> str | None:
 
 def _random_state() -> tuple[torch.Tensor, torch.Tensor | None]:
     """Of the CPU, and of this rank's GPU if it has one. Neither waits for the device."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    on_a_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if on_a_gpu else None
 
 
 def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
