@@ -17,7 +17,7 @@ from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.checkpoint.room import node_without_room
 from raytune_fsdp.checkpoint.saver import Saver, open_saver
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.collectives import on_all_ranks, on_rank0
+from raytune_fsdp.collectives import on_rank0, why_on_any_rank
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.skipped import SkippedRows
@@ -28,13 +28,14 @@ from raytune_fsdp.evaluate import check_network, score
 from raytune_fsdp.loop import Parts
 from raytune_fsdp.metrics import Meter
 from raytune_fsdp.model.adapters import is_adapted, why_not_compiled
-from raytune_fsdp.model.attention import Choice, choose, use
+from raytune_fsdp.model.attention import Choice, choose, generating, use
 from raytune_fsdp.model.blocks import run_blocks
 from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler, choose_blocks, why_it_fails
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.head import choose_loss, install
 from raytune_fsdp.model.network import MASTER_DTYPE, build_network, count_architecture
 from raytune_fsdp.model.offload import Offload
+from raytune_fsdp.model.trial import why_kernel_fails
 from raytune_fsdp.optim import Optimizer, build_optimizer
 from raytune_fsdp.parallel import (
     COMPUTE_DTYPE,
@@ -89,7 +90,7 @@ def assemble(
     plan, state = standing.plan, standing.state
     learner = _learner(config, prepared, standing, device)
     # On the model itself: some architectures take position_ids and still let packed documents see each other.
-    check_network(learner.model, config.data.packing, device)
+    check_network(learner.model, config.data.packing, device, _computes_in(config))
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")
@@ -108,6 +109,7 @@ def assemble(
         model=learner.model,
         parallel=learner.parallel,
         compiler=learner.compiler,
+        generates_with=generating(learner.model, prepared.needs),
         tokenizer=prepared.tokenizer,
         optimizer=saver.guard(learner.optimizer, device),
         scale=LossScale.start(
@@ -232,18 +234,25 @@ def _choose(
         **standing.state.kernels,
     }
     kept = before if standing.checkpoint is not None else {}
-    precision = config.parallel.precision
-    dtype = COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])
-    chosen = config.model
-    attention = choose(chosen.attention, prepared.needs, kept=kept.get("attention"), device=device, dtype=dtype)
+    chosen, dtype = config.model, _computes_in(config)
+    attention = choose(
+        chosen.attention, prepared.needs, kept=kept.get("attention"), device=device, dtype=dtype,
+        fails=lambda name: why_on_any_rank(lambda: why_kernel_fails(name, prepared.needs, device, dtype)),
+    )  # fmt: skip
     loss = choose_loss(chosen.loss, prepared.needs, kept=kept.get("loss"))
     if loss.name == "chunked":
         install(model)
     blocks = choose_blocks(
         config.parallel.compile, kept=kept.get("blocks"), device=device,
-        fails=lambda: why_not_compiled(model) or next(filter(None, on_all_ranks(lambda: why_it_fails(device))), None),
+        fails=lambda: why_not_compiled(model) or why_on_any_rank(lambda: why_it_fails(device)),
     )  # fmt: skip
     return {"attention": use(model, attention), "loss": loss, "blocks": blocks}
+
+
+def _computes_in(config: FinetuneConfig) -> torch.dtype:
+    """The type of forward and backward: under bf16 and fp16 not that of the weights, which are kept in fp32."""
+    precision = config.parallel.precision
+    return COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])
 
 
 def _saver(config: FinetuneConfig, prepared: Prepared, standing: Standing, learner: _Learner) -> Saver:

@@ -47,3 +47,12 @@ def on_all_ranks(work: Callable[[], T]) -> list[T]:
         if failure is not None:
             raise failure
     return [result for result, _ in everyone]
+
+
+def why_on_any_rank(why: Callable[[], str | None]) -> str | None:
+    """Call `why` on every rank; return the lowest rank's reason on every rank, or None if none has one. Collective."""
+    reasons = on_all_ranks(why)
+    rank = next((rank for rank, reason in enumerate(reasons) if reason is not None), None)
+    if rank is None or None not in reasons:
+        return None if rank is None else reasons[rank]
+    return f"on rank {rank}: {reasons[rank]}"  # and not on all

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from raytune_fsdp.collectives import on_all_ranks
 from raytune_fsdp.data.batches import eval_batches
 from raytune_fsdp.data.rows.templates import ChatTemplate, Refused
 from raytune_fsdp.data.to_device import to_device
@@ -76,9 +77,10 @@ def answers(
     *,
     max_new_tokens: int,
     device: torch.device,
+    attention: str,
 ) -> list[str]:
-    """The model's answer to each prompt, by greedy decoding. Collective."""
-    with evaluating(model), without_borders(model):
+    """The model's answer to each prompt, by greedy decoding with transformers' `attention`. Collective."""
+    with evaluating(model), without_borders(model, attention):
         return [answer(model, tokenizer, prompt, max_new_tokens=max_new_tokens, device=device) for prompt in prompts]
 
 
@@ -129,27 +131,33 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, positions:
     return ids
 
 
-def check_network(model: PreTrainedModel, packing: str, device: torch.device) -> None:
+def check_network(model: PreTrainedModel, packing: str, device: torch.device, dtype: torch.dtype) -> None:
     """Refuse an attention or a loss that computes something else, and packing where one document sees another.
-    Collective."""
+    Collective. `dtype` is what the network computes in, which may not be the type of its weights."""
     with evaluating(model):
-        error, dtype = error_of_kernel(model, device)
-        change = leak_between_documents(model, device) if packing != "none" else 0.0
-        loss = error_of_loss(model, device)
-    leak = _LEAK_OF_EXPERTS if dtype in SIXTEEN_BITS and model._can_set_experts_implementation() else _LEAK
-    # The sum makes every rank refuse if one does.
-    wrong = torch.tensor(
-        [float(not error <= _ERROR[dtype]), float(not change <= leak), float(not loss <= _ERROR[dtype])]
-    )
-    dist.all_reduce(wrong)
-    if wrong[0]:
-        raise ModelError(
-            f"model.attention: {model.config._attn_implementation} is wrong here: its results are off by up to "
-            f"{error:.1e} from attention by the book in {str(dtype)[6:]}; set model.attention=sdpa"
+        mine = (
+            error_of_kernel(model, device),
+            leak_between_documents(model, device) if packing != "none" else 0.0,
+            error_of_loss(model, device),
         )
-    if wrong[1]:
-        refuse_leak(model, packing, max(change, 2 * leak))
-    if wrong[2]:
+    # All ranks judge the same values, the worst of all, so if one refuses all do. A NaN is the worst: max() of a tensor
+    # returns it, and no bound holds for it.
+    error, change, loss = torch.tensor(on_all_ranks(lambda: mine), dtype=torch.float64).amax(0).tolist()
+    if not error <= _ERROR[dtype]:
+        found = "are not finite" if math.isnan(error) else f"are off by up to {error:.1e} from attention by the book"
+        raise ModelError(
+            f"model.attention: {model.config._attn_implementation} is wrong here: its results {found} in "
+            f"{str(dtype)[6:]}; set model.attention=eager"
+        )
+    if math.isnan(change) or math.isnan(loss):
+        raise ModelError(
+            f"parallel.precision: the logits of {class_name(model)} are not finite in {str(dtype)[6:]}; choose another "
+            "precision, or correct the weights"
+        )
+    experts = dtype in SIXTEEN_BITS and model._can_set_experts_implementation()
+    if change > (_LEAK_OF_EXPERTS if experts else _LEAK):
+        raise _leaks(model, packing, change)
+    if loss > _ERROR[dtype]:
         raise ModelError(
             f"model.loss: losses are off by up to {loss:.1e} from those of the network's own logits; "
             "set model.loss=plain"
@@ -159,7 +167,11 @@ def check_network(model: PreTrainedModel, packing: str, device: torch.device) ->
 def refuse_leak(model: PreTrainedModel, packing: str, change: float) -> None:
     """Raise if the logits of a document change by more than rounding when the one before it does."""
     if change > _LEAK:
-        raise ConfigError(
-            f"data.packing={packing}: in {class_name(model)} with {model.config._attn_implementation} attention, "
-            f"packed documents see each other (logits change by {change:.1e}); set data.packing=none"
-        )
+        raise _leaks(model, packing, change)
+
+
+def _leaks(model: PreTrainedModel, packing: str, change: float) -> ConfigError:
+    return ConfigError(
+        f"data.packing={packing}: in {class_name(model)} with {model.config._attn_implementation} attention, "
+        f"packed documents see each other (logits change by {change:.1e}); set data.packing=none"
+    )

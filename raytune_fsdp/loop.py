@@ -39,6 +39,8 @@ class Parts:
     """The config's, as this attempt applies it."""
     compiler: Compiler | None
     """None: the blocks run as they are."""
+    generates_with: str
+    """The attention of transformers for answers."""
     tokenizer: PreTrainedTokenizerBase
     optimizer: Optimizer
     scale: LossScale
@@ -136,8 +138,9 @@ def _evaluate(parts: Parts, step: int) -> None:
     prompts = config.eval.prompts
     if prompts:
         answers = evaluate.answers(
-            parts.model, parts.tokenizer, prompts, max_new_tokens=config.eval.max_new_tokens, device=parts.device
-        )
+            parts.model, parts.tokenizer, prompts,
+            max_new_tokens=config.eval.max_new_tokens, device=parts.device, attention=parts.generates_with,
+        )  # fmt: skip
         for prompt, answer in zip(prompts, answers, strict=True):
             parts.tracker.event(names.ANSWERED, step=step, prompt=prompt, answer=answer)
     parts.meter.restart_clock()

@@ -26,10 +26,12 @@ from benchmarks.gpu.process import NotHereError, Piece
 from benchmarks.gpu.train_step import SIZES, document_lengths
 from benchmarks.record import installed, origin
 from raytune_fsdp.launch.worker import choose_device, use_gpu
-from raytune_fsdp.model.attention import Needs, choose
+from raytune_fsdp.model.attention import Heads, Needs, choose
+from raytune_fsdp.model.calls import Call
 from raytune_fsdp.model.compiler import COMPILED, EAGER
 from raytune_fsdp.model.head import Shape, linear_cross_entropy
-from raytune_fsdp.model.kernels import KERNELS, Call
+from raytune_fsdp.model.kernels import KERNELS
+from raytune_fsdp.model.trial import why_kernel_fails
 from raytune_fsdp.types import Borders
 
 Ways = Mapping[str, Callable[[], Any]]
@@ -162,7 +164,9 @@ def attention(
     """One layer over a row of documents: our kernel, and torch's attention with a mask and repeated keys."""
     at = _use(device)
     dtype = torch.bfloat16 if at.type == "cuda" else torch.float32
-    chosen = choose("auto", Needs(width=width), kept=None, device=at, dtype=dtype)
+    needs = Needs(width=width, heads=(Heads(many=heads, keys=key_heads, width=width),))
+    fails = partial(why_kernel_fails, needs=needs, device=at, dtype=dtype)
+    chosen = choose("auto", needs, kept=None, device=at, dtype=dtype, fails=fails)
     if chosen.name not in KERNELS:
         raise RuntimeError(f"no kernel that is told where documents begin: {chosen.why}")
     lengths = list(document_lengths(np.random.default_rng(0), tokens, typical=typical, longest=tokens))

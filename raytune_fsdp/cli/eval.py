@@ -85,7 +85,7 @@ def _measure(config: FinetuneConfig, model: Path, *, trust: bool, base: str | No
         evals = open_evals(config, tokenizer, network.config.get_text_config().vocab_size, progress)
     join(device, alone=True)
     try:
-        check_network(network, config.data.packing, device)
+        check_network(network, config.data.packing, device, network.dtype)
         return losses(network, evals, micro_batch=config.train.micro_batch, data_ranks=1, device=device)
     finally:
         dist.destroy_process_group()

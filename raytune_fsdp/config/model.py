@@ -71,7 +71,7 @@ class ModelConfig(Section):
         "flex_attention",
     ] = "auto"
     """Attention implementation. `documents`: kernels that are told where packed documents begin, instead of a mask: of
-    flash-attn where it is installed, else of torch. `auto`: those, where they are right for the network and the precision,
+    flash-attn where it is installed and works, else of torch. `auto`: those, where they are right for the network and the precision,
     else `sdpa`, else `eager`; a run that goes on keeps what it began with. `flex_attention` trains on GPUs only."""
 
     loss: Literal["auto", "chunked", "plain"] = "auto"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.data.batches import borders_of
 from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.model.kernels import FLASH, KERNELS, PREFIX, is_installed
+from raytune_fsdp.model.calls import PREFIX
+from raytune_fsdp.model.flash import FLASH
+from raytune_fsdp.model.kernels import KERNELS
 from raytune_fsdp.types import Borders
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -25,12 +27,28 @@ _WIDEST = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """What a layer asks of a kernel."""
+
+    many: int
+    keys: int
+    """Heads of keys and values."""
+    width: int
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
     """What a network asks of a kernel that is told where documents begin, of its loss, and of its sharding."""
 
     refused: str | None = None
     """Why no such kernel is right for it; None if one may be."""
     softcap: bool = False
+    sinks: bool = False
+    heads: tuple[Heads, ...] = ()
+    """Each kind once, in the sizes of the run; empty where they are not known."""
     eager: str | None = None
     """Why sdpa of transformers is wrong for it, and eager has to do; None if it is right."""
     width: int = 0
@@ -50,26 +68,54 @@ class Choice:
     why: str
 
 
-def choose(asked: str, needs: Needs, *, kept: str | None, device: torch.device, dtype: torch.dtype) -> Choice:
-    """The attention of a run. `kept` is the one that its checkpoint was trained with; None: it has none yet."""
+Fails = Callable[[str], str | None]
+"""Why a kernel does not do what the network needs, on any rank; None if it does on all of them."""
+
+
+def choose(
+    asked: str, needs: Needs, *, kept: str | None, device: torch.device, dtype: torch.dtype, fails: Fails
+) -> Choice:
+    """The attention of a run. `kept` is the one that its checkpoint was trained with; None: it has none yet.
+
+    `fails` is asked on GPUs, of one kernel after the other until one does not fail, by all ranks alike.
+    """
     if asked == "sdpa" and needs.eager and kept != "sdpa":
         raise ConfigError(f"model.attention=sdpa: {needs.eager}; set model.attention=auto")
     if asked in ("eager", "sdpa", "flex_attention"):
         return Choice(name=asked, why="as model.attention says")
-    possible = [] if needs.refused else _possible(needs, device, dtype)
-    if asked == "documents" and not possible:
-        raise ConfigError(f"model.attention=documents: {_why_not(needs, device, dtype)}; set model.attention=auto")
-    if asked.startswith("flash_attention_"):
-        name = f"{PREFIX}fa{asked[-1]}"
-        if name in possible:
-            return Choice(name=name, why="as model.attention says")
-        return Choice(name=asked, why=f"as model.attention says, without borders: {_why_not(needs, device, dtype)}")
-    if asked == "auto" and kept is not None and (kept in possible or kept not in KERNELS):
+    if asked == "auto" and kept is not None and kept not in KERNELS:
         return Choice(name=kept, why="as the run began")
-    if possible:
-        return Choice(name=possible[0], why="the fastest here that is told where documents begin")
-    why = _why_not(needs, device, dtype)
-    return Choice(name="eager", why=f"{why}, and {needs.eager}") if needs.eager else Choice(name="", why=why)
+    candidates = _candidates(asked, kept, needs, device, dtype)
+    name, failed = _first(candidates, fails if device.type != "cpu" else lambda _: None)
+    why_not = "; ".join(failed) or _why_not(needs, device, dtype)
+    if name is not None:
+        why = "the fastest here that is told where documents begin"
+        why = "as model.attention says" if "flash" in asked else "as the run began" if name == kept else why
+        return Choice(name=name, why=f"{why} ({'; '.join(failed)})" if failed else why)
+    if asked == "documents":
+        raise ConfigError(f"model.attention=documents: {why_not}; set model.attention=auto")
+    if asked != "auto":
+        return Choice(name=asked, why=f"as model.attention says, without borders: {why_not}")
+    return Choice(name="eager", why=f"{why_not}, and {needs.eager}") if needs.eager else Choice(name="", why=why_not)
+
+
+def _candidates(asked: str, kept: str | None, needs: Needs, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The kernels to try, in this order. The same on all ranks, so it does not depend on what is installed."""
+    possible = [] if needs.refused else _possible(needs, device, dtype)
+    if asked.startswith("flash_attention_"):
+        return [name for name in possible if name == f"{PREFIX}fa{asked[-1]}"]
+    return sorted(possible, key=lambda name: name != kept) if asked == "auto" else possible
+
+
+def _first(candidates: list[str], fails: Fails) -> tuple[str | None, list[str]]:
+    """The first kernel that does not fail, and why those before it do."""
+    failed: list[str] = []
+    for name in candidates:
+        reason = fails(name)
+        if reason is None:
+            return name, failed
+        failed.append(f"{name}: {reason}")
+    return None, failed
 
 
 def use(model: PreTrainedModel, choice: Choice) -> Choice:
@@ -85,14 +131,15 @@ def _possible(needs: Needs, device: torch.device, dtype: torch.dtype) -> list[st
         return [] if needs.softcap else [f"{PREFIX}cpu"]
     if device.type != "cuda" or dtype not in SIXTEEN_BITS or needs.width > _WIDEST or needs.width % 8:
         return []
-    flash = [f"{PREFIX}fa{version}" for version, package in FLASH.items() if is_installed(package)]
-    return flash if needs.softcap else [*flash, f"{PREFIX}varlen"]
+    return [*([] if needs.sinks else FLASH), *([] if needs.softcap else [f"{PREFIX}varlen"])]
 
 
 def _why_not(needs: Needs, device: torch.device, dtype: torch.dtype) -> str:
     if needs.refused:
         return needs.refused
-    if needs.softcap:
+    if needs.softcap and needs.sinks:
+        return "it has a soft cap on its scores and attention sinks, which no kernel computes together"
+    if needs.softcap and device.type == "cpu":
         return "it has a soft cap on its scores, which only flash-attn computes"
     if device.type == "cuda" and dtype not in SIXTEEN_BITS:
         return f"kernels that are told where documents begin compute in 16 bits, not in {str(dtype)[6:]}"
@@ -126,14 +173,20 @@ def logits_of(
     return logits.view(*input_ids.shape, -1)
 
 
+def generating(model: PreTrainedModel, needs: Needs) -> str:
+    """The attention of transformers that is right for a network without borders."""
+    return "sdpa" if model._supports_sdpa and not needs.eager else "eager"
+
+
 @contextmanager
-def without_borders(model: PreTrainedModel) -> Iterator[None]:
-    """Use transformers' own attention: to generate text, which has a cache and no borders."""
+def without_borders(model: PreTrainedModel, attention: str) -> Iterator[None]:
+    """Use an attention of transformers' own in the place of our kernels: to generate text, which has a cache and no
+    borders."""
     chosen = model.config._attn_implementation
     if chosen not in KERNELS:
         yield
         return
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    model.set_attn_implementation(attention)
     try:
         yield
     finally:

@@ -85,6 +85,19 @@ def settings_restored() -> Iterator[None]:
             setattr(config, name, value)
 
 
+def _random_state() -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Of the CPU, and of this rank's GPU if it has one. Neither waits for the device."""
+    on_a_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if on_a_gpu else None
+
+
+def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    cpu, cuda = state
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)
+
+
 class Compiler:
     """Compiles functions when they are first called, and gives up for all of them when that fails once."""
 
@@ -108,11 +121,14 @@ class Compiler:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.failure is None:
+                before = _random_state()
                 try:
                     return fast(*args, **kwargs)
-                # Raised while it compiles, before anything has run.
                 except (TorchDynamoException, FailOnRecompileLimitHit) as error:
                     self.give_up(error)
+                # Raised while something compiles: the whole function, or what comes after a break in its graph. Then
+                # what comes before has run, and drawn the random numbers that the whole is to draw.
+                _set_random_state(before)
             return forward(*args, **kwargs)
 
         return run

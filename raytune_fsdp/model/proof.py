@@ -16,8 +16,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from raytune_fsdp.data.batches import to_batch
 from raytune_fsdp.data.to_device import mapped
 from raytune_fsdp.model.attention import logits_of
+from raytune_fsdp.model.calls import PREFIX, Call, attend, reference
 from raytune_fsdp.model.head import LossHead
-from raytune_fsdp.model.kernels import KERNELS, PREFIX, Call, attend, reference
+from raytune_fsdp.model.kernels import KERNELS
 from raytune_fsdp.model.loss import block_loss, plain_losses
 from raytune_fsdp.types import IGNORE, Batch, Cursor, PackedSample
 
@@ -61,24 +62,22 @@ def leak_between_documents(model: PreTrainedModel, device: torch.device) -> floa
     return float((seen[0] - seen[1]).abs().max() / seen[0].abs().max().clamp(min=1e-30))
 
 
-def error_of_kernel(model: PreTrainedModel, device: torch.device) -> tuple[float, torch.dtype]:
-    """How far a network's attention is, relatively, from attention by the book, over the calls of one forward pass, and
-    the type it computes in. Collective. Needs evaluation mode, without gradients.
+def error_of_kernel(model: PreTrainedModel, device: torch.device) -> float:
+    """How far a network's attention is, relatively, from attention by the book, over the calls of one forward pass;
+    NaN if a result is. Collective. Needs evaluation mode, without gradients.
 
     On the device and with the scale and shapes of the run. Windows are made shorter than the documents. 0 where the
     network's attention is transformers' own.
     """
-    name, dtype = model.config._attn_implementation, next(model.parameters()).dtype
+    name = model.config._attn_implementation
     if name not in KERNELS:
-        return 0.0, dtype
+        return 0.0
     worst: list[torch.Tensor] = []
-    types = [dtype]
 
     def compared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
         call = call if call.window is None else replace(call, window=min(call.window, WINDOW))
         out, right = KERNELS[name](q, k, v, call), reference(q.double(), k.double(), v.double(), call)
         worst.append((out.double() - right).abs().max() / right.abs().max().clamp(min=1e-30))
-        types.append(q.dtype)
         return out
 
     AttentionInterface.register(_CHECKED, partial(attend, compared))
@@ -88,7 +87,7 @@ def error_of_kernel(model: PreTrainedModel, device: torch.device) -> tuple[float
         logits_of(model, block.input_ids, block.position_ids, block.borders)
     finally:
         model.set_attn_implementation(name)
-    return max(map(float, worst), default=0.0), types[-1]
+    return float(torch.stack(worst).max()) if worst else 0.0  # Python's max would lose a NaN
 
 
 def error_of_loss(model: PreTrainedModel, device: torch.device) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,10 +20,10 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import in_one_line
-from raytune_fsdp.model.attention import Needs, logits_of, takes_position_ids
+from raytune_fsdp.model.attention import Heads, Needs, logits_of, takes_position_ids
 from raytune_fsdp.model.blocks import ends_of
+from raytune_fsdp.model.calls import PREFIX, Call, Kernel, Unfit, attend, reference
 from raytune_fsdp.model.head import has_plain_head, install
-from raytune_fsdp.model.kernels import PREFIX, Call, Unfit, attend, reference
 from raytune_fsdp.model.proof import LENGTHS, WINDOW, documents, error_of_loss
 from raytune_fsdp.run.probe import small_network
 
@@ -55,9 +56,19 @@ def network_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: 
     eager = _eager(model)
     plain_loss = _plain_loss(config, model)
     ends = _has_ends(model)
-    refused, softcap = _borders(config, network, model)
+    refused, heads = _borders(config, network, model)
+    # Those of the small network are narrower.
+    narrow = () if refused else heads
+    heads = narrow and (_heads_in_full(network) or tuple(replace(each, width=_width(hf_config)) for each in narrow))
     return Needs(
-        refused=refused, softcap=softcap, eager=eager, width=_width(hf_config), plain_loss=plain_loss, ends=ends
+        refused=refused,
+        softcap=any(each.softcap is not None for each in heads),
+        sinks=any(each.sinks for each in heads),
+        heads=heads,
+        eager=eager,
+        width=max((each.width for each in heads), default=_width(hf_config)),
+        plain_loss=plain_loss,
+        ends=ends,
     )
 
 
@@ -142,29 +153,58 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
 
-def _borders(config: FinetuneConfig, network: PreTrainedModel, model: PreTrainedModel) -> tuple[str | None, bool]:
-    """Why it cannot be told where documents begin, and whether its scores have a soft cap."""
+def _borders(
+    config: FinetuneConfig, network: PreTrainedModel, model: PreTrainedModel
+) -> tuple[str | None, tuple[Heads, ...]]:
+    """Why it cannot be told where documents begin, and what the small network asks of a kernel."""
     if config.model.attention in ("eager", "sdpa", "flex_attention"):
-        return "model.attention says otherwise", False
+        return "model.attention says otherwise", ()
     if not takes_position_ids(network):
-        return "it takes no position_ids", False
-    softcaps: list[bool] = []
-
-    def recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
-        softcaps.append(call.softcap is not None)
-        return reference(q, k, v, call)
-
-    AttentionInterface.register(_TRIED, partial(attend, recorded))
+        return "it takes no position_ids", ()
+    seen: set[Heads] = set()
+    AttentionInterface.register(_TRIED, partial(attend, partial(_recorded, seen, reference)))
     try:
         difference = _packed_and_alone(model)
     except Unfit as unfit:
-        return str(unfit), False
+        return str(unfit), ()
     except Exception as error:  # the code of any model
         logger.debug("a network with borders was tried and failed: %s", in_one_line(error))
-        return _UNTRIED, False
-    if not softcaps:
-        return "its attention is its own", False
-    return None if difference < _BOUND else "it needs more than borders to compute the same", any(softcaps)
+        return _UNTRIED, ()
+    if not seen:
+        return "its attention is its own", ()
+    return None if difference < _BOUND else "it needs more than borders to compute the same", _in_order(seen)
+
+
+def _recorded(
+    seen: set[Heads], kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+) -> torch.Tensor:
+    many, keys, width = q.shape[1], k.shape[1], q.shape[2]
+    sinks = call.sinks is not None
+    seen.add(Heads(many=many, keys=keys, width=width, window=call.window, softcap=call.softcap, sinks=sinks))
+    return kernel(q, k, v, call)
+
+
+def _in_order(seen: set[Heads]) -> tuple[Heads, ...]:
+    return tuple(sorted(seen, key=repr))
+
+
+@torch.no_grad()
+def _heads_in_full(network: PreTrainedModel) -> tuple[Heads, ...]:
+    """What a network on the meta device asks of a kernel; empty if that is not found out."""
+    seen: set[Heads] = set()
+    AttentionInterface.register(_TRIED, partial(attend, partial(_recorded, seen, lambda q, k, v, call: q)))
+    meta = torch.device("meta")
+    try:
+        model = copy.deepcopy(network).eval()
+        model.set_attn_implementation(_TRIED)
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation("batched_mm")  # others ask how many tokens an expert gets
+        block = documents(model, meta)
+        logits_of(model, block.input_ids, block.position_ids, block.borders)
+    except Exception as error:  # what has no rule for shapes, and the code of any model
+        logger.debug("the heads of the network in full were not found out: %s", in_one_line(error))
+        return ()
+    return _in_order(seen)
 
 
 def _with_short_windows(hf_config: PretrainedConfig) -> PretrainedConfig:

@@ -54,7 +54,7 @@ def _train(values: Mapping[str, Any], reference: Path) -> None:
     parts = assemble(config, *prepare_on_rank0(config), CPU)
     train(parts, stop=lambda: None)
     weights = gathered(parts.model)
-    with torch.no_grad(), without_borders(parts.model):
+    with torch.no_grad(), without_borders(parts.model, parts.generates_with):
         logits = parts.model.eval()(input_ids=_tokens(), use_cache=False).logits
     if dist.get_rank() == 0:
         save_file({**{name: t.clone() for name, t in weights.items()}, "logits": logits}, reference)

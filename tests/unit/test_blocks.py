@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raytune_fsdp.config import ParallelConfig
+from raytune_fsdp.model import compiler as compiler_module
 from raytune_fsdp.model import offload
 from raytune_fsdp.model.blocks import blocks_of, run_blocks
 from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler, choose_blocks, why_it_fails
@@ -125,6 +128,36 @@ def test_a_compiler_that_fails_later_gives_way(broken_compiler: None, caplog: py
     assert len([record for record in caplog.records if record.name.startswith("raytune_fsdp")]) == 1, "said once"
     assert compiler.news()[1] == compiler.failure
     assert compiler.news()[1] is None
+
+
+def test_what_ran_before_a_failure_does_not_move_the_random_numbers() -> None:
+    """A graph may break in two, of which the first runs, with its dropout, before the second fails to compile."""
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(len(graphs))
+        if len(graphs) == 2:
+            raise RuntimeError("no code for this one")
+        return graph.forward
+
+    drawn: list[torch.Tensor] = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.dropout(x, 0.5)
+        torch._dynamo.graph_break()
+        drawn.append(x)
+        return nn.functional.dropout(x * 2, 0.5)
+
+    x = torch.ones(256)
+    torch.manual_seed(0)
+    right, after = block(x), torch.rand(4)
+    drawn.clear()
+    compiler = Compiler()
+    with patch.object(compiler_module.torch, "compile", partial(torch.compile, backend=backend)):
+        fast = compiler.compiled(block)
+    torch.manual_seed(0)
+    assert torch.equal(fast(x), right) and torch.equal(torch.rand(4), after)
+    assert compiler.failure is not None and len(graphs) == 2, "it failed in the second graph"
 
 
 def test_past_the_limit_of_graphs_blocks_run_eagerly() -> None:

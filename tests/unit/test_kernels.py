@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from raytune_fsdp.errors import ConfigError, ModelError
-from raytune_fsdp.model import kernels
+from raytune_fsdp.model import flash, kernels
 from raytune_fsdp.model.attention import Needs, choose
-from raytune_fsdp.model.kernels import KERNELS, Call, reference, sdpa_by_document
+from raytune_fsdp.model.calls import Call, reference
+from raytune_fsdp.model.kernels import KERNELS, sdpa_by_document
 from raytune_fsdp.model.proof import WINDOW, documents, error_of_kernel
 from raytune_fsdp.types import Borders
 from tests.models import build
@@ -73,8 +74,9 @@ def test_one_operation_for_the_compiler(window: int | None) -> None:
 def test_it_is_sound_as_an_operation() -> None:
     q, k, v = heads(torch.float64, 2, 2, width=8)
     starts = call().borders.starts
-    torch.library.opcheck(kernels._by_document, (q, k, v, starts, 0.3, 0))
-    torch.library.opcheck(kernels._by_document, (q, k, v, starts, 0.3, 4))
+    sinks = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
+    for window, also in ((0, None), (4, None), (0, sinks), (4, sinks)):
+        torch.library.opcheck(kernels._by_document, (q, k, v, starts, 0.3, window, also))
 
 
 class Fake(ModuleType):
@@ -102,6 +104,7 @@ class Fake(ModuleType):
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     module = Fake()
     monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setattr(flash, "_FUNCTIONS", {})
     return module
 
 
@@ -129,6 +132,7 @@ def test_what_torch_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = heads(torch.float32, 4, 2)
     for function, grouped in ((varlen_attn, None), (of_2_12, True)):
         monkeypatch.setattr(varlen, "varlen_attn", function)
+        monkeypatch.setattr(flash, "_FUNCTIONS", {})
         given.clear()
         KERNELS["documents_varlen"](q, k, v, call(window=4))
         assert given["window_size"] == (3, 0) and given["scale"] == 0.3 and given.get("enable_gqa") == grouped
@@ -175,7 +179,7 @@ def test_wrong_kernels_are_found_at_the_start(
 ) -> None:
     from raytune_fsdp import evaluate
 
-    monkeypatch.setattr(evaluate.dist, "all_reduce", lambda _: None)
+    monkeypatch.setattr(evaluate, "on_all_ranks", lambda work: [work()])
     for kernel in (reference, wrong):
         monkeypatch.setitem(KERNELS, "documents_cpu", in_wide(kernel))
         model = build(architecture).to(dtype)
@@ -184,10 +188,10 @@ def test_wrong_kernels_are_found_at_the_start(
                 module.weight.data *= 30  # or the scores of small random weights would not reach a cap
         model.set_attn_implementation("documents_cpu")
         if kernel is reference:
-            evaluate.check_network(model, "none", torch.device("cpu"))
+            evaluate.check_network(model, "none", CPU, dtype)
         else:
-            with pytest.raises(ModelError, match=r"documents_cpu is wrong here.*set model\.attention=sdpa"):
-                evaluate.check_network(model, "none", torch.device("cpu"))
+            with pytest.raises(ModelError, match=r"documents_cpu is wrong here.*set model\.attention=eager"):
+                evaluate.check_network(model, "none", CPU, dtype)
         assert model.config._attn_implementation == "documents_cpu"
 
 
@@ -197,51 +201,76 @@ def test_the_check_has_documents_longer_than_its_window() -> None:
     block = documents(model, torch.device("cpu"))
     assert block.borders.longest > WINDOW and block.input_ids.shape[0] == 2
     with torch.no_grad():
-        error, dtype = error_of_kernel(model, torch.device("cpu"))
-    assert 0 < error < 1e-5 and dtype == torch.float32
+        assert 0 < error_of_kernel(model, CPU) < 1e-5
 
 
-NONE, ALL = Needs(refused="it runs on"), Needs(width=128)
+NONE, ALL, CAPPED = Needs(refused="it runs on"), Needs(width=128), Needs(width=128, softcap=True)
+SUNK = Needs(width=128, sinks=True)
 
 
 @pytest.mark.parametrize(
-    ("asked", "needs", "kept", "device", "dtype", "installed", "chosen"),
+    ("asked", "needs", "kept", "device", "dtype", "working", "chosen"),
     [
         ("auto", ALL, None, CPU, torch.float32, (), "documents_cpu"),
-        ("auto", ALL, None, GPU, torch.bfloat16, (), "documents_varlen"),
-        ("auto", ALL, None, GPU, torch.bfloat16, ("flash_attn",), "documents_fa2"),
-        ("auto", ALL, None, GPU, torch.float16, ("flash_attn", "flash_attn.cute"), "documents_fa4"),
-        ("auto", ALL, None, GPU, torch.float32, ("flash_attn",), ""),
+        ("auto", ALL, None, GPU, torch.bfloat16, ("varlen",), "documents_varlen"),
+        ("auto", ALL, None, GPU, torch.bfloat16, ("fa2", "varlen"), "documents_fa2"),
+        ("auto", ALL, None, GPU, torch.float16, ("fa4", "fa2", "varlen"), "documents_fa4"),
+        ("auto", ALL, None, GPU, torch.float32, ("fa2", "varlen"), ""),
         ("auto", NONE, None, CPU, torch.float32, (), ""),
-        ("auto", Needs(width=128, softcap=True), None, CPU, torch.float32, (), ""),
-        ("auto", Needs(width=128, softcap=True), None, GPU, torch.bfloat16, (), ""),
-        ("auto", Needs(width=128, softcap=True), None, GPU, torch.bfloat16, ("flash_attn",), "documents_fa2"),
-        ("auto", Needs(width=512), None, GPU, torch.bfloat16, ("flash_attn",), ""),
+        ("auto", CAPPED, None, CPU, torch.float32, (), ""),
+        ("auto", CAPPED, None, GPU, torch.bfloat16, ("varlen",), ""),
+        ("auto", ALL, None, GPU, torch.bfloat16, (), ""),
+        ("auto", SUNK, None, CPU, torch.float32, (), "documents_cpu"),
+        ("auto", SUNK, None, GPU, torch.bfloat16, ("fa4", "fa2", "varlen"), "documents_varlen"),
+        ("auto", replace(SUNK, softcap=True), None, GPU, torch.bfloat16, ("fa4", "varlen"), ""),
+        ("auto", CAPPED, None, GPU, torch.bfloat16, ("fa2", "varlen"), "documents_fa2"),
+        ("auto", Needs(width=512), None, GPU, torch.bfloat16, ("fa2", "varlen"), ""),
         # A run that goes on keeps what it began with, if that is here.
         ("auto", ALL, "sdpa", CPU, torch.float32, (), "sdpa"),
-        ("auto", ALL, "documents_varlen", GPU, torch.bfloat16, ("flash_attn",), "documents_varlen"),
-        ("auto", ALL, "documents_fa3", GPU, torch.bfloat16, (), "documents_varlen"),
-        ("auto", ALL, "documents_cpu", GPU, torch.bfloat16, (), "documents_varlen"),
+        ("auto", ALL, "documents_varlen", GPU, torch.bfloat16, ("fa2", "varlen"), "documents_varlen"),
+        ("auto", ALL, "documents_fa3", GPU, torch.bfloat16, ("varlen",), "documents_varlen"),
+        ("auto", ALL, "documents_cpu", GPU, torch.bfloat16, ("varlen",), "documents_varlen"),
         # What the config says comes first.
         ("documents", ALL, "sdpa", CPU, torch.float32, (), "documents_cpu"),
         ("sdpa", ALL, "documents_cpu", CPU, torch.float32, (), "sdpa"),
-        ("flash_attention_2", ALL, None, GPU, torch.bfloat16, ("flash_attn",), "documents_fa2"),
-        ("flash_attention_2", NONE, None, GPU, torch.bfloat16, ("flash_attn",), "flash_attention_2"),
+        ("flash_attention_2", ALL, None, GPU, torch.bfloat16, ("fa2", "varlen"), "documents_fa2"),
+        ("flash_attention_2", NONE, None, GPU, torch.bfloat16, ("fa2", "varlen"), "flash_attention_2"),
     ],
 )  # fmt: skip
 def test_which_attention_a_run_gets(
-    asked: str, needs: Needs, kept: str | None, device: torch.device, dtype: torch.dtype, installed: tuple[str, ...],
-    chosen: str, monkeypatch: pytest.MonkeyPatch,
+    asked: str, needs: Needs, kept: str | None, device: torch.device, dtype: torch.dtype, working: tuple[str, ...],
+    chosen: str,
 ) -> None:  # fmt: skip
-    from raytune_fsdp.model import attention
+    def fails(name: str) -> str | None:
+        return None if name.removeprefix("documents_") in working else "it is not here"
 
-    monkeypatch.setattr(attention, "is_installed", lambda package: package in installed)
-    found = choose(asked, needs, kept=kept, device=device, dtype=dtype)
+    found = choose(asked, needs, kept=kept, device=device, dtype=dtype, fails=fails)
     assert found.name == chosen and found.why
+
+
+def works(name: str) -> None:
+    return None
 
 
 def test_documents_that_cannot_be_had_are_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match=r"^model\.attention=documents: it runs on; set model\.attention=auto$"):
-        choose("documents", NONE, kept=None, device=CPU, dtype=torch.float32)
+        choose("documents", NONE, kept=None, device=CPU, dtype=torch.float32, fails=works)
     with pytest.raises(ConfigError, match=r"compute in 16 bits, not in float32"):
-        choose("documents", ALL, kept=None, device=GPU, dtype=torch.float32)
+        choose("documents", ALL, kept=None, device=GPU, dtype=torch.float32, fails=works)
+    with pytest.raises(ConfigError, match=r"documents_fa4: no; documents_fa3: no; documents_fa2: no; documents_varlen"):
+        choose("documents", ALL, kept=None, device=GPU, dtype=torch.bfloat16, fails=lambda name: "no")
+
+
+def test_why_a_kernel_was_passed_over_is_in_the_choice() -> None:
+    tried: list[str] = []
+
+    def fails(name: str) -> str | None:
+        tried.append(name)
+        return None if name == "documents_fa2" else "no backward"
+
+    found = choose("auto", ALL, kept="documents_varlen", device=GPU, dtype=torch.float16, fails=fails)
+    assert tried == ["documents_varlen", "documents_fa4", "documents_fa3", "documents_fa2"]
+    assert found.name == "documents_fa2"
+    assert "documents_varlen: no backward; documents_fa4: no backward" in found.why
+    found = choose("auto", ALL, kept=None, device=GPU, dtype=torch.float16, fails=lambda name: "not Ampere")
+    assert found.name == "" and "documents_varlen: not Ampere" in found.why
