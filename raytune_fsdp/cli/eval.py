@@ -70,22 +70,33 @@ def _measure(config: FinetuneConfig, model: Path, *, trust: bool, base: str | No
     import torch.distributed as dist
 
     from raytune_fsdp.checkpoint.model_files import load_for_inference
+    from raytune_fsdp.config import FullMethod
     from raytune_fsdp.data.open_data import open_evals
     from raytune_fsdp.evaluate import check_network, losses
     from raytune_fsdp.launch.local import check_gpus
     from raytune_fsdp.launch.worker import choose_device, join
+    from raytune_fsdp.model.attention import choose, use
+    from raytune_fsdp.model.trial import why_kernel_fails
+    from raytune_fsdp.run.needs import network_needs
     from raytune_fsdp.run.prepare import check_lengths, set_template
 
     check_gpus(config)
     device = choose_device(config.cluster.device, 1)
     network, tokenizer = load_for_inference(model, device, trust_remote_code=trust, base=base)
     check_lengths(config, network)
+    # As a run chooses it: transformers' own lets packed documents of some networks (gpt-oss) see each other.
+    needs = network_needs(config.model_copy(update={"method": FullMethod()}), network.config, network)
+    dtype = network.dtype
+    use(network, choose(
+        "auto", needs, kept=None, device=device, dtype=dtype,
+        fails=lambda name: why_kernel_fails(name, needs, device, dtype),
+    ))  # fmt: skip
     set_template(config, tokenizer)
     with shown() as progress:
         evals = open_evals(config, tokenizer, network.config.get_text_config().vocab_size, progress)
     join(device, alone=True)
     try:
-        check_network(network, config.data.packing, device, network.dtype)
+        check_network(network, config.data.packing, device, dtype)
         return losses(network, evals, micro_batch=config.train.micro_batch, data_ranks=1, device=device)
     finally:
         dist.destroy_process_group()

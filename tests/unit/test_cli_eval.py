@@ -86,3 +86,18 @@ def test_json_has_what_the_text_has_and_null_for_what_is_not_finite(
         "eval/rows/loss": 800.0, "eval/rows/perplexity": None, "eval/rows/accuracy": 0.5,
         "eval/other/loss": None, "eval/other/perplexity": None,
     }  # fmt: skip
+
+
+def test_packed_documents_are_measured_as_if_alone_also_where_transformers_lets_them_see_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint(tmp_path / "model", "gpt_oss", tokenizer=True, vocab_size=1024)
+    (tmp_path / "config.yaml").write_text(dump_config(make_config(tmp_path)))
+    capsys.readouterr()
+    found = {}
+    for packing in ("best_fit", "none"):
+        arguments = ["--config", "config.yaml", "--data.eval.0.path", "tokens.jsonl", "--data.packing", packing]
+        assert main(["eval", "model", "--json", *arguments, "--data.eval.0.format.type", "tokens"]) == 0
+        found[packing] = json.loads(capsys.readouterr().out)["eval/tokens/loss"]
+    assert found["best_fit"] == pytest.approx(found["none"], rel=1e-5)
