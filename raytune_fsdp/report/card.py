@@ -53,8 +53,8 @@ def recipe_of(config: Mapping[str, Any], version: str | None, run_dir: Path, par
     return json.dumps(recipe, indent=1)
 
 
-def model_card(checkpoint: CommittedCheckpoint, model_files: Path, *, dtype: str) -> str:
-    """The README.md of an export of this checkpoint."""
+def model_card(checkpoint: CommittedCheckpoint, model_files: Path, *, dtype: str, adapter: bool = False) -> str:
+    """The README.md of an export of this checkpoint. `adapter`: the export holds nothing else."""
     state = read_state(checkpoint)
     recipe = _recipe(model_files)
     config = recipe["config"]
@@ -62,12 +62,12 @@ def model_card(checkpoint: CommittedCheckpoint, model_files: Path, *, dtype: str
     name = config.get("run", {}).get("name", "fine-tuned model")
     parts = [
         "---",
-        yaml.safe_dump(_metadata(recipe), sort_keys=False, allow_unicode=True).rstrip(),
+        yaml.safe_dump(_metadata(recipe, adapter), sort_keys=False, allow_unicode=True).rstrip(),
         "---",
         "",
         f"# {name}",
         "",
-        *_summary(hf_config, recipe, state, dtype),
+        *_summary(hf_config, recipe, state, dtype, adapter),
     ]
     results = list(_results(_run_dir(checkpoint, recipe), state.step))
     if results:
@@ -117,10 +117,11 @@ def _check_recipe(recipe: Any) -> None:
         raise UnsoundError("describes neither model nor data")
 
 
-def _metadata(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def _metadata(recipe: Mapping[str, Any], adapter: bool) -> dict[str, Any]:
     """What the hub reads. Names only models and datasets that the hub has."""
     config = recipe["config"]
-    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    library = "peft" if adapter else "transformers"
+    metadata: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
     if recipe["model_on_hub"] and config["model"].get("init") == "pretrained":
         metadata["base_model"] = config["model"]["path"]
     datasets = sorted({str(each["hub"]) for each in config.get("data", {}).get("train", []) if each.get("hub")})
@@ -129,7 +130,9 @@ def _metadata(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {**metadata, "tags": ["raytune_fsdp"]}
 
 
-def _summary(hf_config: Mapping[str, Any], recipe: Mapping[str, Any], state: RunState, dtype: str) -> Iterator[str]:
+def _summary(
+    hf_config: Mapping[str, Any], recipe: Mapping[str, Any], state: RunState, dtype: str, adapter: bool
+) -> Iterator[str]:
     kind = ", ".join(hf_config.get("architectures") or [hf_config.get("model_type", "causal language model")])
     model, version = recipe["config"].get("model", {}), recipe["version"]
     path = model.get("path")
@@ -138,7 +141,10 @@ def _summary(hf_config: Mapping[str, Any], recipe: Mapping[str, Any], state: Run
         origin = " from random weights"
     elif path:
         origin = f" from `{path if recipe['model_on_hub'] else _shown(path)}`"
-    yield f"A `{kind}`, fine-tuned{origin} with raytune_fsdp{f' {version}' if version else ''}."
+    what = f"An adapter of a `{kind}`, trained" if adapter else f"A `{kind}`, fine-tuned"
+    yield f"{what}{origin} with raytune_fsdp{f' {version}' if version else ''}."
+    if adapter:
+        yield "It is loaded beside that model: `PeftModel.from_pretrained(model, here)`."
     yield ""
     with suppress(KeyError, TypeError, ValueError, ArithmeticError):  # older versions wrote none
         yield f"- {ParameterCount(**recipe['parameters']).words}"

@@ -67,7 +67,7 @@ def export_checkpoint(
             destination,
             base=base or found["path"],
             revision=None if base else found["revision"],
-            card=model_card(checkpoint, files, dtype="fp32"),
+            card=model_card(checkpoint, files, dtype="fp32", adapter=True),
         )
         return
     card = model_card(checkpoint, files, dtype=chosen.dtype)

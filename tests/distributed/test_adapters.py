@@ -118,6 +118,9 @@ def test_what_is_exported_is_what_peft_loads_and_merges(tmp_path: Path, model: s
     checkpoint = find_checkpoint(run_dir(config))
     publish(checkpoint, tmp_path / "adapter", ExportConfig())
     publish(checkpoint, tmp_path / "merged", ExportConfig(merge=True, dtype="fp32"))
+    card = (tmp_path / "adapter" / "README.md").read_text()
+    assert "library_name: peft" in card and "An adapter of a `" in card
+    assert "library_name: transformers" in (tmp_path / "merged" / "README.md").read_text()
     base = AutoModelForCausalLM.from_pretrained(tmp_path / f"base-{model}", dtype=torch.float32)
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
