@@ -96,7 +96,7 @@ def resolve(
         length = f"train.max_steps={steps:,}" if train.epochs is None else f"train.epochs={train.epochs:g}"
         raise ConfigError(f"{length}: a run has at most 2**62 packed samples, which have numbers of 64 bits; lower it")
     schedule_steps = config.optim.schedule_steps or planned_schedule or steps
-    warmup = config.optim.warmup_steps
+    warmup = 0 if config.optim.schedule.type == "one_cycle" else config.optim.warmup_steps
     if warmup is None:
         # Exact decimals, rounded up: in floats 0.07 * 100 is 7.000000000000001, which would round up to 8.
         warmup = math.ceil(Fraction(str(config.optim.warmup_ratio)) * schedule_steps)

@@ -41,7 +41,49 @@ class WsdSchedule(Section):
     """Final learning rate, as a fraction of `optim.lr`."""
 
 
-Schedule = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule | WsdSchedule, Field(discriminator="type")]
+class PolynomialSchedule(Section):
+    type: Literal["polynomial"]
+    """The learning rate falls as a power of the steps that are left."""
+
+    power: float = Field(default=2.0, gt=0)
+    """The power; 1 is linear."""
+
+    floor: float = Field(default=0.0, ge=0, le=1)
+    """Final learning rate, as a fraction of `optim.lr`."""
+
+
+class InverseSqrtSchedule(Section):
+    type: Literal["inverse_sqrt"]
+    """The learning rate falls as one over the square root of the steps, without an end."""
+
+    timescale: int | None = Field(default=None, ge=1)
+    """Steps after which it has fallen to 0.71 of the peak. Null: the length of the warmup, or 10,000 without one."""
+
+
+class OneCycleSchedule(Section):
+    type: Literal["one_cycle"]
+    """The learning rate rises along half a cosine and falls along another. Its rise is its warmup."""
+
+    rise: float = Field(default=0.3, gt=0, lt=1)
+    """Fraction of the steps in which it rises."""
+
+    start: float = Field(default=0.04, ge=0, le=1)
+    """First learning rate, as a fraction of `optim.lr`."""
+
+    floor: float = Field(default=4e-6, ge=0, le=1)
+    """Final learning rate, as a fraction of `optim.lr`."""
+
+
+Schedule = Annotated[
+    ConstantSchedule
+    | LinearSchedule
+    | CosineSchedule
+    | WsdSchedule
+    | PolynomialSchedule
+    | InverseSqrtSchedule
+    | OneCycleSchedule,
+    Field(discriminator="type"),
+]
 
 
 class OptimConfig(Section):
@@ -79,6 +121,17 @@ class OptimConfig(Section):
     max_skipped: int = Field(default=10, ge=1)
     """Updates with a loss or gradient norm that is not finite are skipped on all ranks; this many in a row stop the
     run."""
+
+    @model_validator(mode="after")
+    def _one_rise(self) -> Self:
+        written = [name for name in ("warmup_ratio", "warmup_steps") if name in self.model_fields_set]
+        for name in written:
+            if self.schedule.type == "one_cycle" and getattr(self, name):
+                raise ValueError(
+                    f"optim.{name}={getattr(self, name)}: the schedule one_cycle has a rise of its own: set "
+                    "optim.schedule.rise, and leave the warmup out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _warmup(self) -> Self:

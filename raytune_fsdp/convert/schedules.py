@@ -38,8 +38,12 @@ def _schedule(c: Crossing, kind: str, details: dict[str, Any], lr: float) -> dic
             "type": "cosine",
             "floor": _ratio(least, lr) if rate is None and least is not None else number(rate or 0),
         }
-    if kind == "polynomial" and take("power", 1.0) == 1:
-        return {"type": "linear", "floor": _ratio(take("lr_end", 1e-7), lr)}
+    if kind == "polynomial":
+        floor, power = _ratio(take("lr_end", 1e-7), lr), number(take("power", 1.0))
+        return {"type": "linear", "floor": floor} if power == 1 else {"type": kind, "power": power, "floor": floor}
+    if kind == "inverse_sqrt":
+        timescale = take("timescale", None)
+        return {"type": kind, **({} if timescale is None else {"timescale": whole(timescale)})}
     if kind == "warmup_stable_decay":
         total, decay = c.fields.get("train.max_steps"), take("num_decay_steps", None)
         if take("decay_type", "cosine") != "linear" or take("warmup_type", "linear") != "linear":
@@ -49,7 +53,9 @@ def _schedule(c: Crossing, kind: str, details: dict[str, Any], lr: float) -> dic
                 "`wsd` here takes the fraction of the steps that decay: give max_steps and num_decay_steps"
             )
         return {"type": "wsd", "decay": whole(decay) / total, "floor": number(take("min_lr_ratio", 0))}
-    raise _NotHereError("no schedule of ours; there are constant, linear, cosine and wsd")
+    raise _NotHereError(
+        "no schedule of ours; there are constant, linear, cosine, polynomial, inverse_sqrt, one_cycle and wsd"
+    )
 
 
 def schedule(c: Crossing, key: str, *, default: str, default_lr: float) -> str:

@@ -25,7 +25,7 @@ FIELDS = {field.path: field for field in describe(ROOT)}
         ("optim.beta1", "number >= 0, < 1"),
         ("optim.max_grad_norm", "number > 0, or null"),
         ("optim.schedule.floor", "number >= 0, <= 1"),
-        ("optim.schedule.type", "one of constant, linear, cosine, wsd"),
+        ("optim.schedule.type", "one of constant, linear, cosine, wsd, polynomial, inverse_sqrt, one_cycle"),
         ("tracking.console", "true or false"),
         ("cluster.workers", "integer >= 1, or auto"),
     ],

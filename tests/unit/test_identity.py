@@ -20,6 +20,9 @@ NAMED_FROM_THE_BEGINNING = {
     "optim.schedule.linear": "type floor",
     "optim.schedule.cosine": "type floor",
     "optim.schedule.wsd": "type decay floor",
+    "optim.schedule.polynomial": "type power floor",
+    "optim.schedule.inverse_sqrt": "type timescale",
+    "optim.schedule.one_cycle": "type rise start floor",
     "method.full": "type",
     "method.freeze": "type trained",
     "method.lora": "type rank alpha rank_stabilized dropout target_modules target_parameters modules_to_save dora "

@@ -8,7 +8,13 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from transformers import get_constant_schedule, get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+from transformers import (
+    get_constant_schedule,
+    get_cosine_schedule_with_warmup,
+    get_inverse_sqrt_schedule,
+    get_linear_schedule_with_warmup,
+    get_polynomial_decay_schedule_with_warmup,
+)
 
 from raytune_fsdp.config import LoraMethod, OptimConfig
 from raytune_fsdp.optim import build_optimizer, lr_factor, multiplier, undecayed_names
@@ -30,6 +36,9 @@ def values(schedule: dict[str, Any], *, steps: int, warmup: int, until: int | No
         ({"type": "linear", "floor": 0.2}, [0.5, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2]),
         ({"type": "cosine"}, [0.5, 1, 1, 0.8535533905932737, 0.5, 0.1464466094067262, 0, 0]),
         ({"type": "cosine", "floor": 0.5}, [0.5, 1, 1, 0.9267766952966369, 0.75, 0.5732233047033631, 0.5, 0.5]),
+        ({"type": "polynomial"}, [0.5, 1, 1, 0.5625, 0.25, 0.0625, 0, 0]),
+        ({"type": "polynomial", "power": 1, "floor": 0.2}, [0.5, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2]),
+        ({"type": "inverse_sqrt"}, [0.5, 1, 1, (2 / 3) ** 0.5, 0.5**0.5, 0.4**0.5, (1 / 3) ** 0.5, (2 / 7) ** 0.5]),
         ({"type": "wsd", "decay": 0.5}, [0.5, 1, 1, 1, 2 / 3, 1 / 3, 0, 0]),
         ({"type": "wsd", "decay": 0.5, "floor": 0.4}, [0.5, 1, 1, 1, 0.8, 0.6, 0.4, 0.4]),
     ],
@@ -79,6 +88,46 @@ def test_it_is_transformers_schedule_after_the_warmup(steps: int, warmup: int) -
         (shape,) = scheduler.lr_lambdas
         ours = values({"type": kind}, steps=steps, warmup=warmup)[warmup:]
         assert ours == pytest.approx([shape(i) for i in range(steps - warmup)], abs=1e-12)
+
+
+@settings(deadline=None)
+@given(steps=st.integers(5, 200), warmup=st.integers(1, 50), power=st.sampled_from([0.5, 2.0, 3.0]))
+def test_it_is_transformers_polynomial_and_inverse_root_after_the_warmup(steps: int, warmup: int, power: float) -> None:
+    assume(warmup < steps)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    (theirs,) = get_polynomial_decay_schedule_with_warmup(
+        optimizer, 0, steps - warmup, lr_end=0.1, power=power
+    ).lr_lambdas
+    ours = values({"type": "polynomial", "power": power, "floor": 0.1}, steps=steps, warmup=warmup)[warmup:]
+    assert ours == pytest.approx([theirs(i) for i in range(steps - warmup)], abs=1e-12)
+    for timescale in (None, 40):
+        (theirs,) = get_inverse_sqrt_schedule(optimizer, warmup, timescale).lr_lambdas
+        ours = values({"type": "inverse_sqrt", "timescale": timescale}, steps=steps, warmup=warmup)[warmup:]
+        assert ours == pytest.approx([theirs(warmup + i) for i in range(steps - warmup)], abs=1e-12)
+
+
+@settings(deadline=None)
+@given(steps=st.integers(8, 200), rise=st.sampled_from([0.25, 0.3, 0.5]))
+def test_one_cycle_is_torch_s(steps: int, rise: float) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, steps, pct_start=rise, cycle_momentum=False)
+    found = []
+    for _ in range(steps):
+        found.append(theirs.get_last_lr()[0])
+        optimizer.step()
+        if len(found) < steps:
+            theirs.step()
+    ours = values({"type": "one_cycle", "rise": rise}, steps=steps, warmup=0, until=steps + 3)
+    assert ours[:steps] == pytest.approx(found, abs=1e-9)
+    assert ours[steps:] == pytest.approx([4e-6] * 3, abs=1e-12), "a run that goes on stays at the floor"
+
+
+def test_one_cycle_rises_by_itself() -> None:
+    with pytest.raises(ValueError, match=r"optim.warmup_steps=5: the schedule one_cycle has a rise of its own"):
+        OptimConfig.model_validate({"schedule": {"type": "one_cycle"}, "warmup_steps": 5})
+    assert resolve(config(optim={"schedule": {"type": "one_cycle"}}), 1).warmup_steps == 0
+    plain = OptimConfig.model_validate({"schedule": {"type": "one_cycle"}, "warmup_ratio": 0})
+    assert plain.schedule.type == "one_cycle"
 
 
 def test_lr_is_the_peak_times_the_multiplier() -> None:
