@@ -24,6 +24,7 @@ COMMANDS = {
     "eval": "measure a model on evaluation data",
     "checkpoint": "commit one now, list them, verify them",
     "export": "write a checkpoint as a Hugging Face model directory",
+    "average": "write the mean of a run's checkpoints as a Hugging Face model directory",
     "recipes": "list, show and copy the configs that come with the package",
     "convert": "turn another trainer's config into one of ours",
     "schema": "print the config's JSON schema, for editors",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -53,8 +53,18 @@ def recipe_of(config: Mapping[str, Any], version: str | None, run_dir: Path, par
     return json.dumps(recipe, indent=1)
 
 
-def model_card(checkpoint: CommittedCheckpoint, model_files: Path, *, dtype: str, adapter: bool = False) -> str:
-    """The README.md of an export of this checkpoint. `adapter`: the export holds nothing else."""
+def model_card(
+    checkpoint: CommittedCheckpoint,
+    model_files: Path,
+    *,
+    dtype: str,
+    adapter: bool = False,
+    mean_of: Sequence[int] = (),
+) -> str:
+    """The README.md of an export of this checkpoint.
+
+    `adapter`: the export holds nothing else. `mean_of`: the steps whose mean it is, this one the last of them.
+    """
     state = read_state(checkpoint)
     recipe = _recipe(model_files)
     config = recipe["config"]
@@ -69,6 +79,8 @@ def model_card(checkpoint: CommittedCheckpoint, model_files: Path, *, dtype: str
         "",
         *_summary(hf_config, recipe, state, dtype, adapter),
     ]
+    if mean_of:
+        parts += ["", f"The weights are the mean of those after steps {', '.join(map(str, mean_of))}."]
     results = list(_results(_run_dir(checkpoint, recipe), state.step))
     if results:
         parts += ["", "## Results", "", "| | |", "|---|---|", *results]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, verify
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed, verify
 from raytune_fsdp.checkpoint.model_files import model_files
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
@@ -14,8 +15,10 @@ from raytune_fsdp.config import ExportConfig
 from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.model.export import export
 from raytune_fsdp.model.export_adapter import export_adapter
+from raytune_fsdp.model.mean import MeanTensors
 from raytune_fsdp.report.card import is_of_same_run, model_card
-from raytune_fsdp.rundir import is_place_of_exports
+from raytune_fsdp.rundir import checkpoints_below, checkpoints_of, is_place_of_exports
+from raytune_fsdp.urls import is_url
 
 
 def publish(
@@ -54,9 +57,8 @@ def export_checkpoint(
 
     A run of adapters has those written alone, unless they are to be merged (`export.merge`).
     """
-    problem = None if verified else verify(checkpoint, hashes=True, threads=READERS)
-    if problem is not None:
-        raise ResumeError(f"checkpoint {checkpoint.path} is damaged, so it is not exported: {problem}; use another one")
+    if not verified:
+        _check_whole(checkpoint)
     files = model_files(checkpoint)
     found = read_state(checkpoint).base
     if found is not None and not chosen.merge:
@@ -81,6 +83,55 @@ def export_checkpoint(
         trust_remote_code=trust_remote_code,
         adopt=_is_older_export(Path(os.path.realpath(destination)), card),
     )
+
+
+def checkpoints_to_average(run: str, *, steps: Sequence[int] | None, last: int) -> list[CommittedCheckpoint]:
+    """The checkpoints of a run of these `steps`, or the `last` ones, oldest first, all of them whole.
+
+    Where two attempts have saved a step, the later one counts.
+    """
+    root = checkpoints_below(run) if is_url(run) else checkpoints_of(Path(run).resolve())
+    there = {found.step: found for found in committed(root)}
+    missing = [step for step in steps or () if step not in there]
+    if missing or not there:
+        has = f"it has {', '.join(map(str, there))}" if there else "it has none"
+        what = f"no checkpoint of step {missing[0]}" if missing else "no checkpoint"
+        raise ResumeError(f"{run} has {what} ({has}): name a run, and steps that it has")
+    chosen = [there[step] for step in sorted(set(steps))] if steps else [there[step] for step in sorted(there)[-last:]]
+    if len(chosen) < 2:
+        raise ResumeError(f"{run} has only the checkpoint of step {chosen[0].step}: the mean of one is an export of it")
+    for found in chosen:
+        _check_whole(found)
+    return chosen
+
+
+def average(
+    checkpoints: Sequence[CommittedCheckpoint],
+    destination: Path,
+    chosen: ExportConfig,
+    *,
+    trust_remote_code: bool = False,
+    base: str | None = None,
+) -> None:
+    """Write the mean of checkpoints of one run, oldest first, as a model directory; adapters are merged before."""
+    newest = checkpoints[-1]
+    files = model_files(newest)
+    card = model_card(newest, files, dtype=chosen.dtype, mean_of=[found.step for found in checkpoints])
+    export(
+        MeanTensors([whole_weights(found, files, base) for found in checkpoints]),
+        files,
+        destination,
+        dtype=chosen.dtype,
+        max_file_bytes=chosen.max_file_bytes,
+        card=card,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _check_whole(checkpoint: CommittedCheckpoint) -> None:
+    problem = verify(checkpoint, hashes=True, threads=READERS)
+    if problem is not None:
+        raise ResumeError(f"checkpoint {checkpoint.path} is damaged, so it is not exported: {problem}; use another one")
 
 
 def _is_older_export(destination: Path, card: str) -> bool:

@@ -297,3 +297,38 @@ def test_frozen_weights_do_not_change(tmp_path: Path) -> None:
     again = config_of(tmp_path, "llama", method, name="again", **sections)
     trajectory(again, 2, stop_after=5)
     assert trajectory(again, 2) == rows
+
+
+@pytest.mark.parametrize(
+    ("method", "many"), [pytest.param({"type": "full"}, 21, marks=SLOW), (METHODS["dora"], 14)], ids=["full", "dora"]
+)
+def test_the_mean_of_checkpoints_is_that_of_their_exports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], method: dict[str, Any], many: int
+) -> None:
+    """Adapters are merged before: a mean of their matrices would be something else."""
+    from transformers import AutoModelForCausalLM
+
+    from raytune_fsdp.cli.main import main
+
+    saves = {**SAVES, "keep_last": None}
+    config = config_of(tmp_path, "llama", method, parallel={"precision": "fp32"}, checkpoint=saves)
+    trajectory(config, 1)
+    for wrong, message in (
+        (["--steps", "4", "5"], "has no checkpoint of step 5 (it has 4, 8, 12)"),
+        (["--steps", "4"], "has only the checkpoint of step 4: the mean of one is an export of it"),
+        (["--last", "1"], "--last 1 must be at least 2"),
+    ):
+        assert main(["average", str(run_dir(config)), str(tmp_path / "mean"), *wrong]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["average", str(run_dir(config)), str(tmp_path / "mean"), "--steps", "12", "4", "--dtype", "fp32"]) == 0
+    assert "exported the mean of steps 4, 12 to" in capsys.readouterr().out
+    each = []
+    for checkpoint in (checkpoints(run_dir(config))[0], checkpoints(run_dir(config))[-1]):
+        publish(checkpoint, tmp_path / str(checkpoint.step), ExportConfig(merge=True, dtype="fp32"))
+        each.append(AutoModelForCausalLM.from_pretrained(tmp_path / str(checkpoint.step)).state_dict())
+    mean = AutoModelForCausalLM.from_pretrained(tmp_path / "mean").state_dict()
+    changed = 0
+    for name, tensor in mean.items():
+        assert torch.equal(tensor, ((each[0][name].double() + each[1][name].double()) / 2).float())
+        changed += not torch.equal(each[0][name], each[1][name])
+    assert changed == many, "seven layers in each of two blocks; or two norms as well, and three at the ends"

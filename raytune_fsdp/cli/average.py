@@ -1,0 +1,48 @@
+"""`raytune-fsdp average`: the mean of a run's checkpoints, as a Hugging Face model directory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from raytune_fsdp.cli.common import BASE, TRUST, Parser, exit_code
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp average") -> int:
+    """Average; returns the exit code."""
+    parser = Parser(prog, "Write the mean of checkpoints of a run as a Hugging Face model directory. Needs no GPU.")
+    parser.add_argument("run", help="run directory, or the URL of its checkpoints")
+    parser.add_argument("destination", type=Path, help="directory to write; replaces a model that is there")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--last", type=int, default=3, metavar="N", help="the newest N checkpoints (default: 3)")
+    which.add_argument("--steps", type=int, nargs="+", metavar="STEP", help="the checkpoints of these steps")
+    parser.add_argument("--dtype", choices=("trained", "bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
+    parser.add_argument("--max-file-bytes", type=int, default=5_000_000_000, metavar="N", help="default: 5 GB")
+    parser.add_argument("--base", metavar="PATH", help=BASE)
+    parser.add_argument("--trust-remote-code", action="store_true", help=f"{TRUST} It is copied, not run")
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda: _average(parser, arguments))
+
+
+def _average(parser: Parser, arguments: Sequence[str]) -> int:
+    found = parser.parse(arguments)
+    if found.max_file_bytes < 1000:
+        parser.error(f"--max-file-bytes {found.max_file_bytes} must be at least 1000")
+    if found.steps is None and found.last < 2:
+        parser.error(f"--last {found.last} must be at least 2; of one checkpoint the mean is an export")
+    from raytune_fsdp.config import ExportConfig
+    from raytune_fsdp.launch.signals import Signals
+    from raytune_fsdp.run.publish import average, checkpoints_to_average
+
+    checkpoints = checkpoints_to_average(found.run, steps=found.steps, last=found.last)
+    chosen = ExportConfig(dtype=found.dtype, max_file_bytes=found.max_file_bytes)
+    with Signals("during the export; the same command makes it anew"):
+        average(checkpoints, found.destination, chosen, trust_remote_code=found.trust_remote_code, base=found.base)
+    steps = ", ".join(str(each.step) for each in checkpoints)
+    print(f"exported the mean of steps {steps} to {found.destination}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
