@@ -74,8 +74,8 @@ $ raytune-fsdp convert run.yaml --gpus 8 --drop load_in_4bit
 ```
 
 The result has only what the file says and the defaults that are not ours; [configuration.md](../configuration.md) has
-all fields. `--drop adapter` drops LoRA and all of its options: see then that the learning rate is one for all weights,
-usually a tenth.
+all fields. LoRA is carried ([methods](../methods.md)); a quantized base is refused, and `adapter: lora` in the place of
+`qlora` gives the same adapters beside 16-bit weights.
 
 **Some things differ in any case:**
 
