@@ -63,7 +63,11 @@ def weights_of_adapter(directory: Path, moved: str | None) -> tuple[WholeWeights
         raise ModelError(f"{directory / ADAPTER_CONFIG_FILE} does not name the model it is for: say it with --base")
     base = _located(path, revision)
     network = adapted_network(base, directory)
-    adapter = FileWeights(find_weights(directory, "adapter_model"), stored_names(network))
+    files, keys = find_weights(directory, "adapter_model"), stored_names(network)
+    differ = sorted(files.file_of.keys() ^ set(keys.values()))
+    if differ:
+        raise ModelError(f"{directory}: {differ[0]} is in its file or in its config, not in both: export it again")
+    adapter = FileWeights(files, keys)
     return _merged(base_weights(find_weights(base), plain_network(base), {}), adapter, network, str(directory)), base
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -144,6 +145,7 @@ def _check_each(network: PreTrainedModel, method: AdapterMethod) -> None:
             f"method.target_parameters={weights}: a {kind} has no such weights; "
             f"{_nearest(network, weights, weights=True)}"
         )
+    _check_shared(network, method)
     adapted = [base_name(name) for name in adapter_tensors(network)]
     targets = method.target_modules if isinstance(method.target_modules, list) else []
     for field, names in (("target_modules", targets), ("modules_to_save", method.modules_to_save)):
@@ -152,6 +154,24 @@ def _check_each(network: PreTrainedModel, method: AdapterMethod) -> None:
                 raise ConfigError(
                     f"method.{field}: {each!r} is the name of no module of a {kind}; {_nearest(network, [each])}"
                 )
+
+
+def _check_shared(network: PreTrainedModel, method: AdapterMethod) -> None:
+    """Refuse an adapter of a weight that two modules share: trained beside one, it would be merged into both."""
+    uses = Counter(id(p) for _, p in network.named_parameters(remove_duplicate=False))
+    for name, module in network.named_modules():
+        if not is_adapter_layer(module):
+            continue
+        base = module.get_base_layer()
+        if any(uses[id(p)] > 1 for p in base.parameters(recurse=False)):
+            raise ConfigError(
+                f"method.target_modules: {base_name(name)} of a {type(network).__name__} shares its weight with "
+                "another module, and an adapter would be trained beside one of them only: leave it out"
+            )
+        if isinstance(base, nn.Embedding) and getattr(method, "dora", False):
+            raise ConfigError(
+                f"method.dora=true: {base_name(name)} is an embedding; leave it out, or set method.dora=false"
+            )
 
 
 def _nearest(network: PreTrainedModel, asked: list[str], *, weights: bool = False) -> str:
@@ -177,6 +197,21 @@ _LORA = {
     "modules_to_save": "modules_to_save",
     "use_dora": "dora",
 }
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "alpha_pattern": (None, {}),
+    "rank_pattern": (None, {}),
+    "layers_to_transform": (None, []),
+    "exclude_modules": (None, []),
+    "bias": (None, "none"),
+    "lora_bias": (None, False),
+    "trainable_token_indices": (None, [], {}),
+    "layer_replication": (None, []),
+    "use_qalora": (None, False),
+    # Others change the base's weights.
+    "init_lora_weights": (None, True, False, "gaussian"),
+}
+"""Fields of PEFT's config that would make it another function, with the values that do not."""
+
 _IA3 = {name: name for name in ("target_modules", "feedforward_modules", "modules_to_save")}
 _KINDS: dict[str, tuple[type[LoraMethod] | type[Ia3Method], dict[str, str]]] = {
     "LORA": (LoraMethod, _LORA),
@@ -205,6 +240,11 @@ def adapter_method(directory: Path) -> AdapterMethod:
             f"{file}: adapters of the kind {values.get('peft_type')!r} are not known here: use LORA or IA3"
         )
     kind, fields = _KINDS[values["peft_type"]]
+    for key, neutral in _NEUTRAL.items():
+        if values.get(key) not in neutral:
+            raise ModelError(
+                f"{file}: {key}={values[key]!r} is not known here, and would be left out; merge it with PEFT"
+            )
     known = {ours: values[theirs] for theirs, ours in fields.items() if values.get(theirs) is not None}
     if kind is LoraMethod:
         known = {"target_modules": [], **known}  # absent, it is none there and all here

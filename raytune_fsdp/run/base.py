@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from raytune_fsdp.checkpoint.manifest import share_of
 from raytune_fsdp.collectives import on_all_ranks, on_rank0
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import ModelError, ResumeError, TransientError
+from raytune_fsdp.errors import ConfigError, ModelError, ResumeError, TransientError
 from raytune_fsdp.model.files import WeightFiles, is_hub_name
 from raytune_fsdp.run.initial_weights import Origin, fill_mode
 
@@ -35,6 +36,28 @@ def files_of_base(config: FinetuneConfig, origin: Origin | None) -> WeightFiles:
             f"method.type={config.method.type} needs its base for ever: export it, and set model.path to the export"
         )
     return origin.stored
+
+
+def check_base(config: FinetuneConfig, network: PreTrainedModel, origin: Origin | None, before: Base | None) -> None:
+    """What can be found wrong with a base before a rank is started."""
+    check_exportable(config, network, origin)
+    check_sizes(config, files_of_base(config, origin), before)
+
+
+def check_exportable(config: FinetuneConfig, network: PreTrainedModel, origin: Origin | None) -> None:
+    """Refuse a run whose adapters could not be exported at its end."""
+    if not type(network).__module__.startswith("transformers."):
+        raise ModelError(
+            f"method.type={config.method.type}: {type(network).__name__} brings code of its own, and adapters are "
+            "exported for transformers' own networks only: use method.type=full or freeze"
+        )
+    grown = origin is not None and (origin.grown or origin.added)
+    exports = config.export.at_end or config.export.every is not None
+    if grown and exports and not config.export.merge:
+        raise ConfigError(
+            "export.merge=false: new tokens (model.add_tokens, model.resize_embeddings) are rows of the base, which "
+            "PEFT's directory does not hold: set export.merge=true"
+        )
 
 
 def check_sizes(config: FinetuneConfig, files: WeightFiles, before: Base | None) -> None:
@@ -64,6 +87,12 @@ def agree_on_base(config: FinetuneConfig, origin: Origin | None, before: Base | 
         mine = share_of(sizes, rank, world) if rank < world else []
         parts = on_all_ranks(lambda: _digests(files, mine))
         digests = {name: digest for part in parts for name, digest in part.items()}
+    added = {name: {str(row): list(like) for row, like in rows.items()} for name, rows in origin.added.items()}
+    if before is not None and before["added"] != added:
+        raise ResumeError(
+            f"model.path={config.model.path}: its tokenizer has other tokens than when this run began, so "
+            "model.add_tokens would give the frozen embedding other rows: use the directory that the run began with"
+        )
     now = {name: {"bytes": size, "xxh3": digests.get(name)} for name, size in sizes.items()}
     if before is not None and now != before["files"]:
         name = next(name for name in sorted({*now, *before["files"]}) if now.get(name) != before["files"].get(name))
@@ -74,7 +103,7 @@ def agree_on_base(config: FinetuneConfig, origin: Origin | None, before: Base | 
         "path": str(files.directory) if local else config.model.path,
         "revision": None if local else config.model.revision,
         "files": now,
-        "added": {name: {str(row): list(like) for row, like in rows.items()} for name, rows in origin.added.items()},
+        "added": added,
     }
 
 

@@ -21,8 +21,9 @@ from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.model_files import model_files
 from raytune_fsdp.checkpoint.whole import whole_weights
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.method import AdapterMethod
 from raytune_fsdp.errors import ModelError, ResumeError
-from raytune_fsdp.model.adapters import AdaptedWeights, check_adapter_shapes, is_adapted, stored_names
+from raytune_fsdp.model.adapters import AdaptedWeights, adapter_method, check_adapter_shapes, is_adapted, stored_names
 from raytune_fsdp.model.blocks import blocks_of
 from raytune_fsdp.model.conversion import ConvertedWeights
 from raytune_fsdp.model.files import WeightFiles, find_weights, locate
@@ -154,6 +155,7 @@ def find_adapter(config: FinetuneConfig, network: PreTrainedModel) -> AdapterFil
         return None
     directory = locate(path, None, field="method.adapter", weights=True)
     files = find_weights(directory, name="adapter_model")
+    _check_alike(config, path, adapter_method(directory))
     found = AdapterFiles(files=files, key_of=stored_names(network))
     unknown = sorted(files.file_of.keys() ^ set(found.key_of.values()))
     if unknown:
@@ -165,6 +167,16 @@ def find_adapter(config: FinetuneConfig, network: PreTrainedModel) -> AdapterFil
         )
     check_adapter_shapes(network, found.weights(), path)
     return found
+
+
+def _check_alike(config: FinetuneConfig, path: str, there: AdapterMethod) -> None:
+    """Refuse an adapter that means something else under this method: the same matrices, scaled otherwise."""
+    for each in ("type", "alpha", "rank", "rank_stabilized", "dora"):
+        ours, theirs = getattr(config.method, each, None), getattr(there, each, None)
+        if ours != theirs:
+            raise ModelError(
+                f"method.adapter={path} has {each}={theirs}, and method.{each} is {ours}: set it to {theirs}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ from raytune_fsdp.model.network import (
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.parallel import describe, is_wrapped, units_of
 from raytune_fsdp.run.added_tokens import add_tokens
-from raytune_fsdp.run.base import check_sizes, files_of_base
+from raytune_fsdp.run.base import check_base
 from raytune_fsdp.run.checks import check_best, check_export, check_first, warn_of_method
 from raytune_fsdp.run.initial_weights import find_adapter, find_origin, model_directory, own_model_files
 from raytune_fsdp.run.needs import network_needs
@@ -79,7 +79,7 @@ def prepare(
         encode_prompt(tokenizer, prompt, positions=positions_of(hf_config))
     found = find_resume(place, resume=config.run.resume)
     if is_adapted(network):
-        check_sizes(config, files_of_base(config, origin), found.state.base)
+        check_base(config, network, origin, found.state.base)
     train, evals = open_data(
         config, tokenizer, hf_config.get_text_config().vocab_size, progress, order_version=found.order_version
     )

@@ -10,6 +10,8 @@ import torch
 
 from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
 from raytune_fsdp.config import ExportConfig, FinetuneConfig
+from raytune_fsdp.errors import ModelError
+from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import publish
 from tests.checkpoints import checkpoints, pieces_of, tensors_in
 from tests.models import save_checkpoint
@@ -234,8 +236,6 @@ def test_a_run_goes_on_beside_the_very_files_it_began_with(tmp_path: Path) -> No
     length = int.from_bytes(content[:8], "little")  # of the header, which may end in spaces
     file.write_bytes((length + 8).to_bytes(8, "little") + content[8 : 8 + length] + b" " * 8 + content[8 + length :])
     with pytest.raises(ResumeError, match="model.safetensors is not the file"):  # by its size: no rank is started
-        from raytune_fsdp.run.prepare import prepare
-
         prepare(there, 1)
     content[-1] ^= 1
     file.write_bytes(content)
@@ -258,7 +258,6 @@ def test_a_checkpoint_is_as_large_as_the_adapters_and_their_state(tmp_path: Path
 
 def test_a_head_that_is_the_embedding_is_not_trained_apart(tmp_path: Path) -> None:
     from raytune_fsdp.errors import ConfigError
-    from raytune_fsdp.run.prepare import prepare
 
     for model, name in (("gpt2", "lm_head"), ("qwen3", "embed_tokens")):
         with pytest.raises(ConfigError, match=f"method.modules_to_save: '{name}' of a .* shares its weight"):
@@ -276,6 +275,9 @@ def test_an_adapter_goes_on_from_its_directory(tmp_path: Path) -> None:
         optim={"lr": 1e-30, "weight_decay": 0.0}, **sections,
     )  # fmt: skip
     trajectory(again, 3)
+    other = {**METHODS["dora"], "alpha": 9, "adapter": str(tmp_path / "adapter")}
+    with pytest.raises(ModelError, match=r"has alpha=8, and method.alpha is 9: set it to 8"):
+        prepare(config_of(tmp_path, "llama", other, name="other", **sections), 1)
     ends = [tensors_in(checkpoints(run_dir(each))[-1]) for each in (first, again)]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0] if name.startswith("model."))
 

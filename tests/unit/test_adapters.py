@@ -63,6 +63,9 @@ def network(model: str, method: dict[str, Any], precision: str = "fp32") -> Any:
             r"has no such weights; its weights are called",
         ),
         ("mixtral", {"type": "lora", "target_modules": ["w1", "w3"]}, r"takes some of these names for the experts"),
+        ("qwen3", {"type": "lora", "target_modules": ["embed_tokens"]}, r"embed_tokens of a Qwen3.* shares its weight"),
+        ("qwen3", {"type": "lora", "target_modules": ["lm_head"]}, r"lm_head of a Qwen3.* shares its weight"),
+        ("llama", {"type": "lora", "target_modules": ["embed_tokens"], "dora": True}, r"embed_tokens is an embedding"),
         ("opt", {"type": "ia3", "target_modules": ["qproj"], "feedforward_modules": []}, r"called q_proj"),
         ("olmo2", {"type": "ia3"}, r"Please specify `target_modules`.*; its linear layers are called down_proj"),
         (
@@ -157,6 +160,9 @@ def test_the_config_for_peft_is_read_back(tmp_path: Path, method: dict[str, Any]
         ({"peft_type": "LORA", "r": -1}, "is not the config of an adapter"),
         ({"peft_type": "LORA", "r": 4, "target_modules": {"a": 1}}, "is not the config of an adapter"),
         ({"peft_type": "LORA", "r": 4, "target_modules": "("}, "is not the config of an adapter"),
+        ({"peft_type": "LORA", "r": 4, "alpha_pattern": {"q_proj": 64}}, "alpha_pattern=.* is not known here"),
+        ({"peft_type": "LORA", "r": 4, "init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not known here"),
+        ({"peft_type": "LORA", "r": 4, "bias": "all"}, "bias='all' is not known here"),
         ([], "is not a JSON object"),
     ],
 )
