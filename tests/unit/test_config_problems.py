@@ -64,8 +64,8 @@ def test_a_mistyped_choice_names_all_and_the_nearest(tmp_path: Path) -> None:
 
 def test_a_mistyped_type(tmp_path: Path) -> None:
     assert problems(tmp_path, "--optim.schedule.type", "cosin") == [
-        "optim.schedule.type=cosin: must be one of constant, linear, cosine, wsd; nearest: cosine "
-        "(from flag --optim.schedule.type)"
+        "optim.schedule.type=cosin: must be one of constant, linear, cosine, wsd, polynomial, inverse_sqrt, one_cycle; "
+        "nearest: cosine (from flag --optim.schedule.type)"
     ]
 
 
