@@ -15,10 +15,9 @@ from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.model.adapters import adapter_method, attach, check_adapter_shapes, stored_names
-from raytune_fsdp.model.conversion import ConvertedWeights
 from raytune_fsdp.model.export import WholeTensors
 from raytune_fsdp.model.files import WeightFiles, find_weights, locate
-from raytune_fsdp.model.keys import check_shapes, grown_rows, match_keys
+from raytune_fsdp.model.keys import check_shapes, grown_rows, match_keys, matched_weights
 from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, read_object
 from raytune_fsdp.model.merge import MergedWeights
 from raytune_fsdp.model.network import stored_network
@@ -98,11 +97,7 @@ def base_weights(
     files: WeightFiles, network: PreTrainedModel, added: Mapping[str, Mapping[int, Sequence[int]]]
 ) -> Weights:
     """The weights that adapters are beside, in which rows of tokens may have been `added`."""
-    weights: Weights
-    match = match_keys(network, files)
-    weights = FileWeights(files, match.key_of)
-    if match.conversions:
-        weights = ConvertedWeights(weights, match.conversions, network)
+    weights = matched_weights(files, match_keys(network, files), network)
     grown = grown_rows(network, weights.shapes())
     if grown or added:
         weights = GrownWeights(weights, grown, added)

@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
@@ -220,14 +220,15 @@ _KINDS: dict[str, tuple[type[LoraMethod] | type[Ia3Method], dict[str, str]]] = {
 """By PEFT's name of a kind: the method, and what it calls the fields of PEFT's config."""
 
 
-def put_adapter_config(network: PreTrainedModel, directory: Path) -> None:
-    """Write the `adapter_config.json` that PEFT and inference servers read."""
+def put_adapter_config(network: PreTrainedModel, directory: Path, **more: Any) -> None:
+    """Write the `adapter_config.json` that PEFT and inference servers read, with what `more` is known."""
     network.peft_config[ADAPTER].save_pretrained(directory)  # type: ignore[union-attr, operator]
     values = read_object(directory / ADAPTER_CONFIG_FILE)
     # Out of sets, in another order each time.
     values |= {
         key: sorted(value) for key, value in values.items() if key in {*_LORA, *_IA3} and isinstance(value, list)
     }
+    values |= more
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -315,6 +316,7 @@ class AdaptedWeights:
 
     def __init__(self, base: Weights, network: PreTrainedModel, seed: int, adapter: Weights | None = None) -> None:
         self._base = base
+        self._stored = base.shapes()  # once: it is asked for with every few MiB that are read
         self._seed = seed
         self._adapter = adapter
         self._tensors = owned_tensors(network)
@@ -322,14 +324,14 @@ class AdaptedWeights:
         self._drawn: tuple[str, torch.Tensor] | None = None
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        stored = self._base.shapes()
+        stored = self._stored
         return {name: stored.get(base_name(name), tuple(tensor.shape)) for name, tensor in self._tensors.items()}
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         if self._adapter is not None and self._tensors[name].requires_grad:
             return self._adapter.read(name, start, stop)
         stored = base_name(name)
-        if stored in self._base.shapes():
+        if stored in self._stored:
             return self._base.read(stored, start, stop)
         if ".lora_magnitude_vector." in name:
             return self._lengths(name, start, stop)
@@ -341,7 +343,7 @@ class AdaptedWeights:
         if self._adapter is not None and self._tensors[name].requires_grad:
             return self._adapter.where(name)
         stored = base_name(name)
-        return self._base.where(stored) if stored in self._base.shapes() else f"{name}, drawn at random,"
+        return self._base.where(stored) if stored in self._stored else f"{name}, drawn at random,"
 
     def _draw(self, name: str) -> torch.Tensor:
         """As PEFT begins: of a linear layer's adapter the first matrix is drawn, of an embedding's the second."""
@@ -360,9 +362,9 @@ class AdaptedWeights:
         """DoRA's magnitudes: the lengths of the rows of the adapted weight, which stand in columns in a Conv1D."""
         prefix = name.partition(".lora_magnitude_vector.")[0]
         weight = f"{base_name(prefix)}.weight"
-        rows = self._base.shapes()[weight][0]
+        rows, *rest = self._stored[weight]
         first, last = (0, rows) if prefix in self._turned else (start, stop)
-        at_once = max(1, _READ_BYTES // (4 * math.prod(self._base.shapes()[weight][1:])))
+        at_once = max(1, _READ_BYTES // (4 * math.prod(rest)))
         parts = (self._base.read(weight, i, min(last, i + at_once)).float() for i in range(first, last, at_once))
         if prefix not in self._turned:
             return torch.cat([torch.linalg.norm(part, dim=1) for part in parts]) if first < last else torch.empty(0)

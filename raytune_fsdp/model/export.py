@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,7 +68,7 @@ def export(
     if not (model_files / CONFIG_FILE).is_file():
         raise ModelError(f"{model_files} has no {CONFIG_FILE}, so the model of this run cannot be exported")
     check_tokenizer_files(model_files)
-    check_code(model_files, trust_remote_code)
+    _check_code(model_files, trust_remote_code)
     with new_export(destination, model_files, adopt=adopt) as staging:
         copy_known(model_files, staging, code=trust_remote_code)
         if card is not None:
@@ -77,7 +77,7 @@ def export(
         _write_configs(staging, types, code=trust_remote_code)
 
 
-def check_code(model_files: Path, trusted: bool) -> None:
+def _check_code(model_files: Path, trusted: bool) -> None:
     """Refuse to spread Python code that nobody has read. A tokenizer may name code that never came with it."""
     named = code_files(model_files)
     if not trusted and (named or "auto_map" in read_config(model_files)):
@@ -87,9 +87,11 @@ def check_code(model_files: Path, trusted: bool) -> None:
         )
 
 
-def copy_known(model_files: Path, staging: Path, *, code: bool) -> None:
+def copy_known(model_files: Path, staging: Path, *, code: bool, without: Collection[str] = ()) -> None:
     """Copy what belongs to a model besides its weights."""
     for name in travelling(model_files, code=code):
+        if name in without:
+            continue
         (staging / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(model_files / name, staging / name, follow_symlinks=False)
 
@@ -163,7 +165,7 @@ def _write_files(
                 file.write(key, tensors.pop(key))
                 left.remove(key)
                 if not left:
-                    checks.append(reader.submit(_finish, staging / name, file))
+                    checks.append(reader.submit(finish, staging / name, file))
             for check in [each for each in checks if each.done()]:
                 check.result()  # a bad disk ends the export here, not after the last file
         for check in checks:
@@ -177,7 +179,7 @@ def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return cast
 
 
-def _finish(path: Path, file: TensorFile) -> None:
+def finish(path: Path, file: TensorFile) -> None:
     """Close the file, read it back, and compare it bit by bit with the tensors that were written."""
     file.close()
     wrong = file.differences()

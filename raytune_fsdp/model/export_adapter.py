@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from raytune_fsdp.errors import TransientError
 from raytune_fsdp.model.adapters import put_adapter_config, stored_names
 from raytune_fsdp.model.bounds import check_tokenizer_files
+from raytune_fsdp.model.export import copy_known, finish
 from raytune_fsdp.model.exported import new_export
-from raytune_fsdp.model.known_files import (
-    ADAPTER_CONFIG_FILE,
-    CARD_FILE,
-    CONFIG_FILE,
-    GENERATION_CONFIG_FILE,
-    read_object,
-    travelling,
-)
+from raytune_fsdp.model.known_files import CARD_FILE, CONFIG_FILE, GENERATION_CONFIG_FILE
 from raytune_fsdp.model.tensorfile import TensorFile
 from raytune_fsdp.model.weights import Weights
 
@@ -43,25 +35,11 @@ def export_adapter(
     check_tokenizer_files(model_files)
     keys = stored_names(network)
     with new_export(destination, model_files) as staging:
-        for name in travelling(model_files, code=False):
-            if name not in _OF_THE_BASE:
-                (staging / name).parent.mkdir(parents=True, exist_ok=True)
-                (staging / name).write_bytes((model_files / name).read_bytes())
+        copy_known(model_files, staging, code=False, without=_OF_THE_BASE)
         (staging / CARD_FILE).write_text(card, encoding="utf-8")
-        put_adapter_config(network, staging)
-        config = read_object(staging / ADAPTER_CONFIG_FILE)
-        config |= {"base_model_name_or_path": base, "revision": revision, "inference_mode": True}
-        (staging / ADAPTER_CONFIG_FILE).write_text(
-            json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-        )
+        put_adapter_config(network, staging, base_model_name_or_path=base, revision=revision, inference_mode=True)
         shapes = {key: adapter.shapes()[name] for name, key in keys.items()}
         file = TensorFile(staging / WEIGHTS_FILE, shapes, dict.fromkeys(shapes, torch.float32))
         for name, key in keys.items():
             file.write(key, adapter.read(name, 0, shapes[key][0]).float())
-        file.close()
-        wrong = file.differences()
-        if wrong:
-            raise TransientError(
-                f"{staging / WEIGHTS_FILE} does not read back as it was written ({', '.join(wrong[:3])}), so nothing "
-                "was exported: check the disk, then export again"
-            )
+        finish(staging / WEIGHTS_FILE, file)

@@ -13,9 +13,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
 from raytune_fsdp.errors import ModelError
-from raytune_fsdp.model.conversion import Conversion
+from raytune_fsdp.model.conversion import Conversion, ConvertedWeights
 from raytune_fsdp.model.files import WeightFiles
-from raytune_fsdp.model.weights import Weights
+from raytune_fsdp.model.weights import FileWeights, Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,12 @@ def match_keys(model: PreTrainedModel, files: WeightFiles) -> Match:
         )
     taken = {key: key for conversion in conversions for keys in conversion.sources.values() for key in keys}
     return Match(key_of={**key_of, **taken}, conversions=conversions)
+
+
+def matched_weights(files: WeightFiles, match: Match, network: PreTrainedModel) -> Weights:
+    """The weights in files under the names of the network. No file is opened before something is read."""
+    weights = FileWeights(files, match.key_of)
+    return ConvertedWeights(weights, match.conversions, network) if match.conversions else weights
 
 
 def _conversion(converters: Sequence[Any], name: str, sources: Mapping[str, Sequence[str]]) -> Conversion:

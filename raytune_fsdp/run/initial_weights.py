@@ -25,10 +25,17 @@ from raytune_fsdp.config.method import AdapterMethod
 from raytune_fsdp.errors import ModelError, ResumeError
 from raytune_fsdp.model.adapters import AdaptedWeights, adapter_method, check_adapter_shapes, is_adapted, stored_names
 from raytune_fsdp.model.blocks import blocks_of
-from raytune_fsdp.model.conversion import ConvertedWeights
 from raytune_fsdp.model.files import WeightFiles, find_weights, locate
 from raytune_fsdp.model.fill import FillMode
-from raytune_fsdp.model.keys import Match, check_shapes, grown_rows, match_keys, owned_tensors, rows_of_tokens
+from raytune_fsdp.model.keys import (
+    Match,
+    check_shapes,
+    grown_rows,
+    match_keys,
+    matched_weights,
+    owned_tensors,
+    rows_of_tokens,
+)
 from raytune_fsdp.model.known_files import CONFIG_FILE, travelling
 from raytune_fsdp.model.network import build_base, build_network
 from raytune_fsdp.model.weights import FileWeights, GrownWeights, RandomWeights, Weights
@@ -54,9 +61,7 @@ class Origin:
         if isinstance(self.stored, CommittedCheckpoint):
             weights = whole_weights(self.stored, model_files(self.stored))
         else:
-            weights = FileWeights(self.stored, self.match.key_of)
-            if self.match.conversions:
-                weights = ConvertedWeights(weights, self.match.conversions, model)
+            weights = matched_weights(self.stored, self.match, model)
         return GrownWeights(weights, self.grown, self.added) if self.grown or self.added else weights
 
     def sizes(self) -> Mapping[str, int]:

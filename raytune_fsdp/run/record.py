@@ -18,6 +18,7 @@ from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.model_files import put_model_files
 from raytune_fsdp.config import FinetuneConfig, HeldOutConfig
 from raytune_fsdp.config.load import recorded_text
+from raytune_fsdp.config.method import AdapterMethod
 from raytune_fsdp.config.recorded import recorded
 from raytune_fsdp.config.text import dump
 from raytune_fsdp.counts import Census
@@ -25,7 +26,7 @@ from raytune_fsdp.data.open_data import HELD_OUT
 from raytune_fsdp.data.skipped import events_of_rows
 from raytune_fsdp.durable import replace_durably
 from raytune_fsdp.errors import pip_install
-from raytune_fsdp.model.adapters import is_adapted, put_adapter_config
+from raytune_fsdp.model.adapters import put_adapter_config
 from raytune_fsdp.model.attention import Choice
 from raytune_fsdp.model.network import build_network
 from raytune_fsdp.redaction import redact
@@ -74,9 +75,8 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
     replace_durably(place.plan, json.dumps(_plan_in_full(prepared, standing), indent=1))
     prepared.hf_config.save_pretrained(place.model_files)
     prepared.tokenizer.save_pretrained(place.model_files)
-    network = build_network(copy.deepcopy(prepared.hf_config), config)
-    if is_adapted(network):
-        put_adapter_config(network, place.model_files)
+    if isinstance(config.method, AdapterMethod):
+        put_adapter_config(build_network(copy.deepcopy(prepared.hf_config), config), place.model_files)
     if prepared.generation_config is not None:
         # Not save_pretrained: it refuses combinations of settings that well-known models ship with.
         prepared.generation_config.to_json_file(place.model_files / "generation_config.json")

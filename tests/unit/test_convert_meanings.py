@@ -14,16 +14,11 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.convert.file import Converted, convert
 from raytune_fsdp.convert.llama_factory_rows import with_input
 from raytune_fsdp.data.rows.functions import RowFunction
+from tests.unit import test_convert
 
-LEAST: dict[str, dict[str, Any]] = {
-    "axolotl": {
-        "base_model": "org/model",
-        "datasets": [{"path": "rows.jsonl", "type": "chat_template"}],
-        "learning_rate": 1e-4,
-    },
-    "trl": {"model_name_or_path": "org/model", "dataset_name": "rows.jsonl"},
+LEAST = {
+    **test_convert.LEAST,
     "llama-factory": {"model_name_or_path": "org/model", "finetuning_type": "full", "dataset": "rows"},
-    "accelerate": {"distributed_type": "FSDP", "num_processes": 8},
 }
 
 
