@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -125,6 +126,30 @@ def test_directories_of_dead_starts_are_removed_and_no_others(tmp_path: Path, mo
     assert sorted(tmp_path.iterdir()) == sorted([living, making, directory])
     assert not os.get_inheritable(lock), "Ray's processes outlive a driver that is killed, and must not keep it"
     os.close(lock)
+
+
+def test_a_directory_in_which_dying_processes_still_write_is_removed_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory without a lock would count as one that is just being made, for an hour."""
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(session, "_LONGEST_PARENT", 10_000)
+    left = tmp_path / f"{session._PREFIX}left"
+    left.mkdir()
+    (left / "lock").touch()
+    remove = shutil.rmtree
+    (left / "session").mkdir()
+
+    def written_to(path: Path, **options: bool) -> None:
+        remove(path, **options)
+        (left / "session").mkdir()
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(shutil, "rmtree", written_to)
+        session._sweep(tmp_path)
+    assert (left / "session").is_dir()
+    session._sweep(tmp_path)
+    assert not left.exists()
 
 
 def test_a_start_that_fails_leaves_no_process_no_variable_and_no_directory(

@@ -36,6 +36,7 @@ from raytune_fsdp.launch.ray.resources import local_cpus, nodes
 logger = logging.getLogger(__name__)
 
 _PREFIX = "raytune-ray-"
+_LOCK = "lock"
 _LONGEST_PARENT = 24  # the path becomes part of the names of sockets, which may have 107 bytes on Linux
 _CLOSE_SECONDS = 8.0
 """How long the end of the command waits for a Ray that is still starting: a stop should not take longer than 10 s. If
@@ -86,7 +87,8 @@ class Session:
         if self.owned:
             ray.shutdown()
         if self.directory is not None:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            _remove(self.directory)
+            _sweep(self.directory.parent)  # what others of this machine could not remove before
         if self.lock is not None:
             os.close(self.lock)
         for name in self.environment:
@@ -248,18 +250,41 @@ def _own_directory() -> tuple[Path, int]:
     parent = Path(tempfile.gettempdir())
     if len(str(parent)) > _LONGEST_PARENT and Path("/tmp").is_dir():
         parent = Path("/tmp")
-    for left in parent.glob(f"{_PREFIX}*"):
-        if left.is_dir() and not _is_in_use(left):
-            shutil.rmtree(left, ignore_errors=True)
+    _sweep(parent)
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-    lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return directory, lock
 
 
+def _sweep(parent: Path) -> None:
+    for left in parent.glob(f"{_PREFIX}*"):
+        if left.is_dir() and not _is_in_use(left):
+            _remove(left)
+
+
+def _remove(directory: Path) -> None:
+    """Remove a directory of Ray's, unless its processes still write there: then its lock stays, for the next to try.
+
+    The agents of a run that was killed live on for up to 80 seconds.
+    """
+    with suppress(OSError):
+        for each in directory.iterdir():
+            if each.is_dir() and not each.is_symlink():
+                shutil.rmtree(each, ignore_errors=True)
+            elif each.name != _LOCK:
+                each.unlink()
+        if [each.name for each in directory.iterdir()] == [_LOCK]:
+            (directory / _LOCK).unlink()
+        directory.rmdir()
+    if directory.is_dir():
+        with suppress(OSError):
+            (directory / _LOCK).touch(0o600)
+
+
 def _is_in_use(directory: Path) -> bool:
     try:
-        with open(directory / "lock") as lock:
+        with open(directory / _LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:  # it has no lock yet, or its process was killed just before it made one
         with suppress(OSError):
