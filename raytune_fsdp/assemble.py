@@ -19,6 +19,7 @@ from raytune_fsdp.checkpoint.saver import Saver, open_saver
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.collectives import on_rank0, why_on_any_rank
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
+from raytune_fsdp.config.method import QloraMethod
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.stream import Stream
@@ -35,6 +36,7 @@ from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.head import choose_loss, install
 from raytune_fsdp.model.network import MASTER_DTYPE, build_network, count_architecture
 from raytune_fsdp.model.offload import Offload
+from raytune_fsdp.model.quantized import quantize_layers
 from raytune_fsdp.model.trial import why_kernel_fails
 from raytune_fsdp.optim import Optimizer, build_optimizer
 from raytune_fsdp.parallel import (
@@ -49,7 +51,7 @@ from raytune_fsdp.parallel import (
 )
 from raytune_fsdp.profiling import StepProfiler
 from raytune_fsdp.run.base import agree_on_base
-from raytune_fsdp.run.initial_weights import first_weights
+from raytune_fsdp.run.initial_weights import fill_mode, first_weights
 from raytune_fsdp.run.record import open_run, start_tracker
 from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.saving import Saves
@@ -193,6 +195,8 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
         offload=Offload(device) if parallel.activation_offload else None,
         compiler=compiler,
     )
+    if isinstance(config.method, QloraMethod):
+        quantize_layers(model, config.method.quantization)
     store_frozen(model, parallel.precision)
     units = units_of(model, parallel, ends=prepared.needs.ends)
     wrapped = is_wrapped(parallel, standing.plan.layout.world)
@@ -200,10 +204,12 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
     shard(model, make_mesh(standing.plan.layout, device), parallel, units)
     host = torch.device("cpu") if parallel.cpu_offload else None
     adapted, checkpoint = is_adapted(model), standing.checkpoint
-    base = agree_on_base(config, prepared.origin, standing.state.base) if adapted else None
+    base = None
     if checkpoint is None or adapted:
-        weights, mode = first_weights(config, prepared.origin, model, prepared.adapter if checkpoint is None else None)
-        fill(model, weights, mode, device, shards_at=host)
+        adapter = prepared.adapter if checkpoint is None else None
+        mode = fill_mode(config, prepared.origin, adapter)
+        base = agree_on_base(config, prepared.origin, standing.state.base, mode) if adapted else None
+        fill(model, first_weights(config, prepared.origin, model, mode, adapter), mode, device, shards_at=host)
     else:
         fill(model, None, "empty", device, shards_at=host)  # the checkpoint holds every tensor
     optimizer = build_optimizer(model, config.optim, config.method)

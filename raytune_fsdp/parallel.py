@@ -106,6 +106,8 @@ def store_frozen(network: nn.Module, precision: str) -> None:
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.requires_grad or parameter.dtype == dtype:
                 continue
+            if not parameter.is_floating_point():
+                continue
             if id(parameter) not in made:  # tied weights stay tied
                 made[id(parameter)] = nn.Parameter(parameter.to(dtype), requires_grad=False)
             module._parameters[name] = made[id(parameter)]
@@ -127,9 +129,13 @@ class Unit:
     stays: bool = False
     """Whether its weights stay gathered from forward to backward whatever the strategy is."""
 
-    @property
-    def numbers(self) -> int:
-        return sum(parameter.numel() for module in self.modules for parameter in module.parameters())
+    def nbytes(self, width: int) -> int:
+        """What is gathered of it, if a number has so many bytes when it is computed with."""
+        return sum(_nbytes(parameter, width) for module in self.modules for parameter in module.parameters())
+
+
+def _nbytes(parameter: nn.Parameter, width: int) -> int:
+    return parameter.numel() * (width if parameter.is_floating_point() else parameter.itemsize)
 
 
 def units_of(model: PreTrainedModel, config: ParallelConfig, *, ends: bool) -> list[Unit]:
@@ -203,12 +209,12 @@ def _memory_of(device: torch.device) -> int:
 def describe(model: nn.Module, units: Sequence[Unit], config: ParallelConfig) -> dict[str, Any]:
     """What is gathered when, for people: units by name, how many of them, and the bytes of the largest."""
     width = COMPUTE_DTYPE.get(config.precision, MASTER_DTYPE[config.precision]).itemsize
-    rest = sum(parameter.numel() for parameter in model.parameters()) - sum(unit.numbers for unit in units)
+    rest = sum(_nbytes(parameter, width) for parameter in model.parameters()) - sum(u.nbytes(width) for u in units)
     named: dict[str, list[int]] = {}
     for unit in units:
-        named.setdefault(unit.name, []).append(unit.numbers * width)
+        named.setdefault(unit.name, []).append(unit.nbytes(width))
     if rest:
-        named["the rest"] = [rest * width]
+        named["the rest"] = [rest]
     staying = " and ".join(unit.name for unit in units if unit.stays)
     again = f"in forward, and again in backward{f' ({staying} once for both)' if staying else ''}"
     gathered = "once a step" if config.strategy in _STAYS else again

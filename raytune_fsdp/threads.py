@@ -1,4 +1,4 @@
-"""Calls that nothing can interrupt, in threads that may be left behind."""
+"""Threads: for calls that nothing can interrupt, and for files that are read at the same time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Thread
 from typing import TypeVar
+
+READERS = 4
+"""Files that are read at the same time when one process reads them all: neither reading nor hashing holds Python's
+lock."""
 
 T = TypeVar("T")
 

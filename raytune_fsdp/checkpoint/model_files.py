@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint, newest, verify
 from raytune_fsdp.checkpoint.objects import ObjectStorage
-from raytune_fsdp.checkpoint.whole import READERS, WholeWeights, dtype_of, weights_of_adapter, whole_weights
+from raytune_fsdp.checkpoint.whole import WholeWeights, base_of, dtype_of, weights_of_adapter, whole_weights
 from raytune_fsdp.errors import ModelError, ResumeError, first_line, is_panic
 from raytune_fsdp.model.bounds import check_tokenizer_files
 from raytune_fsdp.model.files import find_weights
@@ -24,6 +24,7 @@ from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, is_
 from raytune_fsdp.model.network import stored_network
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.rundir import MODEL_FILES, RECIPE_FILE, checkpoints_below, checkpoints_of
+from raytune_fsdp.threads import READERS
 from raytune_fsdp.untrusted import UnsoundError
 from raytune_fsdp.urls import is_url
 
@@ -118,7 +119,7 @@ def load_for_inference(
     else:
         checkpoint = find_checkpoint(path)
         files = model_files(checkpoint)
-        weights = whole_weights(checkpoint, files, base)
+        weights = whole_weights(checkpoint, files, base_of(checkpoint, base))
         tokenizer, model = _tokenizer(files, trust), _built(weights, files, trust, checkpoint.path)
     return model.to(device).eval(), tokenizer
 

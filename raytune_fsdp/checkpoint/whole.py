@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +13,8 @@ from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.errors import ModelError
-from raytune_fsdp.model.adapters import adapter_method, attach, check_adapter_shapes, stored_names
+from raytune_fsdp.model.adapter_config import adapter_method
+from raytune_fsdp.model.adapters import attach, check_adapter_shapes, stored_names
 from raytune_fsdp.model.export import WholeTensors
 from raytune_fsdp.model.files import WeightFiles, find_weights, locate
 from raytune_fsdp.model.keys import check_shapes, grown_rows, match_keys, matched_weights
@@ -23,11 +23,6 @@ from raytune_fsdp.model.merge import MergedWeights
 from raytune_fsdp.model.network import stored_network
 from raytune_fsdp.model.weights import FileWeights, GrownWeights, Weights
 
-READERS = 4
-"""Files that are read at the same time when one process reads them all: neither reading nor hashing holds Python's
-lock."""
-
-
 _WAY_OUT = "say with --base where the model is that they were trained beside"
 
 
@@ -35,21 +30,57 @@ class WholeWeights(WholeTensors, Weights, Protocol):
     """Tensors that can be read whole and by rows."""
 
 
-def whole_weights(checkpoint: CommittedCheckpoint, files: Path, moved: str | None = None) -> WholeWeights:
+def whole_weights(checkpoint: CommittedCheckpoint, files: Path, beside: WeightFiles | None) -> WholeWeights:
     """The weights of a checkpoint's network; those of adapters are merged into their base.
 
-    `files`: the run's own. `moved`: where the base is now, if it is not where the run found it.
+    `files`: the run's own. `beside`: those of the base, from `base_of` or `located_base`.
     """
+    base, weights = read_state(checkpoint).base, CheckpointWeights(checkpoint)
+    if base is None:
+        return weights
+    assert beside is not None, f"{checkpoint.path} holds adapters"
+    added = {name: {int(row): like for row, like in rows.items()} for name, rows in base["added"].items()}
+    stored = base_weights(beside, plain_network(files), added)
+    return _merged(stored, weights, adapted_network(files, held=weights.shapes()), checkpoint.path)
+
+
+def base_of(checkpoint: CommittedCheckpoint, moved: str | None = None) -> WeightFiles | None:
+    """The files that a checkpoint's adapters were trained beside, after comparing their hashes; None if it has none.
+
+    `moved`: where they are now, if not where the run found them.
+    """
+    files, known = located_base(checkpoint, moved), read_state(checkpoint).base
+    if files is not None and known is not None:
+        check_digests(files, files.digests(list(files.sizes())), known)
+    return files
+
+
+def located_base(checkpoint: CommittedCheckpoint, moved: str | None = None) -> WeightFiles | None:
+    """The same, without reading them: only their sizes are compared."""
     base = read_state(checkpoint).base
     if base is None:
         if moved is not None:
             raise ModelError(f"--base {moved}: {checkpoint.path} holds a whole model, not adapters; leave --base out")
-        return CheckpointWeights(checkpoint)
-    if moved is not None:
-        base = {**base, "path": moved, "revision": None}
-    added = {name: {int(row): like for row, like in rows.items()} for name, rows in base["added"].items()}
-    stored = base_weights(_files(base), plain_network(files), added)
-    return _merged(stored, CheckpointWeights(checkpoint), adapted_network(files), checkpoint.path)
+        return None
+    files = find_weights(_located(base["path"], base["revision"]) if moved is None else _located(moved, None))
+    sizes, known = files.sizes(), {name: each["bytes"] for name, each in base["files"].items()}
+    differ = sorted({name for name, _ in sizes.items() ^ known.items()})
+    if differ:
+        raise _another(files, differ[0])
+    return files
+
+
+def check_digests(files: WeightFiles, digests: Mapping[str, str], base: Mapping[str, Any]) -> None:
+    """Refuse files that are not those of a `RunState.base`."""
+    for name, digest in digests.items():
+        if digest != base["files"][name]["xxh3"]:
+            raise _another(files, name)
+
+
+def _another(files: WeightFiles, name: str) -> ModelError:
+    return ModelError(
+        f"{files.directory / name} is not the file that these adapters were trained beside: restore it, or {_WAY_OUT}"
+    )
 
 
 def weights_of_adapter(directory: Path, moved: str | None) -> tuple[WholeWeights, Path]:
@@ -61,8 +92,9 @@ def weights_of_adapter(directory: Path, moved: str | None) -> tuple[WholeWeights
     if not isinstance(path, str) or not path or not isinstance(revision, str | None):
         raise ModelError(f"{directory / ADAPTER_CONFIG_FILE} does not name the model it is for: say it with --base")
     base = _located(path, revision)
-    network = adapted_network(base, directory)
-    files, keys = find_weights(directory, "adapter_model"), stored_names(network)
+    files = find_weights(directory, "adapter_model")
+    network = adapted_network(base, directory, held=files.file_of)
+    keys = stored_names(network)
     differ = sorted(files.file_of.keys() ^ set(keys.values()))
     if differ:
         raise ModelError(f"{directory}: {differ[0]} is in its file or in its config, not in both: export it again")
@@ -86,10 +118,13 @@ def plain_network(files: Path) -> PreTrainedModel:
     return network
 
 
-def adapted_network(files: Path, adapter: Path | None = None) -> PreTrainedModel:
-    """The same with adapters, as `adapter_config.json` describes them, which is in `adapter` or in `files`."""
+def adapted_network(files: Path, adapter: Path | None = None, *, held: Iterable[str]) -> PreTrainedModel:
+    """The same with adapters, as `adapter_config.json` describes them, which is in `adapter` or in `files`.
+
+    `held`: the names of the adapter's tensors.
+    """
     network = plain_network(files)
-    attach(network, adapter_method(adapter or files))
+    attach(network, adapter_method(adapter or files, held))
     return network
 
 
@@ -110,23 +145,6 @@ def _located(path: str, revision: str | None) -> Path:
         return locate(path, revision, field="the base of these adapters", weights=True)
     except ModelError as error:
         raise ModelError(f"{error}; {_WAY_OUT}") from error
-
-
-def _files(base: Mapping[str, Any]) -> WeightFiles:
-    directory = _located(base["path"], base["revision"])
-    files = find_weights(directory)
-    way_out = f"restore it, or {_WAY_OUT}"
-    sizes, known = files.sizes(), {name: each["bytes"] for name, each in base["files"].items()}
-    differ = sorted({name for name, _ in sizes.items() ^ known.items()})
-    if differ:
-        raise ModelError(f"{directory / differ[0]} is not the file that these adapters were trained beside: {way_out}")
-    with ThreadPoolExecutor(READERS) as readers:
-        for name, digest in zip(sizes, readers.map(files.digest, sizes), strict=True):
-            if digest != base["files"][name]["xxh3"]:
-                raise ModelError(
-                    f"{directory / name} is not the file that these adapters were trained beside: {way_out}"
-                )
-    return files
 
 
 def dtype_of(weights: WholeWeights) -> torch.dtype | None:

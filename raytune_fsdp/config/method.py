@@ -12,6 +12,9 @@ from raytune_fsdp.config.rules import model_place
 
 ALL_LINEAR = "all-linear"
 
+Names = Annotated[list[str], AfterValidator(lambda names: sorted(set(names)))]
+"""Their order means nothing, so a run in which it is another is the same run."""
+
 
 class FullMethod(Section):
     type: Literal["full"] = "full"
@@ -22,7 +25,7 @@ class FreezeMethod(Section):
     type: Literal["freeze"]
     """Some of the weights are trained, the others stay as they are."""
 
-    trained: list[str] = Field(min_length=1)
+    trained: Names = Field(min_length=1)
     """Regular expressions. A weight is trained if one of them is found in its name: `layers\\.(30|31)\\.`, `lm_head`."""
 
     @model_validator(mode="after")
@@ -48,15 +51,15 @@ class LoraMethod(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on what goes into an adapter."""
 
-    target_modules: str | list[str] = ALL_LINEAR
+    target_modules: str | Names = ALL_LINEAR
     """Modules that get an adapter: `all-linear` (all linear layers but the head), a list of names (`q_proj` stands for all
     modules whose name ends so), or one regular expression for whole names."""
 
-    target_parameters: list[str] = Field(default_factory=list)
+    target_parameters: Names = Field(default_factory=list)
     """Weights that get an adapter although they are no layer of their own, by the end of their names: the experts of a
     mixture, for example `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`."""
 
-    modules_to_save: list[str] = Field(default_factory=list)
+    modules_to_save: Names = Field(default_factory=list)
     """Modules that are trained whole beside the adapters, by the end of their names: `lm_head`, `embed_tokens`."""
 
     dora: bool = False
@@ -90,18 +93,27 @@ class LoraMethod(Section):
         return self
 
 
+class QloraMethod(LoraMethod):
+    type: Literal["qlora"]  # type: ignore[assignment]
+    """LoRA beside weights that are quantized while they are loaded: a quarter of LoRA's memory for them. An export is
+    merged into the weights as they are stored."""
+
+    quantization: Literal["nf4", "int8"] = "nf4"
+    """Type of the frozen linear layers: `nf4` takes 0.52 bytes a number, `int8` takes 1.02."""
+
+
 class Ia3Method(Section):
     type: Literal["ia3"]
     """One factor for each channel of a few layers, by PEFT: fewer parameters than a tenth of LoRA's."""
 
-    target_modules: list[str] | None = Field(default=None, min_length=1)
+    target_modules: Names | None = Field(default=None, min_length=1)
     """Names of the modules that get factors. Null: PEFT's choice for the architecture (keys, values, and the last layer of
     each feed-forward)."""
 
-    feedforward_modules: list[str] | None = None
+    feedforward_modules: Names | None = None
     """Those of them whose input is multiplied, not their output. Null: PEFT's choice."""
 
-    modules_to_save: list[str] = Field(default_factory=list)
+    modules_to_save: Names = Field(default_factory=list)
     """Modules that are trained whole beside the factors, by the end of their names."""
 
     adapter: Annotated[str, AfterValidator(model_place)] | None = None
@@ -122,7 +134,7 @@ class Ia3Method(Section):
 AdapterMethod = LoraMethod | Ia3Method
 """Methods that train beside frozen weights."""
 
-Method = Annotated[FullMethod | FreezeMethod | LoraMethod | Ia3Method, Field(discriminator="type")]
+Method = Annotated[FullMethod | FreezeMethod | LoraMethod | QloraMethod | Ia3Method, Field(discriminator="type")]
 
 
 def _check_expression(field: str, value: Any) -> None:

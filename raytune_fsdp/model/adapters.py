@@ -7,17 +7,14 @@ that does to names: `q_proj.weight` becomes `q_proj.base_layer.weight`, beside `
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from pydantic import ValidationError
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -26,7 +23,6 @@ from raytune_fsdp.config.method import ALL_LINEAR, AdapterMethod, Ia3Method, Lor
 from raytune_fsdp.errors import ConfigError, ModelError, first_line, pip_install
 from raytune_fsdp.keyed import derive_key
 from raytune_fsdp.model.keys import owned_tensors
-from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, read_object
 from raytune_fsdp.model.weights import Weights
 
 if TYPE_CHECKING:
@@ -52,7 +48,9 @@ def attach(network: PreTrainedModel, method: AdapterMethod) -> None:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")  # what they say is checked here, or is an error below
             inject_adapter_in_model(peft_config, network, ADAPTER, low_cpu_mem_usage=True)
-    except ValueError as error:  # nothing matched, or PEFT cannot adapt what did
+    except ConfigError:
+        raise
+    except Exception as error:  # nothing matched, or PEFT cannot adapt what did, of which it has many ways to fail
         raise _unfit(network, method, error) from error
     _check_each(network, method)
     for parameter in adapter_tensors(network).values():
@@ -119,7 +117,7 @@ def _check_tied(network: PreTrainedModel, saved: list[str]) -> None:
             )
 
 
-def _unfit(network: PreTrainedModel, method: AdapterMethod, error: ValueError) -> ConfigError:
+def _unfit(network: PreTrainedModel, method: AdapterMethod, error: Exception) -> ConfigError:
     targets = method.target_modules
     asked = targets if isinstance(targets, list) else [targets] if targets is not None else []
     return ConfigError(
@@ -185,74 +183,6 @@ def _nearest(network: PreTrainedModel, asked: list[str], *, weights: bool = Fals
         name for each in asked for name in difflib.get_close_matches(each.rpartition(".")[2], known, n=3, cutoff=0.4)
     ]
     return f"its {'weights' if weights else 'linear layers'} are called " + ", ".join(near or sorted(known)[:12])
-
-
-_LORA = {
-    "r": "rank",
-    "lora_alpha": "alpha",
-    "use_rslora": "rank_stabilized",
-    "lora_dropout": "dropout",
-    "target_modules": "target_modules",
-    "target_parameters": "target_parameters",
-    "modules_to_save": "modules_to_save",
-    "use_dora": "dora",
-}
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "alpha_pattern": (None, {}),
-    "rank_pattern": (None, {}),
-    "layers_to_transform": (None, []),
-    "exclude_modules": (None, []),
-    "bias": (None, "none"),
-    "lora_bias": (None, False),
-    "trainable_token_indices": (None, [], {}),
-    "layer_replication": (None, []),
-    "use_qalora": (None, False),
-    # Others change the base's weights.
-    "init_lora_weights": (None, True, False, "gaussian"),
-}
-"""Fields of PEFT's config that would make it another function, with the values that do not."""
-
-_IA3 = {name: name for name in ("target_modules", "feedforward_modules", "modules_to_save")}
-_KINDS: dict[str, tuple[type[LoraMethod] | type[Ia3Method], dict[str, str]]] = {
-    "LORA": (LoraMethod, _LORA),
-    "IA3": (Ia3Method, _IA3),
-}
-"""By PEFT's name of a kind: the method, and what it calls the fields of PEFT's config."""
-
-
-def put_adapter_config(network: PreTrainedModel, directory: Path, **more: Any) -> None:
-    """Write the `adapter_config.json` that PEFT and inference servers read, with what `more` is known."""
-    network.peft_config[ADAPTER].save_pretrained(directory)  # type: ignore[union-attr, operator]
-    values = read_object(directory / ADAPTER_CONFIG_FILE)
-    # Out of sets, in another order each time.
-    values |= {
-        key: sorted(value) for key, value in values.items() if key in {*_LORA, *_IA3} and isinstance(value, list)
-    }
-    values |= more
-    (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def adapter_method(directory: Path) -> AdapterMethod:
-    """The method in a directory's `adapter_config.json`, read by our own rules: it may be a stranger's."""
-    file = directory / ADAPTER_CONFIG_FILE
-    values = read_object(file)
-    if str(values.get("peft_type")) not in _KINDS:
-        raise ModelError(
-            f"{file}: adapters of the kind {values.get('peft_type')!r} are not known here: use LORA or IA3"
-        )
-    kind, fields = _KINDS[values["peft_type"]]
-    for key, neutral in _NEUTRAL.items():
-        if values.get(key) not in neutral:
-            raise ModelError(
-                f"{file}: {key}={values[key]!r} is not known here, and would be left out; merge it with PEFT"
-            )
-    known = {ours: values[theirs] for theirs, ours in fields.items() if values.get(theirs) is not None}
-    if kind is LoraMethod:
-        known = {"target_modules": [], **known}  # absent, it is none there and all here
-    try:
-        return kind.model_validate({"type": values["peft_type"].lower(), **known})
-    except ValidationError as error:
-        raise ModelError(f"{file} is not the config of an adapter ({first_line(error)}): restore it") from error
 
 
 # --- Names ------------------------------------------------------------------------------------------------------------

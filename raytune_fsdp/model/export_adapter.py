@@ -7,11 +7,20 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from raytune_fsdp.model.adapters import put_adapter_config, stored_names
+from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.model.adapter_config import put_adapter_config
+from raytune_fsdp.model.adapters import stored_names
 from raytune_fsdp.model.bounds import check_tokenizer_files
 from raytune_fsdp.model.export import copy_known, finish
 from raytune_fsdp.model.exported import new_export
-from raytune_fsdp.model.known_files import CARD_FILE, CONFIG_FILE, GENERATION_CONFIG_FILE
+from raytune_fsdp.model.files import is_local
+from raytune_fsdp.model.known_files import (
+    ADAPTER_CONFIG_FILE,
+    CARD_FILE,
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    read_object,
+)
 from raytune_fsdp.model.tensorfile import TensorFile
 from raytune_fsdp.model.weights import Weights
 
@@ -19,6 +28,16 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 # These describe the whole model; with a config.json beside it, a loader would look for all weights here.
 _OF_THE_BASE = (CONFIG_FILE, GENERATION_CONFIG_FILE)
+
+
+def check_found_by_others(base: str, name: str) -> None:
+    """Refuse to push an adapter of a model that only this machine has."""
+    if is_local(base):
+        raise ConfigError(
+            f"export.push={name}: {base} is a directory here, and who loads the adapter from the hub will look for its "
+            "base under this name: set export.merge=true, or push it later (raytune-fsdp export --push, with "
+            "--base and the name that the base has on the hub)"
+        )
 
 
 def export_adapter(
@@ -33,11 +52,17 @@ def export_adapter(
 ) -> None:
     """Write the adapter of `network` in fp32, whose base is the model at `base`, with the tokenizer of the run."""
     check_tokenizer_files(model_files)
+    named = {
+        # As it was written, not as the list of names that an expression was found in.
+        "target_modules": read_object(model_files / ADAPTER_CONFIG_FILE).get("target_modules"),
+        "base_model_name_or_path": str(Path(base).expanduser().absolute()) if is_local(base) else base,
+        "revision": revision,
+    }
     keys = stored_names(network)
     with new_export(destination, model_files) as staging:
         copy_known(model_files, staging, code=False, without=_OF_THE_BASE)
         (staging / CARD_FILE).write_text(card, encoding="utf-8")
-        put_adapter_config(network, staging, base_model_name_or_path=base, revision=revision, inference_mode=True)
+        put_adapter_config(network, staging, **named, inference_mode=True)
         shapes = {key: adapter.shapes()[name] for name, key in keys.items()}
         file = TensorFile(staging / WEIGHTS_FILE, shapes, dict.fromkeys(shapes, torch.float32))
         for name, key in keys.items():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from concurrent.futures import wait
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,7 @@ import xxhash
 
 from raytune_fsdp.errors import ModelError, first_line, in_one_line
 from raytune_fsdp.model.bounds import check_index
-from raytune_fsdp.threads import in_thread
+from raytune_fsdp.threads import READERS, in_thread
 from raytune_fsdp.untrusted import MIB, read_json, reason
 
 HUB_SECONDS = 4
@@ -39,10 +41,15 @@ class WeightFiles:
         """Size of each file, to compare what different ranks see."""
         return {name: (self.directory / name).stat().st_size for name in sorted(set(self.file_of.values()))}
 
-    def digest(self, name: str) -> str:
-        """xxh3_128 of a file's bytes, in hex."""
-        with (self.directory / name).open("rb") as file:
-            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+    def digests(self, names: Sequence[str]) -> dict[str, str]:
+        """xxh3_128 of the bytes of some of the files, in hex."""
+
+        def digest(name: str) -> str:
+            with (self.directory / name).open("rb") as file:
+                return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+        with ThreadPoolExecutor(READERS) as readers:
+            return dict(zip(names, readers.map(digest, names), strict=True))
 
 
 def locate(path: str, revision: str | None, *, field: str, weights: bool) -> Path:
@@ -73,6 +80,17 @@ def _check_readable(directory: Path, what: str, *, weights: bool) -> None:
         raise ModelError(
             f"{what}: {refused[0]} may not be read by this user (permission denied); change its permissions"
         )
+
+
+def is_local(path: str) -> bool:
+    """Whether this names a directory here, as `locate` would take it."""
+    return Path(path).expanduser().is_dir() or not is_hub_name(path)
+
+
+def commit_of(directory: Path) -> str | None:
+    """The hub's commit that a directory of its cache holds."""
+    cached = directory.parent.name == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", directory.name)
+    return directory.name if cached else None
 
 
 def is_hub_name(path: str) -> bool:

@@ -19,6 +19,7 @@ from raytune_fsdp.collectives import on_all_ranks
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.network import init_buffers
+from raytune_fsdp.model.quantized import tails_of
 from raytune_fsdp.model.weights import Weights, all_finite
 
 # Copied at a time. Mapped files take no memory before they are copied; a checkpoint's or a conversion's tensors do.
@@ -89,7 +90,9 @@ def _problem(rows: torch.Tensor, local: torch.Tensor) -> str | None:
     """Why these rows cannot be the values of a tensor of the network."""
     if rows.is_floating_point() != local.is_floating_point():
         return f"has the type {rows.dtype}, where the network has {local.dtype}"
-    return None if all_finite(rows) else "has values that are not finite (NaN or infinity)"
+    # The only integers among weights are those of quantized rows.
+    shown = tails_of(rows) if rows.dtype == torch.uint8 else rows
+    return None if all_finite(shown) else "has values that are not finite (NaN or infinity)"
 
 
 def _read(target: Target, weights: Weights, start: int, stop: int) -> str | None:

@@ -38,12 +38,11 @@ class MergedWeights:
         return dict(self._base.shapes())
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        found = {}
-        for name, shape in self._base.shapes().items():
-            stored = self._base.read(name, 0, 0 if shape else 1).dtype
-            changed = name in self._layers or name in self._whole
-            found[name] = torch.promote_types(stored, torch.float32) if changed else stored
-        return found
+        return {name: self._dtype(name, shape) for name, shape in self._base.shapes().items()}
+
+    def _dtype(self, name: str, shape: Sequence[int]) -> torch.dtype:
+        stored = self._base.read(name, 0, 0 if shape else 1).dtype
+        return torch.promote_types(stored, torch.float32) if name in self._layers or name in self._whole else stored
 
     def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Several whole tensors, on the CPU."""
@@ -57,6 +56,9 @@ class MergedWeights:
                 if name in self._whole
                 else self._base.read(name, start, stop)
             )
+        shape = self._base.shapes()[name]
+        if start == stop:  # who only asks for the type does not have a whole tensor merged
+            return torch.empty((0, *shape[1:]), dtype=self._dtype(name, shape))
         if self._last is None or self._last[0] != name:  # kept: the other rows come next
             self._last = None
             self._last = name, self._read(name)

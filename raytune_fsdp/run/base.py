@@ -5,19 +5,19 @@ A checkpoint of such a run holds the adapters, and of the base its place and the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from raytune_fsdp.checkpoint.manifest import share_of
-from raytune_fsdp.collectives import on_all_ranks, on_rank0
+from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import ConfigError, ModelError, ResumeError, TransientError
-from raytune_fsdp.model.files import WeightFiles, is_hub_name
-from raytune_fsdp.run.initial_weights import Origin, fill_mode
+from raytune_fsdp.errors import ConfigError, ModelError, ResumeError
+from raytune_fsdp.model.export_adapter import check_found_by_others
+from raytune_fsdp.model.files import WeightFiles, commit_of, is_local
+from raytune_fsdp.model.fill import FillMode
+from raytune_fsdp.run.initial_weights import Origin
+from raytune_fsdp.run.views import digests
 
 Base = Mapping[str, Any]
 """`RunState.base`."""
@@ -30,12 +30,13 @@ def files_of_base(config: FinetuneConfig, origin: Origin | None) -> WeightFiles:
             f"method.type={config.method.type} trains beside the weights of a model, and model.init=random has none: "
             "set model.init=pretrained and model.path"
         )
-    if not isinstance(origin.stored, WeightFiles):
-        raise ModelError(
-            f"model.path={config.model.path} is a checkpoint, which its run removes one day, and a run with "
-            f"method.type={config.method.type} needs its base for ever: export it, and set model.path to the export"
-        )
+    assert isinstance(origin.stored, WeightFiles), "checked when the origin was looked for"
     return origin.stored
+
+
+def begun_with(config: FinetuneConfig, before: Base | None) -> str | None:
+    """The hub's commit of the base that the run has begun with, if `model.path` names it still."""
+    return before["revision"] if before is not None and before["path"] == config.model.path else None
 
 
 def check_base(config: FinetuneConfig, network: PreTrainedModel, origin: Origin | None, before: Base | None) -> None:
@@ -52,8 +53,10 @@ def check_exportable(config: FinetuneConfig, network: PreTrainedModel, origin: O
             "exported for transformers' own networks only: use method.type=full or freeze"
         )
     grown = origin is not None and (origin.grown or origin.added)
-    exports = config.export.at_end or config.export.every is not None
-    if grown and exports and not config.export.merge:
+    exports = (config.export.at_end or config.export.every is not None) and not config.export.merge
+    if exports and config.export.push is not None:
+        check_found_by_others(str(config.model.path), config.export.push)
+    if grown and exports:
         raise ConfigError(
             "export.merge=false: new tokens (model.add_tokens, model.resize_embeddings) are rows of the base, which "
             "PEFT's directory does not hold: set export.merge=true"
@@ -71,47 +74,37 @@ def check_sizes(config: FinetuneConfig, files: WeightFiles, before: Base | None)
         raise _changed(config, files, differ[0], before)
 
 
-def agree_on_base(config: FinetuneConfig, origin: Origin | None, before: Base | None) -> Base:
+def agree_on_base(config: FinetuneConfig, origin: Origin | None, before: Base | None, mode: FillMode) -> Base:
     """What checkpoints say about the base, after comparing it with what they said `before`. Collective.
 
-    Every rank hashes a part of the files; with `checkpoint.verify: sizes` the hashes from before are believed.
+    With `checkpoint.verify: sizes` the hashes from before are believed.
     """
     files = files_of_base(config, origin)
     assert origin is not None
-    alone = fill_mode(config, origin) == "rank0"
     sizes = on_rank0(files.sizes, what="look at the files of the base")
     if before is not None and config.checkpoint.verify != "hashes":
-        digests = {name: each["xxh3"] for name, each in before["files"].items()}
+        found = {name: each["xxh3"] for name, each in before["files"].items()}
     else:
-        rank, world = (dist.get_rank(), 1) if alone else (dist.get_rank(), dist.get_world_size())
-        mine = share_of(sizes, rank, world) if rank < world else []
-        parts = on_all_ranks(lambda: _digests(files, mine))
-        digests = {name: digest for part in parts for name, digest in part.items()}
+        found = digests(files, alone=mode == "rank0")
     added = {name: {str(row): list(like) for row, like in rows.items()} for name, rows in origin.added.items()}
     if before is not None and before["added"] != added:
         raise ResumeError(
             f"model.path={config.model.path}: its tokenizer has other tokens than when this run began, so "
             "model.add_tokens would give the frozen embedding other rows: use the directory that the run began with"
         )
-    now = {name: {"bytes": size, "xxh3": digests.get(name)} for name, size in sizes.items()}
+    now = {name: {"bytes": size, "xxh3": found.get(name)} for name, size in sizes.items()}
     if before is not None and now != before["files"]:
         name = next(name for name in sorted({*now, *before["files"]}) if now.get(name) != before["files"].get(name))
         raise _changed(config, files, name, before)
-    local = not is_hub_name(str(config.model.path)) or Path(str(config.model.path)).expanduser().is_dir()
+    local = is_local(str(config.model.path))
     return {
         # As it is found from any directory.
         "path": str(files.directory) if local else config.model.path,
-        "revision": None if local else config.model.revision,
+        # The commit, not the branch that it was the newest of: others look for the base by it.
+        "revision": None if local else commit_of(files.directory) or config.model.revision,
         "files": now,
         "added": added,
     }
-
-
-def _digests(files: WeightFiles, names: Sequence[str]) -> dict[str, str]:
-    try:
-        return {name: files.digest(name) for name in names}
-    except OSError as error:
-        raise TransientError(f"{files.directory} could not be read: {error}") from error
 
 
 def _changed(config: FinetuneConfig, files: WeightFiles, name: str, before: Base) -> ResumeError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedModel
@@ -19,11 +20,14 @@ from raytune_fsdp.checkpoint.catalogue import (
 from raytune_fsdp.checkpoint.loading import verify_together
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.model_files import model_files
-from raytune_fsdp.checkpoint.whole import whole_weights
+from raytune_fsdp.checkpoint.state import read_state
+from raytune_fsdp.checkpoint.whole import check_digests, located_base, whole_weights
+from raytune_fsdp.collectives import on_all_ranks, on_rank0
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.method import AdapterMethod
+from raytune_fsdp.config.method import AdapterMethod, QloraMethod
 from raytune_fsdp.errors import ModelError, ResumeError
-from raytune_fsdp.model.adapters import AdaptedWeights, adapter_method, check_adapter_shapes, is_adapted, stored_names
+from raytune_fsdp.model.adapter_config import adapter_method
+from raytune_fsdp.model.adapters import AdaptedWeights, check_adapter_shapes, is_adapted, stored_names
 from raytune_fsdp.model.blocks import blocks_of
 from raytune_fsdp.model.files import WeightFiles, find_weights, locate
 from raytune_fsdp.model.fill import FillMode
@@ -38,7 +42,9 @@ from raytune_fsdp.model.keys import (
 )
 from raytune_fsdp.model.known_files import CONFIG_FILE, travelling
 from raytune_fsdp.model.network import build_base, build_network
+from raytune_fsdp.model.quantized import QuantizedWeights
 from raytune_fsdp.model.weights import FileWeights, GrownWeights, RandomWeights, Weights
+from raytune_fsdp.run.views import check_copies, digests
 from raytune_fsdp.rundir import RunDir, checkpoints_of, is_run
 from raytune_fsdp.urls import is_url
 
@@ -54,12 +60,16 @@ class Origin:
     """Embeddings that get more rows than are stored, by name."""
     added: Mapping[str, Mapping[int, Sequence[int]]] = field(default_factory=dict)
     """Rows of new tokens by embedding: the rows whose mean each one starts as; none means all."""
+    beside: WeightFiles | None = None
+    """Of a checkpoint that holds adapters: the files of their base."""
+    base: Mapping[str, Any] = field(default_factory=dict)
+    """And what it says about those."""
 
     def weights(self, model: PreTrainedModel) -> Weights:
         """The source to fill the network from. Opens no model file yet: this rank may not see any."""
         weights: Weights
         if isinstance(self.stored, CommittedCheckpoint):
-            weights = whole_weights(self.stored, model_files(self.stored))
+            weights = whole_weights(self.stored, model_files(self.stored), self.beside)
         else:
             weights = matched_weights(self.stored, self.match, model)
         return GrownWeights(weights, self.grown, self.added) if self.grown or self.added else weights
@@ -67,7 +77,8 @@ class Origin:
     def sizes(self) -> Mapping[str, int]:
         """Sizes of the files, to compare what different ranks see. OSError if there are none."""
         if isinstance(self.stored, CommittedCheckpoint):
-            return storage_at(self.stored.root).sizes(self.stored.name)
+            base = {} if self.beside is None else self.beside.sizes()
+            return {**storage_at(self.stored.root).sizes(self.stored.name), **{f"base/{n}": s for n, s in base.items()}}
         return self.stored.sizes()
 
     @property
@@ -90,7 +101,7 @@ def own_model_files(config: FinetuneConfig, place: RunDir) -> Path | None:
     return own
 
 
-def model_directory(config: FinetuneConfig, *, weights: bool) -> Path | None:
+def model_directory(config: FinetuneConfig, *, weights: bool, commit: str | None = None) -> Path | None:
     """The directory of the model's config and tokenizer. The weights of a hub model are fetched only with `weights`."""
     path = config.model.path
     if path is None:
@@ -98,7 +109,7 @@ def model_directory(config: FinetuneConfig, *, weights: bool) -> Path | None:
     checkpoint = _checkpoint(path)
     if checkpoint is not None:
         return model_files(checkpoint)
-    return locate(path, config.model.revision, field="model.path", weights=weights)
+    return locate(path, commit or config.model.revision, field="model.path", weights=weights)
 
 
 def _checkpoint(path: str) -> CommittedCheckpoint | None:
@@ -122,21 +133,29 @@ def _checkpoint(path: str) -> CommittedCheckpoint | None:
     return found
 
 
-def find_origin(config: FinetuneConfig, network: PreTrainedModel, added: Mapping[int, Sequence[int]]) -> Origin | None:
+def find_origin(
+    config: FinetuneConfig, network: PreTrainedModel, added: Mapping[int, Sequence[int]], commit: str | None = None
+) -> Origin | None:
     """The stored weights for this network, after checking that they fit it. None if `model.init=random`.
 
     Of a network with adapters they are those of the network without. `added`: the ids of new tokens, with those of the
-    tokens that they start as the mean of.
+    tokens that they start as the mean of. `commit`: the one of a hub model that the run has begun with.
     """
     if config.model.init != "pretrained" or config.model.path is None:
         return None
-    network = without_adapters(config, network)
     checkpoint = _checkpoint(config.model.path)
+    if checkpoint is not None and is_adapted(network):
+        raise ModelError(
+            f"model.path={config.model.path} is a checkpoint, which its run removes one day, and a run with "
+            f"method.type={config.method.type} needs its base for ever: export it, and set model.path to the export"
+        )
+    network = without_adapters(config, network)
     if checkpoint is not None:
         _check_whole(config, verify(checkpoint, hashes=False))
-        origin = Origin(stored=checkpoint, match=Match(key_of={}), grown={})
+        base, beside = read_state(checkpoint).base or {}, located_base(checkpoint)
+        origin = Origin(stored=checkpoint, match=Match(key_of={}), grown={}, beside=beside, base=base)
     else:
-        directory = model_directory(config, weights=True)
+        directory = model_directory(config, weights=True, commit=commit)
         assert directory is not None, "model.path is set"
         files = find_weights(directory)
         origin = Origin(stored=files, match=match_keys(network, files), grown={})
@@ -160,7 +179,7 @@ def find_adapter(config: FinetuneConfig, network: PreTrainedModel) -> AdapterFil
         return None
     directory = locate(path, None, field="method.adapter", weights=True)
     files = find_weights(directory, name="adapter_model")
-    _check_alike(config, path, adapter_method(directory))
+    _check_alike(config, path, adapter_method(directory, files.file_of))
     found = AdapterFiles(files=files, key_of=stored_names(network))
     unknown = sorted(files.file_of.keys() ^ set(found.key_of.values()))
     if unknown:
@@ -176,7 +195,9 @@ def find_adapter(config: FinetuneConfig, network: PreTrainedModel) -> AdapterFil
 
 def _check_alike(config: FinetuneConfig, path: str, there: AdapterMethod) -> None:
     """Refuse an adapter that means something else under this method: the same matrices, scaled otherwise."""
-    for each in ("type", "alpha", "rank", "rank_stabilized", "dora"):
+    if not isinstance(config.method, type(there)):
+        raise ModelError(f"method.adapter={path} is of the kind {there.type}: set method.type to it")
+    for each in ("alpha", "rank", "rank_stabilized", "dora"):
         ours, theirs = getattr(config.method, each, None), getattr(there, each, None)
         if ours != theirs:
             raise ModelError(
@@ -214,23 +235,48 @@ def _check_names(network: PreTrainedModel, weights: Weights, where: str) -> None
 
 
 def first_weights(
-    config: FinetuneConfig, origin: Origin | None, model: PreTrainedModel, adapter: AdapterFiles | None = None
-) -> tuple[Weights | None, FillMode]:
-    """The source to fill `model` from (None if rank 0 reads for this rank), and the mode of filling. Collective."""
+    config: FinetuneConfig,
+    origin: Origin | None,
+    model: PreTrainedModel,
+    mode: FillMode,
+    adapter: AdapterFiles | None = None,
+) -> Weights | None:
+    """The source to fill `model` from, None if rank 0 reads for this rank. Collective."""
     if origin is None:
         twin = build_network(model.config, config)
-        return RandomWeights(twin, config.run.seed), "sharded"
-    mode = fill_mode(config, origin)
+        return RandomWeights(twin, config.run.seed)
+    _check_content(config, origin, mode, adapter, adapted=is_adapted(model))
+
+    opened: list[Weights] = []
+
+    def open_them() -> None:
+        if mode == "rank0" and dist.get_rank() != 0:
+            return
+        weights = origin.weights(without_adapters(config, model))
+        if isinstance(config.method, QloraMethod):
+            weights = QuantizedWeights(weights, model)
+        if is_adapted(model):
+            start = None if adapter is None else adapter.weights()
+            weights = AdaptedWeights(weights, model, config.run.seed, start)
+        opened.append(weights)
+
+    on_all_ranks(open_them)  # an open file stays with its rank
+    return opened[0] if opened else None
+
+
+def _check_content(
+    config: FinetuneConfig, origin: Origin, mode: FillMode, adapter: AdapterFiles | None, *, adapted: bool
+) -> None:
+    """Compare what will be read with its hashes, and the copies of different nodes with each other. Collective."""
+    alone, hashes = mode == "rank0", config.checkpoint.verify == "hashes"
     if isinstance(origin.stored, CommittedCheckpoint):
-        hashes = config.checkpoint.verify == "hashes"
-        _check_whole(config, verify_together(origin.stored, hashes=hashes, only_rank0=mode == "rank0"))
-    reads = mode == "sharded" or dist.get_rank() == 0
-    if not reads:
-        return None, mode
-    weights = origin.weights(without_adapters(config, model))
-    if is_adapted(model):
-        weights = AdaptedWeights(weights, model, config.run.seed, None if adapter is None else adapter.weights())
-    return weights, mode
+        _check_whole(config, verify_together(origin.stored, hashes=hashes, only_rank0=alone))
+        if hashes and origin.beside is not None:
+            check_digests(origin.beside, digests(origin.beside, alone=alone), origin.base)
+    elif hashes and not alone and not adapted:  # the base of adapters is hashed anyhow
+        check_copies(origin.stored)
+    if hashes and not alone and adapter is not None:
+        check_copies(adapter.files)
 
 
 def _check_whole(config: FinetuneConfig, problem: str | None) -> None:
@@ -238,14 +284,20 @@ def _check_whole(config: FinetuneConfig, problem: str | None) -> None:
         raise ResumeError(f"model.path={config.model.path} is damaged: {problem}; use another checkpoint of that run")
 
 
-def fill_mode(config: FinetuneConfig, origin: Origin) -> FillMode:
+def fill_mode(config: FinetuneConfig, origin: Origin | None, adapter: AdapterFiles | None = None) -> FillMode:
     """`sharded` if every rank sees the files that rank 0 sees, else `rank0`. Collective."""
+    if origin is None:
+        return "sharded"
     if config.model.fill == "rank0":
         return "rank0"
-    sizes = [origin.sizes() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(sizes, src=0)
+
+    def look() -> Mapping[str, int]:
+        added = {} if adapter is None else adapter.files.sizes()
+        return {**origin.sizes(), **{f"adapter/{name}": size for name, size in added.items()}}
+
+    wanted = on_rank0(look, what="look at the files of the model")
     try:
-        sees = origin.sizes() == sizes[0]
+        sees = look() == wanted
     except OSError:
         sees = False
     views: list[bool] = [False] * dist.get_world_size()

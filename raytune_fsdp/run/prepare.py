@@ -7,6 +7,7 @@ need not see the model's files.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,9 @@ from raytune_fsdp.model.network import (
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.parallel import describe, is_wrapped, units_of
 from raytune_fsdp.run.added_tokens import add_tokens
-from raytune_fsdp.run.base import check_base
+from raytune_fsdp.run.base import Base, begun_with, check_base
 from raytune_fsdp.run.checks import check_best, check_export, check_first, warn_of_method
-from raytune_fsdp.run.initial_weights import find_adapter, find_origin, model_directory, own_model_files
+from raytune_fsdp.run.initial_weights import Origin, find_adapter, find_origin, model_directory, own_model_files
 from raytune_fsdp.run.needs import network_needs
 from raytune_fsdp.run.probe import check_step
 from raytune_fsdp.run.resume import check_same_run, files_of, find_resume, identity_of
@@ -74,12 +75,10 @@ def prepare(
     _check_network(config, network, world)
     needs = network_needs(config, hf_config, network)
     check_step(config, hf_config, network, needs)
-    origin = find_origin(config, network, added) if own is None or is_adapted(network) else None
+    found = find_resume(place, resume=config.run.resume)
+    origin = _origin(config, network, added, found.state.base) if own is None or is_adapted(network) else None
     for prompt in config.eval.prompts:
         encode_prompt(tokenizer, prompt, positions=positions_of(hf_config))
-    found = find_resume(place, resume=config.run.resume)
-    if is_adapted(network):
-        check_base(config, network, origin, found.state.base)
     train, evals = open_data(
         config, tokenizer, hf_config.get_text_config().vocab_size, progress, order_version=found.order_version
     )
@@ -115,6 +114,16 @@ def prepare(
     check_best(config, standing.plan, [name(each) for each in evals for name in (evaluation_loss, evaluation_accuracy)])
     check_export(config, standing.plan)
     return prepared, confirm_complete(config, prepared, standing)
+
+
+def _origin(
+    config: FinetuneConfig, network: PreTrainedModel, added: Mapping[int, Sequence[int]], before: Base | None
+) -> Origin | None:
+    """The stored weights that the run begins with, or that its adapters are beside."""
+    origin = find_origin(config, network, added, begun_with(config, before))
+    if is_adapted(network):
+        check_base(config, network, origin, before)
+    return origin
 
 
 def sharding_of(config: FinetuneConfig, world: int) -> dict[str, Any] | None:

@@ -10,14 +10,15 @@ from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed, ve
 from raytune_fsdp.checkpoint.model_files import model_files
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
-from raytune_fsdp.checkpoint.whole import READERS, adapted_network, whole_weights
+from raytune_fsdp.checkpoint.whole import adapted_network, base_of, whole_weights
 from raytune_fsdp.config import ExportConfig
 from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.model.export import export
-from raytune_fsdp.model.export_adapter import export_adapter
+from raytune_fsdp.model.export_adapter import check_found_by_others, export_adapter
 from raytune_fsdp.model.mean import MeanTensors
 from raytune_fsdp.report.card import is_of_same_run, model_card
 from raytune_fsdp.rundir import checkpoints_below, checkpoints_of, is_place_of_exports
+from raytune_fsdp.threads import READERS
 from raytune_fsdp.urls import is_url
 
 
@@ -34,6 +35,9 @@ def publish(
 
     Returns its URL on the hub, None if no name is set. `base`: where the model is now that adapters are beside.
     """
+    beside = read_state(checkpoint).base
+    if chosen.push is not None and beside is not None and not chosen.merge:
+        check_found_by_others(base or beside["path"], chosen.push)
     export_checkpoint(
         checkpoint, destination, chosen, trust_remote_code=trust_remote_code, verified=verified, base=base
     )
@@ -62,9 +66,10 @@ def export_checkpoint(
     files = model_files(checkpoint)
     found = read_state(checkpoint).base
     if found is not None and not chosen.merge:
+        adapter = CheckpointWeights(checkpoint)
         export_adapter(
-            CheckpointWeights(checkpoint),
-            adapted_network(files),
+            adapter,
+            adapted_network(files, held=adapter.shapes()),
             files,
             destination,
             base=base or found["path"],
@@ -74,7 +79,7 @@ def export_checkpoint(
         return
     card = model_card(checkpoint, files, dtype=chosen.dtype)
     export(
-        whole_weights(checkpoint, files, base),
+        whole_weights(checkpoint, files, base_of(checkpoint, base)),
         files,
         destination,
         dtype=chosen.dtype,
@@ -115,10 +120,10 @@ def average(
 ) -> None:
     """Write the mean of checkpoints of one run, oldest first, as a model directory; adapters are merged before."""
     newest = checkpoints[-1]
-    files = model_files(newest)
+    files, beside = model_files(newest), base_of(newest, base)  # one base for all: a run goes on beside no other
     card = model_card(newest, files, dtype=chosen.dtype, mean_of=[found.step for found in checkpoints])
     export(
-        MeanTensors([whole_weights(found, files, base) for found in checkpoints]),
+        MeanTensors([whole_weights(found, files, beside) for found in checkpoints]),
         files,
         destination,
         dtype=chosen.dtype,

@@ -26,7 +26,7 @@ from raytune_fsdp.data.open_data import HELD_OUT
 from raytune_fsdp.data.skipped import events_of_rows
 from raytune_fsdp.durable import replace_durably
 from raytune_fsdp.errors import pip_install
-from raytune_fsdp.model.adapters import put_adapter_config
+from raytune_fsdp.model.adapter_config import put_adapter_config
 from raytune_fsdp.model.attention import Choice
 from raytune_fsdp.model.network import build_network
 from raytune_fsdp.redaction import redact

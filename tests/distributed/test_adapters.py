@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
+from raytune_fsdp.assemble import assemble
 from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
 from raytune_fsdp.config import ExportConfig, FinetuneConfig
-from raytune_fsdp.errors import ModelError
+from raytune_fsdp.errors import ConfigError, ModelError
+from raytune_fsdp.run.initial_weights import fill_mode
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import publish
+from raytune_fsdp.tracking.jsonl import read_trajectory
 from tests.checkpoints import checkpoints, pieces_of, tensors_in
 from tests.models import save_checkpoint
 from tests.ranks import run_ranks
-from tests.runs import largest_difference, make_config, trajectory
+from tests.runs import largest_difference, make_config, train_rank, trajectory
 
 pytest.importorskip("peft")
 
@@ -245,6 +252,113 @@ def test_a_run_goes_on_beside_the_very_files_it_began_with(tmp_path: Path) -> No
     assert model.dtype == torch.float64 or model.dtype == torch.float32
 
 
+COMMITS = ("0" * 39 + "1", "0" * 39 + "2")
+
+
+def _with_cache(cache: str, values: dict[str, Any], stop_after: int | None) -> None:
+    from huggingface_hub import constants
+
+    constants.HF_HUB_CACHE = cache
+    train_rank(values, stop_after)
+
+
+def test_a_base_on_the_hub_is_that_of_the_commit_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another commit has come since: the run goes on beside the first, and its export names it."""
+    import shutil
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    config_of(tmp_path, "llama", LORA)
+    repository = tmp_path / "hub" / "models--someone--some-model"
+    (repository / "refs").mkdir(parents=True)
+
+    def newest(commit: str, factor: float) -> None:
+        place = repository / "snapshots" / commit
+        shutil.copytree(tmp_path / "base-llama", place)
+        tensors = {key: tensor * factor for key, tensor in load_file(place / "model.safetensors").items()}
+        save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+        (repository / "refs" / "main").write_text(commit)
+
+    def of(name: str) -> FinetuneConfig:
+        values = config_of(tmp_path, "llama", LORA, name=name).model_dump()
+        values["model"]["path"] = "someone/some-model"
+        return FinetuneConfig.model_validate(values)
+
+    def rows(name: str, stop_after: int | None = None) -> list[dict[str, Any]]:
+        run_ranks(_with_cache, 1, str(tmp_path / "hub"), of(name).model_dump(), stop_after)
+        return read_trajectory(run_dir(of(name)) / "metrics.jsonl")
+
+    newest(COMMITS[0], 1.0)
+    whole = rows("whole")
+    rows("run", stop_after=5)
+    newest(COMMITS[1], 0.9)
+    assert rows("run") == whole
+    assert rows("later") != whole
+    publish(find_checkpoint(run_dir(of("run"))), tmp_path / "adapter", ExportConfig())
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (said["base_model_name_or_path"], said["revision"]) == ("someone/some-model", COMMITS[0])
+
+
+def _assembled(config: FinetuneConfig, prepared: Any, standing: Any, seen: dict[str, Path]) -> str:
+    """How it was filled, or why not, where ranks other than 0 see these directories in place of the files'."""
+    if dist.get_rank():
+        origin = prepared.origin
+        replaced = {each: replace(getattr(origin, each), directory=seen[each]) for each in seen if each != "adapter"}
+        adapter = replace(prepared.adapter.files, directory=seen["adapter"]) if "adapter" in seen else None
+        prepared = replace(prepared, origin=replace(origin, **replaced))
+        if adapter is not None:
+            prepared = replace(prepared, adapter=replace(prepared.adapter, files=adapter))
+    try:
+        mode = fill_mode(config, prepared.origin, prepared.adapter)
+        assemble(config, prepared, standing, torch.device("cpu"))
+    except ModelError as error:
+        return str(error)
+    return mode
+
+
+def test_nodes_with_copies_of_their_own(tmp_path: Path) -> None:
+    """Equal copies are used; one number that differs is found, although names and sizes are the same."""
+    import shutil
+
+    config_of(tmp_path, "llama", LORA)
+    equal, other = tmp_path / "equal", tmp_path / "other"
+    for copy in (equal, other):
+        shutil.copytree(tmp_path / "base-llama", copy)
+    content = bytearray((other / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (other / "model.safetensors").write_bytes(content)
+    for kind, method in (("full", {"type": "full"}), ("lora", LORA)):
+        config = config_of(tmp_path, "llama", method, name=kind)
+        begun = prepare(config, 2)
+        assert run_ranks(_assembled, 2, config, *begun, {"stored": equal}) == ["sharded"] * 2
+        for said in run_ranks(_assembled, 2, config, *begun, {"stored": other}):
+            assert "model.safetensors is not the same file for rank 1 as for rank 0" in said
+
+
+def test_a_rank_that_does_not_see_what_there_is_gets_it_from_rank_0(tmp_path: Path) -> None:
+    """An adapter to begin with, and the base of a checkpoint of adapters."""
+    first = config_of(tmp_path, "llama", LORA)
+    trajectory(first, 1)
+    publish(find_checkpoint(run_dir(first)), tmp_path / "adapter", ExportConfig())
+    nowhere = Path("/nowhere/to/be/seen")
+    again = config_of(tmp_path, "llama", {**LORA, "adapter": str(tmp_path / "adapter")}, name="again")
+    assert run_ranks(_assembled, 2, again, *prepare(again, 2), {"adapter": nowhere}) == ["rank0"] * 2
+    values = config_of(tmp_path, "llama", {"type": "full"}, name="merged").model_dump()
+    values["model"]["path"] = checkpoints(run_dir(first))[-1].path
+    merged = FinetuneConfig.model_validate(values)
+    assert run_ranks(_assembled, 2, merged, *prepare(merged, 2), {"beside": nowhere}) == ["rank0"] * 2
+    values["method"] = config_of(tmp_path, "llama", LORA).method.model_dump()
+    with pytest.raises(ModelError, match="is a checkpoint, which its run removes one day"):
+        prepare(FinetuneConfig.model_validate(values), 2)
+
+
+def test_an_adapter_of_a_directory_here_is_not_pushed(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "llama", LORA)
+    trajectory(config, 1)
+    with pytest.raises(ConfigError, match="is a directory here, and who loads the adapter .* set export.merge=true"):
+        publish(find_checkpoint(run_dir(config)), tmp_path / "adapter", ExportConfig(push="someone/adapter"))
+    assert not (tmp_path / "adapter").exists()
+
+
 def test_a_checkpoint_is_as_large_as_the_adapters_and_their_state(tmp_path: Path) -> None:
     """Of a rank at which the 1.5 kB that torch writes around each of the 56 pieces are few."""
     sections: Any = {"train": {**TRAIN, "max_steps": 1}, "parallel": {"precision": "fp32"}}
@@ -257,8 +371,6 @@ def test_a_checkpoint_is_as_large_as_the_adapters_and_their_state(tmp_path: Path
 
 
 def test_a_head_that_is_the_embedding_is_not_trained_apart(tmp_path: Path) -> None:
-    from raytune_fsdp.errors import ConfigError
-
     for model, name in (("gpt2", "lm_head"), ("qwen3", "embed_tokens")):
         with pytest.raises(ConfigError, match=f"method.modules_to_save: '{name}' of a .* shares its weight"):
             prepare(config_of(tmp_path, model, {**LORA, "modules_to_save": [name]}), 1)

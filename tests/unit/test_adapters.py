@@ -12,15 +12,8 @@ import torch
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.method import LoraMethod
 from raytune_fsdp.errors import ConfigError, ModelError, UserError
-from raytune_fsdp.model.adapters import (
-    AdaptedWeights,
-    adapter_method,
-    adapter_tensors,
-    base_name,
-    left_out,
-    put_adapter_config,
-    stored_names,
-)
+from raytune_fsdp.model.adapter_config import adapter_method, put_adapter_config
+from raytune_fsdp.model.adapters import AdaptedWeights, adapter_tensors, base_name, left_out, stored_names
 from raytune_fsdp.model.network import build_network
 from raytune_fsdp.model.weights import RandomWeights
 from raytune_fsdp.parallel import store_frozen
@@ -143,7 +136,7 @@ def test_the_config_for_peft_is_read_back(tmp_path: Path, method: dict[str, Any]
     put_adapter_config(network("llama", method), tmp_path)
     assert (tmp_path / "adapter_config.json").read_bytes() == first
     again = network("llama", {"type": "full"})
-    attach(again, adapter_method(tmp_path))
+    attach(again, adapter_method(tmp_path, stored_names(model).values()))
     assert stored_names(again) == stored_names(model)
     scales = [
         {name: module.scaling for name, module in each.named_modules() if hasattr(module, "scaling")}
@@ -169,7 +162,24 @@ def test_the_config_for_peft_is_read_back(tmp_path: Path, method: dict[str, Any]
 def test_a_strangers_config_of_an_adapter_is_refused(tmp_path: Path, values: Any, message: str) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(values))
     with pytest.raises(ModelError, match=message):
-        adapter_method(tmp_path)
+        adapter_method(tmp_path, [])
+
+
+def test_a_strangers_expression_is_not_looked_for(tmp_path: Path) -> None:
+    """This one would take longer than the universe lasts. What it was found in has tensors."""
+    endless = "(.*.*)*(.*.*)*(.*.*)*x"
+    values = {"peft_type": "LORA", "r": 4, "target_modules": endless, "target_parameters": ["experts.up"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(values))
+    held = ["layers.0.q_proj.lora_A", "layers.0.q_proj.lora_B", "layers.0.experts.lora_A", "layers.1.mlp.up.lora_A"]
+    for names in ([f"{name}.default.weight" for name in held], [f"base_model.model.{name}.weight" for name in held]):
+        found = adapter_method(tmp_path, names)
+        assert isinstance(found, LoraMethod)
+        assert found.target_modules == ["layers.0.q_proj", "layers.1.mlp.up"]
+
+
+def test_the_order_of_names_means_nothing() -> None:
+    one, other = (["q_proj", "v_proj"], ["v_proj", "q_proj", "v_proj"])
+    assert LoraMethod(type="lora", target_modules=one) == LoraMethod(type="lora", target_modules=other)
 
 
 def test_an_adapter_begins_alike_whoever_reads_it_and_changes_nothing() -> None:

@@ -27,6 +27,8 @@ NAMED_FROM_THE_BEGINNING = {
     "method.freeze": "type trained",
     "method.lora": "type rank alpha rank_stabilized dropout target_modules target_parameters modules_to_save dora "
     "lr_ratio adapter",
+    "method.qlora": "type rank alpha rank_stabilized dropout target_modules target_parameters modules_to_save dora "
+    "lr_ratio adapter quantization",
     "method.ia3": "type target_modules feedforward_modules modules_to_save adapter",
     "format.chat": "type messages role content roles tools loss",
     "format.instruction": "type prompt input completion system style loss",

@@ -1,0 +1,197 @@
+"""Frozen weights of 4 or 8 bits: quantized row by row while they are read, widened again where they multiply.
+
+A row of a weight (as it is stored) is one row of bytes: its codes, the scale of each block of 64 numbers as one byte,
+and two fp32 numbers that say what those bytes mean. Nothing in a row depends on another one, so any rank may hold any
+rows, and the bytes are the same at every world size. Two levels of scales as in QLoRA; there the outer ones span rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from raytune_fsdp.model.adapters import base_name
+from raytune_fsdp.model.blocks import blocks_of
+from raytune_fsdp.model.weights import Weights
+
+Kind = Literal["nf4", "int8"]
+
+BLOCK = 64
+"""Numbers that share a scale; the last block of a row may have fewer."""
+_TAIL = 8
+"""Bytes of the two numbers at a row's end: the smallest scale, and the step between two of its 256 values."""
+_AT_ONCE = 1 << 22
+"""Numbers that are quantized at a time, which take 60 MiB meanwhile."""
+
+# Quantiles of a normal distribution, scaled to end at 1, with an exact zero: Dettmers et al. 2023, appendix E.
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+def row_bytes(numbers: int, kind: Kind) -> int:
+    """Bytes of a row of so many numbers."""
+    return _code_bytes(numbers, kind) + -(-numbers // BLOCK) + _TAIL
+
+
+def _code_bytes(numbers: int, kind: Kind) -> int:
+    return -(-numbers // 2) if kind == "nf4" else numbers
+
+
+@torch.no_grad()
+def quantize(rows: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """The bytes of these rows. Of rows that are not finite, what `tails_of` returns is not either."""
+    count, numbers = rows.shape
+    packed = torch.empty(count, row_bytes(numbers, kind), dtype=torch.uint8)
+    at_once = max(1, _AT_ONCE // max(1, numbers))
+    for start in range(0, count, at_once):
+        packed[start : start + at_once] = _quantize(rows[start : start + at_once].float(), kind)
+    return packed
+
+
+def _quantize(rows: torch.Tensor, kind: Kind) -> torch.Tensor:
+    count, numbers = rows.shape
+    blocks = F.pad(rows, (0, -numbers % BLOCK)).reshape(count, -1, BLOCK)
+    largest = blocks.abs().amax(-1)
+    low = largest.amin(-1, keepdim=True)
+    step = (largest.amax(-1, keepdim=True) - low) / 255
+    of_blocks = ((largest - low) / torch.where(step > 0, step, 1)).round().clamp(0, 255).to(torch.uint8)
+    scales = low + step * of_blocks
+    levels = blocks / torch.where(scales > 0, scales, 1)[..., None]  # by the scale as it is read, not as it was
+    levels = levels.reshape(count, -1)[:, :numbers]
+    if kind == "nf4":
+        values, codes = torch.tensor(_NF4), torch.zeros(levels.shape, dtype=torch.uint8)
+        for border in ((values[1:] + values[:-1]) / 2).tolist():  # 2.6 times as fast as torch.bucketize
+            codes += levels > border
+        codes = F.pad(codes, (0, numbers % 2))
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    else:
+        codes = ((levels * 127).round().clamp(-127, 127) + 128).to(torch.uint8)
+    return torch.cat([codes, of_blocks, torch.cat([low, step], 1).view(torch.uint8)], 1)
+
+
+def tails_of(packed: torch.Tensor) -> torch.Tensor:
+    """The smallest scale of every row, and the step between scales, in fp32."""
+    # A copy, always: the end of a single row is contiguous as it is, at a place where no fp32 number may begin.
+    return packed[:, -_TAIL:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+
+
+def widen(packed: torch.Tensor, numbers: int, kind: Kind, dtype: torch.dtype) -> torch.Tensor:
+    """The rows that these bytes stand for, computed in fp32."""
+    width, count = _code_bytes(numbers, kind), packed.shape[0]
+    low, step = tails_of(packed).unbind(1)
+    scales = low[:, None] + step[:, None] * packed[:, width:-_TAIL].float()
+    if kind == "nf4":
+        values = F.embedding(packed[:, :width].int(), _pairs(packed.device)).view(count, -1)[:, :numbers]
+    else:
+        values = (packed[:, :width].float() - 128) / 127
+    padded = F.pad(values, (0, -numbers % BLOCK)).reshape(count, -1, BLOCK)
+    return (padded * scales[..., None]).reshape(count, -1)[:, :numbers].to(dtype)
+
+
+@cache
+def _pairs(device: torch.device) -> torch.Tensor:
+    """The two numbers that each byte stands for: one look-up where two would need the codes taken apart."""
+    byte, values = torch.arange(256), torch.tensor(_NF4)
+    return torch.stack([values[byte & 15], values[byte >> 4]], 1).to(device)
+
+
+class _Product(torch.autograd.Function):
+    """A product with widened rows, which are widened again for backward: kept, they would be the 16-bit model."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, packed: torch.Tensor, numbers: int, kind: Kind, turned: bool) -> torch.Tensor:
+        weight = widen(packed, numbers, kind, x.dtype)
+        return x @ weight if turned else F.linear(x, weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, packed, *ctx.format = inputs
+        ctx.save_for_backward(packed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,), (packed,), (numbers, kind, turned) = grads, ctx.saved_tensors, ctx.format
+        weight = widen(packed, numbers, kind, grad.dtype)
+        return F.linear(grad, weight) if turned else grad @ weight, None, None, None, None
+
+
+class QuantizedLayer(nn.Module):
+    """A frozen linear layer whose weight is kept in few bits."""
+
+    def __init__(self, layer: nn.Linear | Conv1D, kind: Kind) -> None:
+        super().__init__()
+        rows, numbers = layer.weight.shape
+        self.numbers = int(numbers)
+        """Of a row, as it is stored."""
+        self.kind, self.turned = kind, isinstance(layer, Conv1D)
+        empty = torch.empty(rows, row_bytes(numbers, kind), dtype=torch.uint8, device=layer.weight.device)
+        self.packed = nn.Parameter(empty, requires_grad=False)
+        self.bias: nn.Parameter | None = layer.bias
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Widened, for who asks: PEFT's DoRA does."""
+        return widen(self.packed, self.numbers, self.kind, torch.float32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        format_ = (self.numbers, self.kind, self.turned)
+        product: torch.Tensor = _Product.apply(x, self.packed, *format_)  # type: ignore[no-untyped-call]
+        return product if self.bias is None else product + self.bias
+
+
+def quantize_layers(network: PreTrainedModel, kind: Kind) -> None:
+    """Replace the frozen linear layers of the blocks. The network is on the meta device, with its adapters."""
+    for owner, name, layer in list(_linear_layers(network)):
+        setattr(owner, name, QuantizedLayer(layer, kind))
+
+
+def _linear_layers(network: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
+    """Not the head, whose mistakes show in every token, nor routers, which choose by small differences."""
+    text = network.config.get_text_config()
+    experts = {getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")}
+    for block in blocks_of(network):
+        for owner in block.modules():
+            for name, layer in owner.named_children():
+                if not isinstance(layer, nn.Linear | Conv1D) or name == "original_module":
+                    continue
+                rows = layer.weight.shape[1 if isinstance(layer, Conv1D) else 0]
+                if not any(parameter.requires_grad for parameter in layer.parameters()) and rows not in experts:
+                    yield owner, name, layer
+
+
+class QuantizedWeights:
+    """Weights of which some can be read as bytes, too. Read as numbers, those are what the bytes stand for."""
+
+    def __init__(self, inner: Weights, network: PreTrainedModel) -> None:
+        """`network` has its layers replaced, and its adapters."""
+        self._inner = inner
+        self._layers = {
+            base_name(name): module for name, module in network.named_modules() if isinstance(module, QuantizedLayer)
+        }
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        packed: dict[str, Sequence[int]] = {f"{name}.packed": each.packed.shape for name, each in self._layers.items()}
+        return {**self._inner.shapes(), **{name: tuple(shape) for name, shape in packed.items()}}
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        owner, _, own = name.rpartition(".")
+        layer = self._layers.get(owner)
+        if layer is None or own not in ("packed", "weight"):
+            return self._inner.read(name, start, stop)
+        packed = quantize(self._inner.read(f"{owner}.weight", start, stop), layer.kind)
+        return packed if own == "packed" else widen(packed, layer.numbers, layer.kind, torch.float32)
+
+    def where(self, name: str) -> str:
+        owner, _, own = name.rpartition(".")
+        return self._inner.where(f"{owner}.weight" if own == "packed" else name)

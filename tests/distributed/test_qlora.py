@@ -1,0 +1,117 @@
+"""LoRA beside weights of 4 or 8 bits: exact at every world size, and equal to LoRA beside what the bytes stand for."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+from raytune_fsdp.assemble import assemble
+from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
+from raytune_fsdp.config import ExportConfig, FinetuneConfig
+from raytune_fsdp.errors import ModelError
+from raytune_fsdp.model.quantized import Kind, QuantizedLayer, quantize, widen
+from raytune_fsdp.run.prepare import prepare
+from raytune_fsdp.run.publish import publish
+from tests.checkpoints import checkpoints, tensors_in
+from tests.distributed.test_adapters import config_of, run_dir
+from tests.ranks import run_ranks
+from tests.runs import largest_difference, trajectory
+
+pytest.importorskip("peft")
+
+CPU = torch.device("cpu")
+QLORA: dict[str, Any] = {"type": "qlora", "rank": 4, "alpha": 8, "dropout": 0.1}
+FP32: Any = {"parallel": {"precision": "fp32"}}
+
+
+@pytest.mark.parametrize(("model", "kind", "worlds"), [("llama", "nf4", (3,)), ("gpt2", "int8", (2,))])
+def test_worlds_agree(tmp_path: Path, model: str, kind: Kind, worlds: tuple[int, ...]) -> None:
+    method = {**QLORA, "quantization": kind}
+    whole = trajectory(config_of(tmp_path, model, method, name="1"), 1)
+    for world in worlds:
+        rows = trajectory(config_of(tmp_path, model, method, name=str(world)), world)
+        assert largest_difference(whole, rows, "loss") < 1e-8
+        assert largest_difference(whole, rows, "grad_norm") < 1e-6
+
+
+def _bytes_of(config: FinetuneConfig, prepared: Any, standing: Any, fill: str) -> dict[str, str] | str:
+    """The hash of every quantized weight, gathered."""
+    config = config.model_copy(update={"model": config.model.model_copy(update={"fill": fill})})
+    try:
+        model = assemble(config, prepared, standing, CPU).model
+    except ModelError as error:
+        return str(error)
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLayer):
+            packed = module.packed.full_tensor() if isinstance(module.packed, DTensor) else module.packed
+            found[name] = hashlib.sha256(packed.numpy(force=True).tobytes()).hexdigest()
+            rows = -(-packed.shape[0] // dist.get_world_size())
+            local = module.packed.to_local() if isinstance(module.packed, DTensor) else module.packed
+            assert local.shape[0] <= rows and local.dtype == torch.uint8
+    return found
+
+
+def test_the_bytes_are_the_same_at_every_world_and_however_they_are_read(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "llama", QLORA, **FP32)
+    (first,) = run_ranks(_bytes_of, 1, config, *prepare(config, 1), "sharded")
+    assert len(first) == 14, "seven layers in each of two blocks; not the head"
+    for world, fill in ((2, "sharded"), (2, "rank0"), (3, "sharded"), (4, "rank0")):
+        begun = prepare(config, world)
+        assert all(found == first for found in run_ranks(_bytes_of, world, config, *begun, fill)), (world, fill)
+    file = tmp_path / "base-llama" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][40, 3] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    for fill in ("sharded", "rank0"):
+        for said in run_ranks(_bytes_of, 2, config, *prepare(config, 2), fill):
+            assert "model.layers.1.mlp.up_proj.weight" in said and "not finite" in said
+
+
+@pytest.mark.parametrize(("model", "dora", "kind"), [("llama", True, "nf4"), ("gpt2", False, "int8")])
+def test_it_is_lora_beside_the_numbers_that_the_bytes_stand_for(
+    tmp_path: Path, model: str, dora: bool, kind: Kind
+) -> None:
+    """Bit for bit: the same run beside a model whose weights are those numbers. Only adapters are saved."""
+    config = config_of(tmp_path, model, {**QLORA, "dora": dora, "quantization": kind}, **FP32)
+    rows = trajectory(config, 2)
+    plain = config_of(tmp_path, model, {**QLORA, "type": "lora", "dora": dora}, name="plain", **FP32)
+    file = tmp_path / f"base-{model}" / "model.safetensors"
+    tensors = load_file(file)
+    linear = [key for key, tensor in tensors.items() if tensor.ndim == 2 and ("proj" in key or "c_" in key)]
+    for key in linear:
+        tensors[key] = widen(quantize(tensors[key], kind), tensors[key].shape[1], kind, torch.float32).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    beside = trajectory(plain, 2)
+    assert [row["loss"] for row in rows] == [row["loss"] for row in beside]
+    saved = tensors_in(checkpoints(run_dir(config))[-1])
+    assert saved.keys() == tensors_in(checkpoints(run_dir(plain))[-1]).keys()
+    assert not any("packed" in name for name in saved)
+
+
+def test_resume_is_bit_equal_and_what_comes_out_is_beside_the_stored_weights(tmp_path: Path) -> None:
+    sections: Any = {"parallel": {"precision": "bf16"}}
+    whole = trajectory(config_of(tmp_path, "llama", QLORA, name="whole", **sections), 2)
+    config = config_of(tmp_path, "llama", QLORA, **sections)
+    trajectory(config, 2, stop_after=5)
+    assert trajectory(config, 2) == whole
+    checkpoint = find_checkpoint(run_dir(config))
+    publish(checkpoint, tmp_path / "merged", ExportConfig(merge=True, dtype="fp32"))
+    publish(checkpoint, tmp_path / "adapter", ExportConfig())
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    base = load_file(tmp_path / "base-llama" / "model.safetensors")
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    key = "layers.0.self_attn.q_proj"
+    a, b = (adapter[f"base_model.model.model.{key}.lora_{each}.weight"] for each in "AB")
+    assert torch.equal(merged[f"model.{key}.weight"], base[f"model.{key}.weight"].float() + (b @ a) * 2)
+    loaded, _ = load_for_inference(run_dir(config), CPU)
+    assert torch.equal(loaded.state_dict()[f"model.{key}.weight"], merged[f"model.{key}.weight"])
+    again = config_of(tmp_path, "llama", {**QLORA, "adapter": str(tmp_path / "adapter")}, name="again", **sections)
+    prepare(again, 2)
