@@ -28,7 +28,7 @@ from raytune_fsdp.estimate.flops import Architecture
 from raytune_fsdp.evaluate import check_network, score
 from raytune_fsdp.loop import Parts
 from raytune_fsdp.metrics import Meter
-from raytune_fsdp.model.adapters import is_adapted, why_not_compiled
+from raytune_fsdp.model.adapters import is_adapted, keep_beginning, why_not_compiled
 from raytune_fsdp.model.attention import Choice, choose, generating, use
 from raytune_fsdp.model.blocks import run_blocks
 from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler, choose_blocks, why_it_fails
@@ -36,6 +36,7 @@ from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.head import choose_loss, install
 from raytune_fsdp.model.network import MASTER_DTYPE, build_network, count_architecture
 from raytune_fsdp.model.offload import Offload
+from raytune_fsdp.model.principal import pairs_of
 from raytune_fsdp.model.quantized import quantize_layers
 from raytune_fsdp.model.trial import why_kernel_fails
 from raytune_fsdp.optim import Optimizer, build_optimizer
@@ -209,7 +210,10 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
         adapter = prepared.adapter if checkpoint is None else None
         mode = fill_mode(config, prepared.origin, adapter)
         base = agree_on_base(config, prepared.origin, standing.state.base, mode) if adapted else None
-        fill(model, first_weights(config, prepared.origin, model, mode, adapter), mode, device, shards_at=host)
+        weights = first_weights(config, prepared.origin, model, mode, adapter, checkpoint)
+        fill(model, weights, mode, device, shards_at=host)
+        if getattr(config.method, "init", "zero") != "zero":
+            keep_beginning(model, [name for pair in pairs_of(model).values() for name in (pair.a, pair.b)])
     else:
         fill(model, None, "empty", device, shards_at=host)  # the checkpoint holds every tensor
     optimizer = build_optimizer(model, config.optim, config.method)

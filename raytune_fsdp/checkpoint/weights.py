@@ -20,15 +20,15 @@ _KEPT_FILES = 16  # far below the usual limit of 1024 handles, whatever the numb
 class CheckpointWeights:
     """The model's tensors in a checkpoint, read by one process. Needs no process group."""
 
-    def __init__(self, found: CommittedCheckpoint) -> None:
-        self._found = found
+    def __init__(self, found: CommittedCheckpoint, prefix: str = MODEL) -> None:
+        self._found, self._prefix = found, prefix
         storage = storage_at(found.root)
         self._index = read_index(storage, found.name)
         self._storage = _KeptOpen(storage)
         self._stored = {
-            name.removeprefix(MODEL): (entry.size, entry.properties.dtype)
+            name.removeprefix(prefix): (entry.size, entry.properties.dtype)
             for name, entry in self._index.tensors.items()
-            if name.startswith(MODEL)
+            if name.startswith(prefix)
         }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -42,16 +42,16 @@ class CheckpointWeights:
 
     def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Several whole tensors, on the CPU."""
-        tensors = {MODEL + n: torch.empty(self._stored[n][0], dtype=self._stored[n][1]) for n in names}
+        tensors = {self._prefix + n: torch.empty(self._stored[n][0], dtype=self._stored[n][1]) for n in names}
         read_tensors(tensors, self._storage, self._found.name, whole=False, index=self._index)
-        return {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
+        return {name.removeprefix(self._prefix): tensor for name, tensor in tensors.items()}
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) on the CPU, in the stored type. A tensor without dimensions is read whole."""
         shape, dtype = self._stored[name]
         rows = torch.empty((stop - start, *shape[1:]) if shape else (), dtype=dtype)
         if rows.numel():
-            read_rows(rows, start, self._storage, self._found.name, MODEL + name, self._index)
+            read_rows(rows, start, self._storage, self._found.name, self._prefix + name, self._index)
         return rows
 
 

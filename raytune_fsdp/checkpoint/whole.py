@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.state import read_state
+from raytune_fsdp.checkpoint.tensors import INITIAL
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.model.adapter_config import adapter_method
@@ -21,6 +22,7 @@ from raytune_fsdp.model.keys import check_shapes, grown_rows, match_keys, matche
 from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, read_object
 from raytune_fsdp.model.merge import MergedWeights
 from raytune_fsdp.model.network import stored_network
+from raytune_fsdp.model.principal import ResidualWeights
 from raytune_fsdp.model.weights import FileWeights, GrownWeights, Weights
 
 _WAY_OUT = "say with --base where the model is that they were trained beside"
@@ -41,7 +43,10 @@ def whole_weights(checkpoint: CommittedCheckpoint, files: Path, beside: WeightFi
     assert beside is not None, f"{checkpoint.path} holds adapters"
     added = {name: {int(row): like for row, like in rows.items()} for name, rows in base["added"].items()}
     stored = base_weights(beside, plain_network(files), added)
-    return _merged(stored, weights, adapted_network(files, held=weights.shapes()), checkpoint.path)
+    network, initial = adapted_network(files, held=weights.shapes()), CheckpointWeights(checkpoint, INITIAL)
+    if initial.shapes():
+        stored = ResidualWeights(stored, initial, network)
+    return _merged(stored, weights, network, checkpoint.path)
 
 
 def base_of(checkpoint: CommittedCheckpoint, moved: str | None = None) -> WeightFiles | None:

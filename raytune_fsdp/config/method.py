@@ -68,6 +68,10 @@ class LoraMethod(Section):
     lr_ratio: float | None = Field(default=None, ge=1)
     """LoRA+: the second matrix of an adapter learns so many times as fast as `optim.lr`; 16 is usual. Null: as fast."""
 
+    init: Literal["zero", "pissa", "olora"] = "zero"
+    """What a new adapter begins as: `zero` changes nothing; `pissa` and `olora` take the largest part out of the weight and
+    train that, by singular values or by a QR decomposition."""
+
     adapter: Annotated[str, AfterValidator(model_place)] | None = None
     """A directory of an adapter in PEFT's format to begin with, of the same rank and targets. Null: a new one."""
 
@@ -80,6 +84,23 @@ class LoraMethod(Section):
                 f"method.target_modules and method.target_parameters are empty, so nothing would be trained: "
                 f"set method.target_modules={ALL_LINEAR}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _beginning(self) -> Self:
+        if self.init == "zero":
+            return self
+        for field, value in (
+            ("dora", self.dora),
+            ("target_parameters", self.target_parameters),
+            ("adapter", self.adapter),
+        ):
+            if value:
+                shown = "true" if value is True else value
+                raise ValueError(
+                    f"method.init={self.init} cannot be used with method.{field}={shown}: "
+                    f"set method.init=zero, or leave method.{field} out"
+                )
         return self
 
     @model_validator(mode="after")

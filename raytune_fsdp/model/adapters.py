@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -170,6 +170,11 @@ def _check_shared(network: PreTrainedModel, method: AdapterMethod) -> None:
             raise ConfigError(
                 f"method.dora=true: {base_name(name)} is an embedding; leave it out, or set method.dora=false"
             )
+        if isinstance(base, nn.Embedding) and getattr(method, "init", "zero") != "zero":
+            raise ConfigError(
+                f"method.init={getattr(method, 'init', None)}: {base_name(name)} is an embedding; leave it out, or set "
+                "method.init=zero"
+            )
 
 
 def _nearest(network: PreTrainedModel, asked: list[str], *, weights: bool = False) -> str:
@@ -191,6 +196,18 @@ def _nearest(network: PreTrainedModel, asked: list[str], *, weights: bool = Fals
 def is_adapted(network: nn.Module) -> bool:
     """Whether a network has adapters: its checkpoints then hold those and nothing else."""
     return hasattr(network, "peft_config")
+
+
+def keep_beginning(network: nn.Module, names: Iterable[str]) -> None:
+    """Note what these adapters are now, before the first step."""
+    values = {name: parameter.detach().clone() for name, parameter in network.named_parameters() if name in set(names)}
+    network.began_as = values  # type: ignore[assignment]
+
+
+def began_as(network: nn.Module) -> Mapping[str, torch.Tensor]:
+    """What `keep_beginning` has noted."""
+    found: Mapping[str, torch.Tensor] = getattr(network, "began_as", {})
+    return found
 
 
 def left_out(network: PreTrainedModel) -> list[str]:
@@ -249,6 +266,7 @@ class AdaptedWeights:
         self._stored = base.shapes()  # once: it is asked for with every few MiB that are read
         self._seed = seed
         self._adapter = adapter
+        self._given = {} if adapter is None else adapter.shapes()
         self._tensors = owned_tensors(network)
         self._turned = set(_turned(network))
         self._drawn: tuple[str, torch.Tensor] | None = None
@@ -258,7 +276,7 @@ class AdaptedWeights:
         return {name: stored.get(base_name(name), tuple(tensor.shape)) for name, tensor in self._tensors.items()}
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        if self._adapter is not None and self._tensors[name].requires_grad:
+        if self._adapter is not None and name in self._given:
             return self._adapter.read(name, start, stop)
         stored = base_name(name)
         if stored in self._stored:
@@ -270,7 +288,7 @@ class AdaptedWeights:
         return self._drawn[1][start:stop]
 
     def where(self, name: str) -> str:
-        if self._adapter is not None and self._tensors[name].requires_grad:
+        if self._adapter is not None and name in self._given:
             return self._adapter.where(name)
         stored = base_name(name)
         return self._base.where(stored) if stored in self._stored else f"{name}, drawn at random,"

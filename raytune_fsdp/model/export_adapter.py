@@ -21,6 +21,7 @@ from raytune_fsdp.model.known_files import (
     GENERATION_CONFIG_FILE,
     read_object,
 )
+from raytune_fsdp.model.principal import PlainAdapter
 from raytune_fsdp.model.tensorfile import TensorFile
 from raytune_fsdp.model.weights import Weights
 
@@ -42,6 +43,7 @@ def check_found_by_others(base: str, name: str) -> None:
 
 def export_adapter(
     adapter: Weights,
+    initial: Weights,
     network: PreTrainedModel,
     model_files: Path,
     destination: Path,
@@ -50,7 +52,10 @@ def export_adapter(
     revision: str | None,
     card: str,
 ) -> None:
-    """Write the adapter of `network` in fp32, whose base is the model at `base`, with the tokenizer of the run."""
+    """Write the adapter of `network` in fp32, whose base is the model at `base`, with the tokenizer of the run.
+
+    `initial`: what it began as, if that was taken out of the base; PEFT then gets one of twice the rank.
+    """
     check_tokenizer_files(model_files)
     named = {
         # As it was written, not as the list of names that an expression was found in.
@@ -58,6 +63,9 @@ def export_adapter(
         "base_model_name_or_path": str(Path(base).expanduser().absolute()) if is_local(base) else base,
         "revision": revision,
     }
+    if initial.shapes():
+        adapter = PlainAdapter(adapter, initial, network)
+        named |= adapter.config
     keys = stored_names(network)
     with new_export(destination, model_files) as staging:
         copy_known(model_files, staging, code=False, without=_OF_THE_BASE)

@@ -21,10 +21,12 @@ from raytune_fsdp.checkpoint.loading import verify_together
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.model_files import model_files
 from raytune_fsdp.checkpoint.state import read_state
+from raytune_fsdp.checkpoint.tensors import INITIAL
+from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.checkpoint.whole import check_digests, located_base, whole_weights
 from raytune_fsdp.collectives import on_all_ranks, on_rank0
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.method import AdapterMethod, QloraMethod
+from raytune_fsdp.config.method import AdapterMethod, LoraMethod, QloraMethod
 from raytune_fsdp.errors import ModelError, ResumeError
 from raytune_fsdp.model.adapter_config import adapter_method
 from raytune_fsdp.model.adapters import AdaptedWeights, check_adapter_shapes, is_adapted, stored_names
@@ -42,6 +44,7 @@ from raytune_fsdp.model.keys import (
 )
 from raytune_fsdp.model.known_files import CONFIG_FILE, travelling
 from raytune_fsdp.model.network import build_base, build_network
+from raytune_fsdp.model.principal import ResidualWeights, begin
 from raytune_fsdp.model.quantized import QuantizedWeights
 from raytune_fsdp.model.weights import FileWeights, GrownWeights, RandomWeights, Weights
 from raytune_fsdp.run.views import check_copies, digests
@@ -240,28 +243,47 @@ def first_weights(
     model: PreTrainedModel,
     mode: FillMode,
     adapter: AdapterFiles | None = None,
+    checkpoint: CommittedCheckpoint | None = None,
 ) -> Weights | None:
-    """The source to fill `model` from, None if rank 0 reads for this rank. Collective."""
+    """The source to fill `model` from, None if rank 0 reads for this rank. Collective.
+
+    `checkpoint`: the one that a run of adapters continues from; the base is not in it.
+    """
     if origin is None:
         twin = build_network(model.config, config)
         return RandomWeights(twin, config.run.seed)
     _check_content(config, origin, mode, adapter, adapted=is_adapted(model))
-
     opened: list[Weights] = []
 
     def open_them() -> None:
-        if mode == "rank0" and dist.get_rank() != 0:
-            return
-        weights = origin.weights(without_adapters(config, model))
-        if isinstance(config.method, QloraMethod):
-            weights = QuantizedWeights(weights, model)
-        if is_adapted(model):
-            start = None if adapter is None else adapter.weights()
-            weights = AdaptedWeights(weights, model, config.run.seed, start)
-        opened.append(weights)
+        if mode == "sharded" or dist.get_rank() == 0:
+            opened.append(origin.weights(without_adapters(config, model)))
 
     on_all_ranks(open_them)  # an open file stays with its rank
-    return opened[0] if opened else None
+    weights = opened[0] if opened else None
+    if is_adapted(model):
+        return _with_adapters(config, weights, model, adapter, checkpoint)
+    return weights
+
+
+def _with_adapters(
+    config: FinetuneConfig,
+    base: Weights | None,
+    model: PreTrainedModel,
+    adapter: AdapterFiles | None,
+    checkpoint: CommittedCheckpoint | None,
+) -> Weights | None:
+    """The weights of a network with adapters, from those of the one without. Collective."""
+    method, seed = config.method, config.run.seed
+    start = None if adapter is None else adapter.weights()
+    if isinstance(method, LoraMethod) and method.init != "zero":
+        start = CheckpointWeights(checkpoint, INITIAL) if checkpoint else begin(base, model, method.init, seed)
+        base = None if base is None else ResidualWeights(base, start, model)
+    if base is None:
+        return None
+    if isinstance(method, QloraMethod):
+        base = QuantizedWeights(base, model)
+    return AdaptedWeights(base, model, seed, start)
 
 
 def _check_content(

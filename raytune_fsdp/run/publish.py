@@ -9,6 +9,7 @@ from pathlib import Path
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed, verify
 from raytune_fsdp.checkpoint.model_files import model_files
 from raytune_fsdp.checkpoint.state import read_state
+from raytune_fsdp.checkpoint.tensors import INITIAL
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.checkpoint.whole import adapted_network, base_of, whole_weights
 from raytune_fsdp.config import ExportConfig
@@ -69,6 +70,7 @@ def export_checkpoint(
         adapter = CheckpointWeights(checkpoint)
         export_adapter(
             adapter,
+            CheckpointWeights(checkpoint, INITIAL),
             adapted_network(files, held=adapter.shapes()),
             files,
             destination,

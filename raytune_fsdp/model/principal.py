@@ -1,0 +1,162 @@
+"""Adapters that begin as the largest part of their weight (PiSSA, OLoRA), which is taken out of the weight.
+
+What they began as stays in every checkpoint: the rest of a weight is always the stored one less that, and never the
+outcome of another decomposition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from raytune_fsdp.collectives import on_all_ranks
+from raytune_fsdp.keyed import derive_key
+from raytune_fsdp.model.adapters import ADAPTER, base_name, is_adapter_layer
+from raytune_fsdp.model.weights import Weights
+
+_ROUNDS, _SPARE = 16, 10
+"""Of the subspace iteration that finds the largest singular vectors, and how many more it looks for than are kept. A
+whole decomposition of a matrix of 4096 x 14336 would take minutes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """The two matrices of a layer's adapter, by name."""
+
+    a: str
+    b: str
+    rank: int
+    scaling: float
+    turned: bool
+    """Whether the weight is stored input first."""
+
+
+def pairs_of(network: PreTrainedModel) -> dict[str, Pair]:
+    """By the names of the weights they are beside."""
+    return {
+        f"{base_name(name)}.weight": Pair(
+            a=f"{name}.lora_A.{ADAPTER}.weight",
+            b=f"{name}.lora_B.{ADAPTER}.weight",
+            rank=module.r[ADAPTER],
+            scaling=module.scaling[ADAPTER],
+            turned=bool(module.fan_in_fan_out),
+        )
+        for name, module in network.named_modules()
+        if is_adapter_layer(module)
+    }
+
+
+class HeldWeights:
+    """Whole tensors in memory."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._tensors[name][start:stop]
+
+    def where(self, name: str) -> str:
+        return f"{name}, taken from its weight,"
+
+
+def begin(base: Weights | None, network: PreTrainedModel, init: str, seed: int) -> Weights:
+    """What the adapters begin as. Each weight is taken apart by one of the ranks that have `base`. Collective."""
+    readers = [rank for rank, reads in enumerate(on_all_ranks(lambda: base is not None)) if reads]
+    pairs = pairs_of(network)
+
+    def mine() -> dict[str, torch.Tensor]:
+        if base is None:
+            return {}
+        names = list(pairs)[readers.index(dist.get_rank()) :: len(readers)]
+        return {name: tensor for each in names for name, tensor in _parts(base, each, pairs[each], init, seed).items()}
+
+    return HeldWeights({name: tensor for part in on_all_ranks(mine) for name, tensor in part.items()})
+
+
+@torch.no_grad()
+def _parts(base: Weights, name: str, pair: Pair, init: str, seed: int) -> dict[str, torch.Tensor]:
+    weight = base.read(name, 0, base.shapes()[name][0]).float()
+    weight = weight.T if pair.turned else weight
+    if init == "olora":
+        q, r = torch.linalg.qr(weight)
+        b, a = q[:, : pair.rank], r[: pair.rank]
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_key("principal", seed, name))
+            u, s, v = torch.svd_lowrank(weight, q=min(pair.rank + _SPARE, *weight.shape), niter=_ROUNDS)
+        root = (s[: pair.rank] / pair.scaling).sqrt()
+        b, a = u[:, : pair.rank] * root, root[:, None] * v[:, : pair.rank].T
+    return {pair.a: a.contiguous(), pair.b: b.contiguous()}
+
+
+class ResidualWeights:
+    """Weights without what their adapters began as."""
+
+    def __init__(self, inner: Weights, initial: Weights, network: PreTrainedModel) -> None:
+        self._inner, self._initial = inner, initial
+        self._shapes = inner.shapes()
+        self._began = initial.shapes()
+        self._pairs = pairs_of(network)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        rows = self._inner.read(name, start, stop)
+        if name not in self._pairs:
+            return rows
+        pair = self._pairs[name]
+        # In fp64, so that a row has the same bits however many rows are asked for with it.
+        if pair.turned:
+            out = self._whole(pair.b)
+            part = self._whole(pair.a)[:, start:stop].T @ out.T
+        else:
+            part = self._initial.read(pair.b, start, stop).double() @ self._whole(pair.a)
+        return (rows.double() - pair.scaling * part).to(torch.promote_types(rows.dtype, torch.float32))
+
+    def where(self, name: str) -> str:
+        return self._inner.where(name)
+
+    def _whole(self, name: str) -> torch.Tensor:
+        return self._initial.read(name, 0, self._began[name][0]).double()
+
+
+class PlainAdapter:
+    """An adapter for the weights as they are stored, of twice the rank: what it has learned, less what it began as."""
+
+    def __init__(self, adapter: Weights, initial: Weights, network: PreTrainedModel) -> None:
+        self._adapter, self._initial = adapter, initial
+        self._first = {pair.a for pair in pairs_of(network).values()}
+        self._second = {pair.b for pair in pairs_of(network).values()}
+        peft = network.peft_config[ADAPTER]  # type: ignore[union-attr, index]
+        # Twice the rank, and alpha with it, leave alpha / rank as it was; alpha / sqrt(rank) they do not.
+        self._factor = 2**-0.5 if peft.use_rslora else 1.0
+        self.config = {"r": 2 * peft.r, "lora_alpha": 2 * peft.lora_alpha}
+        """Of PEFT, where it differs."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: self._doubled(name, tuple(shape)) for name, shape in self._adapter.shapes().items()}
+
+    def _doubled(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if name not in self._first | self._second:
+            return shape
+        return (2 * shape[0], shape[1]) if name in self._first else (shape[0], 2 * shape[1])
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        if name not in self._first | self._second:
+            return self._adapter.read(name, start, stop)
+        rows = self._adapter.shapes()[name][0]
+        now, then = (weights.read(name, 0, rows).float() for weights in (self._adapter, self._initial))
+        if name in self._first:
+            return torch.cat([now, then])[start:stop]
+        return (torch.cat([now, -then], 1) * self._factor)[start:stop]
+
+    def where(self, name: str) -> str:
+        return self._adapter.where(name)

@@ -1,0 +1,98 @@
+"""PiSSA and OLoRA: a run begins as its base, and what comes out is for the base as it is stored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
+from raytune_fsdp.config import ExportConfig
+from raytune_fsdp.config.method import LoraMethod
+from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.run.prepare import prepare
+from raytune_fsdp.run.publish import publish
+from tests.checkpoints import checkpoints, tensors_in
+from tests.distributed.test_adapters import LORA, config_of, run_dir
+from tests.runs import largest_difference, trajectory
+
+pytest.importorskip("peft")
+
+FP32: Any = {"parallel": {"precision": "fp32"}}
+
+
+@pytest.mark.parametrize(("model", "init", "world"), [("llama", "pissa", 3), ("gpt2", "olora", 2)])
+def test_it_begins_as_the_base_and_worlds_agree(tmp_path: Path, model: str, init: str, world: int) -> None:
+    """Its first loss is that of adapters that change nothing; the second is not."""
+    method = {**LORA, "init": init}
+    whole = trajectory(config_of(tmp_path, model, method, name="1"), 1)
+    plain = trajectory(config_of(tmp_path, model, LORA, name="plain"), 1)
+    assert whole[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-7)
+    assert abs(whole[-1]["loss"] - plain[-1]["loss"]) > 1e-6
+    rows = trajectory(config_of(tmp_path, model, method, name="more"), world)
+    assert largest_difference(whole, rows, "loss") < 1e-8
+    assert largest_difference(whole, rows, "grad_norm") < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "precision"),
+    [
+        ("llama", {**LORA, "init": "pissa", "modules_to_save": ["lm_head"], "rank_stabilized": True}, "fp32"),
+        ("gpt2", {**LORA, "init": "olora"}, "fp32"),
+        ("llama", {**LORA, "type": "qlora", "init": "pissa"}, "bf16"),
+    ],
+)
+def test_resume_is_bit_equal_and_the_export_is_a_plain_adapter(
+    tmp_path: Path, model: str, method: dict[str, Any], precision: str
+) -> None:
+    """From what is in the checkpoint, also on other ranks, which read it in other pieces; PEFT merges it as we do."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    sections: Any = {"parallel": {"precision": precision}}
+    whole = trajectory(config_of(tmp_path, model, method, name="whole", **sections), 2)
+    config = config_of(tmp_path, model, method, **sections)
+    trajectory(config, 2, stop_after=5)
+    assert trajectory(config, 2) == whole
+    elsewhere = config_of(tmp_path, model, method, name="elsewhere", **sections)
+    trajectory(elsewhere, 2, stop_after=5)
+    assert largest_difference(whole, trajectory(elsewhere, 3), "loss") < (1e-5 if precision == "fp32" else 1e-2)
+    first, last = (tensors_in(checkpoints(run_dir(config))[each]) for each in (0, -1))
+    begun = {name.removeprefix("initial."): tensor for name, tensor in last.items() if name.startswith("initial.")}
+    assert begun and all(torch.equal(tensor, first[f"initial.{name}"]) for name, tensor in begun.items())
+    assert not any(torch.equal(tensor, last[f"model.{name}"]) for name, tensor in begun.items())
+    checkpoint = find_checkpoint(run_dir(config))
+    publish(checkpoint, tmp_path / "adapter", ExportConfig())
+    publish(checkpoint, tmp_path / "merged", ExportConfig(merge=True, dtype="fp32"))
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (said["r"], said["lora_alpha"]) == (8, 16)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / f"base-{model}", dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).merge_and_unload().state_dict()
+    ours = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, tensor in ours.items():
+        assert torch.allclose(merged[name], tensor, rtol=1e-5, atol=1e-6), name
+    loaded, _ = load_for_inference(run_dir(config), torch.device("cpu"))
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in ours.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dora": True}, "method.init=pissa cannot be used with method.dora=true: set method.init=zero, or leave"),
+        ({"adapter": "somewhere"}, "method.init=pissa cannot be used with method.adapter=somewhere"),
+        ({"target_parameters": ["experts.up"]}, "cannot be used with method.target_parameters="),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoraMethod(type="lora", init="pissa", **changes)
+
+
+def test_an_embedding_has_no_principal_part(tmp_path: Path) -> None:
+    method = {**LORA, "init": "pissa", "target_modules": ["q_proj", "embed_tokens"]}
+    with pytest.raises(ConfigError, match="method.init=pissa: model.embed_tokens is an embedding; leave it out"):
+        prepare(config_of(tmp_path, "llama", method, **FP32), 1)
