@@ -1,4 +1,4 @@
-"""Model directories whose weights are stored quantized, as gpt-oss (MXFP4) and DeepSeek V3 (FP8 in blocks) have them."""
+"""Model directories whose weights are stored quantized, as those of gpt-oss (MXFP4) and DeepSeek V3 (FP8 in blocks)."""
 
 from __future__ import annotations
 

@@ -26,6 +26,8 @@ _INDEX_BYTES = 64 * MIB
 
 # What a config, a tokenizer, a chat template and the code of a model come in.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "tokenizer*"]
+# The weights of gpt-oss once more, 14 GB of them, for the programs of its makers.
+_NOT_FETCHED = ["original/*", "metal/*"]
 # Of a directory's files, those that will be read; others may be anybody's notes.
 _READ_FILES = ["*config.json", "tokenizer*", "*.model", "vocab*", "merges.txt", "*.jinja"]
 
@@ -128,6 +130,7 @@ def _fetch(name: str, revision: str | None, *, field: str, weights: bool) -> Pat
                 name,
                 revision=revision,
                 allow_patterns=patterns,
+                ignore_patterns=_NOT_FETCHED,
                 etag_timeout=HUB_SECONDS,
                 max_workers=4,
                 local_files_only=silence is not None,  # without a hub, an earlier download will do
