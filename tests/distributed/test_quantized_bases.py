@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight as theirs
+from transformers.integrations import finegrained_fp8
 
 from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.config import ExportConfig, FinetuneConfig
+from raytune_fsdp.errors import ModelError
 from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.run.publish import publish
 from tests.checkpoints import checkpoints, tensors_in
@@ -67,12 +68,14 @@ def test_blocks_that_do_not_divide_a_matrix(tmp_path: Path) -> None:
     files = find_weights(directory)
     tensors = {key: tensor for name in files.sizes() for key, tensor in load_file(directory / name).items()}
     plain = {}
+    theirs = getattr(finegrained_fp8, "_dequantize_fp8_weight", None)  # transformers 5.17 does not have it
     for key in files.tensors():
         scales = tensors.get(f"{key}_scale_inv")
         if scales is not None:
             number = spread(scales, tensors[key].shape, (128, 128))
             plain[key] = (tensors[key].float() * number).bfloat16()
-            assert torch.equal(plain[key], theirs(tensors[key], scales, [128, 128], torch.float32).bfloat16())
+            if theirs is not None:
+                assert torch.equal(plain[key], theirs(tensors[key], scales, [128, 128], torch.float32).bfloat16())
         else:
             plain[key] = tensors[key]
     original = save_checkpoint(tmp_path / "plain", "qwen3_moe", **sizes)
@@ -81,6 +84,25 @@ def test_blocks_that_do_not_divide_a_matrix(tmp_path: Path) -> None:
     save_file(plain, original / "model.safetensors", metadata={"format": "pt"})
     expected = AutoModelForCausalLM.from_pretrained(original, dtype=torch.bfloat16).state_dict()
     run_ranks(_check_ragged, 3, directory, expected)
+
+
+def _fails(directory: Path) -> list[str]:
+    messages = []
+    for mode in MODES:
+        with pytest.raises(ModelError) as failure:
+            load(directory, mode)
+        messages.append(str(failure.value))
+    return messages
+
+
+def test_scales_that_are_no_numbers_are_refused_on_every_rank(tmp_path: Path) -> None:
+    directory = save_mxfp4(tmp_path / "model")
+    key, file = "model.layers.1.mlp.experts.down_proj_scales", directory / "model-00002-of-00002.safetensors"
+    tensors = load_file(file)
+    tensors[key][3, 5, 1] = 255  # of an expert that the second rank keeps
+    save_file(tensors, file, metadata={"format": "pt"})
+    for message in sum(run_ranks(_fails, 2, directory), []):
+        assert f"{key} in {file} has values that are not finite" in message
 
 
 TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 2}
