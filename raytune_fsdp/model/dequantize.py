@@ -113,7 +113,8 @@ class DequantizedWeights:
                 _from_mxfp4(numbers[expert], exponents, into[expert])
             return
         *several, height, width = self._shapes[name]
-        rows, columns = self._quantization.block or (height, width)
+        # Not more than there are: a stranger's block may be of any size.
+        rows, columns = map(min, self._quantization.block or (height, width), (height, width))
         # The scales of these rows; those of a matrix may begin within a block.
         above, below = (first, last) if several else (first // rows, -(-last // rows))
         scales = self._scales.read(name, above, below).float()

@@ -70,6 +70,13 @@ def test_every_code_of_fp8_and_every_row(tmp_path: Path, scales: torch.dtype) ->
             assert torch.equal(weights.read("x.weight", start, stop), expected[start:stop]), (start, stop)
 
 
+def test_a_block_that_is_larger_than_any_matrix(tmp_path: Path) -> None:
+    numbers = torch.arange(64, dtype=torch.uint8).view(4, 16).view(torch.float8_e4m3fn)
+    parts = {"x.weight": numbers, "x.weight_scale_inv": torch.full((1, 1), 0.3)}
+    weights = stored(tmp_path / "model", {**FP8, "weight_block_size": [10**18, 10**18]}, **parts)
+    assert torch.equal(weights.read("x.weight", 1, 4), (numbers[1:].float() * 0.3).bfloat16())
+
+
 def test_experts_in_one_tensor_and_one_scale_for_a_matrix(tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(2)
     numbers = torch.randn(3, 20, 40, generator=draw).to(torch.float8_e4m3fn)
