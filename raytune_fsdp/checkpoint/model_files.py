@@ -22,6 +22,7 @@ from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, is_known, travelling
 from raytune_fsdp.model.network import stored_network
+from raytune_fsdp.model.quantization import forget_quantization
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.rundir import MODEL_FILES, RECIPE_FILE, checkpoints_below, checkpoints_of
 from raytune_fsdp.threads import READERS
@@ -154,6 +155,7 @@ def _built(weights: WholeWeights, files: Path, trust: bool, where: str) -> PreTr
             )
     what = "does not describe a model that transformers can build"
     hf_config = _loaded(lambda: AutoConfig.from_pretrained(files, trust_remote_code=trust), files, what)
+    forget_quantization(hf_config)  # of the base of an adapter
     dtype = dtype_of(weights)
     model: PreTrainedModel = _loaded(
         lambda: AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust), files, what

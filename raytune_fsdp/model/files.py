@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ import xxhash
 
 from raytune_fsdp.errors import ModelError, first_line, in_one_line
 from raytune_fsdp.model.bounds import check_index
+from raytune_fsdp.model.quantization import Packed, Quantization, read_quantization
 from raytune_fsdp.threads import READERS, in_thread
 from raytune_fsdp.untrusted import MIB, read_json, reason
 
@@ -26,6 +27,8 @@ _INDEX_BYTES = 64 * MIB
 
 # What a config, a tokenizer, a chat template and the code of a model come in.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "tokenizer*"]
+# The weights of gpt-oss once more, 14 GB of them, for the programs of its makers.
+_NOT_FETCHED = ["original/*", "metal/*"]
 # Of a directory's files, those that will be read; others may be anybody's notes.
 _READ_FILES = ["*config.json", "tokenizer*", "*.model", "vocab*", "merges.txt", "*.jinja"]
 
@@ -36,6 +39,25 @@ class WeightFiles:
 
     directory: Path
     file_of: dict[str, str]
+    quantization: Quantization | None = None
+
+    def where(self, key: str) -> str:
+        """The key and its file, for messages."""
+        return f"{key} in {self.directory / self.file_of[key]}"
+
+    def tensors(self) -> Mapping[str, Packed | None]:
+        """The tensors by name: one that is quantized is stored under two keys. Refuses half of one."""
+        if self.quantization is None:
+            return dict.fromkeys(self.file_of)
+        found = self.quantization.tensors(self.file_of)
+        for packed in found.values():
+            for there, lacking in ((packed.numbers, packed.scales), (packed.scales, packed.numbers)) if packed else ():
+                if lacking not in self.file_of:
+                    raise ModelError(
+                        f"{self.where(there)} is of no use without {lacking}, which is missing: its weights are "
+                        f"quantized ({self.quantization.method}), in numbers and scales; download the model again"
+                    )
+        return found
 
     def sizes(self) -> dict[str, int]:
         """Size of each file, to compare what different ranks see."""
@@ -125,6 +147,7 @@ def _fetch(name: str, revision: str | None, *, field: str, weights: bool) -> Pat
                 name,
                 revision=revision,
                 allow_patterns=patterns,
+                ignore_patterns=_NOT_FETCHED,
                 etag_timeout=HUB_SECONDS,
                 max_workers=4,
                 local_files_only=silence is not None,  # without a hub, an earlier download will do
@@ -193,7 +216,7 @@ def find_weights(directory: Path, name: str = "model") -> WeightFiles:
         raise ModelError(
             f"{directory} lacks {len(missing)} of its weight files ({', '.join(missing[:3])}): download the model again"
         )
-    return WeightFiles(directory=directory, file_of=file_of)
+    return WeightFiles(directory=directory, file_of=file_of, quantization=read_quantization(directory))
 
 
 def _keys_of(file: Path) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,9 @@ from transformers.core_model_loading import WeightConverter, dot_natural_key, re
 
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.model.conversion import Conversion, ConvertedWeights
+from raytune_fsdp.model.dequantize import stored_weights
 from raytune_fsdp.model.files import WeightFiles
-from raytune_fsdp.model.weights import FileWeights, Weights
+from raytune_fsdp.model.weights import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,8 @@ class Match:
     """Where the files have every tensor of a network. Can be pickled."""
 
     key_of: Mapping[str, str]
-    """Keys in the files by names in the network. What conversions read has no name there: it is under its own key."""
+    """Keys in the files by names in the network. What conversions read has no name there: it is under its own key. What
+    is stored in numbers and scales counts as one key, without what tells them apart."""
     conversions: tuple[Conversion, ...] = ()
     """How to make the tensors that are not stored as they are."""
 
@@ -39,11 +41,12 @@ def match_keys(model: PreTrainedModel, files: WeightFiles) -> Match:
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     wanted = owned_tensors(model)
     names = dict(model.state_dict())
+    stored = files.tensors()
     key_of: dict[str, str] = {}
     parts: dict[str, dict[str, list[str]]] = {}
     extra = []
     # In natural order (experts.2 before experts.10): converters stack parts in the order in which they come.
-    for key in sorted(files.file_of, key=dot_natural_key):
+    for key in sorted(stored, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
         if name not in names and key in names:  # renamed by a rule for older files, which these are not
             name, pattern = key, None
@@ -53,7 +56,7 @@ def match_keys(model: PreTrainedModel, files: WeightFiles) -> Match:
             key_of.setdefault(name, key)
         elif name not in names and not _ignored(model, key):
             extra.append(key)
-    _adopt_aliases(model, files, key_of)
+    _adopt_aliases(model, stored, key_of)
     conversions = tuple(_conversion(converters, name, sources) for name, sources in parts.items())
     made = {name for conversion in conversions for name in conversion.targets}
     missing = [name for name in wanted if name not in key_of and name not in made]
@@ -68,7 +71,7 @@ def match_keys(model: PreTrainedModel, files: WeightFiles) -> Match:
 
 def matched_weights(files: WeightFiles, match: Match, network: PreTrainedModel) -> Weights:
     """The weights in files under the names of the network. No file is opened before something is read."""
-    weights = FileWeights(files, match.key_of)
+    weights = stored_weights(files, match.key_of)
     return ConvertedWeights(weights, match.conversions, network) if match.conversions else weights
 
 
@@ -138,14 +141,14 @@ def owned_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _adopt_aliases(model: PreTrainedModel, files: WeightFiles, key_of: dict[str, str]) -> None:
+def _adopt_aliases(model: PreTrainedModel, stored: Collection[str], key_of: dict[str, str]) -> None:
     """Find tied weights that are stored only under their other name (lm_head.weight without embed_tokens.weight)."""
     by_id: dict[int, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         by_id.setdefault(id(tensor), []).append(name)
     for names in by_id.values():
         for alias in names:
-            if names[0] not in key_of and alias in files.file_of:
+            if names[0] not in key_of and alias in stored:
                 key_of[names[0]] = alias
 
 

@@ -21,6 +21,7 @@ from raytune_fsdp.config import FinetuneConfig, ModelConfig
 from raytune_fsdp.errors import ModelError, first_line
 from raytune_fsdp.estimate.flops import Architecture
 from raytune_fsdp.model.bounds import bounded_building, check_buffers, read_config
+from raytune_fsdp.model.quantization import forget_quantization, quantization_of
 from raytune_fsdp.model.refusals import NEEDS_CODE, unknown_word, wants_code
 from raytune_fsdp.model.trained import choose_trained
 from raytune_fsdp.types import ParameterCount
@@ -42,14 +43,9 @@ def load_architecture(config: ModelConfig, directory: Path | None) -> Pretrained
     text = hf_config.get_text_config()
     if not isinstance(getattr(text, "vocab_size", None), int):
         raise ModelError(f"model: {hf_config.model_type!r} is not a language model: its config has no vocab_size")
-    quantized = getattr(hf_config, "quantization_config", None)
-    if quantized is not None and config.init == "pretrained":
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else type(quantized).__name__
-        raise ModelError(
-            f"model.path={config.path}: its weights are quantized ({method}), and quantized weights cannot be trained: "
-            "use the model in bf16, or convert it once with transformers (from_pretrained dequantizes many formats, "
-            "save_pretrained writes the result)"
-        )
+    if config.init == "pretrained" and directory is not None:
+        quantization_of(read_config(directory), f"model.path={config.path}")  # refuses what cannot be read
+    forget_quantization(hf_config)
     for key, value in config.overrides.items():
         if not _has(text, key):
             raise ModelError(
@@ -173,6 +169,7 @@ def stored_network(directory: Path) -> PreTrainedModel | None:
     try:
         with torch.device("meta"), bounded_building():
             hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+            forget_quantization(hf_config)
             model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
     except ModelError:
         raise

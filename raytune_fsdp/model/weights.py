@@ -73,8 +73,7 @@ class FileWeights:
         return rows
 
     def where(self, name: str) -> str:
-        key = self._key_of[name]
-        return f"{key} in {self._files.directory / self._files.file_of[key]}"
+        return self._files.where(self._key_of[name])
 
     def _slice(self, name: str) -> Any:
         try:

@@ -120,6 +120,8 @@ def check_same_run(found: Resumed, identity: Mapping[str, Any], files: Mapping[s
     """Refuse to continue from a checkpoint of another run."""
     if found.checkpoint is not None:
         before = redact_shapes(found.state.identity)
+        # Of a config whose weights were drawn at random: it was kept then, and meant nothing.
+        before.pop("model.quantization_config", None)
         where = found.checkpoint.path
         check_identity(before, identity, where, files_before=found.state.files, files_now=files)
 

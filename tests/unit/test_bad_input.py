@@ -230,10 +230,20 @@ def test_experts_that_are_missing(refused: Refused, tmp_path: Path) -> None:
 
 
 def test_weights_that_are_quantized(refused: Refused, model: Path) -> None:
+    """Refused by the config alone, before weights are looked at; tests/unit/test_quantized.py has the rest."""
     config = json.loads((model / "config.json").read_text())
-    quantized = {**config, "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}
-    (model / "config.json").write_text(json.dumps(quantized))
-    says(refused(model__path=model), f"model.path={model}", "quantized (mxfp4)", "use the model in bf16")
+
+    def of(**quantization: Any) -> str:
+        (model / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+        return refused(model__path=model)
+
+    for method in ("bitsandbytes", "gptq", "awq", "compressed-tensors", "fbgemm_fp8"):
+        line = of(quant_method=method)
+        says(line, f"model.path={model}", f"quantized ({method})", "name the model's 16-bit original")
+    says(of(bits=4), "quantized ({'bits': 4})", "only weights in mxfp4 and fp8")
+    says(of(quant_method="fp8", expert_dtype="fp4"), "quantized (fp8 with experts in fp4)")
+    for size in ([128], [128, 0], "128", [True, 128]):
+        says(of(quant_method="fp8", weight_block_size=size), "weight_block_size=", "two positive numbers")
 
 
 def test_checkpoints_that_are_none(refused: Refused, tmp_path: Path) -> None:
