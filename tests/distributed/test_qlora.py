@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import publish
 from tests.checkpoints import checkpoints, tensors_in
 from tests.distributed.test_adapters import config_of, run_dir
+from tests.distributed.test_loading_memory import MIB, SLACK, Peak
+from tests.models import build
 from tests.ranks import run_ranks
 from tests.runs import largest_difference, trajectory
 
@@ -115,3 +119,66 @@ def test_resume_is_bit_equal_and_what_comes_out_is_beside_the_stored_weights(tmp
     assert torch.equal(loaded.state_dict()[f"model.{key}.weight"], merged[f"model.{key}.weight"])
     again = config_of(tmp_path, "llama", {**QLORA, "adapter": str(tmp_path / "adapter")}, name="again", **sections)
     prepare(again, 2)
+
+
+LARGE = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 64,
+    "vocab_size": 32_000,
+}
+"""468 million numbers, 402 of them in linear layers. The largest tensor is the embedding: 62.5 MiB."""
+
+
+def _held(small: Any, large: Any) -> tuple[int, int, int, float, float]:
+    """Peak of filling; what stays on this rank; the largest tensor; bytes of a quantized and of any frozen number."""
+    from raytune_fsdp import assemble as module_of_fill
+
+    fill, peaks = module_of_fill.fill, []  # type: ignore[attr-defined]
+
+    def watched(*args: Any, **options: Any) -> None:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        with Peak() as peak:
+            fill(*args, **options)
+        peaks.append(peak.bytes)
+
+    module_of_fill.fill = watched  # type: ignore[attr-defined]
+    assemble(*small, CPU)
+    model = assemble(*large, CPU).model
+    world, local = dist.get_world_size(), {name: p.to_local() for name, p in model.named_parameters()}  # type: ignore[operator]
+    frozen = {name: tensor for name, tensor in local.items() if not model.get_parameter(name).requires_grad}
+    packed = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
+    numbers = sum(module.packed.shape[0] * module.numbers for module in packed)
+    quantized = sum(tensor.nbytes for tensor in frozen.values() if tensor.dtype == torch.uint8)
+    rest = sum(model.get_parameter(name).numel() for name, tensor in frozen.items() if tensor.dtype != torch.uint8)
+    own = sum(tensor.untyped_storage().nbytes() for tensor in local.values())
+    largest = max(p.numel() * p.element_size() for p in model.parameters())
+    whole = sum(tensor.nbytes for tensor in frozen.values()) * world / (numbers + rest)
+    return peaks[-1], own, largest, quantized * world / max(1, numbers), whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qlora", "lora"])
+def test_the_16_bit_model_is_nowhere(tmp_path: Path, kind: str) -> None:
+    """Of 468 million numbers on two ranks, in both modes."""
+    method = {**QLORA, "type": kind}
+    small = config_of(tmp_path, "llama", method, name="small", parallel={"precision": "bf16"})
+    build("llama", **LARGE).bfloat16().save_pretrained(tmp_path / "large", max_shard_size="300MB")
+    values = small.model_dump()
+    values["run"]["name"] = "large"
+    values["model"]["path"] = str(tmp_path / "large")
+    for fill in ("sharded", "rank0"):
+        values["model"]["fill"] = fill
+        large = FinetuneConfig.model_validate(values)
+        begun = [(config, *prepare(config, 2)) for config in (small, large)]
+        for rank, (peak, own, largest, of_linear, of_all) in enumerate(run_ranks(_held, 2, *begun)):
+            print(
+                f"{kind} {fill} rank {rank}: {peak / MIB:.0f} MiB at most, {own / MIB:.0f} own, "
+                f"{largest / MIB:.0f} the largest; {of_linear:.4f} bytes a quantized number, {of_all:.4f} a frozen one"
+            )
+            assert of_linear <= 0.6 and of_all <= (0.8 if kind == "qlora" else 2.05)
+            assert peak <= own + 2 * largest + SLACK
