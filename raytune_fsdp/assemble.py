@@ -33,8 +33,10 @@ from raytune_fsdp.model.blocks import run_blocks
 from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler, choose_blocks, why_it_fails
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.head import choose_loss, install
-from raytune_fsdp.model.network import MASTER_DTYPE, build_network, count_architecture
+from raytune_fsdp.model.network import MASTER_DTYPE, build_network
+from raytune_fsdp.model.objective import Objective
 from raytune_fsdp.model.offload import Offload
+from raytune_fsdp.model.operations import count_architecture
 from raytune_fsdp.model.trial import why_kernel_fails
 from raytune_fsdp.optim import Optimizer, build_optimizer
 from raytune_fsdp.parallel import (
@@ -108,6 +110,7 @@ def assemble(
         device=device,
         model=learner.model,
         parallel=learner.parallel,
+        objective=Objective.of(config.train),
         compiler=learner.compiler,
         generates_with=generating(learner.model, prepared.needs),
         tokenizer=prepared.tokenizer,

@@ -25,6 +25,9 @@ ABSENT: dict[str, Any] = {
     "datasets.only": None,
     "data.special_tokens_in_text": "keep",
     "model.add_tokens": [],
+    "train.neftune_noise_alpha": None,
+    "train.label_smoothing": 0.0,
+    "train.z_loss": 0.0,
 }
 """The meaning of a key's absence, by its path: `<section>.<field>`, or `<section>.<type>.<field>` where a section has a
 `type`, as in `optim.<field>`, `optim.schedule.<type>.<field>`, `method.<type>.<field>`, `format.<type>.<field>`.

@@ -145,7 +145,10 @@ class Meter:
         sums, right = by_dataset[: len(counts.by_dataset)], by_dataset[len(counts.by_dataset) :]
         each = zip(self._datasets, sums, right, counts.by_dataset, strict=True)
         datasets = tuple((name, total / many, hits / many, many) for name, total, hits, many in each if many)
-        flops = training_flops(self._architecture, tokens=counts.tokens, attended_pairs=counts.attended_pairs)
+        flops = training_flops(
+            self._architecture,
+            tokens=counts.tokens, targets=counts.target_tokens, attended_pairs=counts.attended_pairs,
+        )  # fmt: skip
         world = self._plan.layout.world
         return StepMetrics(
             step=pending.step,

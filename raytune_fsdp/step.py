@@ -16,6 +16,7 @@ from raytune_fsdp.config import OptimConfig, ParallelConfig
 from raytune_fsdp.keyed import derive_key
 from raytune_fsdp.model.head import Losses
 from raytune_fsdp.model.loss import block_loss
+from raytune_fsdp.model.objective import CROSS_ENTROPY, Objective
 from raytune_fsdp.optim import Optimizer, at, local_gradients
 from raytune_fsdp.parallel import set_gradient_sync
 from raytune_fsdp.plan import Plan
@@ -77,6 +78,7 @@ def train_step(
     optim: OptimConfig,
     lr_factor: float,
     seed: int,
+    objective: Objective = CROSS_ENTROPY,
 ) -> StepTensors:
     """Forward, backward and update over one global batch. All ranks must call this with the same number of blocks."""
     device = scale.value.device
@@ -89,7 +91,7 @@ def train_step(
     for k, block in enumerate(batches.blocks):
         set_gradient_sync(model, last=k == len(batches.blocks) - 1, config=parallel)
         _seed_block(seed, batches.step, block)
-        losses = block_loss(model, block)
+        losses = block_loss(model, block, objective)
         loss = losses.total
         loss_sum += loss.detach()
         by_dataset += _by_dataset(losses, block, plan.datasets)
@@ -108,7 +110,10 @@ def train_step(
 
 @torch.no_grad()
 def eval_step(model: PreTrainedModel, block: Batch) -> torch.Tensor:
-    """Loss sum, right choices and target tokens of one block on this rank, in float64. All ranks must call this."""
+    """Loss sum, right choices and target tokens of one block on this rank, in float64. All ranks must call this.
+
+    The cross-entropy alone, whatever the run adds to it, so that runs can be compared.
+    """
     losses = block_loss(model, block)
     targets = torch.full((), float(block.target_tokens), dtype=torch.float64, device=losses.total.device)
     return torch.stack([losses.total.double(), losses.right.sum().double(), targets])
