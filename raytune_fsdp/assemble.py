@@ -198,9 +198,11 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
     )
     store_frozen(model, parallel.precision)
     units = units_of(model, parallel, ends=prepared.needs.ends)
-    wrapped = is_wrapped(parallel, standing.plan.layout.world)
-    sharding = describe(model, units, parallel) if wrapped else None  # before sharding, as well
-    shard(model, make_mesh(standing.plan.layout, device), parallel, units)
+    layout, micro_batches = standing.plan.layout, standing.plan.division.full_rounds
+    sharding = None
+    if is_wrapped(parallel, layout.world):  # before sharding, as well
+        sharding = describe(model, units, parallel, layout, micro_batches=micro_batches)
+    shard(model, make_mesh(layout, device), parallel, units)
     host = torch.device("cpu") if parallel.cpu_offload else None
     adapted, checkpoint = is_adapted(model), standing.checkpoint
     base = agree_on_base(config, prepared.origin, standing.state.base) if adapted else None

@@ -29,7 +29,8 @@ KERNELS = "kernels"
 """What an attempt computes with, where there is a choice. Fields: attention, loss, blocks (compiled or eager), and why
 it is this one of each."""
 SHARDED = "sharded"
-"""What an attempt gathers together. Fields: units (name, count, and bytes of the largest), gathered (when)."""
+"""What an attempt gathers together. Fields: units (name, count, and bytes of the largest), gathered (when); and what a
+rank receives in a step: weights_bytes, gradients_bytes."""
 COMPILED = "compiled"
 """Graphs were compiled in the steps since the last fetch of metrics, up to this one; after step 3 none should be,
 but for the short last step of a run in epochs. Fields: step, graphs."""
