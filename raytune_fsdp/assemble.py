@@ -37,6 +37,7 @@ from raytune_fsdp.model.network import MASTER_DTYPE, build_network
 from raytune_fsdp.model.objective import Objective
 from raytune_fsdp.model.offload import Offload
 from raytune_fsdp.model.operations import count_architecture
+from raytune_fsdp.model.routers import watched, why_routers_forbid
 from raytune_fsdp.model.trial import why_kernel_fails
 from raytune_fsdp.optim import Optimizer, build_optimizer
 from raytune_fsdp.parallel import (
@@ -110,7 +111,7 @@ def assemble(
         device=device,
         model=learner.model,
         parallel=learner.parallel,
-        objective=Objective.of(config.train),
+        objective=learner.objective,
         compiler=learner.compiler,
         generates_with=generating(learner.model, prepared.needs),
         tokenizer=prepared.tokenizer,
@@ -131,9 +132,10 @@ def assemble(
             cursor=state.cursor,
             datasets=prepared.train.names,
             max_skipped=config.optim.max_skipped,
+            experts=learner.objective.experts,
             checkpoints=prepared.place.checkpoints,
             skipped_in_row=state.skipped_in_row,
-        ),
+        ),  # fmt: skip
         profiler=StepProfiler(config.profile.steps, prepared.place.profile, device, dist.get_rank()),
         skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
         saves=Saves(saver=saver, tracker=tracker, requests=Requests(prepared.place.path), saved=hooks.saved),
@@ -174,6 +176,7 @@ class _Learner:
     kernels: Mapping[str, Choice]
     parallel: ParallelConfig
     """The config's, with what one rank alone does better."""
+    objective: Objective
     compiler: Compiler | None
     sharding: Mapping[str, Any] | None
     """For people: what is gathered when. None: nothing is."""
@@ -187,7 +190,10 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
     model = build_network(copy.deepcopy(prepared.hf_config), config)
     kernels = _choose(config, prepared, standing, model, device)
     architecture = count_architecture(model)  # before sharding: by the shapes of whole weights
-    compiler = Compiler() if kernels["blocks"].name == COMPILED else None
+    compiled = kernels["blocks"].name == COMPILED
+    # Hooks would break the graphs of blocks that are computed again.
+    routers = None if compiled else watched(model, config.train)
+    compiler = Compiler() if compiled else None
     parallel = for_one_rank(config.parallel, standing.plan.layout, prepared.parameters, device)
     run_blocks(
         model,
@@ -220,6 +226,7 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
         architecture=architecture,
         kernels=kernels,
         parallel=parallel,
+        objective=Objective.of(config.train, routers),
         compiler=compiler,
         sharding=sharding,
         base=base,
@@ -249,7 +256,9 @@ def _choose(
         install(model)
     blocks = choose_blocks(
         config.parallel.compile, kept=kept.get("blocks"), device=device,
-        fails=lambda: why_not_compiled(model) or why_on_any_rank(lambda: why_it_fails(device)),
+        fails=lambda: why_not_compiled(model)
+        or why_routers_forbid(config.train)
+        or why_on_any_rank(lambda: why_it_fails(device)),
     )  # fmt: skip
     return {"attention": use(model, attention), "loss": loss, "blocks": blocks}
 

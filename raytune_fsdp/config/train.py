@@ -38,6 +38,13 @@ class TrainConfig(Section):
     """Adds this times the square of the logarithm of each softmax's sum, which keeps logits from drifting; usually 1e-4.
     Evaluations are without it."""
 
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Adds this times the load-balancing loss of a mixture of experts, over each micro-batch; the name and usual value are
+    in its config.json. Evaluations are without it."""
+
+    router_z_loss_coef: float = Field(default=0.0, ge=0)
+    """Adds this times the mean square of the logarithm of the sums in its routers' softmax; usually 1e-3."""
+
     @model_validator(mode="after")
     def _length_and_batch(self) -> Self:
         if (self.max_steps is None) == (self.epochs is None):

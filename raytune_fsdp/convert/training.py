@@ -193,6 +193,11 @@ def noise(c: Crossing, key: str) -> None:
     _unless_zero(c, key, "train.neftune_noise_alpha")
 
 
+def balance(c: Crossing, key: str) -> None:
+    """The load-balancing loss of a mixture of experts."""
+    _unless_zero(c, key, "train.router_aux_loss_coef")
+
+
 def _smoothing(c: Crossing, key: str) -> None:
     _unless_zero(c, key, "train.label_smoothing")
 

@@ -39,6 +39,8 @@ class Losses:
     """In at least fp32, without gradients."""
     right: torch.Tensor
     """Whether the most likely token is the target."""
+    load: tuple[torch.Tensor, ...] = ()
+    """Of each layer that is watched: how many tokens went to each of its experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,15 @@ from raytune_fsdp.types import IGNORE, Batch
 
 def block_loss(model: PreTrainedModel, block: Batch, objective: Objective = CROSS_ENTROPY) -> Losses:
     """The losses of a block, from its tokens on. All ranks must call this (sharded forward)."""
+    routers = objective.routers
+    if routers is None:
+        return _token_losses(model, block, objective)
+    with routers.watching(block):
+        losses = _token_losses(model, block, objective)
+    return routers.add_to(losses, block)
+
+
+def _token_losses(model: PreTrainedModel, block: Batch, objective: Objective) -> Losses:
     head = model.get_output_embeddings()
     with noisy_embeddings(model, block, objective.neftune_noise_alpha):
         if not isinstance(head, LossHead):

@@ -38,6 +38,7 @@ from raytune_fsdp.model.network import (
     load_architecture,
 )
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
+from raytune_fsdp.model.routers import check_routers
 from raytune_fsdp.parallel import describe, is_wrapped, units_of
 from raytune_fsdp.plan import layout_of
 from raytune_fsdp.run.added_tokens import add_tokens
@@ -237,6 +238,7 @@ def _check_network(config: FinetuneConfig, network: PreTrainedModel, world: int)
     if is_adapted(network) and (experts := left_out(network)):
         logger.warning("the experts get no adapter: name their weights in method.target_parameters (%s)", experts)
     check_lengths(config, network)
+    check_routers(network, config.train)
     if config.parallel.activation_checkpointing != "none" and not network.supports_gradient_checkpointing:
         raise ConfigError(
             f"parallel.activation_checkpointing={config.parallel.activation_checkpointing}: {type(network).__name__} "

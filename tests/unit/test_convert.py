@@ -186,6 +186,7 @@ MEANINGS: list[tuple[str, dict[str, Any], Expected]] = [
     ("axolotl", {"noisy_embedding_alpha": 5}, ("train.neftune_noise_alpha", 5)),
     ("llama-factory", {"neftune_noise_alpha": 7.5}, ("train.neftune_noise_alpha", 7.5)),
     ("trl", {"neftune_noise_alpha": 5}, ("train.neftune_noise_alpha", 5)),
+    ("llama-factory", {"moe_aux_loss_coef": 0.001}, ("train.router_aux_loss_coef", 0.001)),
     ("trl", {"neftune_noise_alpha": 0.0}, "same"),
     ("axolotl", {"rl": "dpo"}, "refused"),
     ("axolotl", {"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, "left"),
