@@ -105,6 +105,12 @@ def assemble(
     )  # fmt: skip
     saver = _saver(config, prepared, standing, learner)
     _report(tracker, learner, saver)
+    meter = Meter(
+        plan, learner.architecture, device,
+        windows=prepared.train.count, cursor=state.cursor, datasets=prepared.train.names,
+        max_skipped=config.optim.max_skipped, checkpoints=prepared.place.checkpoints,
+        skipped_in_row=state.skipped_in_row, experts=learner.objective.experts,
+    )  # fmt: skip
     return Parts(
         config=config,
         plan=plan,
@@ -124,18 +130,7 @@ def assemble(
         ),
         batches=to_device(batches, device),
         evals=prepared.evals,
-        meter=Meter(
-            plan,
-            learner.architecture,
-            device,
-            windows=prepared.train.count,
-            cursor=state.cursor,
-            datasets=prepared.train.names,
-            max_skipped=config.optim.max_skipped,
-            experts=learner.objective.experts,
-            checkpoints=prepared.place.checkpoints,
-            skipped_in_row=state.skipped_in_row,
-        ),  # fmt: skip
+        meter=meter,
         profiler=StepProfiler(config.profile.steps, prepared.place.profile, device, dist.get_rank()),
         skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
         saves=Saves(saver=saver, tracker=tracker, requests=Requests(prepared.place.path), saved=hooks.saved),
