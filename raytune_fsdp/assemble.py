@@ -34,10 +34,13 @@ from raytune_fsdp.model.blocks import run_blocks
 from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler, choose_blocks, why_it_fails
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.head import choose_loss, install
-from raytune_fsdp.model.network import MASTER_DTYPE, build_network, count_architecture
+from raytune_fsdp.model.network import MASTER_DTYPE, build_network
+from raytune_fsdp.model.objective import Objective
 from raytune_fsdp.model.offload import Offload
+from raytune_fsdp.model.operations import count_architecture
 from raytune_fsdp.model.principal import pairs_of
 from raytune_fsdp.model.quantized import quantize_layers
+from raytune_fsdp.model.routers import watched, why_routers_forbid
 from raytune_fsdp.model.trial import why_kernel_fails
 from raytune_fsdp.optim import Optimizer, build_optimizer
 from raytune_fsdp.parallel import (
@@ -105,12 +108,19 @@ def assemble(
     )  # fmt: skip
     saver = _saver(config, prepared, standing, learner)
     _report(tracker, learner, saver)
+    meter = Meter(
+        plan, learner.architecture, device,
+        windows=prepared.train.count, cursor=state.cursor, datasets=prepared.train.names,
+        max_skipped=config.optim.max_skipped, checkpoints=prepared.place.checkpoints,
+        skipped_in_row=state.skipped_in_row, experts=learner.objective.experts,
+    )  # fmt: skip
     return Parts(
         config=config,
         plan=plan,
         device=device,
         model=learner.model,
         parallel=learner.parallel,
+        objective=learner.objective,
         compiler=learner.compiler,
         generates_with=generating(learner.model, prepared.needs),
         tokenizer=prepared.tokenizer,
@@ -123,17 +133,7 @@ def assemble(
         ),
         batches=to_device(batches, device),
         evals=prepared.evals,
-        meter=Meter(
-            plan,
-            learner.architecture,
-            device,
-            windows=prepared.train.count,
-            cursor=state.cursor,
-            datasets=prepared.train.names,
-            max_skipped=config.optim.max_skipped,
-            checkpoints=prepared.place.checkpoints,
-            skipped_in_row=state.skipped_in_row,
-        ),
+        meter=meter,
         profiler=StepProfiler(config.profile.steps, prepared.place.profile, device, dist.get_rank()),
         skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
         saves=Saves(saver=saver, tracker=tracker, requests=Requests(prepared.place.path), saved=hooks.saved),
@@ -174,6 +174,7 @@ class _Learner:
     kernels: Mapping[str, Choice]
     parallel: ParallelConfig
     """The config's, with what one rank alone does better."""
+    objective: Objective
     compiler: Compiler | None
     sharding: Mapping[str, Any] | None
     """For people: what is gathered when. None: nothing is."""
@@ -187,7 +188,10 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
     model = build_network(copy.deepcopy(prepared.hf_config), config)
     kernels = _choose(config, prepared, standing, model, device)
     architecture = count_architecture(model)  # before sharding: by the shapes of whole weights
-    compiler = Compiler() if kernels["blocks"].name == COMPILED else None
+    compiled = kernels["blocks"].name == COMPILED
+    # Hooks would break the graphs of blocks that are computed again.
+    routers = None if compiled else watched(model, config.train)
+    compiler = Compiler() if compiled else None
     parallel = for_one_rank(config.parallel, standing.plan.layout, prepared.parameters, device)
     run_blocks(
         model,
@@ -200,9 +204,11 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
         quantize_layers(model, config.method.quantization)
     store_frozen(model, parallel.precision)
     units = units_of(model, parallel, ends=prepared.needs.ends)
-    wrapped = is_wrapped(parallel, standing.plan.layout.world)
-    sharding = describe(model, units, parallel) if wrapped else None  # before sharding, as well
-    shard(model, make_mesh(standing.plan.layout, device), parallel, units)
+    layout, micro_batches = standing.plan.layout, standing.plan.division.full_rounds
+    sharding = None
+    if is_wrapped(parallel, layout.world):  # before sharding, as well
+        sharding = describe(model, units, parallel, layout, micro_batches=micro_batches)
+    shard(model, make_mesh(layout, device), parallel, units)
     host = torch.device("cpu") if parallel.cpu_offload else None
     adapted, checkpoint = is_adapted(model), standing.checkpoint
     base = None
@@ -225,6 +231,7 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
         architecture=architecture,
         kernels=kernels,
         parallel=parallel,
+        objective=Objective.of(config.train, routers),
         compiler=compiler,
         sharding=sharding,
         base=base,
@@ -254,7 +261,9 @@ def _choose(
         install(model)
     blocks = choose_blocks(
         config.parallel.compile, kept=kept.get("blocks"), device=device,
-        fails=lambda: why_not_compiled(model) or why_on_any_rank(lambda: why_it_fails(device)),
+        fails=lambda: why_not_compiled(model)
+        or why_routers_forbid(config.train)
+        or why_on_any_rank(lambda: why_it_fails(device)),
     )  # fmt: skip
     return {"attention": use(model, attention), "loss": loss, "blocks": blocks}
 

@@ -27,6 +27,11 @@ ABSENT: dict[str, Any] = {
     "model.add_tokens": [],
     "method.lora.init": "zero",
     "method.qlora.init": "zero",
+    "train.neftune_noise_alpha": None,
+    "train.label_smoothing": 0.0,
+    "train.z_loss": 0.0,
+    "train.router_aux_loss_coef": 0.0,
+    "train.router_z_loss_coef": 0.0,
 }
 """The meaning of a key's absence, by its path: `<section>.<field>`, or `<section>.<type>.<field>` where a section has a
 `type`, as in `optim.<field>`, `optim.schedule.<type>.<field>`, `method.<type>.<field>`, `format.<type>.<field>`.

@@ -17,6 +17,7 @@ from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import Interrupted
 from raytune_fsdp.metrics import Meter
 from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler
+from raytune_fsdp.model.objective import Objective
 from raytune_fsdp.optim import Optimizer, lr_factor
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.profiling import StepProfiler
@@ -37,6 +38,7 @@ class Parts:
     model: PreTrainedModel
     parallel: ParallelConfig
     """The config's, as this attempt applies it."""
+    objective: Objective
     compiler: Compiler | None
     """None: the blocks run as they are."""
     generates_with: str
@@ -73,7 +75,7 @@ def train(parts: Parts, stop: Stop) -> RunState:
             tensors = train_step(
                 parts.model, parts.optimizer, parts.scale, batches,
                 plan=plan, parallel=parts.parallel, optim=parts.config.optim,
-                lr_factor=factor, seed=parts.config.run.seed,
+                lr_factor=factor, seed=parts.config.run.seed, objective=parts.objective,
             )  # fmt: skip
         meter.add(batches, tensors, lr=parts.config.optim.lr * factor, data_seconds=data_seconds)
         evaluating = plan.due(step, plan.eval_every)

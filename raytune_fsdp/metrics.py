@@ -56,6 +56,7 @@ class Meter:
         max_skipped: int,
         checkpoints: str,
         skipped_in_row: int = 0,
+        experts: tuple[int, int] = (0, 0),
     ) -> None:
         self._plan = plan
         self._architecture = architecture
@@ -66,6 +67,8 @@ class Meter:
         """The sample after the last fetched step: a run that stops there continues from it."""
         self._max_skipped = max_skipped
         self._checkpoints = checkpoints
+        self._experts = experts
+        """Layers whose experts are watched, and the experts of each."""
         self.skipped_in_row = skipped_in_row
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._peak = peak_flops(name)
@@ -141,11 +144,16 @@ class Meter:
     ) -> StepMetrics:
         counts = StepCounts.unpack(packed, pending.step, self._plan.division)
         self.cursor = counts.cursor
-        loss, norm, skipped, *by_dataset = values
-        sums, right = by_dataset[: len(counts.by_dataset)], by_dataset[len(counts.by_dataset) :]
+        loss, norm, skipped, *beside = values
+        many = len(counts.by_dataset)
+        sums, right = beside[:many], beside[many : 2 * many]
+        load = np.array(beside[2 * many :]).reshape(self._experts)
         each = zip(self._datasets, sums, right, counts.by_dataset, strict=True)
         datasets = tuple((name, total / many, hits / many, many) for name, total, hits, many in each if many)
-        flops = training_flops(self._architecture, tokens=counts.tokens, attended_pairs=counts.attended_pairs)
+        flops = training_flops(
+            self._architecture,
+            tokens=counts.tokens, targets=counts.target_tokens, attended_pairs=counts.attended_pairs,
+        )  # fmt: skip
         world = self._plan.layout.world
         return StepMetrics(
             step=pending.step,
@@ -166,6 +174,9 @@ class Meter:
             accuracy=sum(right) / counts.target_tokens if counts.target_tokens else None,
             datasets=datasets if len(self._datasets) > 1 else (),
             windows_built=counts.windows_built,
+            # Of each layer with experts; a step without a token has none.
+            expert_load=tuple((load.max(1) / np.maximum(load.mean(1), 1e-9)).tolist()) if load.size else (),
+            experts_idle=int((load == 0).sum()) if load.size else None,
             **machines,
         )
 

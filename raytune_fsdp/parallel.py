@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.config import ParallelConfig
 from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.estimate.traffic import Collectives, Traffic, UnitSize, step_traffic
 from raytune_fsdp.model.blocks import blocks_of, ends_of
 from raytune_fsdp.model.network import MASTER_DTYPE
 from raytune_fsdp.plan import Layout
@@ -129,12 +130,16 @@ class Unit:
     stays: bool = False
     """Whether its weights stay gathered from forward to backward whatever the strategy is."""
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for module in self.modules for parameter in module.parameters()]
+
     def nbytes(self, width: int) -> int:
         """What is gathered of it, if a number has so many bytes when it is computed with."""
-        return sum(_nbytes(parameter, width) for module in self.modules for parameter in module.parameters())
+        return sum(_nbytes(parameter, width) for parameter in self.parameters)
 
 
-def _nbytes(parameter: nn.Parameter, width: int) -> int:
+def _nbytes(parameter: torch.Tensor, width: int) -> int:
     return parameter.numel() * (width if parameter.is_floating_point() else parameter.itemsize)
 
 
@@ -152,6 +157,18 @@ def units_of(model: PreTrainedModel, config: ParallelConfig, *, ends: bool) -> l
     first, last = ends_of(model)
     # What comes last in forward comes first in backward: freed in between, it would be gathered again at once.
     return [Unit("embedding", first), *units, Unit("norm and head", last, stays=True)]
+
+
+def reached_by_backward(model: PreTrainedModel, units: Sequence[Unit]) -> list[bool]:
+    """Of each unit, whether a gradient comes to what it returns: it, or something before it, is trained."""
+    known = {id(p) for unit in units for p in unit.parameters}
+    behind = {id(p) for module in ends_of(model)[1] if module is not None for p in module.parameters()}
+    before = any(p.requires_grad for p in model.parameters() if id(p) not in known | behind)
+    found = []
+    for unit in units:
+        before = before or any(p.requires_grad for p in unit.parameters)
+        found.append(before)
+    return found
 
 
 def is_wrapped(config: ParallelConfig, world: int) -> bool:
@@ -181,6 +198,13 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig, unit
         # As soon as the one before it is gathered; by itself FSDP would begin when the host reaches it. In backward
         # FSDP knows the order.
         cast(FSDPModule, unit.modules[0]).set_modules_to_forward_prefetch([cast(FSDPModule, following.modules[0])])
+    first = next(
+        (unit for unit, reached in zip(units, reached_by_backward(model, units), strict=True) if reached), None
+    )
+    if first is not None:
+        # Itself, in the place of what comes before it, where no gradient comes: FSDP would gather the embedding of
+        # adapters for nothing (7 % of an 8B), and after an evaluation the last unit.
+        cast(FSDPModule, first.modules[0]).set_modules_to_backward_prefetch([cast(FSDPModule, first.modules[0])])
     reduce_by_sum(model)
 
 
@@ -206,8 +230,11 @@ def _memory_of(device: torch.device) -> int:
     return int(psutil.virtual_memory().total)
 
 
-def describe(model: nn.Module, units: Sequence[Unit], config: ParallelConfig) -> dict[str, Any]:
-    """What is gathered when, for people: units by name, how many of them, and the bytes of the largest."""
+def describe(
+    model: PreTrainedModel, units: Sequence[Unit], config: ParallelConfig, layout: Layout, *, micro_batches: int
+) -> dict[str, Any]:
+    """What is gathered when, for people: units by name, how many of them, and the bytes of the largest; and what a rank
+    receives in a step of this many micro-batches. The network is not sharded yet."""
     width = COMPUTE_DTYPE.get(config.precision, MASTER_DTYPE[config.precision]).itemsize
     rest = sum(_nbytes(parameter, width) for parameter in model.parameters()) - sum(u.nbytes(width) for u in units)
     named: dict[str, list[int]] = {}
@@ -218,10 +245,48 @@ def describe(model: nn.Module, units: Sequence[Unit], config: ParallelConfig) ->
     staying = " and ".join(unit.name for unit in units if unit.stays)
     again = f"in forward, and again in backward{f' ({staying} once for both)' if staying else ''}"
     gathered = "once a step" if config.strategy in _STAYS else again
+    traffic = traffic_of(model, units, config, layout, micro_batches=micro_batches)
     return {
         "units": [{"name": name, "count": len(sizes), "bytes": max(sizes)} for name, sizes in named.items()],
         "gathered": gathered,
+        "weights_bytes": int(traffic.bytes_of_weights),
+        "gradients_bytes": int(traffic.bytes_of_gradients),
     }
+
+
+def traffic_of(
+    model: PreTrainedModel, units: Sequence[Unit], config: ParallelConfig, layout: Layout, *, micro_batches: int
+) -> Traffic:
+    """What a rank's collectives move in a step of this many micro-batches. The network is not sharded yet."""
+    known = {id(p) for unit in units for p in unit.parameters}
+    rest = [p for p in model.parameters() if id(p) not in known]
+    policy = precision_policy(config.precision)
+    stored = MASTER_DTYPE[config.precision]
+    width = (policy.param_dtype or stored).itemsize
+    # The root's, which stay for backward, as that needs them first.
+    sizes = [_size(rest, layout.shard_size, width, stays=True)]
+    for unit, reached in zip(units, reached_by_backward(model, units), strict=True):
+        sizes.append(_size(unit.parameters, layout.shard_size, width, stays=unit.stays, reached=reached))
+    how = Collectives(
+        shard_size=layout.shard_size,
+        replicas=layout.replicas,
+        micro_batches=micro_batches,
+        stay=config.strategy in _STAYS,
+        deferred=config.defer_gradient_sync,
+        bytes_gathered=width,
+        bytes_reduced=(policy.reduce_dtype or stored).itemsize,
+    )
+    return step_traffic(sizes, how)
+
+
+def _size(
+    parameters: Sequence[nn.Parameter], shards: int, width: int, *, stays: bool, reached: bool = True
+) -> UnitSize:
+    """Every rank sends as many rows of a weight as the one that has most. The bytes of quantized rows count as the
+    numbers of this width that they would be."""
+    padded = [-(-p.shape[0] // shards) * shards * _nbytes(p[0], width) / width for p in parameters]
+    trained = sum(count for p, count in zip(parameters, padded, strict=True) if p.requires_grad)
+    return UnitSize(weights=sum(padded), trained=trained, stays=stays, reached=reached)
 
 
 def precision_policy(precision: str) -> MixedPrecisionPolicy:

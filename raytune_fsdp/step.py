@@ -16,6 +16,7 @@ from raytune_fsdp.config import OptimConfig, ParallelConfig
 from raytune_fsdp.keyed import derive_key
 from raytune_fsdp.model.head import Losses
 from raytune_fsdp.model.loss import block_loss
+from raytune_fsdp.model.objective import CROSS_ENTROPY, Objective
 from raytune_fsdp.optim import Optimizer, at, local_gradients
 from raytune_fsdp.parallel import set_gradient_sync
 from raytune_fsdp.plan import Plan
@@ -63,7 +64,7 @@ class StepTensors:
     """int64: `StepCounts`, packed."""
     values: torch.Tensor
     """float64: loss, gradient norm, 1 if the update was skipped; then the sum of losses of each dataset, and how many
-    targets of each were the model's first choice."""
+    targets of each were the model's first choice; then the tokens of each expert that is watched."""
 
 
 def train_step(
@@ -77,6 +78,7 @@ def train_step(
     optim: OptimConfig,
     lr_factor: float,
     seed: int,
+    objective: Objective = CROSS_ENTROPY,
 ) -> StepTensors:
     """Forward, backward and update over one global batch. All ranks must call this with the same number of blocks."""
     device = scale.value.device
@@ -85,30 +87,36 @@ def train_step(
     # A step without a single target has loss 0, not 0/0.
     targets = counts[0].clamp(min=1)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    by_dataset = torch.zeros(2, plan.datasets, dtype=torch.float64, device=device)
+    layers, experts = objective.experts
+    beside = torch.zeros(2 * plan.datasets + layers * experts, dtype=torch.float64, device=device)
     for k, block in enumerate(batches.blocks):
         set_gradient_sync(model, last=k == len(batches.blocks) - 1, config=parallel)
         _seed_block(seed, batches.step, block)
-        losses = block_loss(model, block)
+        losses = block_loss(model, block, objective)
         loss = losses.total
         loss_sum += loss.detach()
-        by_dataset += _by_dataset(losses, block, plan.datasets)
+        beside += torch.cat(
+            [_by_dataset(losses, block, plan.datasets).flatten(), *(each.double() for each in losses.load)]
+        )
         # Divided by the targets of the global batch before backward; gradients are then only summed, over blocks and
         # ranks. An average over ranks would weight a token by how many others its rank happens to have.
         (loss * (scale.value / targets).to(loss.dtype)).backward()  # type: ignore[no-untyped-call]
     grads = local_gradients(model.parameters())
-    loss_value, norm = _sum_over_ranks(loss_sum, by_dataset, grads, targets, scale, replicas=plan.layout.replicas)
+    loss_value, norm = _sum_over_ranks(loss_sum, beside, grads, targets, scale, replicas=plan.layout.replicas)
     finite = torch.isfinite(loss_value) & torch.isfinite(norm)
     _clip(grads, norm, optim.max_grad_norm, scale)
     optimizer.step(lr_factor, (~finite).float())
     scale.update(finite)
-    values = torch.cat([torch.stack([loss_value, norm, (~finite).double()]), by_dataset.flatten()])
+    values = torch.cat([torch.stack([loss_value, norm, (~finite).double()]), beside])
     return StepTensors(counts=counts, values=values)
 
 
 @torch.no_grad()
 def eval_step(model: PreTrainedModel, block: Batch) -> torch.Tensor:
-    """Loss sum, right choices and target tokens of one block on this rank, in float64. All ranks must call this."""
+    """Loss sum, right choices and target tokens of one block on this rank, in float64. All ranks must call this.
+
+    The cross-entropy alone, whatever the run adds to it, so that runs can be compared.
+    """
     losses = block_loss(model, block)
     targets = torch.full((), float(block.target_tokens), dtype=torch.float64, device=losses.total.device)
     return torch.stack([losses.total.double(), losses.right.sum().double(), targets])
@@ -132,20 +140,20 @@ def _by_dataset(losses: Losses, block: Batch, datasets: int) -> torch.Tensor:
 
 def _sum_over_ranks(
     loss_sum: torch.Tensor,
-    by_dataset: torch.Tensor,
+    beside: torch.Tensor,
     grads: list[torch.Tensor],
     targets: torch.Tensor,
     scale: LossScale,
     *,
     replicas: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss per target token and norm of the whole gradient, the same bits on every rank. `by_dataset` in place."""
+    """Loss per target token and norm of the whole gradient, the same bits on every rank. `beside` in place."""
     # 16-bit gradients (bf16_pure) have too few digits to sum their own squares.
     wide = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
     squares = torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).double().square().sum()
-    sums = torch.cat([torch.stack([loss_sum, at(loss_sum.device, squares)]), by_dataset.flatten()])
+    sums = torch.cat([torch.stack([loss_sum, at(loss_sum.device, squares)]), beside])
     dist.all_reduce(sums)
-    by_dataset.copy_(sums[2:].view_as(by_dataset))
+    beside.copy_(sums[2:])
     norm = (sums[1] / replicas).sqrt() / scale.value  # every replica counted the same gradient
     return sums[0] / targets, norm
 

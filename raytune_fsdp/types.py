@@ -144,6 +144,10 @@ class StepMetrics:
     """Of each dataset in the step, where there are several: its name, loss, accuracy and target tokens."""
     windows_built: int = 0
     """Windows that had to be tokenized for this step, because they were not in the cache."""
+    expert_load: tuple[float, ...] = ()
+    """Of each layer of a mixture of experts: tokens of its busiest expert, over the mean of its experts."""
+    experts_idle: int | None = None
+    """Experts of all layers that no token went to."""
     rank_seconds: tuple[float, ...] = ()
     """The step's seconds as the fastest rank, the median and the slowest saw them, where there are several."""
     rank_data_seconds: tuple[float, ...] = ()

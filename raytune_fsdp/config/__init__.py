@@ -72,7 +72,7 @@ class FinetuneConfig(Section):
     """AdamW, its learning rate over time, clipping."""
 
     train: TrainConfig
-    """How much is trained, in which batches."""
+    """How much is trained, in which batches, on which loss."""
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """When and where the state is saved, and how much of it is kept."""

@@ -1,4 +1,4 @@
-"""`train`: how much is trained, in which batches."""
+"""`train`: how much is trained, in which batches, on which loss."""
 
 from __future__ import annotations
 
@@ -26,6 +26,24 @@ class TrainConfig(Section):
 
     log_every: int = Field(default=1, ge=1)
     """Steps between two reads of the device: the metrics of all steps in between are fetched and written together."""
+
+    neftune_noise_alpha: float | None = Field(default=None, gt=0)
+    """NEFTune: uniform noise on the embeddings of tokens, no larger than this over the square root of (tokens of the packed
+    sample x width). Usually 5 to 15. Null: none."""
+
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Fraction of every target that is spread over the whole vocabulary. Evaluations are without it."""
+
+    z_loss: float = Field(default=0.0, ge=0)
+    """Adds this times the square of the logarithm of each softmax's sum, which keeps logits from drifting; usually 1e-4.
+    Evaluations are without it."""
+
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Adds this times the load-balancing loss of a mixture of experts, over each micro-batch; the name and usual value are
+    in its config.json. Evaluations are without it."""
+
+    router_z_loss_coef: float = Field(default=0.0, ge=0)
+    """Adds this times the mean square of the logarithm of the sums in its routers' softmax; usually 1e-3."""
 
     @model_validator(mode="after")
     def _length_and_batch(self) -> Self:

@@ -31,7 +31,7 @@ from raytune_fsdp.convert.rules import (
 from raytune_fsdp.convert.runs import cadence, global_batch, length, run_directory
 from raytune_fsdp.convert.schedules import schedule, warmup
 from raytune_fsdp.convert.sharding import activation_checkpointing, sharded
-from raytune_fsdp.convert.training import optim_options, optimizer, say_precision, shared_options
+from raytune_fsdp.convert.training import noise, optim_options, optimizer, say_precision, shared_options
 
 _ATTENTION_SWITCHES = {
     "flash_attention": "flash_attention_2",
@@ -259,7 +259,7 @@ def _refused_options() -> tuple[TheirOption, ...]:
         ),
         refuse("embedding_lr embedding_lr_scale lr_groups", "all weights have one learning rate"),
         refuse("adam_beta3 adam_epsilon2 torchdistx_path", "of optimizers other than AdamW, which are not here"),
-        refuse("noisy_embedding_alpha", "no noise is added to embeddings"),
+        ask("noisy_embedding_alpha", "`train.neftune_noise_alpha`", noise),
         refuse("early_stopping_patience", "a run ends after its steps or epochs"),
         refuse("dataset_exact_deduplication", "rows are not compared: leave doubles out of the files"),
         refuse("overrides_of_model_kwargs model_kwargs", "set what you need under `model`"),

@@ -26,7 +26,7 @@ from raytune_fsdp.convert.rules import (
     whole,
     words,
 )
-from raytune_fsdp.convert.training import finish_training, prepare_training, say_precision, training_options
+from raytune_fsdp.convert.training import balance, finish_training, prepare_training, say_precision, training_options
 
 _TEMPLATES = {"llama2": "llama-2", "llama3": "llama-3", "chatml": "chatml"}
 _ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
@@ -209,7 +209,8 @@ def _model_options() -> tuple[TheirOption, ...]:
         leave("hf_hub_token ms_hub_token om_hub_token", "HF_TOKEN in the environment"),
         refuse("new_special_tokens_config", "list the tokens in `model.add_tokens`, with `like`"),
         leave("init_special_tokens", "see `model.add_tokens.N.like`"),
-        refuse("rope_scaling moe_aux_loss_coef", "set what you need in `model.overrides`", off=()),
+        refuse("rope_scaling", "set what you need in `model.overrides`", off=()),
+        ask("moe_aux_loss_coef", "`train.router_aux_loss_coef`", balance),
         refuse("shift_attn mixture_of_depths", "the network stays as it is"),
         refuse("quantization_bit", "weights are not quantized", off=()),
         leave(

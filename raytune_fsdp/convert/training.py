@@ -188,6 +188,28 @@ def _clip(c: Crossing, key: str) -> None:
     c.carry(key, "optim.max_grad_norm", norm or None)
 
 
+def noise(c: Crossing, key: str) -> None:
+    """NEFTune."""
+    _unless_zero(c, key, "train.neftune_noise_alpha")
+
+
+def balance(c: Crossing, key: str) -> None:
+    """The load-balancing loss of a mixture of experts."""
+    _unless_zero(c, key, "train.router_aux_loss_coef")
+
+
+def _smoothing(c: Crossing, key: str) -> None:
+    _unless_zero(c, key, "train.label_smoothing")
+
+
+def _unless_zero(c: Crossing, key: str, field: str) -> None:
+    value = c.get(key, number, 0)
+    if value:
+        c.carry(key, field, value)
+    else:
+        c.say(key, "same", "off, as here")
+
+
 def optim_options() -> tuple[TheirOption, ...]:
     """Of the optimizer, under the names that axolotl has for them, too."""
     return (
@@ -208,7 +230,7 @@ def optim_options() -> tuple[TheirOption, ...]:
         ),
         refuse("optim_args", "AdamW has no other arguments here than `optim`"),
         refuse("optim_target_modules", "one optimizer trains all weights"),
-        refuse("neftune_noise_alpha", "no noise is added to embeddings"),
+        ask("neftune_noise_alpha", "`train.neftune_noise_alpha`", noise),
         refuse(
             "auto_find_batch_size",
             "a batch is what `train` says; a smaller micro_batch changes nothing of what is learned",
@@ -270,7 +292,7 @@ def training_options() -> tuple[TheirOption, ...]:
         ask("optim", "same, if it is an AdamW; else refused", optimizer),
         *optim_options(),
         *shared_options(),
-        refuse("label_smoothing_factor", "the loss is the plain cross entropy"),
+        ask("label_smoothing_factor", "`train.label_smoothing`, in training only", _smoothing),
         told("activation_checkpointing", "`parallel.activation_checkpointing: full`"),
         carry("tf32", "parallel.tf32", flag),
         carry("full_determinism", "run.deterministic", flag),

@@ -288,7 +288,11 @@ def _compute_options() -> tuple[TheirOption, ...]:
         refuse("lora_task_type", "causal language models only", off=("CAUSAL_LM",), alike="a causal language model"),
         refuse("load_in_8bit load_in_4bit", "weights are not quantized"),
         part(bits, "load_in_4bit", lambda c: c.on("load_in_4bit")),
-        refuse("router_aux_loss_coef", "set it as model.overrides.router_aux_loss_coef", off=()),
+        refuse(
+            "router_aux_loss_coef",
+            "set train.router_aux_loss_coef, if the model's output_router_logits is on",
+            off=(),
+        ),
         ask("env", "`cluster.env`, without secrets: those stay in the environment", _environment),
         same("ignore_bias_buffers", "there are no such buffers to ignore"),
     )

@@ -1,10 +1,12 @@
 """Floating-point operations of training, and the fraction of a device's peak they amount to (MFU).
 
-The convention, named wherever an MFU is shown: a multiply-add counts as two operations, and backward as twice the
-forward. Products with weights count 6 operations per weight and token, with frozen ones 4, since backward only passes
-through those; the output embedding counts, the input embedding is a lookup and does not. Attention counts the pairs
-that causal attention inside documents has to compute, not the full square. The second forward of activation
-checkpointing does not count. The peak is that of all devices together.
+The convention, named wherever an MFU is shown: a multiply-add counts as two operations. A product of a weight and a
+token takes 2 forward, 2 for the gradient of the weight if it is trained, and 2 for that of its input if anything before
+it is trained: 6 in a network that is trained whole, 6 for adapters and 4 for the frozen weights beside them, 2 below
+the first block that is trained. The output embedding counts for the tokens that are trained on, since no other needs
+it; the input embedding is a lookup and does not. Attention counts the pairs that causal attention inside documents has
+to compute, not the full square. The second forward of activation checkpointing does not count. The peak is that of all
+devices together.
 """
 
 from __future__ import annotations
@@ -38,25 +40,43 @@ PEAK_FLOPS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Products:
+    """How many numbers of weights a token is multiplied with."""
+
+    weights: int
+    frozen: int = 0
+    """Those of them that are not trained."""
+    leading: int = 0
+    """Those of them before which nothing is trained: their input needs no gradient."""
+
+    @property
+    def operations(self) -> float:
+        """Of forward and backward, for one token."""
+        return 6.0 * self.weights - 2.0 * self.frozen - 2.0 * self.leading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """What the count needs to know of a network."""
 
-    matmul_weights: int
-    """Weights that every token is multiplied with: all matrices but the input embeddings."""
-    frozen_weights: int = 0
-    """Those of them that are not trained."""
+    every_token: Products
+    targets: Products
+    """The output embedding."""
     layers: int
+    leading_layers: int = 0
+    """The first layers, if nothing up to their end is trained."""
     query_width: float
     """Query heads times head dimension, the mean over the layers. That grouped key and value heads are fewer only shows
-    in `matmul_weights`."""
+    in the products."""
 
 
-def training_flops(architecture: Architecture, *, tokens: int, attended_pairs: int) -> float:
-    """Operations of forward and backward over `tokens` tokens that attend to `attended_pairs` (query, key) pairs."""
-    weights = (6.0 * architecture.matmul_weights - 2.0 * architecture.frozen_weights) * tokens
-    # Two products (scores, values), 2 operations per pair and channel, once forward and twice backward: 2 x 2 x 3.
-    attention = 12.0 * architecture.layers * architecture.query_width * attended_pairs
-    return weights + attention
+def training_flops(architecture: Architecture, *, tokens: int, targets: int, attended_pairs: int) -> float:
+    """Operations of forward and backward over `tokens` tokens that attend to `attended_pairs` (query, key) pairs, and
+    of which `targets` are predicted."""
+    weights = architecture.every_token.operations * tokens + architecture.targets.operations * targets
+    # Two products (scores, values), 2 operations per pair and channel, once forward and twice backward.
+    passes = 3 * architecture.layers - 2 * architecture.leading_layers
+    return weights + 2 * 2 * passes * architecture.query_width * attended_pairs
 
 
 def mfu(flops: float, *, seconds: float, devices: int, peak_flops: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.adapter_config import put_adapter_config
-from raytune_fsdp.model.adapters import stored_names
+from raytune_fsdp.model.adapters import ADAPTER, stored_names
 from raytune_fsdp.model.bounds import check_tokenizer_files
 from raytune_fsdp.model.export import copy_known, finish
 from raytune_fsdp.model.exported import new_export
@@ -25,6 +26,8 @@ from raytune_fsdp.model.principal import PlainAdapter
 from raytune_fsdp.model.tensorfile import TensorFile
 from raytune_fsdp.model.weights import Weights
 
+logger = logging.getLogger(__name__)
+
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 # These describe the whole model; with a config.json beside it, a loader would look for all weights here.
@@ -39,6 +42,15 @@ def check_found_by_others(base: str, name: str) -> None:
             "base under this name: set export.merge=true, or push it later (raytune-fsdp export --push, with "
             "--base and the name that the base has on the hub)"
         )
+
+
+def _not_served(network: PreTrainedModel) -> str:
+    """What an adapter has that vLLM refuses."""
+    peft = network.peft_config[ADAPTER]  # type: ignore[union-attr, index]
+    if str(peft.peft_type.value) != "LORA":
+        return f"{peft.peft_type.value} instead of it"
+    found = {"DoRA": peft.use_dora, "whole modules": peft.modules_to_save, "adapted weights": peft.target_parameters}
+    return " and ".join(what for what, has in found.items() if has)
 
 
 def export_adapter(
@@ -66,6 +78,12 @@ def export_adapter(
     if initial.shapes():
         adapter = PlainAdapter(adapter, initial, network)
         named |= adapter.config
+    if special := _not_served(network):
+        logger.warning(
+            "inference servers such as vLLM load plain LoRA only, and this adapter has %s: for them, merge it "
+            "(export.merge=true, or raytune-fsdp export --merge)",
+            special,
+        )
     keys = stored_names(network)
     with new_export(destination, model_files) as staging:
         copy_known(model_files, staging, code=False, without=_OF_THE_BASE)

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.attention import Choice, Needs
+from raytune_fsdp.model.objective import CROSS_ENTROPY, Objective
 from raytune_fsdp.types import Targets
 
 _CHUNK = {"cpu": 2**25, "cuda": 2**27}
@@ -38,6 +39,8 @@ class Losses:
     """In at least fp32, without gradients."""
     right: torch.Tensor
     """Whether the most likely token is the target."""
+    load: tuple[torch.Tensor, ...] = ()
+    """Of each layer that is watched: how many tokens went to each of its experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +72,7 @@ class LossHead(nn.Linear):
 
     shape: Shape
     _targets: Targets | None = None
+    _objective: Objective = CROSS_ENTROPY
     losses: Losses | None = None
 
     @classmethod
@@ -79,9 +83,9 @@ class LossHead(nn.Linear):
         return head.train(linear.training)
 
     @contextmanager
-    def aimed_at(self, targets: Targets) -> Iterator[None]:
+    def aimed_at(self, targets: Targets, objective: Objective = CROSS_ENTROPY) -> Iterator[None]:
         """In here, a forward pass of the network leaves `losses`, and has no logits."""
-        self._targets, self.losses = targets, None
+        self._targets, self._objective, self.losses = targets, objective, None
         try:
             yield
         finally:
@@ -91,7 +95,7 @@ class LossHead(nn.Linear):
         if self._targets is None:
             return super().forward(hidden)
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._targets.places)
-        losses = linear_cross_entropy(chosen, self.weight, self.bias, self._targets.ids, self.shape)
+        losses = linear_cross_entropy(chosen, self.weight, self.bias, self._targets.ids, self.shape, self._objective)
         # One number in the place of the logits, for the network to cap and scale as it likes. Gradients must come back
         # through it, since FSDP gathers weights for backward where they reach what a module has returned.
         output = losses.total[None, None, None].clone()  # FSDP warns of views
@@ -126,13 +130,18 @@ def has_plain_head(model: PreTrainedModel) -> bool:
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, shape: Shape
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ids: torch.Tensor,
+    shape: Shape,
+    objective: Objective = CROSS_ENTROPY,
 ) -> Losses:
-    """Cross-entropies of `ids` after `hidden` (tokens, width), which are all target tokens."""
+    """The losses of `ids` after `hidden` (tokens, width), which are all target tokens."""
     # Asked here, since inside of a Function they are always off.
     learning = torch.is_grad_enabled()
     total, each, right = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, ids, shape, learning
+        hidden, weight, bias, ids, shape, objective, learning
     )
     return Losses(total=total, each=each, right=right)
 
@@ -148,6 +157,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         ids: torch.Tensor,
         shape: Shape,
+        objective: Objective,
         learning: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -163,7 +173,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(ids), size):
             part = slice(start, start + size)
             logits, slope = _logits(hidden[part], weight, bias, shape, wide)
-            each[part], right[part] = _losses(logits, ids[part])
+            each[part], right[part] = _losses(logits, ids[part], objective)
             if of_hidden is None and of_weight is None:
                 continue
             if slope is not None:
@@ -184,7 +194,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, factor: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         scaled = [None if g is None else g.mul_(factor.to(g.dtype)).to(ctx.dtype) for g in ctx.gradients]
         del ctx.gradients  # scaled in place: a second backward would be wrong, and finds nothing
-        return (*scaled, None, None, None)
+        return (*scaled, None, None, None, None)
 
 
 def _logits(
@@ -201,15 +211,25 @@ def _logits(
     return bent.mul_(shape.softcap), slope
 
 
-def _losses(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _losses(logits: torch.Tensor, ids: torch.Tensor, objective: Objective) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses, and whether the best is right. Leaves the gradient of the losses' sum in `logits`."""
+    smoothing, z = objective.label_smoothing, objective.z_loss
     best, at = logits.max(-1)
     picked = logits.gather(-1, ids[:, None])[:, 0]
+    mean = logits.mean(-1) if smoothing else picked
     sums = logits.sub_(best[:, None]).exp_().sum(-1)
+    losses = sums.log() + (best - picked)
     logits.div_(sums[:, None])
+    if z:
+        whole = sums.log() + best
+        losses += z * whole.square()
+        logits.mul_(1 + 2 * z * whole[:, None])
+    if smoothing:
+        losses += smoothing * (picked - mean)
+        logits.sub_(smoothing / logits.shape[-1])
     # Not scatter_add_, which on a GPU has no kernel that repeats its bits for matrices.
-    logits.scatter_(-1, ids[:, None], logits.gather(-1, ids[:, None]) - 1)
-    return sums.log() + (best - picked), at == ids
+    logits.scatter_(-1, ids[:, None], logits.gather(-1, ids[:, None]) - (1 - smoothing))
+    return losses, at == ids
 
 
 def _add_product(sum_: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:

@@ -8,25 +8,54 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.model.attention import inputs_of, logits_of
 from raytune_fsdp.model.head import Losses, LossHead
+from raytune_fsdp.model.noise import noisy_embeddings
+from raytune_fsdp.model.objective import CROSS_ENTROPY, Objective
 from raytune_fsdp.types import IGNORE, Batch
 
 
-def block_loss(model: PreTrainedModel, block: Batch) -> Losses:
+def block_loss(model: PreTrainedModel, block: Batch, objective: Objective = CROSS_ENTROPY) -> Losses:
     """The losses of a block, from its tokens on. All ranks must call this (sharded forward)."""
+    routers = objective.routers
+    if routers is None:
+        return _token_losses(model, block, objective)
+    with routers.watching(block):
+        losses = _token_losses(model, block, objective)
+    return routers.add_to(losses, block)
+
+
+def _token_losses(model: PreTrainedModel, block: Batch, objective: Objective) -> Losses:
     head = model.get_output_embeddings()
-    if not isinstance(head, LossHead):
-        return plain_losses(logits_of(model, block.input_ids, block.position_ids, block.borders), block)
-    with head.aimed_at(block.targets):
-        model(**inputs_of(model, block.input_ids, block.position_ids, block.borders))
+    with noisy_embeddings(model, block, objective.neftune_noise_alpha):
+        if not isinstance(head, LossHead):
+            logits = logits_of(model, block.input_ids, block.position_ids, block.borders)
+            return plain_losses(logits, block, objective)
+        with head.aimed_at(block.targets, objective):
+            model(**inputs_of(model, block.input_ids, block.position_ids, block.borders))
     assert head.losses is not None
     return head.losses
 
 
-def plain_losses(logits: torch.Tensor, block: Batch) -> Losses:
+def plain_losses(logits: torch.Tensor, block: Batch, objective: Objective = CROSS_ENTROPY) -> Losses:
     """The losses of a block whose logits are all there, (samples, tokens, vocabulary)."""
-    total, minus = _summed(logits, block.labels)
+    total, log_probabilities = _summed(logits, block.labels)
     places, ids = block.targets.places, block.targets.ids
-    return Losses(total=total, each=-minus[places, ids], right=minus.argmax(-1)[places] == ids)
+    fixed = log_probabilities.detach()
+    each, right = -fixed[places, ids], fixed.argmax(-1)[places] == ids
+    if objective.bends_losses:
+        bent = _bent(logits.reshape(len(log_probabilities), -1), log_probabilities, block, objective)
+        total, each = bent.sum(), bent.detach()
+    return Losses(total=total, each=each, right=right)
+
+
+def _bent(logits: torch.Tensor, log_probabilities: torch.Tensor, block: Batch, objective: Objective) -> torch.Tensor:
+    """The losses of the targets, smoothed and with the square of the logarithm of the softmax's sum."""
+    places, ids = block.targets.places, block.targets.ids
+    each = -log_probabilities[places, ids]
+    if objective.label_smoothing:
+        each = torch.lerp(each, -log_probabilities.mean(-1)[places], objective.label_smoothing)
+    if objective.z_loss:
+        each = each + objective.z_loss * logits.to(each.dtype).logsumexp(-1)[places].square()
+    return each
 
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -35,11 +64,11 @@ def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _summed(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """That sum, and without gradients the logarithms of all probabilities."""
+    """That sum, and the logarithms of all probabilities."""
     # Position i predicts token i+1, so the labels move by one instead of the logits, which would have to be copied.
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE).reshape(-1)
     flat = logits.reshape(-1, logits.shape[-1])
     if flat.dtype in (torch.bfloat16, torch.float16):
         flat = flat.float()
     log_probabilities = F.log_softmax(flat, -1)
-    return F.nll_loss(log_probabilities, targets, ignore_index=IGNORE, reduction="sum"), log_probabilities.detach()
+    return F.nll_loss(log_probabilities, targets, ignore_index=IGNORE, reduction="sum"), log_probabilities

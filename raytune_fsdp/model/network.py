@@ -19,7 +19,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from raytune_fsdp.config import FinetuneConfig, ModelConfig
 from raytune_fsdp.errors import ModelError, first_line
-from raytune_fsdp.estimate.flops import Architecture
 from raytune_fsdp.model.bounds import bounded_building, check_buffers, read_config
 from raytune_fsdp.model.quantization import forget_quantization, quantization_of
 from raytune_fsdp.model.refusals import NEEDS_CODE, unknown_word, wants_code
@@ -230,42 +229,6 @@ def count_parameters(model: nn.Module) -> ParameterCount:
     return ParameterCount(
         total=sum(p.numel() for p in parameters), trainable=sum(p.numel() for p in parameters if p.requires_grad)
     )
-
-
-def count_architecture(model: PreTrainedModel) -> Architecture:
-    """What the count of operations needs, from the network's shapes: architectures name their sizes differently."""
-    text = model.config.get_text_config()
-    output = model.get_output_embeddings()
-    inputs = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    chosen = getattr(text, "num_experts_per_tok", None) or 0
-    # Vectors (norms, biases) multiply no matrix, and an embedding on the way in is a lookup.
-    # What PEFT keeps of a module that is trained whole is used by nobody.
-    used = (p for name, p in model.named_parameters() if p.ndim >= 2 and ".original_module." not in name)
-    matrices = [(_used(p, chosen), p.requires_grad) for p in used if id(p) not in inputs]
-    if output is not None and id(output.weight) in inputs:  # tied: on the way out it is a product
-        matrices.append((output.weight.numel(), output.weight.requires_grad))
-    layers = getattr(text, "num_hidden_layers", 0)  # BLT has several decoders, each with its own
-    # Gemma 4 has wider heads in some layers than in others, and one width for all is not to be read there.
-    each = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
-    width = sum(map(_query_width, each)) / len(each)
-    return Architecture(
-        matmul_weights=sum(count for count, _ in matrices),
-        frozen_weights=sum(count for count, trained in matrices if not trained),
-        layers=layers,
-        query_width=width,
-    )
-
-
-def _query_width(layer: PretrainedConfig) -> int:
-    heads = getattr(layer, "num_attention_heads", None) or 0  # state-space models have none, and no attention to count
-    head_dim = getattr(layer, "head_dim", None) or (layer.hidden_size // heads if heads else 0)
-    return int(heads * head_dim)
-
-
-def _used(weight: nn.Parameter, chosen: int) -> int:
-    """How many numbers of a weight a token is multiplied with. Experts come stacked in one, and few are chosen."""
-    experts = weight.shape[0] if weight.ndim == 3 and chosen else 1
-    return weight.numel() * min(max(1, chosen), experts) // experts
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,7 +43,7 @@ from raytune_fsdp.model.keys import (
     owned_tensors,
     rows_of_tokens,
 )
-from raytune_fsdp.model.known_files import CONFIG_FILE, travelling
+from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, read_object, travelling
 from raytune_fsdp.model.network import build_base, build_network
 from raytune_fsdp.model.principal import ResidualWeights, begin
 from raytune_fsdp.model.quantized import QuantizedWeights
@@ -50,6 +51,8 @@ from raytune_fsdp.model.weights import FileWeights, GrownWeights, RandomWeights,
 from raytune_fsdp.run.views import check_copies, digests
 from raytune_fsdp.rundir import RunDir, checkpoints_of, is_run
 from raytune_fsdp.urls import is_url
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +196,10 @@ def find_adapter(config: FinetuneConfig, network: PreTrainedModel) -> AdapterFil
             + "; set method.target_modules and the rest as in its adapter_config.json"
         )
     check_adapter_shapes(network, found.weights(), path)
+    theirs = read_object(directory / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")
+    if isinstance(theirs, str) and Path(theirs).name != Path(str(config.model.path)).name:
+        here = config.model.path
+        logger.warning("method.adapter=%s is of %s, and model.path is %s: is it the same?", path, theirs[:200], here)
     return found
 
 

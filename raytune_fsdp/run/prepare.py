@@ -39,7 +39,9 @@ from raytune_fsdp.model.network import (
     load_architecture,
 )
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
+from raytune_fsdp.model.routers import check_routers
 from raytune_fsdp.parallel import describe, is_wrapped, units_of
+from raytune_fsdp.plan import layout_of
 from raytune_fsdp.run.added_tokens import add_tokens
 from raytune_fsdp.run.base import Base, begun_with, check_base
 from raytune_fsdp.run.checks import check_best, check_export, check_first, warn_of_method
@@ -133,7 +135,9 @@ def sharding_of(config: FinetuneConfig, world: int) -> dict[str, Any] | None:
     hf_config, _, _ = _fitted(config, model_directory(config, weights=False))
     network = build_network(hf_config, config)
     ends = network_needs(config, hf_config, network).ends
-    return describe(network, units_of(network, config.parallel, ends=ends), config.parallel)
+    layout, blocks = layout_of(config, world), config.train.global_batch // config.train.micro_batch
+    units = units_of(network, config.parallel, ends=ends)
+    return describe(network, units, config.parallel, layout, micro_batches=-(-blocks // world))
 
 
 def prepare_data(
@@ -243,6 +247,7 @@ def _check_network(config: FinetuneConfig, network: PreTrainedModel, world: int)
     if is_adapted(network) and (experts := left_out(network)):
         logger.warning("the experts get no adapter: name their weights in method.target_parameters (%s)", experts)
     check_lengths(config, network)
+    check_routers(network, config.train)
     if config.parallel.activation_checkpointing != "none" and not network.supports_gradient_checkpointing:
         raise ConfigError(
             f"parallel.activation_checkpointing={config.parallel.activation_checkpointing}: {type(network).__name__} "

@@ -33,6 +33,8 @@ _MOST_NAMED, _NAMES_BYTES = 100_000, 8 << 20
 """Files that a checkpoint names beside their hashes, and the characters of all names: they may take more room than all
 else in its state. Without them, a message about other data says only which dataset it is."""
 
+_LENGTH = ("max_steps", "epochs", "log_every")
+
 
 def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Windows) -> dict[str, Any]:
     """Everything that decides the trajectory, by the names a user knows. Paths do not decide it; their content does."""
@@ -52,8 +54,7 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
         "method": named("method", config.method, exclude=("adapter",)),  # its values are, as first weights are
         "run.seed": config.run.seed,
         "parallel.precision": config.parallel.precision,
-        "train.global_batch": config.train.global_batch,
-        "train.micro_batch": config.train.micro_batch,
+        **{f"train.{key}": value for key, value in named("train", config.train, exclude=_LENGTH).items()},
         **{_data_key(key): value for key, value in train.identity.items() if key != "seed"},
     }
     # As a checkpoint will return it, and without what may not be in one.

@@ -147,7 +147,8 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
             )
         case names.SHARDED:
             units = get("units")
-            return f"gathered {get('gathered')}: {', '.join(map(_unit, units)) if isinstance(units, list) else units}"
+            listed = ", ".join(map(_unit, units)) if isinstance(units, list) else units
+            return f"gathered {get('gathered')}: {listed}{_received(get('weights_bytes'), get('gradients_bytes'))}"
         case names.ROWS_SKIPPED:
             reasons, rows = get("reasons"), get("rows")
             counts = ", ".join(f"{n} {reason}" for reason, n in reasons.items()) if isinstance(reasons, dict) else ""
@@ -169,6 +170,12 @@ def _unit(unit: object) -> str:
         return str(unit)
     count, size = unit.get("count"), gibibytes(unit["bytes"])
     return f"{unit.get('name')} {size}" if count == 1 else f"{count} x {unit.get('name')} of {size}"
+
+
+def _received(weights: object, gradients: object) -> str:
+    if not isinstance(weights, int) or not isinstance(gradients, int):  # of an older version
+        return ""
+    return f"; in a step a rank receives {gibibytes(weights)} of weights and {gibibytes(gradients)} of gradients"
 
 
 def short(value: float) -> str:

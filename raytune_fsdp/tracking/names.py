@@ -13,6 +13,9 @@ GRAD_NORM = "train/grad_norm"
 LR = "train/lr"
 EPOCH = "train/epoch"
 ACCURACY = "train/accuracy"
+EXPERT_LOAD = ("train/expert_load/mean", "train/expert_load/max")
+"""Over the layers: tokens of the busiest expert, over the mean of its layer's experts. 1 is perfect balance."""
+EXPERTS_IDLE = "train/experts_idle"
 TOKENS_PER_SECOND = "perf/tokens_per_second"
 MFU = "perf/mfu"
 STEP_SECONDS = "perf/step_seconds"
@@ -29,7 +32,8 @@ KERNELS = "kernels"
 """What an attempt computes with, where there is a choice. Fields: attention, loss, blocks (compiled or eager), and why
 it is this one of each."""
 SHARDED = "sharded"
-"""What an attempt gathers together. Fields: units (name, count, and bytes of the largest), gathered (when)."""
+"""What an attempt gathers together. Fields: units (name, count, and bytes of the largest), gathered (when); and what a
+rank receives in a step: weights_bytes, gradients_bytes."""
 COMPILED = "compiled"
 """Graphs were compiled in the steps since the last fetch of metrics, up to this one; after step 3 none should be,
 but for the short last step of a run in epochs. Fields: step, graphs."""
@@ -121,6 +125,12 @@ def _of_datasets(datasets: Any) -> dict[str, Any]:
     return values
 
 
+def _of_experts(load: Any) -> dict[str, Any]:
+    if not isinstance(load, list | tuple) or not load or not all(map(is_number, load)):
+        return {}
+    return dict(zip(EXPERT_LOAD, (sum(load) / len(load), max(load)), strict=True))
+
+
 def _of_ranks(name: str, values: Any) -> dict[str, Any]:
     if not isinstance(values, list | tuple) or len(values) != len(RANKS):
         return {}
@@ -136,6 +146,8 @@ def step_values(line: Mapping[str, Any]) -> dict[str, float]:
         EPOCH: line["trajectory"]["epoch"],
         ACCURACY: line.get("accuracy"),
         **_of_datasets(line.get("datasets")),
+        **_of_experts(line.get("expert_load")),
+        EXPERTS_IDLE: line.get("experts_idle"),
         TOKENS_PER_SECOND: line.get("tokens_per_second"),
         STEP_SECONDS: line.get("step_seconds"),
         DATA_SECONDS: line.get("data_seconds"),

@@ -351,9 +351,22 @@ def test_a_rank_that_does_not_see_what_there_is_gets_it_from_rank_0(tmp_path: Pa
         prepare(FinetuneConfig.model_validate(values), 2)
 
 
-def test_an_adapter_of_a_directory_here_is_not_pushed(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "llama", LORA)
+def test_what_is_said_about_an_adapter_that_others_may_not_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import shutil
+
+    config = config_of(tmp_path, "llama", {**LORA, "dora": True}, train={**TRAIN, "max_steps": 1})
     trajectory(config, 1)
+    publish(find_checkpoint(run_dir(config)), tmp_path / "adapter", ExportConfig())
+    assert "this adapter has DoRA: for them, merge it" in caplog.text
+    shutil.copytree(tmp_path / "base-llama", tmp_path / "another")
+    values = config.model_dump()
+    values["run"]["name"], values["model"]["path"] = "again", str(tmp_path / "another")
+    values["method"]["adapter"] = str(tmp_path / "adapter")
+    prepare(FinetuneConfig.model_validate(values), 1)
+    assert f"is of {tmp_path / 'base-llama'}, and model.path is {tmp_path / 'another'}" in caplog.text
+    shutil.rmtree(tmp_path / "adapter")
     with pytest.raises(ConfigError, match="is a directory here, and who loads the adapter .* set export.merge=true"):
         publish(find_checkpoint(run_dir(config)), tmp_path / "adapter", ExportConfig(push="someone/adapter"))
     assert not (tmp_path / "adapter").exists()

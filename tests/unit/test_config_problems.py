@@ -85,7 +85,8 @@ def test_a_union_of_scalars_is_one_problem(tmp_path: Path) -> None:
 def test_a_mistyped_flag_names_the_nearest_field_and_all_of_the_section(tmp_path: Path) -> None:
     assert problems(tmp_path, "--train.max_step", "3") == [
         "train.max_step=3: unknown field; nearest: train.max_steps; "
-        "train has global_batch, micro_batch, max_steps, epochs, log_every (from flag --train.max_step)"
+        "train has global_batch, micro_batch, max_steps, epochs, log_every, neftune_noise_alpha, label_smoothing, "
+        "z_loss, router_aux_loss_coef, router_z_loss_coef (from flag --train.max_step)"
     ]
 
 

@@ -29,7 +29,7 @@ from raytune_fsdp.plan import resolve
 EXAMPLES = sorted((Path(__file__).parent / "convert").glob("*.yaml"))
 DROPS = {
     "axolotl-qlora": ["adapter", "load_in_4bit"],
-    "trl-lora": ["load_in_4bit", "neftune_noise_alpha", "optim", "packing_strategy"],
+    "trl-lora": ["load_in_4bit", "optim", "packing_strategy"],
     "llama-factory-lora": ["template"],
 }
 FATES = {"carried", "same", "left", "refused"}
@@ -182,7 +182,12 @@ MEANINGS: list[tuple[str, dict[str, Any], Expected]] = [
     ("axolotl", {"lora_rank_pattern": {"q_proj": 4}, "adapter": "lora"}, "refused"),
     ("axolotl", {"lora_r": 8}, "left"),
     ("axolotl", {"load_in_4bit": False}, "same"),
-    ("axolotl", {"neftune_noise_alpha": 5}, "refused"),
+    ("axolotl", {"neftune_noise_alpha": 5}, ("train.neftune_noise_alpha", 5)),
+    ("axolotl", {"noisy_embedding_alpha": 5}, ("train.neftune_noise_alpha", 5)),
+    ("llama-factory", {"neftune_noise_alpha": 7.5}, ("train.neftune_noise_alpha", 7.5)),
+    ("trl", {"neftune_noise_alpha": 5}, ("train.neftune_noise_alpha", 5)),
+    ("llama-factory", {"moe_aux_loss_coef": 0.001}, ("train.router_aux_loss_coef", 0.001)),
+    ("trl", {"neftune_noise_alpha": 0.0}, "same"),
     ("axolotl", {"rl": "dpo"}, "refused"),
     ("axolotl", {"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, "left"),
     ("axolotl", {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "refused"),
@@ -234,7 +239,7 @@ MEANINGS: list[tuple[str, dict[str, Any], Expected]] = [
     ("trl", {"warmup_steps": 0.1}, ("optim.warmup_ratio", 0.1)),
     ("trl", {"warmup_ratio": 0.1}, ("optim.warmup_ratio", 0.1)),
     ("trl", {"max_grad_norm": 0}, ("optim.max_grad_norm", None)),
-    ("trl", {"label_smoothing_factor": 0.1}, "refused"),
+    ("trl", {"label_smoothing_factor": 0.1}, ("train.label_smoothing", 0.1)),
     ("trl", {"label_smoothing_factor": 0}, "same"),
     ("trl", {"neftune_noise_alpha": None}, "same"),
     ("trl", {"loss_type": "dft"}, "refused"),

@@ -11,6 +11,7 @@ from raytune_fsdp.model import head
 from raytune_fsdp.model.attention import Needs, logits_of
 from raytune_fsdp.model.head import LossHead, Shape, choose_loss, install, linear_cross_entropy
 from raytune_fsdp.model.loss import block_loss, plain_losses
+from raytune_fsdp.model.objective import Objective
 from raytune_fsdp.model.proof import documents
 from tests.models import ARCHITECTURES, EXPERTS, SCALED, build
 
@@ -52,6 +53,81 @@ def test_values_and_gradients(
     for a, b in zip(ours, right, strict=True):
         if a is not None:
             assert a.grad.dtype == dtype and (a.grad.double() - b.grad).abs().max() <= bound * b.grad.abs().max()
+
+
+OBJECTIVES = [
+    Objective(label_smoothing=0.1),
+    Objective(z_loss=0.03),
+    Objective(label_smoothing=0.3, z_loss=1e-2),
+]
+
+
+def by_the_book(logits: torch.Tensor, ids: torch.Tensor, objective: Objective) -> torch.Tensor:
+    """Each loss, smoothed as transformers' LabelSmoother does it, and the square of the softmax's normaliser."""
+    minus = -nn.functional.log_softmax(logits, -1)
+    nll, spread = minus.gather(-1, ids[:, None])[:, 0], minus.sum(-1) / logits.shape[-1]
+    smoothed = (1 - objective.label_smoothing) * nll + objective.label_smoothing * spread
+    return smoothed + objective.z_loss * torch.log(logits.exp().sum(-1)) ** 2
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 3e-2)])
+def test_smoothing_and_z_loss(
+    objective: Objective, shape: Shape, dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(head._CHUNK, "cpu", 131 * 5)
+    ids = torch.randint(131, (37,), generator=torch.Generator().manual_seed(1))
+    ours, right = parts(dtype), [x.detach().double().requires_grad_() for x in parts(dtype)]
+    found = linear_cross_entropy(*ours, ids, shape, objective)
+    logits = nn.functional.linear(*right) * shape.scale
+    if shape.softcap:
+        logits = shape.softcap * torch.tanh(logits / shape.softcap)
+    each = by_the_book(logits, ids, objective)
+    (found.total * 0.125).backward()
+    (each.sum() * 0.125).backward()
+    assert (found.each.double() - each).abs().max() <= bound * each.abs().max()
+    assert found.total.item() == pytest.approx(each.sum().item(), rel=bound)
+    for a, b in zip(ours, right, strict=True):
+        assert (a.grad.double() - b.grad).abs().max() <= bound * b.grad.abs().max()
+    alone = nn.functional.cross_entropy(logits, ids, reduction="sum").item()
+    if dtype != torch.bfloat16:
+        assert abs(found.total.item() - alone) > 3 * bound * alone, "or the comparison says nothing"
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_both_heads_of_a_network_smooth_alike(name: str, objective: Objective) -> None:
+    """And as the book says, over the tokens that are trained on and no others."""
+    model = build(name, attn_implementation="eager").double()
+    block = documents(model, torch.device("cpu"))
+    logits = logits_of(model, block.input_ids, block.position_ids, block.borders).flatten(0, 1)[block.targets.places]
+    each = by_the_book(logits, block.targets.ids, objective)
+    each.sum().backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for chunked in (False, True):
+        model.zero_grad()
+        if chunked:
+            install(model)
+        found = block_loss(model, block, objective)
+        found.total.backward()
+        assert torch.allclose(found.each, each, rtol=1e-12, atol=1e-12)
+        assert found.total.item() == pytest.approx(each.sum().item(), rel=1e-12)
+        for key, parameter in model.named_parameters():
+            assert torch.allclose(parameter.grad, wanted[key], rtol=1e-9, atol=1e-12), key
+        plain = block_loss(model, block).each
+        assert torch.allclose(plain, nn.functional.cross_entropy(logits, block.targets.ids, reduction="none"))
+
+
+def test_smoothing_is_that_of_transformers() -> None:
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    model = build("llama")
+    block = documents(model, torch.device("cpu"))
+    logits = logits_of(model, block.input_ids, block.position_ids, block.borders)
+    theirs = LabelSmoother(epsilon=0.2)({"logits": logits}, block.labels, shift_labels=True)
+    ours = block_loss(model, block, Objective(label_smoothing=0.2)).total / block.target_tokens
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
 
 
 def test_without_gradients_none_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:

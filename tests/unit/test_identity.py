@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from raytune_fsdp.config import OptimConfig
+from raytune_fsdp.config import OptimConfig, TrainConfig
 from raytune_fsdp.config.formats import Format
 from raytune_fsdp.config.method import Method
 from raytune_fsdp.config.optim import Schedule
@@ -23,6 +23,7 @@ NAMED_FROM_THE_BEGINNING = {
     "optim.schedule.polynomial": "type power floor",
     "optim.schedule.inverse_sqrt": "type timescale",
     "optim.schedule.one_cycle": "type rise start floor",
+    "train": "global_batch micro_batch max_steps epochs log_every",
     "method.full": "type",
     "method.freeze": "type trained",
     "method.lora": "type rank alpha rank_stabilized dropout target_modules target_parameters modules_to_save dora "
@@ -53,6 +54,7 @@ def tag(section: Any) -> str:
 
 SECTIONS: dict[str, Any] = {
     "optim": OptimConfig,
+    "train": TrainConfig,
     **{f"optim.schedule.{tag(each)}": each for each in SCHEDULES},
     **{f"format.{tag(each)}": each for each in FORMATS},
     **{f"method.{tag(each)}": each for each in METHODS},

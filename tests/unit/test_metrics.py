@@ -7,7 +7,7 @@ import torch
 
 from raytune_fsdp import metrics
 from raytune_fsdp.division import Division
-from raytune_fsdp.estimate.flops import Architecture
+from raytune_fsdp.estimate.flops import Architecture, Products
 from raytune_fsdp.metrics import Meter
 from raytune_fsdp.plan import Layout, Plan
 from raytune_fsdp.step import StepTensors
@@ -19,11 +19,14 @@ PLAN = Plan(
     division=DIVISION, steps=10, samples_per_epoch=None, schedule_steps=10, warmup_steps=0, log_every=1, eval_every=10,
     save_every=10, layout=Layout(world=1, data_ranks=1, replicas=1, shard_size=1), datasets=2,
 )  # fmt: skip
+ONE_WEIGHT = Architecture(
+    every_token=Products(weights=1), targets=Products(weights=1), layers=1, query_width=1,
+)  # fmt: skip
 
 
 def meter() -> Meter:
     return Meter(
-        PLAN, Architecture(matmul_weights=1, layers=1, query_width=1), torch.device("cpu"), windows=lambda _: 4,
+        PLAN, ONE_WEIGHT, torch.device("cpu"), windows=lambda _: 4,
         cursor=Cursor(), datasets=("books", "code"), max_skipped=3, checkpoints="",
     )  # fmt: skip
 

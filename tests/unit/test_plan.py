@@ -237,6 +237,12 @@ def test_the_units_of_sharding(tmp_path: Path, tied: bool, capsys: pytest.Captur
     assert found["gathered"] == (again if tied else f"{again} (norm and head once for both)")
     embedding = 64 * 32 * 2
     assert [u["bytes"] for u in found["units"] if u["name"] in ("embedding", "the rest")] == [embedding + 64 * tied]
+    # Five blocks on two ranks are three passes of each; a rank receives half of what is gathered, in 2 bytes, and half
+    # of the gradients, in 4. The root of a tied network stays for backward, as the last unit of another does.
+    blocks, passes, norm = 4 * 9280, 3, 32
+    gathered = 2 * blocks + (64 * 32 + norm if tied else 2 * 64 * 32 + 64 * 32 + norm)
+    assert found["weights_bytes"] == passes * gathered // 2 * 2
+    assert found["gradients_bytes"] == passes * (blocks + 64 * 32 * (2 - tied) + norm) // 2 * 4
     alone = ["--config", str(file), "--world-size", "1", "--parallel.precision", "fp32", "--units"]
     assert main(alone) == 0
     assert "not sharded" in capsys.readouterr().out

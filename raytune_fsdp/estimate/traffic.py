@@ -1,0 +1,93 @@
+"""What a rank's collectives move in an optimizer step.
+
+In numbers of weights and gradients, each times (N-1)/N where N ranks gather or reduce it: what a rank has already does
+not travel. With Psi for all weights and one micro-batch a step, `full_shard` moves 3 Psi (gathered for forward,
+gathered for backward, gradients reduced), `shard_grad_op` 2 Psi, `replicate` 2 Psi (an all-reduce sends everything
+twice). With M micro-batches these are 3 M Psi, (1 + M) Psi and 2 Psi: what stays gathered is gathered once a step, and
+replicas reduce after the last micro-batch. `tests/distributed/test_traffic.py` compares this with the collectives of
+real steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSize:
+    """The numbers of weights that are gathered together, with those that fill up the last rank's shards."""
+
+    weights: float
+    trained: float
+    """Those of them whose gradients are reduced."""
+    stays: bool = False
+    """Whether they stay gathered from forward to backward whatever the strategy is."""
+    reached: bool = True
+    """Whether a gradient comes to what it returns: it, or something before it, is trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collectives:
+    """How a run spreads its weights, as far as it decides what moves."""
+
+    shard_size: int
+    replicas: int
+    micro_batches: int
+    """Forward and backward passes of a rank in a step."""
+    stay: bool = False
+    """Whether all weights stay gathered until the step ends (`shard_grad_op`, `replicate`)."""
+    deferred: bool = False
+    """`parallel.defer_gradient_sync`."""
+    bytes_gathered: int
+    """Of a weight in an all-gather."""
+    bytes_reduced: int
+    """Of a gradient in a reduction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What a rank receives in a step, which is also what it sends; in numbers, (N-1)/N of them counted."""
+
+    gathered: float
+    """Weights."""
+    scattered: float
+    """Gradients, summed over the ranks that share a copy of the model."""
+    all_reduced: float
+    """Gradients of its shard, summed over the replicas, and sent back: both ways are in it."""
+    bytes_gathered: int
+    bytes_reduced: int
+
+    @property
+    def numbers(self) -> float:
+        return self.gathered + self.scattered + self.all_reduced
+
+    @property
+    def bytes_of_weights(self) -> float:
+        return self.gathered * self.bytes_gathered
+
+    @property
+    def bytes_of_gradients(self) -> float:
+        return (self.scattered + self.all_reduced) * self.bytes_reduced
+
+    @property
+    def bytes(self) -> float:
+        return self.bytes_of_weights + self.bytes_of_gradients
+
+
+def step_traffic(units: Sequence[UnitSize], how: Collectives) -> Traffic:
+    """What a rank moves in one step. The few numbers that ranks tell each other beside it are not in it."""
+    shards, replicas, passes = how.shard_size, how.replicas, how.micro_batches
+    across, between = (shards - 1) / shards, 2 * (replicas - 1) / replicas
+    trained = sum(unit.trained for unit in units)
+    gathers = 0.0
+    for unit in units:
+        again = unit.reached and not unit.stays
+        gathers += unit.weights * (1 if how.stay else passes * (2 if again else 1))
+    return Traffic(
+        gathered=gathers * across,
+        scattered=trained * (1 if how.deferred else passes) * across,
+        all_reduced=trained / shards * between,
+        bytes_gathered=how.bytes_gathered,
+        bytes_reduced=how.bytes_reduced,
+    )

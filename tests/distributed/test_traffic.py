@@ -1,0 +1,186 @@
+"""What real steps send is what estimate/traffic.py says, to the number."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.method import QloraMethod
+from raytune_fsdp.model.quantized import quantize_layers
+from raytune_fsdp.types import ParameterCount
+from tests.models import save_checkpoint
+from tests.ranks import run_ranks
+from tests.runs import make_config
+
+SLOW = pytest.mark.slow
+LORA = {"type": "lora", "rank": 4, "alpha": 8}
+QLORA = {**LORA, "type": "qlora"}
+
+_KINDS = ("gathered", "scattered", "all_reduced")
+_OPERATIONS = {"c10d::_allgather_base_": "gathered", "c10d::_reduce_scatter_base_": "scattered"}
+
+
+class Collectives(TorchDispatchMode):
+    """Adds up what a rank receives, by kind: numbers, and bytes. Backward runs in this thread on CPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            group = next(leaf for leaf in tree_leaves(args) if hasattr(leaf, "_type_") or "ProcessGroup" in str(leaf))
+            self._count(func._schema.name, tensors, torch.distributed.ProcessGroup.unbox(group).size())
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, operation: str, tensors: list[torch.Tensor], ranks: int) -> None:
+        largest = max(tensors, key=torch.Tensor.numel)
+        kind, times = _OPERATIONS.get(operation), 1
+        if operation == "c10d::allreduce_":
+            # Counts and sums of a step are integers and doubles; gradients are neither here.
+            kind = "all_reduced" if largest.dtype not in (torch.int64, torch.float64) else "beside"
+            times = 2
+        assert kind is not None, f"{operation} is not known here"
+        self.numbers[kind] += times * largest.numel() * (ranks - 1) / ranks
+        self.bytes[kind] += times * largest.nbytes * (ranks - 1) / ranks
+
+
+def moved(
+    configs: Sequence[Mapping[str, Any]], steps: int = 2
+) -> list[tuple[list[dict[str, Any]], dict[str, float], ParameterCount]]:
+    """Of each run: what this rank's first steps received, what is predicted of each, and how many weights there are."""
+    return [_moved(FinetuneConfig.model_validate(values), steps) for values in configs]
+
+
+def _moved(config: FinetuneConfig, steps: int) -> tuple[list[dict[str, Any]], dict[str, float], ParameterCount]:
+    from raytune_fsdp.assemble import assemble
+    from raytune_fsdp.launch.local import prepare_on_rank0
+    from raytune_fsdp.model.network import build_network
+    from raytune_fsdp.parallel import traffic_of, units_of
+    from raytune_fsdp.step import train_step
+
+    prepared, standing = prepare_on_rank0(config)
+    plan = standing.plan
+    model = build_network(prepared.hf_config, config)
+    if isinstance(config.method, QloraMethod):
+        quantize_layers(model, config.method.quantization)
+    said = traffic_of(
+        model, units_of(model, config.parallel, ends=prepared.needs.ends), config.parallel, plan.layout,
+        micro_batches=plan.division.full_rounds,
+    )  # fmt: skip
+    parts = assemble(config, prepared, standing, torch.device("cpu"))
+    found = []
+    for _, batches in zip(range(steps), parts.batches, strict=False):
+        with Collectives() as seen:
+            train_step(
+                parts.model, parts.optimizer, parts.scale, batches,
+                plan=plan, parallel=parts.parallel, optim=config.optim, lr_factor=1.0, seed=3,
+            )  # fmt: skip
+        found.append({"numbers": dict(seen.numbers), "bytes": dict(seen.bytes)})
+    predicted = {kind: getattr(said, kind) for kind in (*_KINDS, "numbers", "bytes")}
+    return found, predicted, prepared.parameters
+
+
+def check(found: Mapping[str, Any], predicted: Mapping[str, float], *, numbers: bool = True) -> None:
+    """`numbers`: not where several types are gathered in one, as bytes."""
+    for kind in _KINDS if numbers else ():
+        assert found["numbers"].get(kind, 0) == pytest.approx(predicted[kind], rel=1e-12), kind
+    assert sum(found["bytes"].get(kind, 0) for kind in _KINDS) == pytest.approx(predicted["bytes"], rel=1e-12)
+
+
+def config_of(directory: Path, blocks: int, name: str = "run", **sections: Any) -> FinetuneConfig:
+    model = sections.pop("model", "llama")
+    train = {"global_batch": 2 * blocks, "micro_batch": 2, "max_steps": 3}
+    base, changes = directory / "base", sections.pop("changes", {})
+    if not base.exists():
+        save_checkpoint(base, model, **changes)
+    config = make_config(directory)
+    chosen = {"path": str(base), "tokenizer": config.model.tokenizer, "init": "pretrained", "architecture": None}
+    return make_config(directory, model=chosen, train=train, run={"name": name}, **sections)
+
+
+CASES = [
+    (3, 2, "llama", {"parallel": {"precision": "bf16"}}),
+    (4, 2, "llama", {"parallel": {"precision": "bf16", "strategy": "hybrid_shard", "shard_size": 2}}),
+    (3, 2, "llama", {"parallel": {"precision": "fp32"}, "method": LORA}),
+]
+MORE = [
+    (world, 2, model, {"parallel": {"precision": precision, **parallel}, "method": method})
+    for world, precision, parallel in (
+        (2, "bf16", {"strategy": "shard_grad_op"}),
+        (3, "fp32", {"strategy": "replicate"}),
+        (3, "bf16", {"defer_gradient_sync": True}),
+        (3, "fp32", {"strategy": "shard_grad_op", "defer_gradient_sync": True}),
+        (4, "bf16", {"strategy": "hybrid_shard", "shard_size": 2, "defer_gradient_sync": True}),
+        (4, "bf16_pure", {"wrap": 2}),
+        (2, "fp16", {"activation_checkpointing": "full"}),
+    )
+    for model in ("gpt2", "llama")
+    for method in ({"type": "full"}, LORA, {"type": "freeze", "trained": [r"(layers|h)\.1\."]})
+]
+MORE.append((3, 2, "llama", {"parallel": {"precision": "bf16"}, "method": QLORA}))
+"""Vocabularies of 131 rows, which no number of ranks divides."""
+
+
+@pytest.mark.parametrize(
+    ("world", "rounds", "model", "sections"), [*CASES, *(pytest.param(*each, marks=SLOW) for each in MORE)]
+)
+def test_steps_send_what_is_predicted(
+    tmp_path: Path, world: int, rounds: int, model: str, sections: Mapping[str, Any]
+) -> None:
+    """Every rank, in its first step and in another: the forward passes of the check at the start leave nothing."""
+    if sections.get("method") in (LORA, QLORA):
+        pytest.importorskip("peft")
+    config = config_of(tmp_path, rounds * world, model=model, **sections)
+    for ((found, predicted, _),) in run_ranks(moved, world, [config.model_dump()]):
+        for step in found:
+            check(step, predicted, numbers=sections.get("method") != QLORA)
+
+
+def test_in_units_of_all_weights(tmp_path: Path) -> None:
+    """On two ranks: all weights three times for `full_shard`, twice for the others; and in `bf16`, whose gradients are
+    summed in fp32, no more bytes than `replicate`."""
+    kinds: dict[str, dict[str, Any]] = {
+        "full_shard": {"precision": "fp32"},
+        "shard_grad_op": {"precision": "fp32", "strategy": "shard_grad_op"},
+        "replicate": {"precision": "fp32", "strategy": "replicate"},
+        "full_shard in bf16": {"precision": "bf16"},
+        "replicate in bf16": {"precision": "bf16", "strategy": "replicate"},
+    }
+    configs = [
+        config_of(tmp_path, 2, name=name.replace(" ", "-"), changes={"num_hidden_layers": 24}, parallel=parallel)
+        for name, parallel in kinds.items()
+    ]
+    results = run_ranks(moved, 2, [config.model_dump() for config in configs])[0]
+    numbers, sent = {}, {}
+    for name, ((step, *_), predicted, parameters) in zip(kinds, results, strict=True):
+        check(step, predicted)
+        across = parameters.total * (2 - 1) / 2
+        numbers[name] = sum(step["numbers"].get(kind, 0) for kind in _KINDS) / across
+        sent[name] = sum(step["bytes"].get(kind, 0) for kind in _KINDS) / across
+    last = (131 + 1) * 32 / parameters.total  # norm and head, which stay for backward, 2 % of this network
+    for strategy, times in (("full_shard", 3 - last), ("shard_grad_op", 2), ("replicate", 2)):
+        assert numbers[strategy] == pytest.approx(times, rel=2e-3), strategy  # 131 rows on two ranks
+    assert sent["full_shard"] / sent["replicate"] == pytest.approx(1.5, rel=0.01)
+    assert sent["full_shard in bf16"] / sent["replicate in bf16"] == pytest.approx(1.0, rel=0.01)
+
+
+def test_of_adapters_only_their_own_gradients_travel(tmp_path: Path) -> None:
+    """And the frozen embedding is gathered for forward alone: no gradient comes to it."""
+    pytest.importorskip("peft")
+    config = config_of(tmp_path, 2, parallel={"precision": "fp32"}, method=LORA)
+    (((step, *_), _, parameters),) = run_ranks(moved, 2, [config.model_dump()])[0]
+    assert step["numbers"]["scattered"] == parameters.trainable / 2  # (N-1)/N
+    embedding, last = 132 * 32, 132 * 32 + 32  # a row more, for an even number of them
+    everything = parameters.total + 2 * 32
+    assert step["numbers"]["gathered"] == (2 * everything - embedding - last) / 2

@@ -1,0 +1,133 @@
+"""The losses of routers are those of transformers, whatever is computed again; the load of experts is counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from raytune_fsdp.config import TrainConfig
+from raytune_fsdp.data.batches import filler
+from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.model.attention import inputs_of
+from raytune_fsdp.model.blocks import run_blocks
+from raytune_fsdp.model.head import install
+from raytune_fsdp.model.loss import block_loss
+from raytune_fsdp.model.objective import CROSS_ENTROPY, Objective
+from raytune_fsdp.model.proof import documents
+from raytune_fsdp.model.routers import check_routers, watched
+from raytune_fsdp.types import PADDING, Batch
+from tests.models import build
+
+FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "ernie4_5_moe", "granitemoehybrid")
+AUX, Z = 0.3, 0.07
+
+
+def train(**values: float) -> TrainConfig:
+    return TrainConfig(global_batch=1, max_steps=1, **values)
+
+
+def made(name: str, **values: float) -> tuple[Any, Objective]:
+    model = build(name, attn_implementation="eager").train()
+    model.set_experts_implementation("eager")
+    config = train(**values)
+    check_routers(model, config)
+    return model, Objective.of(config, watched(model, config))
+
+
+@pytest.fixture
+def block() -> Batch:
+    """Two samples of 19 tokens, of which the second ends in eight of padding."""
+    found = documents(build("llama"), torch.device("cpu"))
+    sources = found.source_ids.clone()
+    sources[1, 11:] = PADDING
+    return replace(found, source_ids=sources)
+
+
+def by_the_book(model: Any, block: Batch) -> torch.Tensor:
+    """From the router logits that transformers returns, by its own function."""
+    inputs = inputs_of(model, block.input_ids, block.position_ids, block.borders)
+    plain = block_loss(model, block).total
+    logits = model(**inputs, output_router_logits=True).router_logits
+    text = model.config.get_text_config()
+    real = block.source_ids != PADDING
+    aux = load_balancing_loss_func(logits, logits[0].shape[-1], text.num_experts_per_tok, real.long())
+    rows = torch.cat([each.float()[real.flatten()] for each in logits])
+    return plain + block.target_tokens * (AUX * aux + Z * rows.logsumexp(-1).square().mean())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_they_are_those_of_transformers(name: str, block: Batch) -> None:
+    model, objective = made(name, router_aux_loss_coef=AUX, router_z_loss_coef=Z)
+    wanted = by_the_book(model, block)
+    wanted.backward()
+    right = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    found = block_loss(model, block, objective)
+    found.total.backward()
+    assert found.total.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert found.total.item() > 1.001 * block_loss(model, block).total.item()
+    for key, parameter in model.named_parameters():
+        if key in right:
+            assert (parameter.grad - right[key]).abs().max() <= 1e-5 * max(right[key].abs().max().item(), 1e-3), key
+
+
+@pytest.mark.parametrize("recompute", ["full", "every_n", "selective"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_blocks_that_are_computed_again_have_the_same(name: str, recompute: str, block: Batch) -> None:
+    """The hooks run a second time in backward, in which they add nothing."""
+    results = []
+    for how in ("none", recompute):
+        model, objective = made(name, router_aux_loss_coef=AUX, router_z_loss_coef=Z)
+        install(model)
+        run_blocks(model, recompute=how, every=2 if how == "every_n" else None)
+        for _ in range(2):  # the second block begins with nothing of the first
+            model.zero_grad()
+            found = block_loss(model, block, objective)
+            found.total.backward()
+        results.append((found, {key: p.grad for key, p in model.named_parameters()}))
+    (plain, wanted), (again, got) = results
+    assert torch.equal(plain.total, again.total)
+    assert len(again.load) == 2 and all(map(torch.equal, plain.load, again.load))
+    assert all(torch.equal(wanted[key], got[key]) for key in wanted)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_load_is_that_of_the_tokens(name: str, block: Batch) -> None:
+    """Without losses they are counted as well, and change nothing."""
+    model, objective = made(name)
+    found = block_loss(model, block, objective)
+    assert torch.equal(found.total, block_loss(model, block).total)
+    chosen: list[torch.Tensor] = []
+    routers = [m for m in model.modules() if type(m).__name__.endswith("Router")]
+    hooks = [m.register_forward_hook(lambda _, __, output: chosen.append(output[2])) for m in routers]
+    block_loss(model, block)
+    for hook in hooks:
+        hook.remove()
+    real = (block.source_ids != PADDING).flatten()
+    assert objective.experts == (len(chosen), len(found.load[0])) and len(chosen) == len(found.load)
+    for load, experts in zip(found.load, chosen, strict=True):
+        assert load.tolist() == torch.bincount(experts[real].flatten(), minlength=len(load)).tolist()
+
+
+def test_a_filler_adds_nothing_and_evaluations_are_without_them(block: Batch) -> None:
+    model, objective = made("mixtral", router_aux_loss_coef=AUX, router_z_loss_coef=Z)
+    install(model)
+    none = block_loss(model, filler(2, seq_len=19, pad_id=0), objective)
+    none.total.backward()
+    assert none.total.item() == 0.0 and not any(each.any() for each in none.load)
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+    with torch.no_grad():
+        evaluated = block_loss(model.eval(), block)
+    assert torch.equal(evaluated.total, block_loss(model.train(), block, CROSS_ENTROPY).total) and not evaluated.load
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "nemotron_h"])
+@pytest.mark.parametrize("field", ["router_aux_loss_coef", "router_z_loss_coef"])
+def test_what_has_no_such_loss_is_refused(name: str, field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^train\.{field}=0\.01: a \w+ has no load-balancing loss .* leave it out"):
+        check_routers(build(name), train(**{field: 0.01}))
+    check_routers(build(name), train())
