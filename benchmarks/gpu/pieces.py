@@ -98,6 +98,7 @@ def pieces_of(size: str) -> list[Piece]:
         _train(COMPILED, "selective", 240, size=scale.large, micro=1, steps=few),
         _train(COMPILED, "full", 240, size=scale.large, micro=1, steps=few),
         _train(EAGER, "full", 240, size=scale.large, micro=1, steps=few),
+        *_methods(scale, few),
         Piece(name=f"profile of {scale.small}, {EAGER}", kind="profile", seconds=90,
               run=partial(training.profiled, **one)),
         Piece(name=f"checkpoint of {scale.small}", kind="checkpoint", seconds=180,
@@ -111,6 +112,27 @@ def pieces_of(size: str) -> list[Piece]:
               run=partial(training.trl, **one, steps=scale.steps)),
     ]  # fmt: skip
     return found
+
+
+LORA = {"type": "lora", "rank": 16, "alpha": 32}
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": {"bytes_each": 2, "method": LORA},
+    "qlora": {"bytes_each": 0.7, "method": {**LORA, "type": "qlora"}},
+    "8-bit moments": {"bytes_each": 10, "optimizer": {"type": "adamw", "moments": "8bit"}},
+    "bf16 moments": {"bytes_each": 12, "optimizer": {"type": "adamw", "moments": "bf16"}},
+}
+"""What trains an 8B on a card that is too small for all of its fp32 moments."""
+
+
+def _methods(scale: Scale, steps: int) -> list[Piece]:
+    run = partial(
+        training.speed, size=scale.large, micro=1, steps=steps, compiled=True, recompute="selective"
+    )  # fmt: skip
+    name = f"{SIZES[scale.large]['seq_len']} x 1 of {scale.large}"
+    return [
+        Piece(name=f"{each} {name}", kind="train", seconds=300, run=partial(run, **how))
+        for each, how in METHODS.items()
+    ]
 
 
 def _train(blocks: str, recompute: str, seconds: float, *, size: str, micro: int, steps: int) -> Piece:

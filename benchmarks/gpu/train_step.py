@@ -37,6 +37,7 @@ from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.launch.worker import choose_device, join
 from raytune_fsdp.loop import Parts, train
 from raytune_fsdp.model.compiler import COMPILED, EAGER
+from raytune_fsdp.model.quantized import QuantizedLayer
 from raytune_fsdp.parallel import numerics
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking import names
@@ -155,6 +156,8 @@ def measure(config: FinetuneConfig, device: torch.device) -> dict[str, Any]:
     parts = run_steps(config, device, enough)
     place = RunDir.of(config)
     weights = sum(p.numel() for p in parts.model.parameters())
+    packed = [layer for layer in parts.model.modules() if isinstance(layer, QuantizedLayer)]
+    weights += sum(layer.packed.shape[0] * (layer.numbers - layer.packed.shape[1]) for layer in packed)
     lines = [line for line in read_metrics(place.metrics) if line["kind"] == "step"][WARMUP_STEPS:]
     speed = median(line["tokens_per_second"] for line in lines)
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

@@ -57,13 +57,41 @@ def synchronize(device: torch.device) -> None:
 
 
 def speed(
-    device: str, directory: Path, *, size: str, micro: int, steps: int, compiled: bool, recompute: str
+    device: str,
+    directory: Path,
+    *,
+    size: str,
+    micro: int,
+    steps: int,
+    compiled: bool,
+    recompute: str,
+    bytes_each: float = 16,
+    method: Mapping[str, Any] | None = None,
+    optimizer: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Steps through the real path."""
+    """Steps through the real path. `bytes_each`: what a weight takes with its gradient and optimizer state."""
     at = _join(device)
-    _check_room(at, size)
-    found = measure(make_config(directory, size, micro=micro, steps=steps, compiled=compiled, recompute=recompute), at)
+    _check_room(at, size, bytes_each)
+    sections: dict[str, Mapping[str, Any]] = {}
+    if method is not None:
+        sections |= {"method": method, "model": _stored(directory, size, at)}
+    if optimizer is not None:
+        sections["optim"] = {"optimizer": optimizer}
+    config = make_config(
+        directory, size, micro=micro, steps=steps, compiled=compiled, recompute=recompute, **sections
+    )  # fmt: skip
+    found = measure(config, at)
     return {**found, **_in_units(found)}
+
+
+def _stored(directory: Path, size: str, device: torch.device) -> dict[str, Any]:
+    """A model of random weights in files, as adapters need a base."""
+    with torch.no_grad():
+        _llama(size, device).bfloat16().save_pretrained(directory / "base", max_shard_size="4GB")
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return {"path": str(directory / "base"), "init": "pretrained", "architecture": None, "tokenizer": str(TOKENIZER)}
 
 
 def _in_units(found: dict[str, Any]) -> dict[str, float | None]:
@@ -332,12 +360,12 @@ def _llama(size: str, device: torch.device | str) -> PreTrainedModel:
         return LlamaForCausalLM(LlamaConfig(**architecture_of(size), attn_implementation="sdpa"))
 
 
-def _check_room(device: torch.device, size: str) -> None:
+def _check_room(device: torch.device, size: str, bytes_each: float) -> None:
     if device.type != "cuda":
         return
-    states = 16 * sum(weight.numel() for weight in _llama(size, "meta").parameters())
+    states = bytes_each * sum(weight.numel() for weight in _llama(size, "meta").parameters())
     room = torch.cuda.get_device_properties(device).total_memory
     if states > room:
         raise NotHereError(
-            f"weights, gradients and moments take {states / 2**30:.0f} GiB, and the device has {room / 2**30:.0f}"
+            f"weights with gradients and moments take {states / 2**30:.0f} GiB, and the device has {room / 2**30:.0f}"
         )
