@@ -206,7 +206,7 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
         fill(model, weights, mode, device, shards_at=host)
     else:
         fill(model, None, "empty", device, shards_at=host)  # the checkpoint holds every tensor
-    optimizer = build_optimizer(model, config.optim, config.method)
+    optimizer = build_optimizer(model, config.optim, config.method, seed=config.run.seed)
     if checkpoint is not None:
         load(model, optimizer, checkpoint)
     return _Learner(
