@@ -55,17 +55,18 @@ def _parts(name: str, axis: int, shape: torch.Size, model: PreTrainedModel) -> P
         if shape[axis] not in sizes:
             return _whole
         return partial(_every_second, axis) if "gpt_oss" in config.model_type else partial(_pieces, axis, (1, 1), 1)
-    heads = getattr(config, "num_attention_heads", None)
-    if name not in _FUSED or not isinstance(heads, int):
+    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    if name not in _FUSED or not isinstance(heads, int) or not isinstance(hidden, int):
         return _whole
     kept = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
-    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-        kept = 1
-    if shape[axis] % (heads + 2 * kept):
-        return _whole
-    if name == _GROUPED:  # GPT-NeoX, Bloom, Falcon: of each group of heads its queries, its key, its value
-        return partial(_pieces, axis, (heads // kept, 1, 1), kept)
-    return partial(_pieces, axis, (heads, kept, kept), 1)
+    width = getattr(config, "head_dim", None) or hidden // heads
+    # A config may have a number of key heads, or of one head for all, that its network does not use: the rows tell.
+    for each in (kept, heads, 1):
+        if shape[axis] == (heads + 2 * each) * width:
+            # GPT-NeoX, Bloom, Falcon: of each group of heads its queries, its key, its value.
+            grouped = (heads // each, 1, 1), each
+            return partial(_pieces, axis, *(grouped if name == _GROUPED else ((heads, each, each), 1)))
+    return _whole
 
 
 def _whole(matrix: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -80,7 +81,7 @@ def _pieces(axis: int, shares: tuple[int, ...], groups: int, matrix: torch.Tenso
     """Along an axis there are `groups` of pieces, whose sizes are to each other as `shares`."""
     size = matrix.shape[axis] // groups
     sizes = [size * share // sum(shares) for share in shares]
-    if axis == 1:
-        assert groups == 1, "grouped heads are rows"
-        return torch.split(matrix, sizes, dim=1)
+    if groups == 1:
+        return torch.split(matrix, sizes, dim=axis)
+    assert axis == 0, "grouped heads are rows"
     return torch.split(matrix.view(groups, size, matrix.shape[1]), sizes, dim=1)

@@ -134,16 +134,11 @@ def _spread(scale: torch.Tensor, columns: int) -> torch.Tensor:
 
 @cache
 def _levels(signed: bool, device: torch.device) -> torch.Tensor:
-    """The values of the codes, in rising order: 255 from -1 to 1, or 256 from 0 to 1."""
+    """The values of the codes, in rising order: 255 from -1 to 1, or from 0 to 1. The largest of a block is exact."""
     decades = []
     for power in range(7):
         steps = 2 ** (power + (not signed))
-        edges = torch.linspace(0.1, 1.0, steps + 1, dtype=torch.float64)
-        decades.append((edges[1:] + edges[:-1]) / 2 * 10.0 ** (power - 6))
-    positive = torch.cat(decades)
-    if signed:
-        positive[-1] = 1.0  # the largest of a block is exact
-        found = torch.cat([-positive.flip(0), torch.zeros(1), positive])
-    else:
-        found = torch.cat([torch.zeros(1), positive, torch.ones(1)])
-    return found.to(torch.float32).to(device)
+        decades.append(torch.linspace(0.1, 1.0, steps + 1, dtype=torch.float64)[1:] * 10.0 ** (power - 6))
+    positive, zero = torch.cat(decades), torch.zeros(1, dtype=torch.float64)
+    found = [-positive.flip(0), zero, positive] if signed else [zero, positive]
+    return torch.cat(found).to(torch.float32).to(device)

@@ -173,8 +173,8 @@ RUNS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "lion": (LLAMA, "fp64", {"optimizer": {"type": "lion"}, "lr": 1e-4}),
 }  # fmt: skip
 BOUNDS = {"adafactor": (1e-10, 1e-10), "sgd": (1e-10, 1e-10), "muon": (1e-10, 1e-10), "lion": (1e-8, 1e-6)}
-"""Relative, of losses and gradient norms. Numbers that are rounded to 8 or 16 bits are rounded another way where the sum
-over ranks differs in its last bit: those are held to be near each other only."""
+"""Relative, of losses and gradient norms. What is rounded to 8 or 16 bits is rounded another way where the sum over
+ranks differs in its last bit: those runs are held to be near each other only."""
 
 
 def run_of(directory: Path, kind: str, name: str) -> FinetuneConfig:
