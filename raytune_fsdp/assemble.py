@@ -19,6 +19,7 @@ from raytune_fsdp.checkpoint.saver import Saver, open_saver
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.collectives import on_rank0, why_on_any_rank
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
+from raytune_fsdp.config.optimizers import state_bytes
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.stream import Stream
@@ -185,7 +186,8 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
     kernels = _choose(config, prepared, standing, model, device)
     architecture = count_architecture(model)  # before sharding: by the shapes of whole weights
     compiler = Compiler() if kernels["blocks"].name == COMPILED else None
-    parallel = for_one_rank(config.parallel, standing.plan.layout, prepared.parameters, device)
+    kept = state_bytes(config.optim.optimizer, MASTER_DTYPE[config.parallel.precision].itemsize)
+    parallel = for_one_rank(config.parallel, standing.plan.layout, prepared.parameters, device, state=kept)
     run_blocks(
         model,
         recompute=parallel.activation_checkpointing,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from raytune_fsdp.config.optimizers import AdafactorOptimizer
 from raytune_fsdp.optim.pieces import Rows, Split, at, in_parts, local_piece, split_like
-from raytune_fsdp.optim.update import Weights, computes_in, decayed, replace
+from raytune_fsdp.optim.update import Trained, computes_in, decayed, replace
 
 _LEAST = 1e-30
 """Added to squares: a row whose gradients are all 0 is not divided by 0."""
@@ -34,18 +34,18 @@ class _Part:
 class Adafactor:
     """Without relative steps, first moments and scaling by the weight's size: the learning rate is the schedule's."""
 
-    def __init__(self, weights: Weights, chosen: AdafactorOptimizer) -> None:
-        self._weights = weights
+    def __init__(self, weights: Trained, chosen: AdafactorOptimizer) -> None:
+        self._trained = weights
         self._chosen = chosen
         self.groups = weights.groups
 
     def init_state(self) -> None:
-        for name, parameter in self._weights.named.items():
-            if name in self._weights.state:
+        for name, parameter in self._trained.named.items():
+            if name in self._trained.state:
                 continue
             local = local_piece(parameter)
             dtype = computes_in(local)
-            state = self._weights.start(name)
+            state = self._trained.start(name)
             if parameter.ndim < 2:
                 state["square"] = torch.zeros_like(parameter, dtype=dtype)
             elif parameter.ndim == 2:
@@ -54,37 +54,37 @@ class Adafactor:
             else:  # matrices in a row: experts, of which a rank has whole ones
                 state["row"] = split_like(parameter, *parameter.shape[1:-1], dtype=dtype)
                 state["column"] = split_like(parameter, *parameter.shape[1:-2], parameter.shape[-1], dtype=dtype)
-            self._weights.state[name] = state
+            self._trained.state[name] = state
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        return self._weights.state_tensors()
+        return self._trained.state_tensors()
 
     @torch.no_grad()
     def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
         self.init_state()
-        skip = self._weights.skipped(found_inf)
-        taken = self._weights.taken()
+        skip = self._trained.skipped(found_inf)
+        taken = self._trained.taken()
         names = [name for name, _ in taken]
         self._factors(names, skip)
         sizes = self._sizes(names)
         for (name, group), size in zip(taken, sizes, strict=True):
-            lr, step = self._weights.rate(group, lr_factor), self._weights.state[name]["step"]
+            lr, step = self._trained.rate(group, lr_factor), self._trained.state[name]["step"]
             for part in self._parts(name):
                 update = part.gradient / part.root / (size / self._chosen.clip).clamp(min=1.0).to(part.root.dtype)
                 value = decayed(part.weight, lr, group.weight_decay) - update * lr
-                self._weights.write(name, part.weight, value, step, part.rows, skip)
-        self._weights.drop_gradients()
+                self._trained.write(name, part.weight, value, step, part.rows, skip)
+        self._trained.drop_gradients()
 
     def _factors(self, names: Sequence[str], skip: torch.Tensor) -> None:
         """Move the factors on by the gradients of this step."""
-        matrices = [name for name in names if self._weights.named[name].ndim == 2]
+        matrices = [name for name in names if self._trained.named[name].ndim == 2]
         sums = self._summed([self._column_sums(name) for name in matrices])
         columns = dict(zip(matrices, sums, strict=True))
         for name in names:
-            parameter, state = self._weights.named[name], self._weights.state[name]
+            parameter, state = self._trained.named[name], self._trained.state[name]
             assert parameter.grad is not None
             # In its first update the old factors, which are 0, have no share.
-            share = self._weights.count(name, skip).double() ** -self._chosen.decay_power
+            share = self._trained.count(name, skip).double() ** -self._chosen.decay_power
             if parameter.ndim == 2:
                 _move(state["column"], columns[name] / parameter.shape[0] + _LEAST, share, skip)
             for rows in in_parts(parameter):
@@ -97,7 +97,7 @@ class Adafactor:
                     _move(local_piece(state["column"])[rows.start : rows.stop], squares.mean(-2), share, skip)
 
     def _column_sums(self, name: str) -> torch.Tensor:
-        parameter = self._weights.named[name]
+        parameter = self._trained.named[name]
         assert parameter.grad is not None
         total = torch.zeros(parameter.shape[1], dtype=torch.float64, device=parameter.device)
         for rows in in_parts(parameter):
@@ -108,15 +108,15 @@ class Adafactor:
         """The root mean square of every update, before it is clipped."""
         squares = []
         for name in names:
-            total = torch.zeros((), dtype=torch.float64, device=self._weights.named[name].device)
+            total = torch.zeros((), dtype=torch.float64, device=self._trained.named[name].device)
             for part in self._parts(name):
                 total += (part.gradient / part.root).double().square().sum()
             squares.append(total)
-        many = [self._weights.named[name].numel() for name in names]
+        many = [self._trained.named[name].numel() for name in names]
         return [(total / count).sqrt() for total, count in zip(self._summed(squares), many, strict=True)]
 
     def _parts(self, name: str) -> Iterator[_Part]:
-        parameter, state = self._weights.named[name], self._weights.state[name]
+        parameter, state = self._trained.named[name], self._trained.state[name]
         assert parameter.grad is not None
         for rows in in_parts(parameter):
             place = slice(rows.start, rows.stop)
@@ -136,7 +136,7 @@ class Adafactor:
         """Sums over the ranks that share the weights' rows, by one collective."""
         if not values:
             return []
-        split = Split.of(next(iter(self._weights.named.values())))
+        split = Split.of(next(iter(self._trained.named.values())))
         flat = torch.cat([value.reshape(-1) for value in values])
         if split.over_shards is not None:
             assert split.mesh is not None

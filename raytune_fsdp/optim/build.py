@@ -14,7 +14,7 @@ from raytune_fsdp.optim.groups import Group, groups_of, trained
 from raytune_fsdp.optim.interface import Optimizer
 from raytune_fsdp.optim.matrices import hidden_matrices
 from raytune_fsdp.optim.muon import Muon
-from raytune_fsdp.optim.update import Weights
+from raytune_fsdp.optim.update import Trained
 
 
 def build_optimizer(
@@ -23,12 +23,12 @@ def build_optimizer(
     """The optimizer of a run, over a model that is already sharded."""
     chosen, groups, named = config.optimizer, groups_of(model, config, method), trained(model)
 
-    def weights(mine: tuple[Group, ...]) -> Weights:
-        return Weights(named, mine, lr=config.lr, seed=seed, stochastic_rounding=config.stochastic_rounding)
+    def weights(mine: tuple[Group, ...]) -> Trained:
+        return Trained(named, mine, lr=config.lr, seed=seed, stochastic_rounding=config.stochastic_rounding)
 
     def adamw(mine: tuple[Group, ...], moments: str) -> Optimizer:
         same = all(named[name].dtype == torch.float32 for group in mine for name in group.names)
-        # The kernel keeps moments in the type of the weights, and rounds these to the nearest.
+        # The kernel keeps moments in the type of the weights, and rounds both to the nearest.
         if not config.stochastic_rounding and (moments == "as_weights" or (moments == "fp32" and same)):
             return AdamW(named, mine, config)
         return Elementwise(weights(mine), AdamWRule(config, moments))

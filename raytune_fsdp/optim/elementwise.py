@@ -15,7 +15,7 @@ from raytune_fsdp.config import OptimConfig
 from raytune_fsdp.config.optimizers import LionOptimizer, SgdOptimizer
 from raytune_fsdp.optim.moments import AsType, Bf16, EightBit, Kept, is_quantized
 from raytune_fsdp.optim.pieces import in_parts
-from raytune_fsdp.optim.update import Weights, computes_in, decayed, replace
+from raytune_fsdp.optim.update import Trained, computes_in, decayed, replace
 
 Moments = Mapping[str, torch.Tensor]
 
@@ -88,37 +88,37 @@ class LionRule:
 class Elementwise:
     """A rule, applied to every weight."""
 
-    def __init__(self, weights: Weights, rule: Rule) -> None:
-        self._weights = weights
+    def __init__(self, weights: Trained, rule: Rule) -> None:
+        self._trained = weights
         self._kept = {name: rule.kept(parameter) for name, parameter in weights.named.items()}
         self._rule = rule
         self.groups = weights.groups
 
     def init_state(self) -> None:
-        for name, parameter in self._weights.named.items():
-            if name not in self._weights.state:
+        for name, parameter in self._trained.named.items():
+            if name not in self._trained.state:
                 moments = {
                     moment + suffix: tensor
                     for moment, kept in self._kept[name].items()
                     for suffix, tensor in kept.zeros(parameter).items()
                 }
-                self._weights.state[name] = {**self._weights.start(name), **moments}
+                self._trained.state[name] = {**self._trained.start(name), **moments}
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        return self._weights.state_tensors()
+        return self._trained.state_tensors()
 
     @torch.no_grad()
     def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
         self.init_state()
-        skip = self._weights.skipped(found_inf)
-        for name, group in self._weights.taken():
-            self._update(name, self._weights.rate(group, lr_factor), group.weight_decay, skip)
-        self._weights.drop_gradients()
+        skip = self._trained.skipped(found_inf)
+        for name, group in self._trained.taken():
+            self._update(name, self._trained.rate(group, lr_factor), group.weight_decay, skip)
+        self._trained.drop_gradients()
 
     def _update(self, name: str, lr: float, weight_decay: float, skip: torch.Tensor) -> None:
-        parameter, state, kept = self._weights.named[name], self._weights.state[name], self._kept[name]
+        parameter, state, kept = self._trained.named[name], self._trained.state[name], self._kept[name]
         assert parameter.grad is not None
-        step = self._weights.count(name, skip)  # 0 if the first is skipped: what 0/0 gives is not written
+        step = self._trained.count(name, skip)  # 0 if the first is skipped: what 0/0 gives is not written
         for rows in in_parts(parameter):
             weight = rows.of(parameter)
             dtype = computes_in(weight)
@@ -130,9 +130,9 @@ class Elementwise:
             gradient = rows.of(parameter.grad).to(dtype)
             direction, new = self._rule.direction(gradient, moments, step)
             value = decayed(weight, lr, weight_decay) - direction * lr
-            self._weights.write(name, weight, value, step, rows, skip)
+            self._trained.write(name, weight, value, step, rows, skip)
             for moment, each in kept.items():
-                noise = self._weights.noise(name, moment, step, rows, weight) if each.rounded else None
+                noise = self._trained.noise(name, moment, step, rows, weight) if each.rounded else None
                 for suffix, tensor in each.write(new[moment], noise).items():
                     replace(stored[moment][suffix], tensor, skip)
 

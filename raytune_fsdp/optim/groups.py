@@ -17,7 +17,7 @@ _SECOND = re.compile(r"\.lora_(B|embedding_B)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Weights that are updated alike, by name."""
+    """Trained that are updated alike, by name."""
 
     names: tuple[str, ...]
     weight_decay: float

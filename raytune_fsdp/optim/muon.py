@@ -18,7 +18,7 @@ from raytune_fsdp.optim.groups import Group
 from raytune_fsdp.optim.interface import Optimizer
 from raytune_fsdp.optim.matrices import Parts
 from raytune_fsdp.optim.pieces import Rows, Split, columns_of, in_parts, local_piece
-from raytune_fsdp.optim.update import Weights, computes_in, decayed, replace
+from raytune_fsdp.optim.update import Trained, computes_in, decayed, replace
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration: chosen by Muon's authors to raise small singular values fastest, to between 0.7 and 1.2."""
@@ -28,9 +28,9 @@ class Muon:
     """Muon for hidden matrices, and another optimizer for the rest."""
 
     def __init__(
-        self, weights: Weights, parts: Mapping[str, Parts], rest: Optimizer | None, chosen: MuonOptimizer
+        self, weights: Trained, parts: Mapping[str, Parts], rest: Optimizer | None, chosen: MuonOptimizer
     ) -> None:
-        self._weights = weights
+        self._trained = weights
         self._parts = parts
         self._rest = rest
         self._chosen = chosen
@@ -38,23 +38,23 @@ class Muon:
         self._split = Split.of(next(iter(weights.named.values())))
 
     def init_state(self) -> None:
-        for name, parameter in self._weights.named.items():
-            if name not in self._weights.state:
+        for name, parameter in self._trained.named.items():
+            if name not in self._trained.state:
                 momentum = {"momentum": torch.zeros_like(parameter)}
-                self._weights.state[name] = {**self._weights.start(name), **momentum}
+                self._trained.state[name] = {**self._trained.start(name), **momentum}
         if self._rest is not None:
             self._rest.init_state()
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         rest = {} if self._rest is None else self._rest.state_tensors()
-        return {**self._weights.state_tensors(), **rest}
+        return {**self._trained.state_tensors(), **rest}
 
     @torch.no_grad()
     def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
         self.init_state()
-        skip = self._weights.skipped(found_inf)
-        taken = dict(self._weights.taken())
-        flat = [name for name in taken if self._weights.named[name].ndim == 2]
+        skip = self._trained.skipped(found_inf)
+        taken = dict(self._trained.taken())
+        flat = [name for name in taken if self._trained.named[name].ndim == 2]
         # The same list on every rank: by shapes of whole matrices.
         flat.sort(key=lambda name: (-self._cost(name), name))
         owners = self._split.shards * self._split.replicas
@@ -63,12 +63,12 @@ class Muon:
         for name, group in taken.items():
             if name not in flat:
                 self._experts(name, group, lr_factor, skip)
-        self._weights.drop_gradients()
+        self._trained.drop_gradients()
         if self._rest is not None:
             self._rest.step(lr_factor, found_inf)
 
     def _cost(self, name: str) -> int:
-        shape = self._weights.named[name].shape
+        shape = self._trained.named[name].shape
         return shape.numel() * min(shape)
 
     def _together(
@@ -80,7 +80,7 @@ class Muon:
         shares = [names[i * split.shards : (i + 1) * split.shards] for i in range(split.replicas)]
         mine = shares[split.replica]
         if mine:
-            whole = [self._weights.named[name].shape for name in mine]
+            whole = [self._trained.named[name].shape for name in mine]
             sent = [rows[name] for name in mine]
             made = orthogonal_together(
                 sent, whole, [self._parts[name] for name in mine], self._chosen.iterations, split
@@ -102,7 +102,7 @@ class Muon:
 
     def _direction(self, name: str, skip: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a matrix that is to be made orthogonal, in the type and the place for it."""
-        parameter, momentum = self._weights.named[name], self._weights.state[name]["momentum"]
+        parameter, momentum = self._trained.named[name], self._trained.state[name]["momentum"]
         assert parameter.grad is not None
         found = torch.empty_like(local_piece(parameter), dtype=_works_in(local_piece(parameter)))
         for rows in in_parts(parameter):
@@ -117,13 +117,13 @@ class Muon:
         return found if mesh is None or mesh.device_type == found.device.type else found.to(mesh.device_type)
 
     def _write(self, name: str, update: torch.Tensor, group: Group, lr_factor: float, skip: torch.Tensor) -> None:
-        parameter = self._weights.named[name]
+        parameter = self._trained.named[name]
         update = update.to(local_piece(parameter).device)
-        step, lr = self._weights.count(name, skip), self._weights.rate(group, lr_factor)
+        step, lr = self._trained.count(name, skip), self._trained.rate(group, lr_factor)
         for rows in in_parts(parameter):
             weight = rows.of(parameter)
             moved = _of(update, rows).to(computes_in(weight)) * lr
-            self._weights.write(name, weight, decayed(weight, lr, group.weight_decay) - moved, step, rows, skip)
+            self._trained.write(name, weight, decayed(weight, lr, group.weight_decay) - moved, step, rows, skip)
 
 
 def _of(update: torch.Tensor, rows: Rows) -> torch.Tensor:

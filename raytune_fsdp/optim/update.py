@@ -12,7 +12,7 @@ from raytune_fsdp.optim.noise import Noise, to_bf16
 from raytune_fsdp.optim.pieces import Rows, at
 
 
-class Weights:
+class Trained:
     """The trained weights of an optimizer, how many updates each has had, and how an update is written to one."""
 
     def __init__(

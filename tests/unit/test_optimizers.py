@@ -69,13 +69,13 @@ def test_adamw_written_out_is_torch_s() -> None:
     """With moments in fp32 beside weights in fp64 only these are rounded; the rule itself is torch's."""
     from raytune_fsdp.optim.elementwise import AdamWRule, Elementwise
     from raytune_fsdp.optim.groups import groups_of, trained
-    from raytune_fsdp.optim.update import Weights
+    from raytune_fsdp.optim.update import Trained
 
     ours = OptimConfig(lr=0.1, weight_decay=0.3, beta2=0.9)
     models = [build("gpt2").double(), build("gpt2").double()]
     fused = build_optimizer(models[0], ours)
     groups = groups_of(models[1], ours)
-    weights = Weights(trained(models[1]), groups, lr=0.1, seed=0, stochastic_rounding=False)
+    weights = Trained(trained(models[1]), groups, lr=0.1, seed=0, stochastic_rounding=False)
     written = Elementwise(weights, AdamWRule(ours, "as_weights"))
     for step in range(1, 5):
         for model, optimizer in zip(models, (fused, written), strict=True):
