@@ -129,7 +129,8 @@ def _largest(value: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(scale: torch.Tensor, columns: int) -> torch.Tensor:
-    return scale.repeat_interleave(_block(columns), dim=1)[:, :columns]
+    rows, blocks = scale.shape
+    return scale[:, :, None].expand(rows, blocks, _block(columns)).reshape(rows, -1)[:, :columns]
 
 
 @cache

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config
 
 from raytune_fsdp.config import FinetuneConfig, OptimConfig
+from raytune_fsdp.config.optimizers import state_bytes
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.optim import build_optimizer, check_groups
 from raytune_fsdp.optim.matrices import hidden_matrices
 from raytune_fsdp.optim.moments import EightBit, is_quantized
 from raytune_fsdp.optim.muon import orthogonal
 from raytune_fsdp.optim.noise import LEVELS, Noise, to_bf16
+from raytune_fsdp.run.resume import identity_of
 from tests.models import build
 from tests.unit.test_plan import config
 
@@ -257,7 +261,7 @@ def learn(stochastic: bool, *, lr: float = 1e-3, steps: int = 400) -> float:
             parameter.grad = torch.zeros_like(parameter)
         weight.grad = torch.ones_like(weight) * (weight.detach() - 0.75).sign()
         optimizer.step(1.0, GO)
-    return float((weight.float() - 0.75).abs().mean())
+    return float((weight.detach().float() - 0.75).abs().mean())
 
 
 def test_stochastic_rounding_learns_where_plain_bf16_stalls() -> None:
@@ -294,6 +298,41 @@ def test_stochastic_rounding_is_of_bf16_weights() -> None:
     with pytest.raises(ValueError, match=r"optim.stochastic_rounding=true with parallel.precision=bf16: only weights"):
         config(optim={"stochastic_rounding": True})
     assert config(optim={"stochastic_rounding": True}, parallel={"precision": "bf16_pure"})
+
+
+def test_a_run_of_before_is_the_same_run() -> None:
+    """The identity of AdamW names nothing that older runs did not; moments in fp32 may be said beside fp32 weights."""
+
+    def identity(**sections: Any) -> dict[str, Any]:
+        asked: Any = SimpleNamespace(identity={})
+        return identity_of(config(**sections), GPT2Config(), asked)
+
+    plain = identity()
+    assert not {"optim.optimizer", "optim.groups", "optim.stochastic_rounding"} & plain.keys()
+    said = {"optimizer": {"type": "adamw", "moments": "fp32"}, "groups": [], "stochastic_rounding": False}
+    assert identity(optim=said) == plain
+    assert identity(optim=said, parallel={"precision": "bf16_pure"})["optim.optimizer"] == said["optimizer"]
+    other = identity(optim={"optimizer": {"type": "sgd"}, "groups": [{"match": "a"}]})
+    assert other["optim.optimizer"] == {"type": "sgd", "momentum": 0.9, "nesterov": False}
+    assert other["optim.groups"] == [{"match": "a", "lr_ratio": 1.0, "weight_decay": None}]
+
+
+def test_bytes_of_state() -> None:
+    def of(weight: int, **values: Any) -> float:
+        return state_bytes(OptimConfig.model_validate({"optimizer": values}).optimizer, weight)
+
+    assert of(4, type="adamw") == 8 and of(2, type="adamw") == 4 and of(2, type="adamw", moments="fp32") == 8
+    assert of(4, type="adamw", moments="8bit") == 2.03125 and of(4, type="adafactor") == 0
+    assert of(4, type="sgd") == 4 and of(4, type="sgd", momentum=0) == 0 and of(4, type="muon") == 4
+    for moments, expected in (("8bit", 2.03125), ("bf16", 4.0), ("fp32", 8.0)):
+        model = build("llama", hidden_size=256, intermediate_size=512, head_dim=64)
+        optimizer = build_optimizer(
+            model, OptimConfig.model_validate({"optimizer": {"moments": moments, "type": "adamw"}})
+        )
+        optimizer.init_state()
+        name = "model.layers.0.mlp.up_proj.weight"
+        kept = [t.nbytes for key, t in optimizer.state_tensors().items() if key.startswith(f"{name}.exp")]
+        assert sum(kept) == expected * dict(model.named_parameters())[name].numel()
 
 
 # ---- groups ----
