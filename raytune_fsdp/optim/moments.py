@@ -73,10 +73,11 @@ class Bf16(AsType):
 class EightBit:
     """As codes of 8 bits, each block with the size of its largest number.
 
-    The codes are those of dynamic quantization: seven decades, the upper ones in finer steps, since the numbers of a
-    block differ by orders of magnitude and a linear code would make most of them 0. A second moment is kept as its
-    root: the update divides by that, and in the same seven decades it spans fourteen of squares. It is never rounded to
-    0: a first moment beside it would be divided by `eps` alone.
+    A code stands for the square of its share of the largest: near 0 codes are close to each other, since the numbers of
+    a block differ by orders of magnitude, and equal steps would make most of them 0. (Of the seven decades that others'
+    codes span, the upper two, where most numbers are, get half as many.) A second moment is kept as its root: the update
+    divides by that, and 1e-5 of the largest is 1e-10 as a square. It is never rounded to 0: a first moment beside it
+    would be divided by `eps` alone.
     """
 
     rounded = True
@@ -135,11 +136,7 @@ def _spread(scale: torch.Tensor, columns: int) -> torch.Tensor:
 
 @cache
 def _levels(signed: bool, device: torch.device) -> torch.Tensor:
-    """The values of the codes, in rising order: 255 from -1 to 1, or from 0 to 1. The largest of a block is exact."""
-    decades = []
-    for power in range(7):
-        steps = 2 ** (power + (not signed))
-        decades.append(torch.linspace(0.1, 1.0, steps + 1, dtype=torch.float64)[1:] * 10.0 ** (power - 6))
-    positive, zero = torch.cat(decades), torch.zeros(1, dtype=torch.float64)
-    found = [-positive.flip(0), zero, positive] if signed else [zero, positive]
-    return torch.cat(found).to(torch.float32).to(device)
+    """The values of the codes, in rising order: 255 from -1 to 1, or 256 from 0 to 1. The largest number is exact."""
+    most = 127 if signed else 255
+    share = torch.arange(-most if signed else 0, most + 1, dtype=torch.float64) / most
+    return (share * share.abs()).to(torch.float32).to(device)
