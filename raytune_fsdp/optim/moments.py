@@ -74,10 +74,10 @@ class EightBit:
     """As codes of 8 bits, each block with the size of its largest number.
 
     A code stands for the square of its share of the largest: near 0 codes are close to each other, since the numbers of
-    a block differ by orders of magnitude, and equal steps would make most of them 0. (Of the seven decades that others'
-    codes span, the upper two, where most numbers are, get half as many.) A second moment is kept as its root: the update
-    divides by that, and 1e-5 of the largest is 1e-10 as a square. It is never rounded to 0: a first moment beside it
-    would be divided by `eps` alone.
+    a block differ by orders of magnitude, and equal steps would make most of them 0. (Codes that span seven decades, as
+    those of others do, have half as many for the upper two, where most numbers are.) A second moment is kept as its
+    root: the update divides by that, and 1e-5 of the largest is 1e-10 as a square. It is never rounded to 0: a first
+    moment beside it would be divided by `eps` alone.
     """
 
     rounded = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +20,10 @@ from raytune_fsdp.optim.matrices import hidden_matrices
 from raytune_fsdp.optim.moments import EightBit, is_quantized
 from raytune_fsdp.optim.muon import orthogonal
 from raytune_fsdp.optim.noise import LEVELS, Noise, to_bf16
+from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.resume import identity_of
 from tests.models import build
+from tests.runs import make_config
 from tests.unit.test_plan import config
 
 GO = torch.tensor(0.0)
@@ -391,3 +394,11 @@ def test_a_pattern_that_finds_nothing_is_refused() -> None:
     model.transformer.wte.requires_grad_(False)
     with pytest.raises(ConfigError, match="transformer.h.0.attn.c_attn.weight"):
         check_groups(model, OptimConfig.model_validate({"groups": [{"match": "wte"}]}))
+
+
+def test_a_pattern_is_checked_before_a_run(tmp_path: Path) -> None:
+    asked = make_config(tmp_path, optim={"groups": [{"match": "no_such_layer", "lr_ratio": 0.1}]})
+    with pytest.raises(
+        ConfigError, match=r"'no_such_layer' is found in the name of no weight .* transformer.wte.weight"
+    ):
+        prepare(asked, 1)
