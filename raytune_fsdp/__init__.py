@@ -13,7 +13,7 @@ The files, in the order in which a run's data flows. Each folder's `__init__.py`
     data/            rows -> tokens -> packed samples -> batches
     model/           weights in, a network whose weights are sharded, weights out
     parallel.py      mesh, sharding, precision
-    optim.py         optimizer and schedule
+    optim/           optimizers and schedule
     step.py          one optimizer step: tensors in, tensors out
     loop.py          training as a story: a batch, a step, and when to log, evaluate, save, stop
     saving.py        when a save begins, and what is recorded of it

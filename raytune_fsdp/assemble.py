@@ -20,6 +20,7 @@ from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.collectives import on_rank0, why_on_any_rank
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.config.method import QloraMethod
+from raytune_fsdp.config.optimizers import state_bytes
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.stream import Stream
@@ -192,7 +193,8 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
     # Hooks would break the graphs of blocks that are computed again.
     routers = None if compiled else watched(model, config.train)
     compiler = Compiler() if compiled else None
-    parallel = for_one_rank(config.parallel, standing.plan.layout, prepared.parameters, device)
+    kept = state_bytes(config.optim.optimizer, MASTER_DTYPE[config.parallel.precision].itemsize)
+    parallel = for_one_rank(config.parallel, standing.plan.layout, prepared.parameters, device, state=kept)
     run_blocks(
         model,
         recompute=parallel.activation_checkpointing,
@@ -222,7 +224,7 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
             keep_beginning(model, [name for pair in pairs_of(model).values() for name in (pair.a, pair.b)])
     else:
         fill(model, None, "empty", device, shards_at=host)  # the checkpoint holds every tensor
-    optimizer = build_optimizer(model, config.optim, config.method)
+    optimizer = build_optimizer(model, config.optim, config.method, seed=config.run.seed)
     if checkpoint is not None:
         load(model, optimizer, checkpoint)
     return _Learner(

@@ -32,9 +32,15 @@ ABSENT: dict[str, Any] = {
     "train.z_loss": 0.0,
     "train.router_aux_loss_coef": 0.0,
     "train.router_z_loss_coef": 0.0,
+    # AdamW with moments in the type of the weights, all weights alike.
+    "optim.optimizer": {"type": "adamw"},
+    "optim.optimizer.adamw.moments": "as_weights",
+    "optim.stochastic_rounding": False,
+    "optim.groups": [],
 }
 """The meaning of a key's absence, by its path: `<section>.<field>`, or `<section>.<type>.<field>` where a section has a
-`type`, as in `optim.<field>`, `optim.schedule.<type>.<field>`, `method.<type>.<field>`, `format.<type>.<field>`.
+`type`, as in `optim.<field>`, `optim.schedule.<type>.<field>`, `optim.optimizer.<type>.<field>`,
+`method.<type>.<field>`, `format.<type>.<field>`.
 Fields that identities have named since their section exists are not here, and `type` itself is always named."""
 
 _VERSIONS = {"data.order_version": "the order of samples", "data.document_version": "the tokens of documents"}

@@ -209,16 +209,19 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig, unit
 
 
 def for_one_rank(
-    config: ParallelConfig, layout: Layout, parameters: ParameterCount, device: torch.device
+    config: ParallelConfig, layout: Layout, parameters: ParameterCount, device: torch.device, *, state: float = 8
 ) -> ParallelConfig:
-    """The config, with what one rank alone can do better for a network of this size."""
+    """The config, with what one rank alone can do better for a network of this size.
+
+    `state` is what the optimizer keeps of each trained number, in bytes.
+    """
     alone = layout.world == 1 and config.strategy == "full_shard" and config.precision in COMPUTE_DTYPE
     # Who writes full_shard means it.
     alone = alone and not config.cpu_offload and "strategy" not in config.model_fields_set
     # A 16-bit copy of the weights that stays from forward to backward, and over micro-batches, is made once a step
-    # instead of twice a micro-batch. It costs 2 bytes a number beside the 16 of weights, gradients and moments, or 2 of
-    # what is frozen; of the rest of the memory activations get most.
-    needed = 18 * parameters.trainable + 4 * (parameters.total - parameters.trainable)
+    # instead of twice a micro-batch. It costs 2 bytes a number beside the 8 of weights and gradients and those of the
+    # optimizer, or 2 of what is frozen; of the rest of the memory activations get most.
+    needed = (10 + state) * parameters.trainable + 4 * (parameters.total - parameters.trainable)
     if not alone or needed > _FOR_WEIGHTS * _memory_of(device):
         return config
     return config.model_copy(update={"strategy": "shard_grad_op"})

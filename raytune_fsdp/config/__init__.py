@@ -2,8 +2,8 @@
 
     base.py        what all sections have in common      rules.py      checks that several of them share
     recorded.py    what of a config others may read
-    run.py, model.py, data.py, formats.py, method.py, parallel.py, optim.py, train.py, checkpoint.py, eval.py,
-    tracking.py, cluster.py, export.py
+    run.py, model.py, data.py, formats.py, method.py, parallel.py, optim.py, optimizers.py, train.py, checkpoint.py,
+    eval.py, tracking.py, cluster.py, export.py
 
 How a YAML file and command-line flags become one, in the order of the data:
 
@@ -41,7 +41,7 @@ from raytune_fsdp.config.formats import (
 )
 from raytune_fsdp.config.method import FreezeMethod, FullMethod, Ia3Method, LoraMethod, Method
 from raytune_fsdp.config.model import ModelConfig
-from raytune_fsdp.config.optim import OptimConfig
+from raytune_fsdp.config.optim import GroupConfig, OptimConfig
 from raytune_fsdp.config.parallel import ParallelConfig
 from raytune_fsdp.config.profile import ProfileConfig
 from raytune_fsdp.config.recorded import check_no_marks
@@ -69,7 +69,7 @@ class FinetuneConfig(Section):
     """How the model is spread over the ranks and in which precision it computes."""
 
     optim: OptimConfig = Field(default_factory=OptimConfig)
-    """AdamW, its learning rate over time, clipping."""
+    """The optimizer, its learning rate over time, clipping."""
 
     train: TrainConfig
     """How much is trained, in which batches, on which loss."""
@@ -93,6 +93,15 @@ class FinetuneConfig(Section):
     """What the run leaves for others to load."""
 
     @model_validator(mode="after")
+    def _rounding(self) -> Self:
+        if self.optim.stochastic_rounding and self.parallel.precision != "bf16_pure":
+            raise ValueError(
+                f"optim.stochastic_rounding=true with parallel.precision={self.parallel.precision}: only weights in bf16 "
+                "are rounded: set parallel.precision=bf16_pure, or leave stochastic_rounding out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _no_marks(self) -> Self:
         check_no_marks(self.model_dump())
         return self
@@ -112,6 +121,7 @@ __all__ = [
     "Format",
     "FreezeMethod",
     "FullMethod",
+    "GroupConfig",
     "HeldOutConfig",
     "Ia3Method",
     "InstructionFormat",

@@ -1,12 +1,14 @@
-"""`optim`: AdamW, its learning rate over time, clipping."""
+"""`optim`: the optimizer, its learning rate over time, clipping."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from raytune_fsdp.config.base import Section
+from raytune_fsdp.config.optimizers import UNUSED, AdamWOptimizer, OptimizerChoice
 
 
 class ConstantSchedule(Section):
@@ -86,7 +88,29 @@ Schedule = Annotated[
 ]
 
 
+class GroupConfig(Section):
+    match: str
+    """A regular expression. The group is the weights in whose names it is found and that no group before has."""
+
+    lr_ratio: float = Field(default=1.0, gt=0)
+    """Their learning rate, as a multiple of what it would be."""
+
+    weight_decay: float | None = Field(default=None, ge=0)
+    """Their weight decay, also that of norms, biases and embeddings. Null: what it would be."""
+
+    @model_validator(mode="after")
+    def _expression(self) -> Self:
+        try:
+            re.compile(self.match)
+        except re.error as error:
+            raise ValueError(f"match: {self.match!r} is not a regular expression ({error}): correct it") from error
+        return self
+
+
 class OptimConfig(Section):
+    optimizer: OptimizerChoice = Field(default_factory=AdamWOptimizer)
+    """What moves the weights."""
+
     lr: float = Field(default=5e-5, gt=0)
     """Peak learning rate."""
 
@@ -94,13 +118,20 @@ class OptimConfig(Section):
     """Decoupled weight decay; norms, biases and embeddings are left out."""
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """AdamW's first decay rate."""
+    """First decay rate of AdamW, also of muon's."""
 
     beta2: float = Field(default=0.999, ge=0, lt=1)
-    """AdamW's second decay rate."""
+    """Second decay rate of AdamW, also of muon's."""
 
     eps: float = Field(default=1e-8, gt=0)
-    """AdamW's epsilon."""
+    """Epsilon of AdamW, also of muon's."""
+
+    stochastic_rounding: bool = False
+    """With `parallel.precision: bf16_pure`: round updated weights up or down by chance, so that small updates are not
+    lost. The chance is keyed by seed, step, weight and place."""
+
+    groups: list[GroupConfig] = Field(default_factory=list)
+    """Weights with a learning rate or decay of their own."""
 
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Clip the global norm of the gradient to this. Null: no clipping."""
@@ -121,6 +152,20 @@ class OptimConfig(Section):
     max_skipped: int = Field(default=10, ge=1)
     """Updates with a loss or gradient norm that is not finite are skipped on all ranks; this many in a row stop the
     run."""
+
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        kind = self.optimizer.type
+        for name in UNUSED.get(kind, ()):
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            # By its value and not by who wrote it: the config.yaml of a run has every field.
+            if value != default:
+                own = f"; {kind}'s own is optim.optimizer.{name}" if hasattr(self.optimizer, name) else ""
+                raise ValueError(
+                    f"optim.{name}={value:g}: means nothing to optim.optimizer.type={kind}: leave it out, or set it back "
+                    f"to {default:g}{own}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _one_rise(self) -> Self:

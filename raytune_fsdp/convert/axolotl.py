@@ -8,6 +8,7 @@ from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.axolotl_adapters import method_options, prepare_method
 from raytune_fsdp.convert.axolotl_data import data_options, prepare_data
 from raytune_fsdp.convert.axolotl_left import left_options, machine_options
+from raytune_fsdp.convert.optimizers import optimizer
 from raytune_fsdp.convert.rules import (
     Crossing,
     Project,
@@ -31,7 +32,7 @@ from raytune_fsdp.convert.rules import (
 from raytune_fsdp.convert.runs import cadence, global_batch, length, run_directory
 from raytune_fsdp.convert.schedules import schedule, warmup
 from raytune_fsdp.convert.sharding import activation_checkpointing, sharded
-from raytune_fsdp.convert.training import noise, optim_options, optimizer, say_precision, shared_options
+from raytune_fsdp.convert.training import noise, optim_options, say_precision, shared_options
 
 _ATTENTION_SWITCHES = {
     "flash_attention": "flash_attention_2",
@@ -207,7 +208,9 @@ def _options() -> tuple[TheirOption, ...]:
         told("sample_packing", "`data.packing: best_fit` (off: `none`)"),
         told("micro_batch_size batch_size", "`train.micro_batch`, `train.global_batch`"),
         told("num_epochs", "`train.epochs`"),
-        ask("optimizer", "same, if it is an AdamW; else refused", optimizer),
+        ask(
+            "optimizer", "`optim.optimizer`: AdamW, also in 8 bits, Adafactor, Lion, SGD; others are refused", optimizer
+        ),
         told("lr_scheduler cosine_min_lr_ratio", "`optim.schedule`"),
         told("bfloat16 float16 float32", "`parallel.precision`"),
         told("activation_offloading", "`parallel.activation_offload`"),
@@ -257,8 +260,8 @@ def _refused_options() -> tuple[TheirOption, ...]:
             "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps",
             "no schedule of ours has this",
         ),
-        refuse("embedding_lr embedding_lr_scale lr_groups", "all weights have one learning rate"),
-        refuse("adam_beta3 adam_epsilon2 torchdistx_path", "of optimizers other than AdamW, which are not here"),
+        refuse("embedding_lr embedding_lr_scale lr_groups", "set rates by pattern in `optim.groups`"),
+        refuse("adam_beta3 adam_epsilon2 torchdistx_path", "of optimizers that are not here"),
         ask("noisy_embedding_alpha", "`train.neftune_noise_alpha`", noise),
         refuse("early_stopping_patience", "a run ends after its steps or epochs"),
         refuse("dataset_exact_deduplication", "rows are not compared: leave doubles out of the files"),
@@ -287,7 +290,7 @@ def _refused_options() -> tuple[TheirOption, ...]:
             "dion_lr dion_momentum dion_rank_fraction dion_rank_multiple_of qgalore_rank qgalore_update_proj_gap "
             "qgalore_scale qgalore_proj_type qgalore_proj_quant qgalore_proj_bits qgalore_proj_group_size "
             "qgalore_cos_threshold qgalore_gamma_proj qgalore_queue_size",
-            "means nothing to AdamW; other optimizers are refused",
+            "means nothing to AdamW; optimizers to which it does are refused",
         ),
         refuse("processor_type", "text only"),
         refuse("test_split_size dataset_shard_num dataset_shard_idx skip_prepare_dataset", "use `rows` of a dataset"),

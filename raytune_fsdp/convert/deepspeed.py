@@ -80,7 +80,7 @@ def _optimizer(c: Crossing, key: str) -> None:
     if c.get(key, text, "").lower() in ("adamw", "auto"):
         c.say(key, "same", "AdamW")
     else:
-        c.say(key, "refused", "the optimizer here is AdamW", "deepspeed.optimizer")
+        c.say(key, "refused", "name it outside of deepspeed (optim, or optimizer)", "deepspeed.optimizer")
 
 
 def _half(c: Crossing, key: str) -> None:
@@ -116,7 +116,7 @@ def deepspeed_options() -> tuple[TheirOption, ...]:
         ),
         leave(_deep("zero_optimization zero_optimization.*"), "how ZeRO moves weights; FSDP has its own ways"),
         ask(_deep("gradient_clipping"), "`optim.max_grad_norm`", _clipping),
-        ask(_deep("optimizer.type"), "same, if it is AdamW; else refused", _optimizer),
+        ask(_deep("optimizer.type"), "same, if it is AdamW; others are named outside of deepspeed", _optimizer),
         refuse(
             _deep("optimizer.params.* optimizer.params"),
             "set it outside of deepspeed, by its name there (learning_rate, weight_decay, adam_beta1, …)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.deepspeed import deepspeed_options
+from raytune_fsdp.convert.optimizers import adamw_options, optimizer
 from raytune_fsdp.convert.rules import (
     Crossing,
     TheirOption,
@@ -24,38 +25,6 @@ from raytune_fsdp.convert.rules import (
 from raytune_fsdp.convert.runs import attention, cadence, global_batch, in_steps, length, run_directory
 from raytune_fsdp.convert.schedules import AHEAD, schedule, warmup
 from raytune_fsdp.convert.sharding import activation_checkpointing, fsdp, fsdp_options
-
-_ADAMW = [
-    "adamw_torch",
-    "adamw_torch_fused",
-    "adamw_torch_xla",
-    "adamw_torch_npu_fused",
-    "adamw_apex_fused",
-    "adamw_hf",
-    "adamw_anyprecision",
-    "paged_adamw",
-    "paged_adamw_32bit",
-]
-_ROUNDED_ADAMW = [
-    "adamw_8bit",
-    "adamw_bnb_8bit",
-    "paged_adamw_8bit",
-    "adamw_torch_8bit",
-    "adamw_torch_4bit",
-    "ao_adamw_4bit",
-    "ao_adamw_8bit",
-    "ao_adamw_fp8",
-]
-
-
-def optimizer(c: Crossing, key: str) -> None:
-    name = c.get(key, text, "")
-    if name in _ADAMW:
-        c.say(key, "same", "AdamW")
-    elif name in _ROUNDED_ADAMW:
-        c.say(key, "same", "AdamW; here its moments are not rounded, and take more memory")
-    else:
-        c.say(key, "refused", "the optimizer here is AdamW")
 
 
 def precision(c: Crossing, *, default: str) -> str:
@@ -215,9 +184,7 @@ def optim_options() -> tuple[TheirOption, ...]:
     return (
         carry("learning_rate", "optim.lr", number),
         carry("weight_decay", "optim.weight_decay", number, "here it leaves out embeddings, not only norms and biases"),
-        carry("adam_beta1", "optim.beta1", number),
-        carry("adam_beta2", "optim.beta2", number),
-        carry("adam_epsilon", "optim.eps", number),
+        *adamw_options(),
         ask("max_grad_norm", "`optim.max_grad_norm` (0: null)", _clip),
         told("warmup_steps", f"`optim.warmup_steps`: {AHEAD}"),
         told("warmup_ratio", f"`optim.warmup_ratio`: {AHEAD}"),
@@ -228,8 +195,11 @@ def optim_options() -> tuple[TheirOption, ...]:
             "lr_scheduler_kwargs.warmup_type",
             "`optim.schedule`: its `floor` and `decay`",
         ),
-        refuse("optim_args", "AdamW has no other arguments here than `optim`"),
-        refuse("optim_target_modules", "one optimizer trains all weights"),
+        refuse("optim_args", "set what you need of them in `optim.optimizer`"),
+        refuse(
+            "optim_target_modules",
+            "no optimizer here projects gradients of some modules; for rates by pattern see `optim.groups`",
+        ),
         ask("neftune_noise_alpha", "`train.neftune_noise_alpha`", noise),
         refuse(
             "auto_find_batch_size",
@@ -289,7 +259,7 @@ def training_options() -> tuple[TheirOption, ...]:
         told("per_device_train_batch_size", "`train.micro_batch`, `train.global_batch`"),
         told("num_train_epochs", "`train.epochs`"),
         told("lr_scheduler_type", "`optim.schedule`"),
-        ask("optim", "same, if it is an AdamW; else refused", optimizer),
+        ask("optim", "`optim.optimizer`: AdamW, also in 8 bits, Adafactor, Lion, SGD; others are refused", optimizer),
         *optim_options(),
         *shared_options(),
         ask("label_smoothing_factor", "`train.label_smoothing`, in training only", _smoothing),

@@ -40,6 +40,7 @@ from raytune_fsdp.model.network import (
 )
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.model.routers import check_routers
+from raytune_fsdp.optim import check_groups
 from raytune_fsdp.parallel import describe, is_wrapped, units_of
 from raytune_fsdp.plan import layout_of
 from raytune_fsdp.run.added_tokens import add_tokens
@@ -244,6 +245,7 @@ def check_lengths(config: FinetuneConfig, network: PreTrainedModel) -> None:
 def _check_network(config: FinetuneConfig, network: PreTrainedModel, world: int) -> None:
     """Refuse what this architecture cannot do, and say what may not be meant."""
     warn_of_method(config)
+    check_groups(network, config.optim)
     if is_adapted(network) and (experts := left_out(network)):
         logger.warning("the experts get no adapter: name their weights in method.target_parameters (%s)", experts)
     check_lengths(config, network)

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, newest
 from raytune_fsdp.checkpoint.state import RunState, read_state
-from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config import FinetuneConfig, OptimConfig
 from raytune_fsdp.config.recorded import recorded
 from raytune_fsdp.config.text import parse, problem_line, spelled
 from raytune_fsdp.data.identity import files_by_key
@@ -43,7 +43,7 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
         for key, value in hf_config.to_diff_dict().items()
         if key not in ("transformers_version", "_name_or_path", "dtype", "use_cache")
     }
-    optim = named("optim", config.optim, exclude=("schedule_steps", "max_skipped"))
+    optim = named("optim", _by_its_meaning(config), exclude=("schedule_steps", "max_skipped"))
     added = [token.model_dump() for token in config.model.add_tokens]
     identity = {
         **architecture,
@@ -60,6 +60,14 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
     # As a checkpoint will return it, and without what may not be in one.
     normal: dict[str, Any] = redact_shapes(json.loads(json.dumps(identity, default=str)))
     return normal
+
+
+def _by_its_meaning(config: FinetuneConfig) -> OptimConfig:
+    """Moments in fp32 beside weights in fp32 are the same run, whichever way that is written."""
+    chosen, wide = config.optim.optimizer, config.parallel.precision in ("bf16", "fp16", "fp32")
+    if not (chosen.type == "adamw" and chosen.moments == "fp32" and wide):
+        return config.optim
+    return config.optim.model_copy(update={"optimizer": chosen.model_copy(update={"moments": "as_weights"})})
 
 
 def _data_key(key: str) -> str:

@@ -89,6 +89,23 @@ def test_a_step_asks_the_device_for_nothing(tmp_path: Path, make: Callable[[], d
     assert run_ranks(watched, world, config.model_dump(), False) == [[]] * world
 
 
+def watched_all(many: list[Mapping[str, Any]]) -> list[list[str]]:
+    return [watched(values, False) for values in many]
+
+
+def test_no_optimizer_asks_the_device_for_anything(tmp_path: Path) -> None:
+    chosen: dict[str, dict[str, Any]] = {
+        "8bit": {"optimizer": {"type": "adamw", "moments": "8bit"}},
+        "bf16": {"optimizer": {"type": "adamw", "moments": "bf16"}, "stochastic_rounding": True},
+        **{kind: {"optimizer": {"type": kind}} for kind in ("sgd", "lion", "muon", "adafactor")},
+    }
+    configs = [
+        make_config(tmp_path, GPT2, run={"name": name}, parallel={"precision": "bf16_pure"}, optim=optim)
+        for name, optim in chosen.items()
+    ]
+    assert run_ranks(watched_all, 2, [config.model_dump() for config in configs]) == [[[]] * len(chosen)] * 2
+
+
 def test_one_that_asks_is_found(tmp_path: Path) -> None:
     (found,) = run_ranks(watched, 1, make_config(tmp_path, GPT2).model_dump(), True)
     assert "aten._local_scalar_dense.default" in found

@@ -29,7 +29,7 @@ from raytune_fsdp.plan import resolve
 EXAMPLES = sorted((Path(__file__).parent / "convert").glob("*.yaml"))
 DROPS = {
     "axolotl-qlora": ["adapter", "load_in_4bit"],
-    "trl-lora": ["load_in_4bit", "optim", "packing_strategy"],
+    "trl-lora": ["load_in_4bit", "packing_strategy"],
     "llama-factory-lora": ["template"],
 }
 FATES = {"carried", "same", "left", "refused"}
@@ -156,7 +156,10 @@ MEANINGS: list[tuple[str, dict[str, Any], Expected]] = [
     ("axolotl", {"warmup_steps": 20}, ("optim.warmup_steps", 20)),
     ("axolotl", {"max_steps": 10_000}, ("optim.warmup_steps", 100)),
     ("axolotl", {"optimizer": "adamw_torch_fused"}, "same"),
-    ("axolotl", {"optimizer": "adamw_bnb_8bit"}, "same"),
+    ("axolotl", {"optimizer": "adamw_bnb_8bit"}, ("optim.optimizer", {"type": "adamw", "moments": "8bit"})),
+    ("axolotl", {"adam_beta2": 0.98, "optimizer": "lion_8bit"}, ("optim.optimizer.beta2", 0.98)),
+    ("axolotl", {"adam_beta2": 0.98, "optimizer": "lion_8bit"}, "same"),
+    ("axolotl", {"adam_epsilon": 1e-6, "optimizer": "lion_8bit"}, "left"),
     ("axolotl", {"optimizer": "muon"}, "refused"),
     ("axolotl", {"adam_beta2": 0.95}, ("optim.beta2", 0.95)),
     ("axolotl", {"max_grad_norm": 0.3}, ("optim.max_grad_norm", 0.3)),
@@ -244,7 +247,12 @@ MEANINGS: list[tuple[str, dict[str, Any], Expected]] = [
     ("trl", {"neftune_noise_alpha": None}, "same"),
     ("trl", {"loss_type": "dft"}, "refused"),
     ("trl", {"optim": "paged_adamw_32bit"}, "same"),
-    ("trl", {"optim": "lion_32bit"}, "refused"),
+    ("trl", {"optim": "lion_32bit"}, ("optim.optimizer", {"type": "lion", "beta1": 0.9, "beta2": 0.999})),
+    ("trl", {"optim": "adafactor"}, ("optim.optimizer.type", "adafactor")),
+    ("trl", {"adam_beta1": 0.8, "optim": "adafactor"}, "left"),
+    ("trl", {"optim": "sgd"}, ("optim.optimizer", {"type": "sgd", "momentum": 0.0})),
+    ("trl", {"optim": "ao_adamw_4bit"}, "carried"),
+    ("trl", {"optim": "apollo_adamw"}, "refused"),
     ("trl", {"use_peft": False}, "same"),
     ("trl", {"average_tokens_across_devices": True}, "same"),
     ("trl", {"average_tokens_across_devices": False}, "refused"),

@@ -1,0 +1,62 @@
+"""Optimizers, by the names that transformers has for them."""
+
+from __future__ import annotations
+
+from raytune_fsdp.convert.rules import Crossing, TheirOption, ask, number, text
+
+_FIELD = "optim.optimizer"
+_ADAMW = (
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_torch_xla",
+    "adamw_torch_npu_fused",
+    "adamw_apex_fused",
+    "adamw_hf",
+    "adamw_anyprecision",
+    "paged_adamw",
+    "paged_adamw_32bit",
+)
+_EIGHT_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit")
+_FEWER_BITS = ("adamw_torch_4bit", "ao_adamw_4bit", "ao_adamw_fp8")
+_LION = ("lion", "lion_32bit", "paged_lion", "paged_lion_32bit")
+_LION_8BIT = ("lion_8bit", "paged_lion_8bit")
+_OF_ADAMW = {"adam_beta1": "optim.beta1", "adam_beta2": "optim.beta2", "adam_epsilon": "optim.eps"}
+
+
+def optimizer(c: Crossing, key: str) -> None:
+    name = c.get(key, text, "")
+    if name in _ADAMW:
+        c.say(key, "same", "AdamW")
+    elif name in _EIGHT_BITS + _FEWER_BITS:
+        blocks = "blocks of 256 within a row, rounded stochastically"
+        note = blocks if name in _EIGHT_BITS else f"here in 8 bits: {blocks}"
+        c.carry(key, _FIELD, {"type": "adamw", "moments": "8bit"}, note)
+    elif name == "adafactor":
+        c.carry(key, _FIELD, {"type": "adafactor"})
+    elif name in _LION + _LION_8BIT:
+        betas = {"beta1": c.get("adam_beta1", number, 0.9), "beta2": c.get("adam_beta2", number, 0.999)}
+        c.carry(key, _FIELD, {"type": "lion", **betas}, "" if name in _LION else "here its moment is not rounded")
+    elif name == "sgd":
+        c.carry(key, _FIELD, {"type": "sgd", "momentum": 0.0})
+    elif "muon" in name:
+        c.say(
+            key, "refused", "its steps are of other sizes there: set optim.optimizer.type=muon and choose optim.lr anew"
+        )
+    else:
+        c.say(key, "refused", "the optimizers here are adamw, adafactor, sgd, muon and lion: see optim.optimizer")
+
+
+def _of_adamw(c: Crossing, key: str) -> None:
+    """Others than AdamW refuse its fields."""
+    name = c.get(c.first("optim", "optimizer"), text, "")
+    if name in _LION + _LION_8BIT and key != "adam_epsilon":
+        c.say(key, "same", f"in {_FIELD}")
+    elif name in (*_LION, *_LION_8BIT, "adafactor", "sgd"):
+        c.say(key, "left", f"means nothing to {name}, there as here")
+    else:
+        c.carry(key, _OF_ADAMW[key], c.get(key, number, 0.0))
+
+
+def adamw_options() -> tuple[TheirOption, ...]:
+    """What only some optimizers know."""
+    return tuple(ask(name, f"`{field}`; in `{_FIELD}` with Lion", _of_adamw) for name, field in _OF_ADAMW.items())

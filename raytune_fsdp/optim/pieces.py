@@ -1,0 +1,125 @@
+"""This rank's pieces of sharded tensors: which rows they are, and tensors that are split in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+_NUMBERS_AT_ONCE = 1 << 22
+"""An update that is written out has up to ten intermediate results: of so many numbers they take 160 MiB in fp32."""
+
+
+def at(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """A number where weights and gradients are, or back. With parallel.cpu_offload that is another place, and the host
+    waits; otherwise nothing is done."""
+    return tensor if tensor.device == device else tensor.to(device)
+
+
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """This rank's shard of every gradient, as plain tensors that share memory with it."""
+    return [local_piece(p.grad) for p in parameters if p.grad is not None]
+
+
+def local_piece(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, without a copy."""
+    with torch.no_grad():  # without gradients to_local looks it up; with them it is an operation of autograd
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How the rows of a tensor are spread: over the shards of a mesh, alike in each of its replicas."""
+
+    mesh: DeviceMesh | None = None
+    axis: int = 0
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Split:
+        if not isinstance(tensor, DTensor):
+            return cls()
+        axis = next(i for i, placement in enumerate(tensor.placements) if isinstance(placement, Shard))
+        assert tensor.placements[axis] == Shard(0), "fully_shard splits by rows"
+        return cls(tensor.device_mesh, axis)
+
+    @property
+    def shards(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size(self.axis)
+
+    @property
+    def shard(self) -> int:
+        return 0 if self.mesh is None else self.mesh.get_local_rank(self.axis)
+
+    @property
+    def replicas(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size() // self.shards
+
+    @property
+    def replica(self) -> int:
+        return 0 if self.replicas == 1 or self.mesh is None else self.mesh.get_local_rank(1 - self.axis)
+
+    @property
+    def over_shards(self) -> dist.ProcessGroup | None:
+        """The ranks that have one whole tensor between them. None: this one has it alone."""
+        return None if self.mesh is None or self.shards == 1 else self.mesh.get_group(self.axis)
+
+    @property
+    def over_replicas(self) -> dist.ProcessGroup | None:
+        """The ranks that have the same rows. None: there are no others."""
+        return None if self.mesh is None or self.replicas == 1 else self.mesh.get_group(1 - self.axis)
+
+    def rows_of(self, rows: int, shard: int) -> tuple[int, int]:
+        """The rows [start, stop) that a shard has: ceil(rows / shards), the last ones fewer or none, as fully_shard."""
+        chunk = -(-rows // self.shards)
+        return min(rows, chunk * shard), min(rows, chunk * (shard + 1))
+
+
+def split_like(parameter: torch.Tensor, *columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros of the shape [rows of the parameter, *columns], split as the parameter is."""
+    local = local_piece(parameter)
+    zeros = torch.zeros((local.shape[0], *columns), dtype=dtype, device=local.device)
+    if not isinstance(parameter, DTensor):
+        return zeros
+    whole = torch.Size((parameter.shape[0], *columns))
+    stride = torch.empty(whole, device="meta").stride()
+    return DTensor.from_local(
+        zeros, parameter.device_mesh, parameter.placements, run_check=False, shape=whole, stride=stride
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some rows of a parameter on this rank, to work on at once."""
+
+    start: int
+    stop: int
+    """Among this rank's."""
+    first: int
+    """The place of `start` in the whole parameter."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """These rows of the parameter, or of what is split like it, as a matrix that shares memory with it."""
+        local = local_piece(tensor)
+        if not local.ndim:
+            return local.view(1, 1)
+        return local[self.start : self.stop].view(self.stop - self.start, columns_of(local))
+
+
+def columns_of(tensor: torch.Tensor) -> int:
+    """How many numbers a row has."""
+    return tensor.shape[1:].numel()
+
+
+def in_parts(parameter: torch.Tensor, largest: int = _NUMBERS_AT_ONCE) -> Iterator[Rows]:
+    """This rank's rows of a parameter, some at a time."""
+    local = local_piece(parameter)
+    rows, split = local.shape[0] if local.ndim else 1, Split.of(parameter)
+    first = split.rows_of(parameter.shape[0], split.shard)[0] if parameter.ndim else 0
+    at_once = max(1, largest // max(1, columns_of(local)))
+    for start in range(0, rows, at_once):
+        yield Rows(start, min(rows, start + at_once), first + start)
