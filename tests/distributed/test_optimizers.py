@@ -179,8 +179,8 @@ BOUNDS = {
     "muon": (1e-10, 1e-10),
     "lion": (1e-8, 1e-6),
 }
-"""Relative, of losses and gradient norms. Where sums over ranks differ in their last bit, a bf16 weight may be rounded the
-other way: those runs are held to be near each other only."""
+"""Relative, of losses and gradient norms. Where sums over ranks differ in their last bit, a bf16 weight may be
+rounded the other way: those runs are held to be near each other only."""
 
 
 def run_of(directory: Path, kind: str, name: str) -> FinetuneConfig:
