@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from raytune_fsdp.config import FinetuneConfig, OptimConfig
-from tests.checkpoints import checkpoints, tensors_in
+from tests.checkpoints import checkpoints, tensors_in, types_in
 from tests.models import build
 from tests.ranks import run_ranks
 from tests.runs import GPT2, LLAMA, largest_difference, make_config, train_rank
@@ -163,18 +163,24 @@ def test_what_is_kept_is_what_was_asked_for(alone: Any) -> None:
 # ---- runs ----
 
 RUNS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
-    "8bit": (LLAMA, "fp32", {"optimizer": {"type": "adamw", "moments": "8bit"}}),
+    "8bit": ({**LLAMA, "intermediate_size": 128}, "fp32", {"optimizer": {"type": "adamw", "moments": "8bit"}}),
     "rounded": (
         LLAMA, "bf16_pure", {"optimizer": {"type": "adamw", "moments": "bf16"}, "stochastic_rounding": True},
     ),
     "adafactor": (GPT2, "fp64", {"optimizer": {"type": "adafactor"}}),
     "sgd": (GPT2, "fp64", {"optimizer": {"type": "sgd"}, "lr": 0.05}),
     "muon": (GPT2, "fp64", {"optimizer": {"type": "muon"}, "groups": [{"match": "wte", "lr_ratio": 0.5}]}),
-    "lion": (LLAMA, "fp64", {"optimizer": {"type": "lion"}, "lr": 1e-4}),
+    "lion": (LLAMA, "fp64", {"optimizer": {"type": "lion"}, "lr": 1e-3}),
 }  # fmt: skip
-BOUNDS = {"adafactor": (1e-10, 1e-10), "sgd": (1e-10, 1e-10), "muon": (1e-10, 1e-10), "lion": (1e-8, 1e-6)}
-"""Relative, of losses and gradient norms. What is rounded to 8 or 16 bits is rounded another way where the sum over
-ranks differs in its last bit: those runs are held to be near each other only."""
+BOUNDS = {
+    "8bit": (1e-5, 1e-4),
+    "adafactor": (1e-10, 1e-10),
+    "sgd": (1e-10, 1e-10),
+    "muon": (1e-10, 1e-10),
+    "lion": (1e-8, 1e-6),
+}
+"""Relative, of losses and gradient norms. Where sums over ranks differ in their last bit, a bf16 weight may be
+rounded the other way: those runs are held to be near each other only."""
 
 
 def run_of(directory: Path, kind: str, name: str) -> FinetuneConfig:
@@ -190,10 +196,14 @@ def train_all(many: Sequence[Mapping[str, Any]], stop_after: int | None = None) 
         train_rank(values, stop_after)
 
 
+def run_dir(config: FinetuneConfig) -> Path:
+    return Path(config.run.storage) / config.run.name
+
+
 def lines(config: FinetuneConfig) -> list[dict[str, Any]]:
     from raytune_fsdp.tracking.jsonl import read_trajectory
 
-    return read_trajectory(Path(config.run.storage) / config.run.name / "metrics.jsonl")
+    return read_trajectory(run_dir(config) / "metrics.jsonl")
 
 
 def test_runs_agree_and_continue(tmp_path: Path) -> None:
@@ -212,15 +222,17 @@ def test_runs_agree_and_continue(tmp_path: Path) -> None:
         rows = {name: lines(configs[name][kind]) for name in configs}
         assert rows["stop"] == rows["two"], f"{kind}: a run that was stopped goes on as if it had not been"
         for name in ("fewer", "two"):
-            for key, bound in zip(("loss", "grad_norm"), BOUNDS.get(kind, (0.02, 0.2)), strict=True):
+            for key, bound in zip(("loss", "grad_norm"), BOUNDS.get(kind, (1e-3, 1e-2)), strict=True):
                 assert largest_difference(rows["alone"], rows[name], key) < bound, (kind, name, key)
         ends = [_hash(configs[name][kind]) for name in ("two", "stop")]
         assert ends[0] == ends[1], f"{kind}: weights and state"
         assert rows["alone"][-1]["loss"] < rows["alone"][0]["loss"], kind
+    kept = types_in(checkpoints(run_dir(configs["fewer"]["8bit"]))[-1], "optim.model.layers.0.mlp.up_proj.weight.exp")
+    assert sorted(kept.values(), key=str) == [torch.float32] * 2 + [torch.uint8] * 2, "what was resumed was quantized"
 
 
 def _hash(config: FinetuneConfig) -> str:
-    found = tensors_in(checkpoints(Path(config.run.storage) / config.run.name)[-1])
+    found = tensors_in(checkpoints(run_dir(config))[-1])
     digest = hashlib.sha256()
     for name in sorted(found):
         digest.update(name.encode() + found[name].flatten().view(torch.uint8).numpy().tobytes())
