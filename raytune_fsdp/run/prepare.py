@@ -18,6 +18,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from raytune_fsdp.checkpoint.state import RunState, check_size
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.method import QloraMethod
 from raytune_fsdp.data.census import Builder, build_here, census
 from raytune_fsdp.data.open_data import open_data
 from raytune_fsdp.data.rows.templates import load_template
@@ -25,7 +26,7 @@ from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ConfigError, ModelError, RaytuneError, first_line, is_panic
 from raytune_fsdp.evaluate import encode_prompt
-from raytune_fsdp.model.adapters import is_adapted, left_out
+from raytune_fsdp.model.adapters import frozen_experts, is_adapted, left_out
 from raytune_fsdp.model.attention import positions_of, takes_position_ids
 from raytune_fsdp.model.bounds import MOST_TOKENS, check_tokenizer_files
 from raytune_fsdp.model.files import locate
@@ -242,6 +243,12 @@ def _check_network(config: FinetuneConfig, network: PreTrainedModel, world: int)
     warn_of_method(config)
     if is_adapted(network) and (experts := left_out(network)):
         logger.warning("the experts get no adapter: name their weights in method.target_parameters (%s)", experts)
+    if isinstance(config.method, QloraMethod) and (stacked := frozen_experts(network)):
+        share = stacked.total() / sum(p.numel() for p in network.parameters() if not p.requires_grad)
+        logger.warning(
+            "method.type=qlora: the experts are not quantized (%s), which are %.0f %% of the frozen weights",
+            ", ".join(sorted(stacked)), 100 * share,
+        )  # fmt: skip
     check_lengths(config, network)
     if config.parallel.activation_checkpointing != "none" and not network.supports_gradient_checkpointing:
         raise ConfigError(
