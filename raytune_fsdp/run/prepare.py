@@ -39,6 +39,7 @@ from raytune_fsdp.model.network import (
     init_buffers,
     load_architecture,
 )
+from raytune_fsdp.model.quantized import check_torch
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.parallel import describe, is_wrapped, units_of
 from raytune_fsdp.run.added_tokens import add_tokens
@@ -238,17 +239,24 @@ def check_lengths(config: FinetuneConfig, network: PreTrainedModel) -> None:
         )
 
 
-def _check_network(config: FinetuneConfig, network: PreTrainedModel, world: int) -> None:
-    """Refuse what this architecture cannot do, and say what may not be meant."""
-    warn_of_method(config)
-    if is_adapted(network) and (experts := left_out(network)):
-        logger.warning("the experts get no adapter: name their weights in method.target_parameters (%s)", experts)
-    if isinstance(config.method, QloraMethod) and (stacked := frozen_experts(network)):
+def _warn_of_experts(network: PreTrainedModel) -> None:
+    """Say which weights qlora leaves as they are."""
+    if stacked := frozen_experts(network):
         share = stacked.total() / sum(p.numel() for p in network.parameters() if not p.requires_grad)
         logger.warning(
             "method.type=qlora: the experts are not quantized (%s), which are %.0f %% of the frozen weights",
             ", ".join(sorted(stacked)), 100 * share,
         )  # fmt: skip
+
+
+def _check_network(config: FinetuneConfig, network: PreTrainedModel, world: int) -> None:
+    """Refuse what this architecture cannot do, and say what may not be meant."""
+    warn_of_method(config)
+    if is_adapted(network) and (experts := left_out(network)):
+        logger.warning("the experts get no adapter: name their weights in method.target_parameters (%s)", experts)
+    if isinstance(config.method, QloraMethod):
+        check_torch()
+        _warn_of_experts(network)
     check_lengths(config, network)
     if config.parallel.activation_checkpointing != "none" and not network.supports_gradient_checkpointing:
         raise ConfigError(

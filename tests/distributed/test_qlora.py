@@ -25,6 +25,9 @@ from tests.ranks import run_ranks
 from tests.runs import largest_difference, trajectory
 
 pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="FSDP takes no bytes there: tests/unit/test_adapters"
+)
 
 CPU = torch.device("cpu")
 QLORA: dict[str, Any] = {"type": "qlora", "rank": 4, "alpha": 8, "dropout": 0.1}
