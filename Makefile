@@ -28,7 +28,7 @@ same: $(VENV)/.installed-dev  ## two trees, the same trajectories: make same BAS
 test-all: $(VENV)/.installed-dev  ## every test
 	$(BIN)/python -m pytest $(PARALLEL) --durations=15
 
-oldest: $(OLDEST)/.installed  ## unit and distributed tests on the oldest torch and transformers, without Ray and the extras
+oldest: $(OLDEST)/.installed  ## unit and distributed tests on the oldest torch and transformers, without Ray and most extras
 	$(OLDEST)/bin/python -m pytest -m "not slow" tests/unit tests/distributed
 
 compat: $(VENV)/.installed-dev $(COMPAT)/.installed  ## exports as transformers 4.57 reads them

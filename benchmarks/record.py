@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "accelerate", "datasets", "mlflow", "pyarrow", "ray", "tokenizers", "trl")
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "mlflow", "pyarrow", "peft", "ray", "tokenizers", "trl")
 
 
 def installed(package: str) -> str | None:

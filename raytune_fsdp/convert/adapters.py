@@ -1,9 +1,9 @@
-"""LoRA, as other projects say it."""
+"""LoRA, as other projects say it, and what of the base they quantize."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from raytune_fsdp.config.method import ALL_LINEAR
 from raytune_fsdp.convert.rules import Crossing, WrongValueError, flag, number, text, whole, words
@@ -32,10 +32,58 @@ class Lora:
     all_by_default: bool = False
 
 
-def carry_lora(c: Crossing, lora: Lora) -> None:
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """The option that asks for a quantized base, and its type here."""
+
+    key: str
+    kind: Literal["nf4", "int8"]
+
+
+# Both are close to those of bitsandbytes. What its 8 bits do to what goes into a layer is done nowhere here.
+_NOT_BIT_EQUAL = {
+    "nf4": "there the scales of scales span rows, here each row has its own: numbers differ slightly",
+    "int8": "only weights are rounded, with a scale for 64 numbers; there (LLM.int8) the input of a layer is rounded, "
+    "too, but for its outliers",
+}
+_NESTED = "scales are a byte each"
+_NOT_NESTED = f"there scales are fp32, here {_NESTED}"
+
+
+def base_of_flags(c: Crossing, *, beside_adapters: bool, way_out: str) -> Quantized | None:
+    """What load_in_4bit and load_in_8bit ask for."""
+    asked = [key for key in ("load_in_4bit", "load_in_8bit") if c.get(key, flag, False)]
+    for key in asked:
+        if not beside_adapters:
+            c.say(key, "refused", f"weights are quantized only beside adapters: {way_out}")
+        elif len(asked) > 1:
+            c.say(key, "refused", "4 bits and 8 are asked for: drop one of the two")
+    for key in {"load_in_4bit", "load_in_8bit"}.difference(asked):
+        c.say(key, "same", "off")
+    if not asked or not beside_adapters:
+        return None
+    return Quantized(asked[0], "nf4" if asked[0] == "load_in_4bit" else "int8")
+
+
+def details_of_nf4(c: Crossing, *, type_: str, nested: str, nested_by_default: bool) -> None:
+    """What is told about a base of 4 bits: its type, and whether the scales are quantized, too."""
+    kind, doubled = c.get(type_, text, "nf4"), c.get(nested, flag, nested_by_default)
+    if kind == "nf4":
+        c.carry(type_, "method.quantization", kind)
+    else:
+        c.say(type_, "refused", "weights of 4 bits are nf4 here, as they are there without this option")
+    c.say(nested, "same" if doubled else "carried", _NESTED if doubled else _NOT_NESTED)
+    if not doubled and nested not in c.given:
+        c.tell_default("method.quantization", "nf4", f"without {nested}, the default, {_NOT_NESTED}")
+
+
+def carry_lora(c: Crossing, lora: Lora, quantized: Quantized | None = None) -> None:
     """Turn a project's adapters into ours."""
-    c.put("method.type", "lora", lora.owner)
-    c.say(lora.owner, "carried", "method.type=lora")
+    kind = "lora" if quantized is None else "qlora"
+    c.put("method.type", kind, lora.owner)
+    c.say(lora.owner, "carried", f"method.type={kind}")
+    if quantized is not None:
+        c.carry(quantized.key, "method.quantization", quantized.kind, _NOT_BIT_EQUAL[quantized.kind])
     rank, alpha, dropout = lora.defaults
     _value(c, lora.rank, "method.rank", c.get(lora.rank, whole, rank))
     found = c.get(lora.rank, whole, rank)

@@ -46,8 +46,7 @@ _OFFLOADING = ("offload", "offload_disk", "unsloth")
 def prepare(c: Crossing) -> None:
     if c.gpus is None and "ray_num_workers" in c.given:
         c.gpus = max(1, c.get("ray_num_workers", whole, 1))
-    if "adapter" in c.given:
-        prepare_method(c)
+    prepare_method(c)
     length(c, "num_epochs", default=1.0)
     _batch(c)
     run_directory(c, "output_dir", default="./model-out")
@@ -110,7 +109,8 @@ def _memory(c: Crossing) -> None:
 
 
 def _precision(c: Crossing) -> None:
-    """bf16 also loads the weights in bf16. FSDP and DeepSpeed make them fp32 again for the optimizer."""
+    """bf16 also loads the weights in bf16. FSDP and DeepSpeed make them fp32 again for the optimizer, and
+    so does PEFT with adapters."""
 
     def on(key: str, default: bool) -> bool:
         return c.get(key, lambda value: plain(value) in ("auto", "full") or flag(value), default)
@@ -119,7 +119,7 @@ def _precision(c: Crossing) -> None:
     bf16 = half or on("bf16", not fp16 and not on("float32", False))
     if fp16 and spelled(c.given.get("bf16")) == "auto":
         bf16 = False
-    found = ("bf16" if sharded(c) else "bf16_pure") if bf16 else "fp16" if fp16 else "fp32"
+    found = ("bf16" if sharded(c) or "method.type" in c.fields else "bf16_pure") if bf16 else "fp16" if fp16 else "fp32"
     note = "weights in bf16, too, as without FSDP and DeepSpeed there" if found == "bf16_pure" else ""
     for key in ("bf16", "bfloat16"):
         c.carry(key, "parallel.precision", found, note)
@@ -202,7 +202,8 @@ def _options() -> tuple[TheirOption, ...]:
             "the model's config says what it is",
         ),
         *method_options(),
-        refuse("load_in_8bit load_in_4bit gptq model_quantization_config", "weights are not quantized"),
+        refuse("gptq", "a base that is stored quantized by GPTQ is not here"),
+        refuse("model_quantization_config", "say it by load_in_4bit or load_in_8bit"),
         leave("model_quantization_config_kwargs", "means nothing without model_quantization_config, which is refused"),
         told("sequence_len", "`data.seq_len`"),
         told("sample_packing", "`data.packing: best_fit` (off: `none`)"),
@@ -276,7 +277,7 @@ def _refused_options() -> tuple[TheirOption, ...]:
         refuse("max_packed_sequence_len", "a sample is as long as sequence_len says"),
         refuse("added_tokens_overrides", "tokens keep their names: add new ones with model.add_tokens"),
         refuse("trainer_cls", "what a trainer of your own does is not known here"),
-        refuse("quantize_moe_experts", "weights are not quantized"),
+        refuse("quantize_moe_experts", "experts stay in 16 bits"),
         refuse(
             "tokenizer_use_mistral_common processor_kwargs cls_model_config",
             "the tokenizer and the network as they are",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raytune_fsdp.config.method import ALL_LINEAR
-from raytune_fsdp.convert.adapters import Lora, carry_lora
+from raytune_fsdp.convert.adapters import Lora, Quantized, base_of_flags, carry_lora
 from raytune_fsdp.convert.rules import Crossing, TheirOption, flag, leave, part, same, text, told, words
 
 _LORA = Lora(
@@ -14,12 +14,19 @@ _LORA = Lora(
 
 
 def prepare_method(c: Crossing) -> None:
-    """What the options of adapters say together."""
+    """What the options of adapters and of their base say together. By axolotl of July 2026 `qlora` alone is 4 bits, and
+    so is `lora` with load_in_4bit."""
     kind = c.get("adapter", text, "")
-    if kind != "lora":
-        way_out = "write adapter: lora for the same adapters beside 16-bit weights" if kind == "qlora" else "lora is"
-        c.say("adapter", "refused", f"{kind} is not here; {way_out}")
+    quantized = base_of_flags(c, beside_adapters=kind in ("lora", "qlora"), way_out="write adapter: qlora in the file")
+    if kind not in ("lora", "qlora"):
+        c.say("adapter", "refused", f"{kind} is not here; lora and qlora are")
         return
+    if kind == "qlora":
+        if "load_in_4bit" in c.given and quantized is None:
+            c.say("adapter", "refused", "load_in_4bit is off: write adapter: lora in the file, or load_in_4bit: true")
+        elif quantized is not None and quantized.kind == "int8":
+            c.say(quantized.key, "refused", "qlora has 4 bits: write adapter: lora for 8")
+        quantized = quantized or Quantized("load_in_4bit", "nf4")
     if c.get("lora_target_linear", flag, False):
         names = c.get("lora_target_modules", words, [])
         if names:
@@ -27,7 +34,7 @@ def prepare_method(c: Crossing) -> None:
         c.carry("lora_target_linear", "method.target_modules", ALL_LINEAR)
     for key in ("lora_r", "lora_alpha"):
         c.refuse_unsaid(key, "adapters need it: write it in the file")
-    carry_lora(c, _LORA)
+    carry_lora(c, _LORA, quantized)
 
 
 def method_options() -> tuple[TheirOption, ...]:
@@ -36,7 +43,8 @@ def method_options() -> tuple[TheirOption, ...]:
         "peft_init_lora_weights peft_trainable_token_indices loftq_config bnb_config_kwargs"
     )
     return (
-        told("adapter", "`method.type: lora`; others refused"),
+        told("adapter", "`method.type: lora` or `qlora`; others refused"),
+        told("load_in_4bit load_in_8bit", "`method.type: qlora`, `method.quantization: nf4` or `int8`; alone refused"),
         told("lora_r lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
         told("lora_target_linear lora_target_modules", "`method.target_modules`"),
         told("lora_target_parameters lora_modules_to_save", "`method.target_parameters`, `modules_to_save`"),

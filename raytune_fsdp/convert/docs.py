@@ -33,7 +33,7 @@ bf16: true
 gradient_checkpointing: true
 deepspeed: deepspeed_configs/zero3_bf16.json
 wandb_project: tome
-load_in_4bit: true
+early_stopping_patience: 3
 """
 
 _INTRO = """\
@@ -69,13 +69,12 @@ Every key of the file gets a line:
 $ cat run.yaml
 <example>$ raytune-fsdp convert run.yaml --gpus 8
 <refused>
-$ raytune-fsdp convert run.yaml --gpus 8 --drop load_in_4bit
+$ raytune-fsdp convert run.yaml --gpus 8 --drop early_stopping_patience
 <converted>
 ```
 
 The result has only what the file says and the defaults that are not ours; [configuration.md](../configuration.md) has
-all fields. LoRA is carried ([methods](../methods.md)); a quantized base is refused, and `adapter: lora` in the place of
-`qlora` gives the same adapters beside 16-bit weights.
+all fields. LoRA is carried, and so is a base of 4 or 8 bits beside it ([methods](../methods.md)).
 
 **Some things differ in any case:**
 
@@ -84,6 +83,8 @@ all fields. LoRA is carried ([methods](../methods.md)); a quantized base is refu
 - The loss of a step is the mean over all of its trained tokens, on all GPUs and in all micro-batches.
 - Weight decay leaves out embeddings, besides norms and biases.
 - The order of the rows, and which of them are held out for evaluation, are drawn differently.
+- A quantized base does not have the bytes of bitsandbytes. NF4 differs slightly; with 8 bits only weights are rounded,
+  while LLM.int8() also rounds what goes into a layer.
 - A function that the other trainer has in Python (a dataset's script, a plugin, a reward) is not looked at.
 
 <contents>
@@ -92,7 +93,7 @@ all fields. LoRA is carried ([methods](../methods.md)); a quantized base is refu
 
 def page() -> str:
     contents = "\n".join(f"- [From {each.title}](#from-{_anchor(each.title)})" for each in PROJECTS.values())
-    refused, converted = _example([]), _example(["load_in_4bit"])
+    refused, converted = _example([]), _example(["early_stopping_patience"])
     intro = _INTRO.replace("<names>", "|".join(PROJECTS)).replace("<example>", EXAMPLE)
     intro = intro.replace("<refused>", refused).replace("<converted>", converted).replace("<contents>", contents)
     return intro + "".join(_section(project) for project in PROJECTS.values())

@@ -6,7 +6,7 @@ from typing import Any
 
 from raytune_fsdp.config.method import ALL_LINEAR
 from raytune_fsdp.config.text import spelled
-from raytune_fsdp.convert.adapters import Lora, carry_lora
+from raytune_fsdp.convert.adapters import Lora, Quantized, carry_lora, details_of_nf4
 from raytune_fsdp.convert.llama_factory_data import prepare_data
 from raytune_fsdp.convert.rules import (
     Crossing,
@@ -53,14 +53,36 @@ def prepare(c: Crossing) -> None:
 
 def _method(c: Crossing) -> None:
     kind = "full" if "finetuning_type" in c.dropping else c.get("finetuning_type", text, "lora")
+    quantized = _base(c, beside_adapters=kind == "lora")
     if kind == "full":
         c.say("finetuning_type", "same", "every weight is trained (method.type=full)")
     elif kind == "lora":
         if "finetuning_type" not in c.given:
             c.tell_default("method.type", "lora", "finetuning_type by default")
-        carry_lora(c, _LORA)
+        carry_lora(c, _LORA, quantized)
     else:
         c.say("finetuning_type", "refused", "adapters are lora here; or write full")
+
+
+def _base(c: Crossing, *, beside_adapters: bool) -> Quantized | None:
+    """A base that is quantized while it is loaded."""
+    bits = c.get("quantization_bit", whole, None)
+    if bits is None:
+        return None
+    if not beside_adapters:
+        c.say("quantization_bit", "refused", "weights are quantized only beside adapters: write finetuning_type: lora")
+        return None
+    if bits not in (4, 8):
+        c.say("quantization_bit", "refused", "weights have 4 bits or 8 here: write one of them")
+        return None
+    if c.get("quantization_method", text, "bnb") in ("bnb", "bitsandbytes"):
+        c.say("quantization_method", "same", "rounded as they are read, without looking at data")
+    else:
+        c.say("quantization_method", "refused", "weights are quantized as with bnb only, the default there")
+    if bits == 4:
+        details_of_nf4(c, type_="quantization_type", nested="double_quantization", nested_by_default=True)
+    c.say("quantization_device_map", "left", "see `parallel`")
+    return Quantized("quantization_bit", "nf4" if bits == 4 else "int8")
 
 
 _LORA = Lora(
@@ -212,11 +234,10 @@ def _model_options() -> tuple[TheirOption, ...]:
         refuse("rope_scaling", "set what you need in `model.overrides`", off=()),
         ask("moe_aux_loss_coef", "`train.router_aux_loss_coef`", balance),
         refuse("shift_attn mixture_of_depths", "the network stays as it is"),
-        refuse("quantization_bit", "weights are not quantized", off=()),
-        leave(
-            "quantization_method quantization_type double_quantization quantization_device_map",
-            "means nothing without quantization_bit, which is refused",
-        ),
+        told("quantization_bit", "`method.type: qlora`, `method.quantization: nf4` or `int8`; alone refused"),
+        told("quantization_method", "as bnb does it; others refused"),
+        told("quantization_type double_quantization", "nf4, and a byte for each scale; fp4 refused"),
+        told("quantization_device_map", "left: see `parallel`"),
         refuse("use_kt", "weights are trained on GPUs, or offloaded by `parallel.cpu_offload`"),
         leave(
             "image_max_pixels image_min_pixels image_do_pan_and_scan crop_to_patches video_max_pixels video_min_pixels "

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from raytune_fsdp.config.text import spelled
-from raytune_fsdp.convert.adapters import Lora, carry_lora
+from raytune_fsdp.convert.adapters import Lora, base_of_flags, carry_lora, details_of_nf4
 from raytune_fsdp.convert.rules import (
     Crossing,
     Project,
@@ -19,7 +19,6 @@ from raytune_fsdp.convert.rules import (
     in_words,
     leave,
     number,
-    part,
     refuse,
     same,
     table,
@@ -55,8 +54,12 @@ _LORA = Lora(
 
 
 def _method(c: Crossing) -> None:
-    if c.get("use_peft", flag, False):
-        carry_lora(c, _LORA)
+    adapters = c.get("use_peft", flag, False)
+    quantized = base_of_flags(c, beside_adapters=adapters, way_out="write use_peft: true in the file")
+    if adapters:
+        carry_lora(c, _LORA, quantized)
+    if quantized is not None and quantized.kind == "nf4":
+        details_of_nf4(c, type_="bnb_4bit_quant_type", nested="use_bnb_nested_quant", nested_by_default=False)
     c.say("use_peft", "same", "every weight is trained (method.type=full)")
 
 
@@ -269,7 +272,6 @@ def _template(c: Crossing, key: str) -> None:
 
 
 def _compute_options() -> tuple[TheirOption, ...]:
-    bits = "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage"
     return (
         carry("model_name_or_path", "model.path", text),
         carry("model_revision model_init_kwargs.revision", "model.revision", text),
@@ -281,13 +283,14 @@ def _compute_options() -> tuple[TheirOption, ...]:
             "where weights are and by which kernels it is computed: see `parallel` and `model.attention`",
         ),
         carry("activation_offloading", "parallel.activation_offload", flag),
-        told("use_peft", "`method.type: lora`; off: every weight is trained"),
+        told("use_peft", "`method.type: lora` or `qlora`; off: every weight is trained"),
+        told("load_in_4bit load_in_8bit", "`method.type: qlora`, `method.quantization: nf4` or `int8`; alone refused"),
+        told("bnb_4bit_quant_type use_bnb_nested_quant", "nf4, and a byte for each scale; fp4 refused"),
+        leave("bnb_4bit_quant_storage", "bytes are bytes; see `parallel` for who holds which"),
         told("lora_r lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
         told("lora_target_modules lora_target_parameters lora_modules_to_save", "the same fields of `method`"),
         told("use_rslora use_dora", "`method.rank_stabilized`, `method.dora`"),
         refuse("lora_task_type", "causal language models only", off=("CAUSAL_LM",), alike="a causal language model"),
-        refuse("load_in_8bit load_in_4bit", "weights are not quantized"),
-        part(bits, "load_in_4bit", lambda c: c.on("load_in_4bit")),
         refuse(
             "router_aux_loss_coef",
             "set train.router_aux_loss_coef, if the model's output_router_logits is on",

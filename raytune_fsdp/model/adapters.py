@@ -212,10 +212,18 @@ def began_as(network: nn.Module) -> Mapping[str, torch.Tensor]:
 
 def left_out(network: PreTrainedModel) -> list[str]:
     """Names of the experts' weights that have no adapter, without the numbers of their blocks."""
-    names = (base_name(name) for name, p in network.named_parameters() if p.ndim == 3 and not p.requires_grad)
     adapted = {module.parameter_name for module in network.modules() if type(module).__name__ == "ParamWrapper"}
-    ends = {re.sub(r"^.*\.\d+\.", "", name) for name in names}
-    return sorted(name for name in ends if name.rpartition(".")[2] not in adapted)
+    return sorted(name for name in frozen_experts(network) if name.rpartition(".")[2] not in adapted)
+
+
+def frozen_experts(network: PreTrainedModel) -> Counter[str]:
+    """How many numbers the experts' frozen weights have, by their names without the numbers of their blocks."""
+    found: Counter[str] = Counter()
+    for name, parameter in network.named_parameters():
+        # A convolution of a state-space layer has three dimensions, too, but one of them is 1.
+        if parameter.ndim == 3 and min(parameter.shape) > 1 and not parameter.requires_grad:
+            found[re.sub(r"^.*\.\d+\.", "", base_name(name))] += parameter.numel()
+    return found
 
 
 def why_not_compiled(network: nn.Module) -> str | None:

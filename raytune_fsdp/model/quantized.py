@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.adapters import base_name
 from raytune_fsdp.model.blocks import blocks_of
 from raytune_fsdp.model.weights import Weights
@@ -148,6 +149,15 @@ class QuantizedLayer(nn.Module):
         format_ = (self.numbers, self.kind, self.turned)
         product: torch.Tensor = _Product.apply(x, self.packed, *format_)  # type: ignore[no-untyped-call]
         return product if self.bias is None else product + self.bias
+
+
+def check_torch() -> None:
+    """Refuse a torch whose FSDP makes every piece of a weight one that could be trained, which bytes cannot be."""
+    if torch.__version__ < "2.12":
+        raise ConfigError(
+            f"method.type=qlora needs torch 2.12 or newer: FSDP of torch {torch.__version__} takes no weights that are "
+            "bytes; install a newer torch, or set method.type=lora"
+        )
 
 
 def quantize_layers(network: PreTrainedModel, kind: Kind) -> None:

@@ -18,6 +18,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from raytune_fsdp.checkpoint.state import RunState, check_size
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.method import QloraMethod
 from raytune_fsdp.data.census import Builder, build_here, census
 from raytune_fsdp.data.open_data import open_data
 from raytune_fsdp.data.rows.templates import load_template
@@ -25,7 +26,7 @@ from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ConfigError, ModelError, RaytuneError, first_line, is_panic
 from raytune_fsdp.evaluate import encode_prompt
-from raytune_fsdp.model.adapters import is_adapted, left_out
+from raytune_fsdp.model.adapters import frozen_experts, is_adapted, left_out
 from raytune_fsdp.model.attention import positions_of, takes_position_ids
 from raytune_fsdp.model.bounds import MOST_TOKENS, check_tokenizer_files
 from raytune_fsdp.model.files import locate
@@ -38,6 +39,7 @@ from raytune_fsdp.model.network import (
     init_buffers,
     load_architecture,
 )
+from raytune_fsdp.model.quantized import check_torch
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.model.routers import check_routers
 from raytune_fsdp.optim import check_groups
@@ -242,12 +244,25 @@ def check_lengths(config: FinetuneConfig, network: PreTrainedModel) -> None:
         )
 
 
+def _warn_of_experts(network: PreTrainedModel) -> None:
+    """Say which weights qlora leaves as they are."""
+    if stacked := frozen_experts(network):
+        share = stacked.total() / sum(p.numel() for p in network.parameters() if not p.requires_grad)
+        logger.warning(
+            "method.type=qlora: the experts are not quantized (%s), which are %.0f %% of the frozen weights",
+            ", ".join(sorted(stacked)), 100 * share,
+        )  # fmt: skip
+
+
 def _check_network(config: FinetuneConfig, network: PreTrainedModel, world: int) -> None:
     """Refuse what this architecture cannot do, and say what may not be meant."""
     warn_of_method(config)
     check_groups(network, config.optim)
     if is_adapted(network) and (experts := left_out(network)):
         logger.warning("the experts get no adapter: name their weights in method.target_parameters (%s)", experts)
+    if isinstance(config.method, QloraMethod):
+        check_torch()
+        _warn_of_experts(network)
     check_lengths(config, network)
     check_routers(network, config.train)
     if config.parallel.activation_checkpointing != "none" and not network.supports_gradient_checkpointing:

@@ -29,6 +29,9 @@ from tests.ranks import run_ranks
 from tests.runs import largest_difference, trajectory
 
 pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="FSDP takes no bytes there: tests/unit/test_adapters"
+)
 
 CPU = torch.device("cpu")
 QLORA: dict[str, Any] = {"type": "qlora", "rank": 4, "alpha": 8, "dropout": 0.1}
@@ -98,6 +101,24 @@ def test_it_is_lora_beside_the_numbers_that_the_bytes_stand_for(
     saved = tensors_in(checkpoints(run_dir(config))[-1])
     assert saved.keys() == tensors_in(checkpoints(run_dir(plain))[-1]).keys()
     assert not any("packed" in name for name in saved)
+
+
+@pytest.mark.parametrize("adapted", [[], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]])
+def test_it_is_said_which_weights_of_a_mixture_are_not_quantized(
+    tmp_path: Path, adapted: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With an adapter beside them or without one."""
+    prepare(config_of(tmp_path, "mixtral", {**QLORA, "dropout": 0.0, "target_parameters": adapted}, **FP32), 1)
+    (said,) = [record.getMessage() for record in caplog.records if "not quantized" in record.getMessage()]
+    tensors = load_file(tmp_path / "base-mixtral" / "model.safetensors")
+    experts = sum(tensor.numel() for name, tensor in tensors.items() if ".experts." in name)
+    share = round(100 * experts / sum(tensor.numel() for tensor in tensors.values()))
+    assert f"(mlp.experts.down_proj, mlp.experts.gate_up_proj), which are {share} % of" in said and 50 < share < 100
+    caplog.clear()
+    for name, method in (("dense", QLORA), ("lora", {**QLORA, "type": "lora"})):
+        model = "llama" if name == "dense" else "mixtral"
+        prepare(config_of(tmp_path, model, method, name=name, **FP32), 1)
+    assert not any("not quantized" in record.getMessage() for record in caplog.records)
 
 
 def test_resume_is_bit_equal_and_what_comes_out_is_beside_the_stored_weights(tmp_path: Path) -> None:

@@ -111,6 +111,8 @@ def test_all_linear_leaves_out_the_head_and_experts() -> None:
     assert left_out(model) == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
     both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     assert left_out(network("qwen3_moe", {"type": "lora", "target_parameters": both})) == []
+    hybrid = left_out(network("granitemoehybrid", {"type": "lora"}))
+    assert hybrid == ["block_sparse_moe.experts.down_proj", "block_sparse_moe.experts.gate_up_proj"], "no convolution"
     adapted = {
         name.partition(".lora_")[0].rpartition(".")[2] for name in adapter_tensors(network("gpt2", {"type": "lora"}))
     }

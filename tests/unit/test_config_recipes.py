@@ -11,6 +11,7 @@ import pytest
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config, recipes
+from raytune_fsdp.config.method import AdapterMethod, QloraMethod
 from raytune_fsdp.counts import Census
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.plan import resolve
@@ -37,7 +38,7 @@ def test_a_recipe_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.Monke
 
 HARDWARE = re.compile(
     r"^# Hardware: (?:any machine|(?P<gpus>\d+) x (?P<kind>[AH]100) (?P<memory>\d+) GB on (?P<nodes>\d+) nodes?)\. "
-    r"Weights: (?P<weights>[\d.]+) billion(?:, (?P<trained>[\d.]+) trained)?\.$",
+    r"Weights: (?P<weights>[\d.]+) billion(?:, (?P<trained>[\d.]+) trained)?(?:, (?P<few>[\d.]+) of 4 bits)?\.$",
     re.MULTILINE,
 )
 
@@ -53,14 +54,47 @@ def test_recipe_plans_on_the_hardware_it_names_and_fits_there(recipe: Path) -> N
     assert plan.division.fillers == 0, "a shipped recipe wastes nothing"
     if stated["gpus"]:
         assert world == 1 or world == 8 * int(stated["nodes"])
-        # Weights, gradients and moments in fp32; frozen weights in bf16. What is left has to be enough for a gathered
-        # block and activations.
-        weights = float(stated["weights"])
+        # Weights, gradients and moments in fp32; frozen weights in bf16, or quantized. What is left has to be enough
+        # for a gathered block and activations.
+        weights, few = float(stated["weights"]), float(stated["few"] or 0)
         trained = float(stated["trained"] or weights)
-        assert (config.method.type == "lora") == (stated["trained"] is not None)
-        states = (16e9 * trained + 2e9 * (weights - trained)) / plan.layout.shard_size
+        assert isinstance(config.method, AdapterMethod) == (stated["trained"] is not None)
+        assert isinstance(config.method, QloraMethod) == (stated["few"] is not None)
+        states = (16e9 * trained + 2e9 * (weights - trained - few) + 0.52e9 * few) / plan.layout.shard_size
         assert states < 0.85 * int(stated["memory"]) * 2**30
         assert world == 1 or plan.layout.shard_size % 8 == 0, "copies of the model are whole nodes"
+
+
+def test_the_70b_of_4_bits_is_as_large_as_its_recipe_says() -> None:
+    """By the shapes of the network, with every layer."""
+    pytest.importorskip("peft")
+    from transformers import LlamaConfig
+
+    from raytune_fsdp.model.network import build_network
+    from raytune_fsdp.model.quantized import QuantizedLayer, quantize_layers
+    from raytune_fsdp.parallel import store_frozen
+
+    config = load_config("llama3-70b-qlora")
+    assert isinstance(config.method, QloraMethod)
+    architecture = LlamaConfig(
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, max_position_embeddings=8192, tie_word_embeddings=False,
+    )  # fmt: skip
+    network = build_network(architecture, config)
+    whole = sum(parameter.numel() for parameter in network.parameters() if not parameter.requires_grad)
+    trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+    quantize_layers(network, config.method.quantization)
+    store_frozen(network, config.parallel.precision)
+    layers = [module for module in network.modules() if isinstance(module, QuantizedLayer)]
+    few, packed = sum(m.packed.shape[0] * m.numbers for m in layers), sum(m.packed.numel() for m in layers)
+    frozen = sum(p.numel() * p.element_size() for p in network.parameters() if not p.requires_grad)
+    text = recipes()["llama3-70b-qlora"].read_text()
+    assert f"Weights: {whole / 1e9:.1f} billion, {trained / 1e9:.3f} trained, {few / 1e9:.1f} of 4 bits." in text
+    about = " ".join(line.removeprefix("# ") for line in text.splitlines()[2:5])
+    assert f"layers take {packed / 1e9:.0f} GB ({packed / few:.2f} bytes a number)" in about
+    assert f"embeddings and head {(frozen - packed) / 1e9:.0f} GB in bf16" in about
+    assert f"{16 * trained / 1e9:.0f} GB: {(frozen + 16 * trained) / 8e9:.1f} GB of each GPU" in about
+    assert f"{12 * trained / 1e9:.1f} GB each" in text
 
 
 # The options of the launch command in Hugging Face's article on fine-tuning Llama 2 70B with FSDP.

@@ -28,8 +28,7 @@ from raytune_fsdp.plan import resolve
 
 EXAMPLES = sorted((Path(__file__).parent / "convert").glob("*.yaml"))
 DROPS = {
-    "axolotl-qlora": ["adapter", "load_in_4bit"],
-    "trl-lora": ["load_in_4bit", "packing_strategy"],
+    "trl-lora": ["packing_strategy"],
     "llama-factory-lora": ["template"],
 }
 FATES = {"carried", "same", "left", "refused"}
@@ -37,6 +36,9 @@ FATES = {"carried", "same", "left", "refused"}
 # The least that a file of each project says.
 LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16}
 OUR_LORA = {"type": "lora", "rank": 8, "alpha": 16, "dropout": 0.0}
+ALL_LINEAR = {"lora_target_linear": True}
+OUR_QLORA = {**OUR_LORA, "type": "qlora", "target_modules": "all-linear", "quantization": "nf4"}
+TRL_LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
 LEAST: dict[str, dict[str, Any]] = {
     "axolotl": {
         "base_model": "org/model",
@@ -181,7 +183,12 @@ MEANINGS: list[tuple[str, dict[str, Any], Expected]] = [
     ("axolotl", {**LORA, "lora_target_linear": True}, ("method.target_modules", "all-linear")),
     ("axolotl", {**LORA, "lora_target_modules": ["q_proj"]}, ("method", {**OUR_LORA, "target_modules": ["q_proj"]})),
     ("axolotl", {**LORA, "lora_target_modules": ["q_proj"], "loraplus_lr_ratio": 16}, ("method.lr_ratio", 16)),
-    ("axolotl", {"adapter": "qlora"}, "refused"),
+    ("axolotl", {**LORA, **ALL_LINEAR, "adapter": "qlora", "load_in_4bit": True}, ("method", OUR_QLORA)),
+    ("axolotl", {**LORA, **ALL_LINEAR, "adapter": "qlora"}, ("method.type", "qlora")),
+    ("axolotl", {**LORA, **ALL_LINEAR, "load_in_8bit": True}, ("method", {**OUR_QLORA, "quantization": "int8"})),
+    ("axolotl", {**LORA, **ALL_LINEAR, "bf16": True}, ("parallel.precision", "bf16")),
+    ("axolotl", {"adapter": "llama-adapter"}, "refused"),
+    ("axolotl", {"load_in_4bit": True}, "refused"),
     ("axolotl", {"lora_rank_pattern": {"q_proj": 4}, "adapter": "lora"}, "refused"),
     ("axolotl", {"lora_r": 8}, "left"),
     ("axolotl", {"load_in_4bit": False}, "same"),
@@ -254,6 +261,14 @@ MEANINGS: list[tuple[str, dict[str, Any], Expected]] = [
     ("trl", {"optim": "ao_adamw_4bit"}, "carried"),
     ("trl", {"optim": "apollo_adamw"}, "refused"),
     ("trl", {"use_peft": False}, "same"),
+    ("trl", {**TRL_LORA, "load_in_4bit": True}, ("method.quantization", "nf4")),
+    ("trl", {**TRL_LORA, "load_in_8bit": True}, ("method.quantization", "int8")),
+    ("trl", {**TRL_LORA, "load_in_8bit": False}, ("method.type", "lora")),
+    ("trl", {"bnb_4bit_quant_type": "nf4", **TRL_LORA, "load_in_4bit": True}, "carried"),
+    ("trl", {"use_bnb_nested_quant": True, **TRL_LORA, "load_in_4bit": True}, "same"),
+    ("trl", {"use_bnb_nested_quant": False, **TRL_LORA, "load_in_4bit": True}, "carried"),
+    ("trl", {"bnb_4bit_quant_type": "fp4"}, "left"),
+    ("trl", {"load_in_4bit": True}, "refused"),
     ("trl", {"average_tokens_across_devices": True}, "same"),
     ("trl", {"average_tokens_across_devices": False}, "refused"),
     ("trl", {"save_total_limit": 1}, ("checkpoint.keep_last", 2)),
@@ -298,6 +313,12 @@ MEANINGS: list[tuple[str, dict[str, Any], Expected]] = [
     ("llama-factory", {"use_galore": True, "galore_rank": 8}, "refused"),
     ("llama-factory", {"galore_rank": 8}, "left"),
     ("llama-factory", {"quantization_bit": 4}, "refused"),
+    ("llama-factory", {"quantization_bit": 4, "finetuning_type": "lora"}, ("method.quantization", "nf4")),
+    ("llama-factory", {"quantization_bit": 8, "finetuning_type": "lora"}, ("method.quantization", "int8")),
+    ("llama-factory", {"quantization_method": "bnb", "quantization_bit": 8, "finetuning_type": "lora"}, "same"),
+    ("llama-factory", {"quantization_type": "nf4", "quantization_bit": 4, "finetuning_type": "lora"}, "carried"),
+    ("llama-factory", {"double_quantization": False, "quantization_bit": 4, "finetuning_type": "lora"}, "carried"),
+    ("llama-factory", {"double_quantization": True}, "left"),
     ("llama-factory", {"rope_scaling": "dynamic"}, "refused"),
     ("llama-factory", {"ray_num_workers": 4}, ("cluster.workers", 4)),
     ("llama-factory", {"deepspeed": "ds_z3_offload_config.json"}, ("parallel.cpu_offload", True)),

@@ -127,6 +127,9 @@ CARRIED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("trl", {"label_smoothing_factor": 0.0, "neftune_noise_alpha": 0.0}, {"train.epochs": 3.0}),
     ("accelerate", {"parallelism_config": {"parallelism_config_sp_size": 2}}, {"parallel.strategy": "full_shard"}),
 ]
+AXOLOTL_LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
+TRL_LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
+OF_FACTORY = {"finetuning_type": "lora", "dataset": "org/rows", "dataset_dir": "ONLINE"}
 
 
 @pytest.mark.parametrize(("project", "options", "expected"), CARRIED, ids=lambda value: json.dumps(value)[:70])
@@ -177,6 +180,30 @@ REFUSED: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         only({"path": "org/x", "data_files": "a.jsonl", "name": "en", "type": "alpaca"}),
         "datasets.0.name",
         {"data.train.0.path": f"{PARTS}/a.jsonl"},
+    ),
+    ("axolotl", {**AXOLOTL_LORA, "adapter": "qlora", "load_in_8bit": True}, "load_in_8bit", {"method.type": "qlora"}),
+    ("axolotl", {**AXOLOTL_LORA, "adapter": "qlora", "load_in_4bit": False}, "adapter", {"method": None}),
+    ("axolotl", {"load_in_8bit": True}, "load_in_8bit", {"method": None}),
+    ("axolotl", {**AXOLOTL_LORA, "model_quantization_config": {"backend": "bnb"}}, "model_quantization_config", {}),
+    ("trl", {"load_in_8bit": True}, "load_in_8bit", {"method": None}),
+    (
+        "trl",
+        {**TRL_LORA, "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+        "bnb_4bit_quant_type",
+        {"method.type": "qlora", "method.quantization": "nf4"},
+    ),
+    ("llama-factory", {**OF_FACTORY, "quantization_bit": 3}, "quantization_bit", {"method.type": "lora"}),
+    (
+        "llama-factory",
+        {**OF_FACTORY, "quantization_bit": 4, "quantization_type": "fp4"},
+        "quantization_type",
+        {"method.quantization": "nf4"},
+    ),
+    (
+        "llama-factory",
+        {**OF_FACTORY, "quantization_bit": 8, "quantization_method": "hqq"},
+        "quantization_method",
+        {"method.quantization": "int8"},
     ),
     ("trl", {"dataset_train_split": "test"}, "dataset_train_split", {"data.train.0.split": None}),
     ("trl", {"dataset_config": "en"}, "dataset_config", {"data.train.0.subset": None}),
@@ -236,6 +263,28 @@ def test_it_is_refused(
     found = converted(tmp_path, project, options, (way_out,))
     assert found.problems == []
     assert {name: field(found, name) for name in without} == without
+
+
+def test_what_is_told_of_a_quantized_base(tmp_path: Path) -> None:
+    """It is close to theirs, and never the same: where, is said."""
+    four = converted(tmp_path, "trl", {**TRL_LORA, "load_in_4bit": True})
+    assert "there the scales of scales span rows" in said(four, "load_in_4bit")
+    assert "without use_bnb_nested_quant, the default, there scales are fp32" in four.report()
+    nested = converted(tmp_path, "trl", {**TRL_LORA, "load_in_4bit": True, "use_bnb_nested_quant": True})
+    assert "scales are fp32" not in nested.report()
+    eight = converted(tmp_path, "axolotl", {**AXOLOTL_LORA, "load_in_8bit": True})
+    assert "there (LLM.int8) the input of a layer is rounded, too" in said(eight, "load_in_8bit")
+    bits = converted(tmp_path, "llama-factory", {**OF_FACTORY, "quantization_bit": 4})
+    assert "span rows" in said(bits, "quantization_bit") and "fp32" not in said(bits, "quantization_bit")
+    two = {**TRL_LORA, "load_in_4bit": True, "load_in_8bit": True}
+    both = converted(tmp_path, "trl", two)
+    assert {problem.partition("=")[0] for problem in both.problems} == {"load_in_4bit", "load_in_8bit"}
+    assert field(converted(tmp_path, "trl", two, ("load_in_4bit",)), "method.quantization") == "int8"
+    alone = converted(tmp_path, "axolotl", {"load_in_4bit": True}).problems
+    assert alone == [
+        "load_in_4bit=true: weights are quantized only beside adapters: write adapter: qlora in the file; "
+        "--drop load_in_4bit converts without it"
+    ]
 
 
 def test_what_is_told_of_long_texts(tmp_path: Path) -> None:
@@ -396,11 +445,11 @@ def test_secrets_are_not_written(tmp_path: Path) -> None:
 
 def test_the_file_after_what_is_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "theirs.yaml"
-    file.write_text(yaml.safe_dump({**LEAST["axolotl"], "load_in_4bit": True}))
-    assert main(["convert", "--gpus", "1", "--drop", "load_in_4bit", str(file)]) == 0
-    assert "# Converted from theirs.yaml of axolotl, without load_in_4bit." in capsys.readouterr().out
-    assert main(["convert", "--gpus", "1", "--drop", "load_in_4bit", "none.yaml"]) == 2
-    assert "--drop took load_in_4bit none.yaml for keys; name the file before --drop" in capsys.readouterr().err
+    file.write_text(yaml.safe_dump({**LEAST["axolotl"], "relora": True}))
+    assert main(["convert", "--gpus", "1", "--drop", "relora", str(file)]) == 0
+    assert "# Converted from theirs.yaml of axolotl, without relora." in capsys.readouterr().out
+    assert main(["convert", "--gpus", "1", "--drop", "relora", "none.yaml"]) == 2
+    assert "--drop took relora none.yaml for keys; name the file before --drop" in capsys.readouterr().err
     assert main(["convert", "--gpus", "1"]) == 2
     assert "FILE is missing: name the YAML file of the other trainer" in capsys.readouterr().err
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 from transformers.pytorch_utils import Conv1D
 
-from raytune_fsdp.model.quantized import BLOCK, Kind, QuantizedLayer, quantize, row_bytes, tails_of, widen
+from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.model.quantized import BLOCK, Kind, QuantizedLayer, check_torch, quantize, row_bytes, tails_of, widen
 
 KINDS: tuple[Kind, ...] = ("nf4", "int8")
 
@@ -47,6 +51,15 @@ def test_nf4_has_its_sixteen_values() -> None:
         for share, nearer in ((0.49, low), (0.51, high)):
             row = torch.cat([(low + share * (high - low))[None], torch.ones(63)])
             assert widen(quantize(row[None], "nf4"), 64, "nf4", torch.float32)[0, 0] == nearer
+
+
+def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, refused in (("2.11.0+cu130", True), ("2.12.1", False), ("2.13.0+cpu", False)):
+        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+        with (
+            pytest.raises(ConfigError, match=r"needs torch 2\.12 .* set method.type=lora") if refused else nullcontext()
+        ):
+            check_torch()
 
 
 def test_the_bytes_of_a_real_row() -> None:
