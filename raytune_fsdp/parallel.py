@@ -188,6 +188,7 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig, unit
     free = False if config.strategy in _STAYS else None
     # Pinned, so that a GPU copies while the host goes on; without one there is nobody to pin it for.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.cpu_offload else OffloadPolicy()
+    reached = reached_by_backward(model, units)  # before `fully_shard` gives blocks other names
     for unit in units:
         fully_shard(
             list(unit.modules), mesh=mesh, mp_policy=policy,
@@ -198,9 +199,7 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig, unit
         # As soon as the one before it is gathered; by itself FSDP would begin when the host reaches it. In backward
         # FSDP knows the order.
         cast(FSDPModule, unit.modules[0]).set_modules_to_forward_prefetch([cast(FSDPModule, following.modules[0])])
-    first = next(
-        (unit for unit, reached in zip(units, reached_by_backward(model, units), strict=True) if reached), None
-    )
+    first = next((unit for unit, is_reached in zip(units, reached, strict=True) if is_reached), None)
     if first is not None:
         # Itself, in the place of what comes before it, where no gradient comes: FSDP would gather the embedding of
         # adapters for nothing (7 % of an 8B), and after an evaluation the last unit.

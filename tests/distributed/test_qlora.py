@@ -38,14 +38,25 @@ QLORA: dict[str, Any] = {"type": "qlora", "rank": 4, "alpha": 8, "dropout": 0.1}
 FP32: Any = {"parallel": {"precision": "fp32"}}
 
 
-@pytest.mark.parametrize(("model", "kind", "worlds"), [("llama", "nf4", (3,)), ("gpt2", "int8", (2,))])
+@pytest.mark.parametrize(
+    ("model", "kind", "worlds"),
+    [
+        ("llama", "nf4", (3,)),
+        ("gpt2", "int8", (2,)),
+        *(
+            pytest.param(model, "nf4", (2, 3, 4), marks=pytest.mark.slow)
+            for model in ("llama", "qwen3", "gemma3_text", "gpt2", "mixtral")
+        ),
+    ],
+)
 def test_worlds_agree(tmp_path: Path, model: str, kind: Kind, worlds: tuple[int, ...]) -> None:
     method = {**QLORA, "quantization": kind}
-    whole = trajectory(config_of(tmp_path, model, method, name="1"), 1)
+    sections = FP32 if model == "mixtral" else {}  # torch has no product of experts in fp64
+    whole = trajectory(config_of(tmp_path, model, method, name="1", **sections), 1)
     for world in worlds:
-        rows = trajectory(config_of(tmp_path, model, method, name=str(world)), world)
-        assert largest_difference(whole, rows, "loss") < 1e-8
-        assert largest_difference(whole, rows, "grad_norm") < 1e-6
+        rows = trajectory(config_of(tmp_path, model, method, name=str(world), **sections), world)
+        assert largest_difference(whole, rows, "loss") < (1e-5 if sections else 1e-8)
+        assert largest_difference(whole, rows, "grad_norm") < (1e-4 if sections else 1e-6)
 
 
 def _bytes_of(config: FinetuneConfig, prepared: Any, standing: Any, fill: str) -> dict[str, str] | str:
