@@ -30,7 +30,7 @@ from tests.runs import largest_difference, trajectory
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="FSDP takes no bytes there: tests/unit/test_adapters"
+    torch.__version__ < "2.12", reason="FSDP takes no bytes there: tests/unit/test_quantized.py"
 )
 
 CPU = torch.device("cpu")
