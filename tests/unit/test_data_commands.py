@@ -12,6 +12,7 @@ import pytest
 from raytune_fsdp.cli import main
 from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.demo import TOKENIZER
+from raytune_fsdp.errors import pip_install
 from tests.runs import make_config
 
 CHAT = [
@@ -86,7 +87,7 @@ def test_what_cannot_be_drawn_is_not_counted(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run("stats", "--config", config, "--png", "lengths.png") == 2
     shown, problem = capsys.readouterr()
-    assert problem == "error: --png lengths.png: matplotlib is not installed: pip install 'raytune-fsdp[plots]'\n"
+    assert problem == f"error: --png lengths.png: matplotlib is not installed: {pip_install('plots')}\n"
     assert shown == ""
 
 
