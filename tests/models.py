@@ -130,6 +130,10 @@ SCALED: dict[str, dict[str, Any]] = {
 
 _ALTERNATING = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
 UNUSUAL: dict[str, dict[str, Any]] = {
+    "llama4_text": {
+        **_LIKE_LLAMA, **_HEAD, "intermediate_size_mlp": 64, "num_local_experts": 4, "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1, "attention_chunk_size": 64,
+    },
     "gemma4_text": {
         **_LIKE_LLAMA, **_HEAD, "num_hidden_layers": 4, "global_head_dim": 16, "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,

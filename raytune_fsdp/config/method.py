@@ -15,6 +15,14 @@ ALL_LINEAR = "all-linear"
 Names = Annotated[list[str], AfterValidator(lambda names: sorted(set(names)))]
 """Their order means nothing, so a run in which it is another is the same run."""
 
+_NAMES = ("trained", "target_modules", "target_parameters", "modules_to_save", "feedforward_modules")
+
+
+def unordered(field: str, value: Any) -> Any:
+    """A field's value, as configs have it now: older identities have names as they were written."""
+    names = field in _NAMES and isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return sorted(set(value)) if names else value
+
 
 class FullMethod(Section):
     type: Literal["full"] = "full"

@@ -15,6 +15,7 @@ from raytune_fsdp.config.method import AdapterMethod, Ia3Method, LoraMethod
 from raytune_fsdp.errors import ModelError, first_line
 from raytune_fsdp.model.adapters import ADAPTER, base_name
 from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, read_object
+from raytune_fsdp.untrusted import shown
 
 _OF_MODULE = re.compile(r"(?:base_model\.model\.)?(.+?)\.(?:lora_|ia3_l)")
 """A tensor of an adapter, here or in PEFT's files, and the module that it adapts."""
@@ -39,10 +40,24 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "trainable_token_indices": (None, [], {}),
     "layer_replication": (None, []),
     "use_qalora": (None, False),
+    "qalora_group_size": (None, 16),
     # Others change the base's weights.
     "init_lora_weights": (None, True, False, "gaussian"),
 }
 """Fields of PEFT's config that would make it another function, with the values that do not."""
+
+_ABOUT = {
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision", "task_type",
+    # How a layer is stored, which is that of the network here.
+    "fan_in_fan_out",
+    # Of what is initialized anew, of other libraries, and of names.
+    "eva_config", "corda_config", "loftq_config", "lora_ga_config", "megatron_config", "megatron_core",
+    "init_ia3_weights", "layers_pattern", "ensure_weight_tying", "runtime_config",
+}  # fmt: skip
+"""Fields that say nothing of what the adapter computes."""
+
+_MOST_NAMES, _LONGEST = 5_000, 2_000
+"""PEFT compares every two names: 5,000 take it 1.4 s, 20,000 take 34. A network of 126 layers has 882 linear layers."""
 
 _IA3 = {name: name for name in ("target_modules", "feedforward_modules", "modules_to_save")}
 _KINDS: dict[str, tuple[type[LoraMethod] | type[Ia3Method], dict[str, str]]] = {
@@ -77,10 +92,18 @@ def adapter_method(directory: Path, held: Iterable[str]) -> AdapterMethod:
             f"{file}: adapters of the kind {values.get('peft_type')!r} are not known here: use LORA or IA3"
         )
     kind, fields = _KINDS[values["peft_type"]]
-    for key, neutral in _NEUTRAL.items():
-        if values.get(key) not in neutral:
+    for key, value in values.items():
+        if key not in fields and key not in _ABOUT and value not in _NEUTRAL.get(key, (None, False, [], {})):
             raise ModelError(
-                f"{file}: {key}={values[key]!r} is not known here, and would be left out; merge it with PEFT"
+                f"{file}: {key[:100]}={shown(value)} is not known here, and would be left out; merge it with PEFT"
+            )
+    for key in fields:
+        found = values.get(key)
+        names = found if isinstance(found, list) else [found]
+        if len(names) > _MOST_NAMES or any(isinstance(name, str) and len(name) > _LONGEST for name in names):
+            raise ModelError(
+                f"{file}: {key} has {len(names):,} names, or one of more than {_LONGEST} characters; a network has at "
+                f"most {_MOST_NAMES:,}"
             )
     known = {ours: values[theirs] for theirs, ours in fields.items() if values.get(theirs) is not None}
     if kind is LoraMethod:

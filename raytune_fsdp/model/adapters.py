@@ -180,10 +180,12 @@ def _check_shared(network: PreTrainedModel, method: AdapterMethod) -> None:
 def _nearest(network: PreTrainedModel, asked: list[str], *, weights: bool = False) -> str:
     """A way out: the names of modules, or of weights, that are most like these."""
     if weights:
-        known = {".".join(name.split(".")[-2:]) for name, _ in network.named_parameters()}
+        own = (base_name(name) for name, _ in network.named_parameters() if ".lora_" not in name)
+        known = {".".join(name.split(".")[-2:]) for name in own}
     else:
         linear = (nn.Linear, Conv1D)
-        known = {name.rpartition(".")[2] for name, module in network.named_modules() if isinstance(module, linear)}
+        names = (base_name(name) for name, module in network.named_modules() if isinstance(module, linear))
+        known = {name.rpartition(".")[2] for name in names if ".lora_" not in name}
     near = [
         name for each in asked for name in difflib.get_close_matches(each.rpartition(".")[2], known, n=3, cutoff=0.4)
     ]

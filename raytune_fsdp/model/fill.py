@@ -107,6 +107,7 @@ def _read(target: Target, weights: Weights, start: int, stop: int) -> str | None
     for first in range(start, stop, at_once):
         last = min(stop, first + at_once)
         rows = weights.read(target.name, first, last)
+        assert rows.shape == local[first - start : last - start].shape, f"{target.name}: {tuple(rows.shape)} were read"
         local[first - start : last - start].copy_(rows)
         # Of 4 MiB that were just copied, so that it reads the processor's cache, not memory: 0.1 s a GB.
         problem = problem or _problem(rows, local)

@@ -82,7 +82,9 @@ class MergedWeights:
         for name in self._trained:
             inner = name.removeprefix(f"{prefix}.")
             if inner != name and not inner.startswith("base_layer."):
-                _set(layer, inner, _whole(self._adapter, name))
+                # In fp32 at least, as an exported adapter is: products of bf16 would be rounded to it.
+                found = _whole(self._adapter, name)
+                _set(layer, inner, found.to(torch.promote_types(found.dtype, torch.float32)))
         base = layer.get_base_layer()  # type: ignore[operator]
         for each in _changed(layer):
             of_layer = base._parameters[each]

@@ -14,9 +14,14 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from raytune_fsdp.collectives import on_all_ranks
+from raytune_fsdp.errors import ConfigError, ModelError
 from raytune_fsdp.keyed import derive_key
 from raytune_fsdp.model.adapters import ADAPTER, base_name, is_adapter_layer
-from raytune_fsdp.model.weights import Weights
+from raytune_fsdp.model.weights import Weights, all_finite
+
+_AT_ONCE = 1 << 20
+"""Numbers of a weight that are computed at a time, in fp64. From fixed rows on, so that a row has the same bits whoever
+asks for it, and with which others: how a product is summed up may depend on its size."""
 
 _ROUNDS, _SPARE = 16, 10
 """Of the subspace iteration that finds the largest singular vectors, and how many more it looks for than are kept. A
@@ -50,6 +55,18 @@ def pairs_of(network: PreTrainedModel) -> dict[str, Pair]:
     }
 
 
+def check_ranks(network: PreTrainedModel, init: str) -> None:
+    """Refuse adapters of a higher rank than their weight has."""
+    shapes = {base_name(name): tuple(parameter.shape) for name, parameter in network.named_parameters()}
+    for name, pair in pairs_of(network).items():
+        if pair.rank > min(shapes[name]):
+            raise ConfigError(
+                f"method.init={init}: {name} has the shape {shapes[name]}, so no part of it has "
+                f"method.rank={pair.rank}: set method.init=zero, a lower rank, or leave that module out of "
+                "method.target_modules"
+            )
+
+
 class HeldWeights:
     """Whole tensors in memory."""
 
@@ -67,7 +84,8 @@ class HeldWeights:
 
 
 def begin(base: Weights | None, network: PreTrainedModel, init: str, seed: int) -> Weights:
-    """What the adapters begin as. Each weight is taken apart by one of the ranks that have `base`. Collective."""
+    """What the adapters begin as, in their own type. Each weight is taken apart by one of the ranks that have `base`.
+    Collective."""
     readers = [rank for rank, reads in enumerate(on_all_ranks(lambda: base is not None)) if reads]
     pairs = pairs_of(network)
 
@@ -75,7 +93,9 @@ def begin(base: Weights | None, network: PreTrainedModel, init: str, seed: int) 
         if base is None:
             return {}
         names = list(pairs)[readers.index(dist.get_rank()) :: len(readers)]
-        return {name: tensor for each in names for name, tensor in _parts(base, each, pairs[each], init, seed).items()}
+        found = (_parts(base, each, pairs[each], init, seed) for each in names)
+        # As they will be read from a checkpoint: what is taken out of a weight must be the same then.
+        return {name: tensor.to(network.get_parameter(name).dtype) for part in found for name, tensor in part.items()}
 
     return HeldWeights({name: tensor for part in on_all_ranks(mine) for name, tensor in part.items()})
 
@@ -83,6 +103,8 @@ def begin(base: Weights | None, network: PreTrainedModel, init: str, seed: int) 
 @torch.no_grad()
 def _parts(base: Weights, name: str, pair: Pair, init: str, seed: int) -> dict[str, torch.Tensor]:
     weight = base.read(name, 0, base.shapes()[name][0]).float()
+    if not all_finite(weight):
+        raise ModelError(f"{base.where(name)} has values that are not finite (NaN or infinity): use another model")
     weight = weight.T if pair.turned else weight
     if init == "olora":
         q, r = torch.linalg.qr(weight)
@@ -109,14 +131,22 @@ class ResidualWeights:
         return self._shapes
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        rows = self._inner.read(name, start, stop)
-        if name not in self._pairs:
-            return rows
-        pair = self._pairs[name]
-        # In fp64, so that a row has the same bits however many rows are asked for with it.
+        if name not in self._pairs or start == stop:
+            rows = self._inner.read(name, start, stop)
+            return rows.to(torch.promote_types(rows.dtype, torch.float32)) if name in self._pairs else rows
+        count = self._shapes[name][0]
+        at_once = max(1, _AT_ONCE // self._shapes[name][1])
+        found = []
+        for first in range(start - start % at_once, stop, at_once):
+            last = min(count, first + at_once)
+            rows = self._rest(name, first, last)
+            found.append(rows[max(0, start - first) : min(last, stop) - first])
+        return torch.cat(found)
+
+    def _rest(self, name: str, start: int, stop: int) -> torch.Tensor:
+        rows, pair = self._inner.read(name, start, stop), self._pairs[name]
         if pair.turned:
-            out = self._whole(pair.b)
-            part = self._whole(pair.a)[:, start:stop].T @ out.T
+            part = self._whole(pair.a)[:, start:stop].T @ self._whole(pair.b).T
         else:
             part = self._initial.read(pair.b, start, stop).double() @ self._whole(pair.a)
         return (rows.double() - pair.scaling * part).to(torch.promote_types(rows.dtype, torch.float32))

@@ -7,6 +7,7 @@ rows, and the bytes are the same at every world size. Two levels of scales as in
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.adapters import base_name
 from raytune_fsdp.model.blocks import blocks_of
+from raytune_fsdp.model.routers import routers_of
 from raytune_fsdp.model.weights import Weights
 
 Kind = Literal["nf4", "int8"]
@@ -168,16 +170,26 @@ def quantize_layers(network: PreTrainedModel, kind: Kind) -> None:
 
 def _linear_layers(network: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
     """Not the head, whose mistakes show in every token, nor routers, which choose by small differences."""
-    text = network.config.get_text_config()
-    experts = {getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")}
+    # What PEFT keeps of a module that is trained whole has the names of the copy that is trained.
+    kept = [module.original_module for module in network.modules() if hasattr(module, "original_module")]
+    left = {id(module) for each in (*kept, *(router for router, _ in routers_of(network))) for module in each.modules()}
     for block in blocks_of(network):
         for owner in block.modules():
             for name, layer in owner.named_children():
-                if not isinstance(layer, nn.Linear | Conv1D) or name == "original_module":
+                if not isinstance(layer, nn.Linear | Conv1D) or id(layer) in left:
                     continue
-                rows = layer.weight.shape[1 if isinstance(layer, Conv1D) else 0]
-                if not any(parameter.requires_grad for parameter in layer.parameters()) and rows not in experts:
+                gate = _ROUTER.search(name) and layer.weight.shape[0] in _experts(network)
+                if not gate and not any(parameter.requires_grad for parameter in layer.parameters()):
                     yield owner, name, layer
+
+
+_ROUTER = re.compile(r"gate|router")
+"""Those of architectures that do not say which of their modules are routers."""
+
+
+def _experts(network: PreTrainedModel) -> set[int | None]:
+    text = network.config.get_text_config()
+    return {getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")}
 
 
 class QuantizedWeights:

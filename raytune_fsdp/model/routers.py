@@ -46,7 +46,10 @@ def _experts(model: PreTrainedModel) -> int:
     # A bias of the choice may stand beside the weight, as a matrix of one row.
     matrices = ([p for p in module.parameters() if p.ndim == 2] for module, _ in routers_of(model))
     found = {max(each, key=torch.Tensor.numel).shape[0] if each else 0 for each in matrices}
-    return found.pop() if len(found) == 1 else 0
+    # A router may have larger matrices than the one that makes its logits, as Zaya's.
+    text = model.config.get_text_config()
+    said = {getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")} - {None}
+    return found.pop() if len(found) == 1 and (not said or found & said) else 0
 
 
 def watched(model: PreTrainedModel, train: TrainConfig) -> Routers | None:
@@ -98,7 +101,10 @@ class Routers:
         if not module.training or self._real is None:
             return
         if self._noting:
-            chosen = next(each for each in output if each.dtype in (torch.int64, torch.int32))
+            # Llama 4's gives logits and scores only.
+            whole = [each for each in output if not each.is_floating_point()]
+            logits = output[index].detach().reshape(len(self._real), -1)  # nothing is kept for backward
+            chosen = whole[0] if whole else logits.topk(self._chosen, -1).indices
             self._load.append(self._count(chosen.reshape(len(self._real), -1)))
         if self._aux or self._z:
             sums = self._summed(output[index].reshape(len(self._real), -1).float())

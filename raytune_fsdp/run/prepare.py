@@ -18,7 +18,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from raytune_fsdp.checkpoint.state import RunState, check_size
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.method import QloraMethod
+from raytune_fsdp.config.method import LoraMethod, QloraMethod
 from raytune_fsdp.data.census import Builder, build_here, census
 from raytune_fsdp.data.open_data import open_data
 from raytune_fsdp.data.rows.templates import load_template
@@ -39,7 +39,8 @@ from raytune_fsdp.model.network import (
     init_buffers,
     load_architecture,
 )
-from raytune_fsdp.model.quantized import check_torch
+from raytune_fsdp.model.principal import check_ranks
+from raytune_fsdp.model.quantized import check_torch, quantize_layers
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.model.routers import check_routers
 from raytune_fsdp.optim import check_groups
@@ -71,8 +72,8 @@ def prepare(
     place = check_first(config, world)
     if config.export.push is not None:
         check_push(config.export.push)
-    own = own_model_files(config, place)
-    directory = own or model_directory(config, weights=False)
+    own, found = own_model_files(config, place), find_resume(place, resume=config.run.resume)
+    directory = own or model_directory(config, weights=False, commit=begun_with(config, found.state.base))
     hf_config, tokenizer, added = _fitted(config, directory)
     network = build_network(hf_config, config)
     _name_class(hf_config, network)
@@ -80,7 +81,6 @@ def prepare(
     _check_network(config, network, world)
     needs = network_needs(config, hf_config, network)
     check_step(config, hf_config, network, needs)
-    found = find_resume(place, resume=config.run.resume)
     origin = _origin(config, network, added, found.state.base) if own is None or is_adapted(network) else None
     for prompt in config.eval.prompts:
         encode_prompt(tokenizer, prompt, positions=positions_of(hf_config))
@@ -138,6 +138,8 @@ def sharding_of(config: FinetuneConfig, world: int) -> dict[str, Any] | None:
     hf_config, _, _ = _fitted(config, model_directory(config, weights=False))
     network = build_network(hf_config, config)
     ends = network_needs(config, hf_config, network).ends
+    if isinstance(config.method, QloraMethod):
+        quantize_layers(network, config.method.quantization)
     layout, blocks = layout_of(config, world), config.train.global_batch // config.train.micro_batch
     units = units_of(network, config.parallel, ends=ends)
     return describe(network, units, config.parallel, layout, micro_batches=-(-blocks // world))
@@ -147,11 +149,12 @@ def prepare_data(
     config: FinetuneConfig, progress: Progress | None = None
 ) -> tuple[PreTrainedTokenizerBase, Windows, dict[str, Windows]]:
     """The tokenizer and the data of a config, in the order of its run; no weights are fetched."""
-    place, order_version = RunDir.of(config), None
+    place, order_version, commit = RunDir.of(config), None, None
     if not is_url(place.checkpoints):  # else what looks at the data would have to wait for a store
         with suppress(RaytuneError):
-            order_version = find_resume(place, resume="auto").order_version
-    hf_config, tokenizer, _ = _fitted(config, model_directory(config, weights=False))
+            found = find_resume(place, resume="auto")
+            order_version, commit = found.order_version, begun_with(config, found.state.base)
+    hf_config, tokenizer, _ = _fitted(config, model_directory(config, weights=False, commit=commit))
     vocab_size = hf_config.get_text_config().vocab_size
     train, evals = open_data(config, tokenizer, vocab_size, progress, order_version=order_version)
     return tokenizer, train, evals
@@ -257,6 +260,8 @@ def _warn_of_experts(network: PreTrainedModel) -> None:
 def _check_network(config: FinetuneConfig, network: PreTrainedModel, world: int) -> None:
     """Refuse what this architecture cannot do, and say what may not be meant."""
     warn_of_method(config)
+    if isinstance(config.method, LoraMethod) and config.method.init != "zero":
+        check_ranks(network, config.method.init)
     check_groups(network, config.optim)
     if is_adapted(network) and (experts := left_out(network)):
         logger.warning("the experts get no adapter: name their weights in method.target_parameters (%s)", experts)

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, newest
 from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.config import FinetuneConfig, OptimConfig
+from raytune_fsdp.config.method import unordered
 from raytune_fsdp.config.recorded import recorded
 from raytune_fsdp.config.text import parse, problem_line, spelled
 from raytune_fsdp.data.identity import files_by_key
@@ -131,6 +132,8 @@ def check_same_run(found: Resumed, identity: Mapping[str, Any], files: Mapping[s
         before = redact_shapes(found.state.identity)
         # Of a config whose weights were drawn at random: it was kept then, and meant nothing.
         before.pop("model.quantization_config", None)
+        if isinstance(before.get("method"), dict):
+            before["method"] = {key: unordered(key, value) for key, value in before["method"].items()}
         where = found.checkpoint.path
         check_identity(before, identity, where, files_before=found.state.files, files_now=files)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
+from pathlib import Path
 
+import psutil
 import torch.distributed as dist
 
 from raytune_fsdp.checkpoint.manifest import share_of
@@ -41,19 +44,31 @@ def digests(files: WeightFiles, *, alone: bool) -> dict[str, str]:
     return {name: digest for name, (_, digest) in known.items()}
 
 
-Mark = tuple[str, int, int, int]
-"""Name, size, inode and time of change of a file: alike for all who share a storage, and hardly ever for two copies."""
+Mark = tuple[str, int, int, int, str]
+"""Name, size, inode and time of change of a file, and the machine if the disk is its own: of machines that began as one
+image the rest is alike."""
+
+_OWN = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
+"""File systems that one machine has."""
 
 
 def _marks_of_all(files: WeightFiles) -> list[tuple[Mark, ...]]:
     def look() -> tuple[Mark, ...]:
         try:
             found = ((name, (files.directory / name).stat()) for name in files.sizes())
-            return tuple((name, stat.st_size, stat.st_ino, stat.st_mtime_ns) for name, stat in found)
+            host = socket.gethostname() if _kind_of(files.directory) in _OWN else ""
+            return tuple((name, stat.st_size, stat.st_ino, stat.st_mtime_ns, host) for name, stat in found)
         except OSError as error:
             raise TransientError(f"{files.directory} could not be read: {error}") from error
 
     return on_all_ranks(look)
+
+
+def _kind_of(directory: Path) -> str:
+    """The file system that a directory is on."""
+    place, all_mounts = f"{directory.resolve()}/", psutil.disk_partitions(all=True)
+    mounts = [each for each in all_mounts if place.startswith(f"{each.mountpoint.rstrip('/')}/")]
+    return max(mounts, key=lambda each: len(each.mountpoint)).fstype if mounts else ""
 
 
 def _hashed(files: WeightFiles, names: Sequence[str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from raytune_fsdp.assemble import assemble
 from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
 from raytune_fsdp.config import ExportConfig, FinetuneConfig
-from raytune_fsdp.errors import ConfigError, ModelError
+from raytune_fsdp.errors import ConfigError, ModelError, ResumeError
 from raytune_fsdp.run.initial_weights import fill_mode
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import publish
@@ -222,8 +222,6 @@ def test_a_run_goes_on_beside_the_very_files_it_began_with(tmp_path: Path) -> No
     """Moved they are found by `model.path`; one number changed is refused by the name of the file."""
     import shutil
 
-    from raytune_fsdp.errors import ResumeError
-
     config = config_of(tmp_path, "llama", LORA)
     whole = trajectory(config_of(tmp_path, "llama", LORA, name="whole"), 1)
     trajectory(config, 1, stop_after=5)
@@ -276,6 +274,8 @@ def test_a_base_on_the_hub_is_that_of_the_commit_it_was(tmp_path: Path, monkeypa
         shutil.copytree(tmp_path / "base-llama", place)
         tensors = {key: tensor * factor for key, tensor in load_file(place / "model.safetensors").items()}
         save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+        values = json.loads((place / "config.json").read_text())
+        (place / "config.json").write_text(json.dumps({**values, "rms_norm_eps": 1e-6 * factor}))
         (repository / "refs" / "main").write_text(commit)
 
     def of(name: str) -> FinetuneConfig:
@@ -370,6 +370,23 @@ def test_what_is_said_about_an_adapter_that_others_may_not_load(
     with pytest.raises(ConfigError, match="is a directory here, and who loads the adapter .* set export.merge=true"):
         publish(find_checkpoint(run_dir(config)), tmp_path / "adapter", ExportConfig(push="someone/adapter"))
     assert not (tmp_path / "adapter").exists()
+
+
+def test_a_run_whose_names_were_written_in_another_order_goes_on(tmp_path: Path) -> None:
+    """Checkpoints of before have them as they were written."""
+    from raytune_fsdp.checkpoint.state import RunState
+    from raytune_fsdp.run.resume import Resumed, check_same_run
+
+    config = config_of(tmp_path, "llama", {**LORA, "target_modules": ["v_proj", "q_proj"]})
+    prepared, _ = prepare(config, 1)
+    assert prepared.identity["method"]["target_modules"] == ["q_proj", "v_proj"]
+    before = {**prepared.identity, "method": {**prepared.identity["method"], "target_modules": ["v_proj", "q_proj"]}}
+    trajectory(config, 1, stop_after=5)
+    found = Resumed(checkpoint=checkpoints(run_dir(config))[-1], state=RunState(identity=before), damaged={})
+    check_same_run(found, prepared.identity, {})
+    other = {**before, "method": {**before["method"], "target_modules": ["v_proj", "k_proj"]}}
+    with pytest.raises(ResumeError, match="method: was"):
+        check_same_run(replace(found, state=RunState(identity=other)), prepared.identity, {})
 
 
 def test_a_checkpoint_is_as_large_as_the_adapters_and_their_state(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
 from raytune_fsdp.config import ExportConfig
@@ -42,7 +42,7 @@ def test_it_begins_as_the_base_and_worlds_agree(tmp_path: Path, model: str, init
     ("model", "method", "precision"),
     [
         ("llama", {**LORA, "init": "pissa", "modules_to_save": ["lm_head"], "rank_stabilized": True}, "fp32"),
-        ("gpt2", {**LORA, "init": "olora"}, "fp32"),
+        ("gpt2", {**LORA, "init": "olora"}, "bf16_pure"),
         ("llama", {**LORA, "type": "qlora", "init": "pissa"}, "bf16"),
     ],
 )
@@ -60,7 +60,7 @@ def test_resume_is_bit_equal_and_the_export_is_a_plain_adapter(
     assert trajectory(config, 2) == whole
     elsewhere = config_of(tmp_path, model, method, name="elsewhere", **sections)
     trajectory(elsewhere, 2, stop_after=5)
-    assert largest_difference(whole, trajectory(elsewhere, 3), "loss") < (1e-5 if precision == "fp32" else 1e-2)
+    assert largest_difference(whole, trajectory(elsewhere, 3), "loss") < (1e-5 if precision == "fp32" else 3e-2)
     first, last = (tensors_in(checkpoints(run_dir(config))[each]) for each in (0, -1))
     begun = {name.removeprefix("initial."): tensor for name, tensor in last.items() if name.startswith("initial.")}
     assert begun and all(torch.equal(tensor, first[f"initial.{name}"]) for name, tensor in begun.items())
@@ -90,6 +90,18 @@ def test_resume_is_bit_equal_and_the_export_is_a_plain_adapter(
 def test_what_does_not_go_with_it_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LoraMethod(type="lora", init="pissa", **changes)
+
+
+def test_what_cannot_be_taken_apart_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "llama", {**LORA, "init": "pissa", "rank": 17}, **FP32)
+    with pytest.raises(ConfigError, match=r"k_proj.weight has the shape \(16, 32\), so no part of it has"):
+        prepare(config, 1)
+    file = tmp_path / "base-llama" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][40, 3] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(AssertionError, match="model.layers.1.mlp.up_proj.weight in .* not finite"):
+        trajectory(config_of(tmp_path, "llama", {**LORA, "init": "pissa"}, **FP32), 2)
 
 
 def test_an_embedding_has_no_principal_part(tmp_path: Path) -> None:

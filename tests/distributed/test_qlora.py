@@ -153,6 +153,18 @@ def test_resume_is_bit_equal_and_what_comes_out_is_beside_the_stored_weights(tmp
     prepare(again, 2)
 
 
+def test_what_is_trained_whole_begins_as_it_is_stored(tmp_path: Path) -> None:
+    """Also where it has linear layers inside, of which others are quantized."""
+    method = {**QLORA, "modules_to_save": ["mlp"]}
+    config = config_of(tmp_path, "llama", method, optim={"lr": 1e-30, "weight_decay": 0.0}, **FP32)
+    trajectory(config, 2)
+    saved = tensors_in(checkpoints(run_dir(config))[-1])
+    base = load_file(tmp_path / "base-llama" / "model.safetensors")
+    for each in ("gate_proj", "up_proj", "down_proj"):
+        trained = saved[f"model.model.layers.1.mlp.modules_to_save.default.{each}.weight"]
+        assert torch.equal(trained, base[f"model.layers.1.mlp.{each}.weight"])
+
+
 LARGE = {
     "hidden_size": 1024,
     "intermediate_size": 4096,

@@ -158,6 +158,13 @@ def test_the_config_for_peft_is_read_back(tmp_path: Path, method: dict[str, Any]
         ({"peft_type": "LORA", "r": 4, "alpha_pattern": {"q_proj": 64}}, "alpha_pattern=.* is not known here"),
         ({"peft_type": "LORA", "r": 4, "init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not known here"),
         ({"peft_type": "LORA", "r": 4, "bias": "all"}, "bias='all' is not known here"),
+        (
+            {"peft_type": "LORA", "r": 4, "alora_invocation_tokens": [1, 2]},
+            "alora_invocation_tokens=.* is not known",
+        ),
+        ({"peft_type": "LORA", "r": 4, "of_tomorrow": True}, "of_tomorrow=True is not known here"),
+        ({"peft_type": "LORA", "r": 4, "target_modules": ["x"] * 5001}, "target_modules has 5,001 names"),
+        ({"peft_type": "LORA", "r": 4, "target_modules": ["x" * 2001]}, "or one of more than 2000 characters"),
         ([], "is not a JSON object"),
     ],
 )

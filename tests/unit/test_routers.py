@@ -113,6 +113,14 @@ def test_the_load_is_that_of_the_tokens(name: str, block: Batch) -> None:
         assert load.tolist() == torch.bincount(experts[real].flatten(), minlength=len(load)).tolist()
 
 
+def test_a_router_that_returns_no_choice_is_counted_by_its_logits(block: Batch) -> None:
+    """Llama 4's returns scores and logits. Its load is a metric, and must not stop a run."""
+    model, objective = made("llama4_text")
+    found = block_loss(model, block, objective)
+    real = int((block.source_ids != PADDING).sum())
+    assert len(found.load) == 2 and all(load.sum() == real and len(load) == 4 for load in found.load)
+
+
 def test_a_filler_adds_nothing_and_evaluations_are_without_them(block: Batch) -> None:
     model, objective = made("mixtral", router_aux_loss_coef=AUX, router_z_loss_coef=Z)
     install(model)

@@ -48,14 +48,14 @@ def watch_forward() -> None:
     step = sys.modules["raytune_fsdp.step"]
     calls, forward = iter(range(1, 10**9)), step.block_loss
 
-    def counted(model, block):
+    def counted(model, *arguments):
         call = next(calls)
         hook = None
         if (Path(os.environ["FAULTS"]) / f"forward-{os.environ.get('RANK')}-{call}").exists():
             last = list(model.modules())[-1]
             hook = last.register_forward_pre_hook(lambda *_: strike(f"forward-{os.environ.get('RANK')}-{call}"))
         try:
-            return forward(model, block)
+            return forward(model, *arguments)
         finally:
             if hook is not None:
                 hook.remove()
