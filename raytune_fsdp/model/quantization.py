@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any, Literal
 
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.model.bounds import read_config
 from raytune_fsdp.model.known_files import CONFIG_FILE
 from raytune_fsdp.untrusted import shown
+
+if TYPE_CHECKING:  # importing it takes a second, and what reads the names of files is to be light
+    from transformers import PretrainedConfig
 
 _KEY = "quantization_config"
 _SUFFIXES = {"mxfp4": ("_blocks", "_scales"), "fp8": ("", "_scale_inv")}

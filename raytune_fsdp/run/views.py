@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -66,7 +67,9 @@ def _marks_of_all(files: WeightFiles) -> list[tuple[Mark, ...]]:
 
 def _kind_of(directory: Path) -> str:
     """The file system that a directory is on."""
-    place, all_mounts = f"{directory.resolve()}/", psutil.disk_partitions(all=True)
+    place, all_mounts = f"{directory.resolve()}/", []
+    with suppress(OSError):  # where mounts may not be read, every machine's copy counts as shared
+        all_mounts = psutil.disk_partitions(all=True)
     mounts = [each for each in all_mounts if place.startswith(f"{each.mountpoint.rstrip('/')}/")]
     return max(mounts, key=lambda each: len(each.mountpoint)).fstype if mounts else ""
 
