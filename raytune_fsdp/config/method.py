@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from raytune_fsdp.config.base import Section
-from raytune_fsdp.config.rules import model_place
+from raytune_fsdp.config.rules import check_expression, model_place
 
 ALL_LINEAR = "all-linear"
 
@@ -39,7 +38,7 @@ class FreezeMethod(Section):
     @model_validator(mode="after")
     def _expressions(self) -> Self:
         for each in self.trained:
-            _check_expression("method.trained", each)
+            check_expression("method.trained", each)
         return self
 
 
@@ -86,7 +85,7 @@ class LoraMethod(Section):
     @model_validator(mode="after")
     def _targets(self) -> Self:
         if isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:
-            _check_expression("method.target_modules", self.target_modules)
+            check_expression("method.target_modules", self.target_modules)
         if not self.target_modules and not self.target_parameters:
             raise ValueError(
                 f"method.target_modules and method.target_parameters are empty, so nothing would be trained: "
@@ -164,10 +163,3 @@ AdapterMethod = LoraMethod | Ia3Method
 """Methods that train beside frozen weights."""
 
 Method = Annotated[FullMethod | FreezeMethod | LoraMethod | QloraMethod | Ia3Method, Field(discriminator="type")]
-
-
-def _check_expression(field: str, value: Any) -> None:
-    try:
-        re.compile(value)
-    except re.error as error:
-        raise ValueError(f"{field}: {value!r} is not a regular expression ({error}): correct it") from error

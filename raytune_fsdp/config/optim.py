@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from raytune_fsdp.config.base import Section
 from raytune_fsdp.config.optimizers import UNUSED, AdamWOptimizer, OptimizerChoice
+from raytune_fsdp.config.rules import check_expression
 
 
 class ConstantSchedule(Section):
@@ -100,10 +100,7 @@ class GroupConfig(Section):
 
     @model_validator(mode="after")
     def _expression(self) -> Self:
-        try:
-            re.compile(self.match)
-        except re.error as error:
-            raise ValueError(f"match: {self.match!r} is not a regular expression ({error}): correct it") from error
+        check_expression("match", self.match)
         return self
 
 

@@ -74,3 +74,11 @@ def checkpoint_place(value: str) -> str:
             "(AWS_ENDPOINT_URL, AWS_REGION)"
         )
     return without_credentials(value)
+
+
+def check_expression(field: str, value: Any) -> None:
+    """Refuse what is not a regular expression."""
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"{field}: {value!r} is not a regular expression ({error}): correct it") from error

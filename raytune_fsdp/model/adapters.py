@@ -202,8 +202,7 @@ def is_adapted(network: nn.Module) -> bool:
 
 def keep_beginning(network: nn.Module, names: Iterable[str]) -> None:
     """Note what these adapters are now, before the first step."""
-    values = {name: parameter.detach().clone() for name, parameter in network.named_parameters() if name in set(names)}
-    network.began_as = values  # type: ignore[assignment]
+    network.began_as = {name: network.get_parameter(name).detach().clone() for name in names}  # type: ignore[assignment]
 
 
 def began_as(network: nn.Module) -> Mapping[str, torch.Tensor]:

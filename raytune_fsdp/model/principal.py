@@ -126,6 +126,8 @@ class ResidualWeights:
         self._shapes = inner.shapes()
         self._began = initial.shapes()
         self._pairs = pairs_of(network)
+        self._last: tuple[Pair, torch.Tensor, torch.Tensor | None] | None = None
+        """What all rows of a weight need: the pair's first matrix, and the second if the weight is turned."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
@@ -145,10 +147,10 @@ class ResidualWeights:
 
     def _rest(self, name: str, start: int, stop: int) -> torch.Tensor:
         rows, pair = self._inner.read(name, start, stop), self._pairs[name]
-        if pair.turned:
-            part = self._whole(pair.a)[:, start:stop].T @ self._whole(pair.b).T
-        else:
-            part = self._initial.read(pair.b, start, stop).double() @ self._whole(pair.a)
+        if self._last is None or self._last[0] != pair:  # kept: the other rows come next
+            self._last = pair, self._whole(pair.a), self._whole(pair.b) if pair.turned else None
+        _, a, b = self._last
+        part = self._initial.read(pair.b, start, stop).double() @ a if b is None else a[:, start:stop].T @ b.T
         return (rows.double() - pair.scaling * part).to(torch.promote_types(rows.dtype, torch.float32))
 
     def where(self, name: str) -> str:
@@ -163,8 +165,8 @@ class PlainAdapter:
 
     def __init__(self, adapter: Weights, initial: Weights, network: PreTrainedModel) -> None:
         self._adapter, self._initial = adapter, initial
-        self._first = {pair.a for pair in pairs_of(network).values()}
-        self._second = {pair.b for pair in pairs_of(network).values()}
+        pairs = pairs_of(network).values()
+        self._first, self._second = {pair.a for pair in pairs}, {pair.b for pair in pairs}
         peft = network.peft_config[ADAPTER]  # type: ignore[union-attr, index]
         # Twice the rank, and alpha with it, leave alpha / rank as it was; alpha / sqrt(rank) they do not.
         self._factor = 2**-0.5 if peft.use_rslora else 1.0

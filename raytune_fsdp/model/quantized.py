@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.adapters import base_name
 from raytune_fsdp.model.blocks import blocks_of
-from raytune_fsdp.model.routers import routers_of
+from raytune_fsdp.model.routers import numbers_of_experts, routers_of
 from raytune_fsdp.model.weights import Weights
 
 Kind = Literal["nf4", "int8"]
@@ -170,6 +170,7 @@ def quantize_layers(network: PreTrainedModel, kind: Kind) -> None:
 
 def _linear_layers(network: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
     """Not the head, whose mistakes show in every token, nor routers, which choose by small differences."""
+    experts = numbers_of_experts(network)
     # What PEFT keeps of a module that is trained whole has the names of the copy that is trained.
     kept = [module.original_module for module in network.modules() if hasattr(module, "original_module")]
     left = {id(module) for each in (*kept, *(router for router, _ in routers_of(network))) for module in each.modules()}
@@ -178,18 +179,13 @@ def _linear_layers(network: PreTrainedModel) -> Iterator[tuple[nn.Module, str, n
             for name, layer in owner.named_children():
                 if not isinstance(layer, nn.Linear | Conv1D) or id(layer) in left:
                     continue
-                gate = _ROUTER.search(name) and layer.weight.shape[0] in _experts(network)
+                gate = _ROUTER.search(name) and layer.weight.shape[0] in experts
                 if not gate and not any(parameter.requires_grad for parameter in layer.parameters()):
                     yield owner, name, layer
 
 
 _ROUTER = re.compile(r"gate|router")
 """Those of architectures that do not say which of their modules are routers."""
-
-
-def _experts(network: PreTrainedModel) -> set[int | None]:
-    text = network.config.get_text_config()
-    return {getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")}
 
 
 class QuantizedWeights:

@@ -41,14 +41,20 @@ def routers_of(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
     return []
 
 
+def numbers_of_experts(model: PreTrainedModel) -> set[int]:
+    """What the config says of them, by whichever of its names."""
+    text = model.config.get_text_config()
+    found = (getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return {number for number in found if number is not None}
+
+
 def _experts(model: PreTrainedModel) -> int:
     """How many each router chooses from; 0 if there are none, or not alike."""
     # A bias of the choice may stand beside the weight, as a matrix of one row.
     matrices = ([p for p in module.parameters() if p.ndim == 2] for module, _ in routers_of(model))
     found = {max(each, key=torch.Tensor.numel).shape[0] if each else 0 for each in matrices}
     # A router may have larger matrices than the one that makes its logits, as Zaya's.
-    text = model.config.get_text_config()
-    said = {getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")} - {None}
+    said = numbers_of_experts(model)
     return found.pop() if len(found) == 1 and (not said or found & said) else 0
 
 

@@ -57,18 +57,20 @@ def groups_of(model: nn.Module, config: OptimConfig, method: Method | None = Non
 
 def check_groups(network: nn.Module, config: OptimConfig) -> None:
     """Refuse a pattern that no trained weight is updated by. The network may be on the meta device."""
-    names = _all_names(network)
-    left = {name: each for name, each in names.items() if name in trained(network)}
+    if not config.groups:
+        return
+    names, own = _all_names(network), trained(network)
+    left = {name: names[name] for name in own}
     for index, group in enumerate(config.groups):
         hit = {name for name, each in left.items() if any(re.search(group.match, one) for one in each)}
         if hit:
             left = {name: each for name, each in left.items() if name not in hit}
             continue
         where = f"optim.groups.{index}.match: {group.match!r}"
-        if any(re.search(group.match, one) for name in trained(network) for one in names[name]):
+        if any(re.search(group.match, one) for name in own for one in names[name]):
             raise ConfigError(f"{where} finds only weights that a group before it has; move it before that one")
         # One name of each kind: a network has hundreds that differ in a number.
-        kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in trained(network))
+        kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in own)
         raise ConfigError(
             f"{where} is found in the name of no weight that is trained; in this {type(network).__name__} they are "
             f"called {', '.join(list(kinds)[:12])}"
