@@ -9,6 +9,7 @@
     │   └── ResumeError     a run directory or checkpoint that cannot be continued as asked
     ├── TrainingError       exit code 1: training itself failed
     │   └── TransientError  something around it failed; a new attempt may succeed
+    ├── HandedOver          an attempt has ended for another one of the same command, which goes on from there
     └── Interrupted         exit code 130: stopped from outside, can be continued
 
 Every message names the field (or file), the value, the rule, and the way out.
@@ -64,6 +65,10 @@ class TrainingError(RaytuneError):
 
 class TransientError(TrainingError):
     """Storage, or the delivery of data to a rank, failed: a new attempt from the last checkpoint may succeed."""
+
+
+class HandedOver(RaytuneError):
+    """An attempt has ended in good order; another one goes on from its checkpoint."""
 
 
 class Interrupted(RaytuneError):

@@ -14,14 +14,13 @@ from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import Interrupted
 from raytune_fsdp.metrics import Meter
 from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler
 from raytune_fsdp.model.objective import Objective
 from raytune_fsdp.optim import Optimizer, lr_factor
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.profiling import StepProfiler
-from raytune_fsdp.saving import Saves
+from raytune_fsdp.saving import Saves, stopped
 from raytune_fsdp.step import LossScale, train_step
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.tracker import Tracker
@@ -91,10 +90,7 @@ def train(parts: Parts, stop: Stop) -> RunState:
         if evaluating:
             _evaluate(parts, step)
         if boundary.stop is not None and step < plan.steps:
-            raise Interrupted(
-                f"stopped {boundary.stop.words} after step {step}, which is saved; "
-                "the same command continues from there"
-            )
+            raise stopped(boundary.stop, step)
         waiting_since = time.perf_counter()
     return state
 

@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.cluster import Between
 from raytune_fsdp.counts import Census
 from raytune_fsdp.division import Division
 from raytune_fsdp.errors import ConfigError
@@ -124,16 +125,31 @@ def resolve(
     )
 
 
+def sizes_of(config: FinetuneConfig, hardware: int = 1) -> list[int]:
+    """The numbers of ranks that the run may have, from the least to the largest; ConfigError if there is none.
+
+    `hardware`: what `cluster.workers: auto` stands for.
+    """
+    workers = config.cluster.workers
+    if not isinstance(workers, Between):
+        return [layout_of(config, hardware if workers == "auto" else workers).world]
+    _check_blocks(config, workers.max)
+    parallel = config.parallel
+    step = (parallel.shard_size or 1) if parallel.strategy == "hybrid_shard" else 1
+    sizes = [world for world in range(workers.min, workers.max + 1) if world % step == 0]
+    if not sizes:
+        raise ConfigError(
+            f"cluster.workers={{min: {workers.min}, max: {workers.max}}}: no number in between is a multiple of "
+            f"parallel.shard_size={step}, as hybrid_shard needs it; set max={-(-workers.max // step) * step}, or "
+            "another shard_size"
+        )
+    return sizes
+
+
 def layout_of(config: FinetuneConfig, world: int) -> Layout:
     """The mesh for this world size; ConfigError if there is none. Needs no census."""
-    train, parallel = config.train, config.parallel
-    blocks = train.global_batch // train.micro_batch
-    if blocks < world:
-        raise ConfigError(
-            f"train.global_batch={train.global_batch} and train.micro_batch={train.micro_batch} make {blocks} block(s) "
-            f"per step for {world} ranks, so some would always idle: use at most {blocks} rank(s), "
-            f"a global_batch of at least {world * train.micro_batch}, or a smaller micro_batch"
-        )
+    _check_blocks(config, world)
+    parallel = config.parallel
     if parallel.strategy == "hybrid_shard":
         shard_size = parallel.shard_size or 1
         if world % shard_size:
@@ -144,6 +160,17 @@ def layout_of(config: FinetuneConfig, world: int) -> Layout:
     else:
         shard_size = 1 if parallel.strategy == "replicate" else world
     return Layout(world=world, data_ranks=world, replicas=world // shard_size, shard_size=shard_size)
+
+
+def _check_blocks(config: FinetuneConfig, world: int) -> None:
+    train = config.train
+    blocks = train.global_batch // train.micro_batch
+    if blocks < world:
+        raise ConfigError(
+            f"train.global_batch={train.global_batch} and train.micro_batch={train.micro_batch} make {blocks} block(s) "
+            f"per step for {world} ranks, so some would always idle: use at most {blocks} rank(s), "
+            f"a global_batch of at least {world * train.micro_batch}, or a smaller micro_batch"
+        )
 
 
 def _length(config: FinetuneConfig, census: Census | None) -> tuple[int, int | None]:

@@ -14,7 +14,7 @@ from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.checkpoint.save_in_flight import ENDINGS, Outcome
 from raytune_fsdp.checkpoint.saver import Saver
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.errors import Interrupted, TrainingError, TransientError
+from raytune_fsdp.errors import HandedOver, Interrupted, RaytuneError, TrainingError, TransientError
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.tracker import Tracker
 from raytune_fsdp.types import Saved, StopReason
@@ -32,6 +32,14 @@ class Boundary:
     """Whether someone has asked for a checkpoint now."""
     free: bool
     """Whether a save may begin."""
+
+
+def stopped(reason: StopReason, step: int) -> RaytuneError:
+    """What ends an attempt that has saved this step because it had to stop."""
+    after = f"stopped {reason.words} after step {step}, which is saved"
+    if reason.ends_run:
+        return Interrupted(f"{after}; the same command continues from there")
+    return HandedOver(after)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,7 +103,7 @@ class Saves:
         try:
             self._save_last(state)
         except TransientError as error:
-            if self._stop is None:
+            if self._stop is None or not self._stop.ends_run:
                 raise
             raise Interrupted(f"stopped {self._stop.words} after step {state.step}, but {error}") from error
 

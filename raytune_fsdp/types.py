@@ -176,13 +176,26 @@ class ParameterCount:
 class StopReason(IntEnum):
     """Why a run stops before its last step. If ranks have different reasons, all take the highest number."""
 
-    SIGNAL = 1
+    RESIZE = 1
+    """There is room for more ranks."""
+    DRAIN = 2
+    """A node of the run is about to be taken away."""
+    SIGNAL = 3
     """SIGTERM, SIGINT or `ray job stop`."""
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether the command ends, too. Otherwise another attempt goes on from here."""
+        return self is StopReason.SIGNAL
 
     @property
     def words(self) -> str:
         """For a message that begins with `stopped`."""
-        return {StopReason.SIGNAL: "by a signal"}[self]
+        return {
+            StopReason.RESIZE: "to go on with more ranks",
+            StopReason.DRAIN: "because a node is about to be taken away",
+            StopReason.SIGNAL: "by a signal",
+        }[self]
 
 
 Stop = Callable[[], StopReason | None]

@@ -38,11 +38,10 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
         if value is not None and value < 1:
             parser.error(f"{flag} {value} must be at least 1")
     from raytune_fsdp.counts import Census
-    from raytune_fsdp.plan import resolve
+    from raytune_fsdp.plan import resolve, sizes_of
     from raytune_fsdp.rundir import RunDir
 
-    workers = config.cluster.workers
-    world = found.world_size or (1 if workers == "auto" else workers)
+    world = found.world_size or sizes_of(config)[-1]
     census = None
     if found.samples is not None:
         census = Census(seq_len=config.data.seq_len, epochs=(found.samples,))

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from raytune_fsdp.config.base import Section
 from raytune_fsdp.config.recorded import filled_from_environment
+
+
+class Between(Section):
+    """A number of ranks that may change during the run."""
+
+    min: int = Field(ge=1)
+    """Ranks without which the run waits."""
+
+    max: int = Field(ge=1)
+    """Ranks that it has if the cluster has room for them."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(f"min={self.min} is more than max={self.max}: lower min, or raise max")
+        return self
 
 
 class ClusterConfig(Section):
     launch: Literal["auto", "ray", "local"] = "auto"
     """`ray`: on the Ray cluster that this process belongs to (`ray job submit`), that RAY_ADDRESS names or that `ray start` started here; if there is none, on one that is started on this machine for the run. `local`: processes on this machine, without Ray. `auto`: `local` under torchrun or where Ray is not installed, else `ray`."""
 
-    workers: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Number of ranks. `auto`: one for each GPU of the cluster (with `launch: local`: of this machine), or one if there is no GPU. Under torchrun, torchrun's world size counts."""
+    workers: Annotated[int, Field(ge=1)] | Literal["auto"] | Between = "auto"
+    """Number of ranks. `auto`: one for each GPU of the cluster (with `launch: local`: of this machine), or one if there is no GPU. Under torchrun, torchrun's world size counts. `{min: 2, max: 8}` (Ray): as many as there is room for; when nodes are lost or added the run goes on with fewer or more, and learns the same."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: CUDA if there is a GPU for every worker, or if `gpus_per_worker` or `accelerator_type` asks for one; else the CPU."""
@@ -49,3 +65,18 @@ class ClusterConfig(Section):
 
     wait_minutes: float = Field(default=30.0, gt=0)
     """Ray: minutes to wait for the workers' resources, at the start and after a failure."""
+
+    @property
+    def fewest(self) -> int | None:
+        """The least number of ranks that the run may have. None: what the hardware says."""
+        return self.workers.min if isinstance(self.workers, Between) else self._number
+
+    @property
+    def most(self) -> int | None:
+        """The largest number of ranks that the run may have. None: what the hardware says."""
+        return self.workers.max if isinstance(self.workers, Between) else self._number
+
+    @property
+    def _number(self) -> int | None:
+        assert not isinstance(self.workers, Between)
+        return None if self.workers == "auto" else self.workers

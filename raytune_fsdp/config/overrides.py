@@ -151,6 +151,9 @@ def _put(tree: dict[str, Any], override: Override, root: Place) -> None:
         if below is None or (isinstance(below, Plain) and below.value is None):
             below = _start(place, override.path[depth + 1])
             _set(node, key, below)
+        elif not isinstance(below, (dict, list)) and place is not None and place.sections:
+            below = {}  # the field may also be a single value, which this replaces
+            _set(node, key, below)
         if not isinstance(below, (dict, list)):
             where = ".".join(override.path[: depth + 1])
             raise Problem(f"{override.flag}: {where} is {spelled(below)!r}, which has no fields")

@@ -36,8 +36,8 @@ def world_size(config: FinetuneConfig) -> int:
     if under_torchrun():
         return world_of_torchrun()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.cluster.workers != "auto":
-        wanted = config.cluster.workers
+    wanted = config.cluster.most
+    if wanted is not None:
         if config.cluster.device == "cuda" and wanted > gpus:
             raise ConfigError(
                 f"cluster.workers={wanted} with cluster.device=cuda, but this machine has {gpus} GPU(s): lower "

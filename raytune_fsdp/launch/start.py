@@ -8,10 +8,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.cluster import Between
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.launch.torchrun import under_torchrun, world_of_torchrun
+from raytune_fsdp.plan import sizes_of
 from raytune_fsdp.run.checks import check_config, check_first
 
 if TYPE_CHECKING:
@@ -57,6 +59,11 @@ def _check_local(config: FinetuneConfig) -> None:
             "without Ray, leave export.every unset and run `raytune-fsdp export` on a checkpoint when you want one"
         )
     wanted = config.cluster.workers
+    if isinstance(wanted, Between):
+        raise ConfigError(
+            f"cluster.workers={{min: {wanted.min}, max: {wanted.max}}}: without Ray (cluster.launch=local, torchrun) "
+            f"the number of ranks cannot change; set cluster.workers={wanted.max}, or cluster.launch=ray"
+        )
     if under_torchrun():
         # Not the storage: a rank that refused it alone would leave those on other nodes waiting for it for minutes. All
         # of them look at it together (local.py).
@@ -66,14 +73,14 @@ def _check_local(config: FinetuneConfig) -> None:
 
 
 def _run_on_ray(config: FinetuneConfig, progress: Progress | None) -> tuple[Prepared, Standing]:
-    workers = 1 if config.cluster.workers == "auto" else config.cluster.workers
-    place = check_first(config, workers)
+    sizes = sizes_of(config)
+    place = check_first(config, sizes[0])
     phases = Phases()
     from raytune_fsdp.launch.ray.session import check_not_in_a_copy, connecting
 
     check_not_in_a_copy(config, place.path)
     with Signals() as signals:
-        with connecting(config.cluster, workers) as session:
+        with connecting(config.cluster, sizes[-1]) as session:
             # Imported while Ray starts, which is mostly waiting for its processes.
             from raytune_fsdp.launch.ray import driver
 

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 
 from raytune_fsdp.assemble import LauncherHooks, assemble
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import DataError, Interrupted, TrainingError
+from raytune_fsdp.errors import DataError, HandedOver, Interrupted, TrainingError
 from raytune_fsdp.launch.signals import SignalReceived
 from raytune_fsdp.launch.torchrun import local_rank
 from raytune_fsdp.loop import Parts, train
@@ -89,6 +89,9 @@ def _work(parts: Parts, stop: Stop) -> int:
             error, parts.config, parts.parallel, parts.model, parts.optimizer, parts.device,
             rank=dist.get_rank(), directory=parts.profiler.directory,
         ) from error  # fmt: skip
+    except HandedOver:
+        status = "handed_over"
+        raise
     except (Interrupted, SignalReceived):
         status = "interrupted"
         raise

@@ -146,7 +146,11 @@ class MlflowTracker:
 
     def finish(self, status: Status) -> None:
         """Sends the rest, and the status, within the deadline. Says what is left, also as an event."""
-        if self._thread is None or self._closed:
+        if self._thread is None or self._closed or self._abandoned:
+            return
+        if status == "handed_over":
+            # The run goes on in MLflow, too: the next attempt sends what is left, and a node may be gone in seconds.
+            self._abandoned = True
             return
         with self._changed:
             self._status = status

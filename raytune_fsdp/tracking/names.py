@@ -86,7 +86,10 @@ ATTEMPT_FAILED = "attempt_failed"
 REGISTRY_REPAIRED = "registry_repaired"
 """Ray Train's own list of checkpoints was wrong or unreadable. Fields: what (was done about it)."""
 RESIZED = "resized"
-"""Fields: before, after (world sizes)."""
+"""The run goes on with another number of ranks. Fields: before, after, cause; seconds, from the end of the last attempt
+to the end of the first step of this one; steps_redone, which had been trained and were not saved."""
+DRAINED = "drained"
+"""A node of the run is about to be taken away. Fields: node, seconds_left (null: not known)."""
 
 
 def evaluation_loss(dataset: str) -> str:

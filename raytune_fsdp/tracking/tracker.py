@@ -16,7 +16,8 @@ from raytune_fsdp.types import ParameterCount, StepMetrics
 
 logger = logging.getLogger(__name__)
 
-Status = Literal["finished", "failed", "interrupted"]
+Status = Literal["finished", "failed", "interrupted", "handed_over"]
+"""How an attempt ended; `handed_over`: for another one of the same command, so the run goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

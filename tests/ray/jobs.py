@@ -93,6 +93,52 @@ class Command:
         return 0
 
 
+class Nodes:
+    """A cluster whose nodes come and go (nodes.py)."""
+
+    def __init__(self, directory: Path, *, head_cpus: int) -> None:
+        self._temporary = tempfile.mkdtemp(prefix="ray-")
+        (directory / "nodes").mkdir()
+        with open(directory / "nodes.txt", "w") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("nodes.py")), str(directory / "nodes"), str(head_cpus)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True,
+                env={
+                    **os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": self._temporary,
+                    "PYTHONPATH": f"{FAULTS}:{ROOT}", "FAULTS": str(directory / "faults"), "OMP_NUM_THREADS": "1",
+                },
+            )  # fmt: skip
+        self.address = self._read()
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def add(self, name: str, cpus: int = 1, gpus: int = 0) -> None:
+        self._do(f"add {name} {cpus} {gpus}")
+
+    def remove(self, name: str) -> None:
+        self._do(f"remove {name}")
+
+    def drain(self, name: str, seconds: float) -> None:
+        self._do(f"drain {name} {seconds}")
+
+    def _do(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+        assert self._read() == line
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
 def is_there(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

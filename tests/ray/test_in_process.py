@@ -207,9 +207,9 @@ def test_backend_is_that_of_the_device(tmp_path: Path, device: str, backend: str
     """Also where a GPU is reserved that is not used."""
     asked = Request(workers=2, per_worker={"CPU": 1, "GPU": 1}, accelerator_type=None, placement="pack", device=device)  # type: ignore[arg-type]
     config = config_of(tmp_path, cluster={"launch": "ray", "max_failures": 7, "env": {"NCCL_DEBUG": "INFO"}})
-    trainer = trainer_for(lambda: None, None, asked, config, 7)
+    trainer = trainer_for(lambda: None, None, asked, config)
     assert trainer.backend_config.backend == backend
     assert trainer.scaling_config.num_workers == 2
-    assert trainer.run_config.failure_config.max_failures == 7
+    assert trainer.run_config.failure_config.max_failures == 0
     assert trainer.run_config.worker_runtime_env == {"env_vars": {"NCCL_DEBUG": "INFO"}}
     assert ClusterConfig().max_failures == 3

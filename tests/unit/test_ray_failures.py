@@ -12,9 +12,8 @@ from ray.exceptions import LocalRayletDiedError, OutOfMemoryError, RayActorError
 from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
 from ray.train.v2.api.exceptions import ControllerError
 
-from raytune_fsdp.errors import DataError, Interrupted, RaytuneError, RowError, TrainingError, TransientError
-from raytune_fsdp.launch.ray.board import Lost, Notice
-from raytune_fsdp.launch.ray.failures import FailureWatch, first_cause, in_words, is_final, underlying
+from raytune_fsdp.errors import DataError, Interrupted, RowError, TrainingError, TransientError
+from raytune_fsdp.launch.ray.failures import first_cause, in_words, is_final, underlying
 
 DEAD = WorkerHealthCheckFailedError(
     "A worker failed a health check", RayActorError(error_msg="exit code 2. End of file")
@@ -102,35 +101,3 @@ def test_what_is_ours_is_found_inside_of_what_fit_raises() -> None:
     assert underlying(ControllerError(RayTaskError("run", "trace", ours))) is ours
     other = ValueError("theirs")
     assert underlying(ControllerError(other)) is other
-
-
-class Ear:
-    """A board that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[Notice] = []
-
-    def tell(self, notice: Notice) -> None:
-        self.told.append(notice)
-
-
-@pytest.mark.parametrize(
-    ("error", "raises", "told"),
-    [
-        (DEAD, None, [Lost(1, "its process died (killed, out of memory, or crashed)", again=True)]),
-        (raised(DataError("bad")), DataError, [Lost(1, "bad", again=False)]),
-        (raised(TransientError("full")), None, [Lost(1, "full", again=True)]),
-        (raised(Interrupted("stopped")), Interrupted, []),
-    ],
-)
-def test_the_run_ends_where_the_same_would_follow(
-    error: BaseException, raises: type[RaytuneError] | None, told: list[Notice]
-) -> None:
-    ear = Ear()
-    watch = FailureWatch(ear)  # type: ignore[arg-type]
-    if raises is None:
-        watch.after_exception(None, {1: error})  # type: ignore[arg-type]
-    else:
-        with pytest.raises(raises):
-            watch.after_exception(None, {1: error})  # type: ignore[arg-type]
-    assert ear.told == told

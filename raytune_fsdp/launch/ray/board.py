@@ -52,18 +52,15 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """Ranks have failed; `rank` is the one that caused the others' failures."""
+class Committed:
+    """A checkpoint of this attempt was committed."""
 
-    rank: int
-    cause: str
-    again: bool
-    """Whether another attempt may help. Then Ray Train starts one, within max_failures."""
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
-    """A checkpoint of this attempt was committed."""
+class Trained:
+    """Rank 0 has begun the step after this one."""
 
     step: int
 
@@ -78,7 +75,7 @@ class Controlled:
     """Handles of its actor, and of the one that it leaves to look after its resources, which would outlive it."""
 
 
-Notice = Controlled | Joined | PhaseFinished | Started | Line | Lost | Committed
+Notice = Controlled | Joined | PhaseFinished | Started | Line | Committed | Trained
 
 
 class _Board:
@@ -91,7 +88,6 @@ class _Board:
         self._reason: StopReason | None = None
         self._shared: dict[str, Any] = {}
         self._sharing = asyncio.Condition()
-        self._attempts = 0
         self._closed = False
 
     async def tell(self, notice: Notice) -> bool:
@@ -119,13 +115,14 @@ class _Board:
         await self._stop.wait()
         return self._reason
 
-    async def count_attempt(self) -> int:
-        self._attempts += 1
-        return self._attempts
+    async def begin(self) -> None:
+        self._stop.clear()
+        self._reason = None
+        self._shared = {}
 
     async def share(self, key: str, value: list[Any]) -> None:
         async with self._sharing:
-            self._shared = {key: value}  # values of earlier attempts are of no use
+            self._shared[key] = value
             self._sharing.notify_all()
 
     async def shared(self, key: str) -> list[Any]:
@@ -170,9 +167,9 @@ class Board:
         """Ask the ranks to save and end."""
         self._actor.stop.remote(reason)
 
-    def count_attempt(self) -> int:
-        """1 for the first attempt of this command that asks, 2 for the next."""
-        return int(ray.get(self._actor.count_attempt.remote()))
+    def begin(self) -> None:
+        """Another attempt begins: what was asked of the last one, and shared in it, is forgotten."""
+        self._actor.begin.remote()
 
     def share(self, key: str, value: Any) -> None:
         """Share a value with the other ranks. This process remains its owner: Ray drops the value when it ends."""

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import ray
-from ray.exceptions import RayError
 from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -23,21 +23,24 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.counts import WindowCounts
 from raytune_fsdp.data.census import Places, build_here
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import Interrupted, RaytuneError, TrainingError, UserError
+from raytune_fsdp.errors import Interrupted, RaytuneError
 from raytune_fsdp.launch.environment import environment
 from raytune_fsdp.launch.phases import Phases
+from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Board
 from raytune_fsdp.launch.ray.exports import Exports
-from raytune_fsdp.launch.ray.failures import ControllerWatch, FailureWatch, first_cause, in_words, underlying
+from raytune_fsdp.launch.ray.failures import ControllerWatch
 from raytune_fsdp.launch.ray.follow import Follow
 from raytune_fsdp.launch.ray.rank import RankJob, train_rank
 from raytune_fsdp.launch.ray.resources import Request, check, may_grow, nodes, request, scaling_config
 from raytune_fsdp.launch.ray.session import Session
+from raytune_fsdp.launch.ray.sizes import Sizes
 from raytune_fsdp.launch.ray.stream import build_on_ray
 from raytune_fsdp.launch.ray.train_registry import repair_registry
 from raytune_fsdp.launch.run_lock import is_locked
 from raytune_fsdp.launch.shared_storage import TOKEN_PREFIX, put_token
 from raytune_fsdp.launch.signals import Signals
+from raytune_fsdp.plan import sizes_of
 from raytune_fsdp.run.checks import check_device
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.record import mlflow_tracker, run_start
@@ -77,9 +80,8 @@ def run(
     say: Callable[[str], None],
 ) -> tuple[Prepared, Standing]:
     """Prepare and train. Returns the run, and where it stood before, once it is complete; raises what stopped it."""
-    wanted = config.cluster.workers
     phases.finished("start")
-    prepared, standing = prepare(config, 1 if wanted == "auto" else wanted, progress, build=_builder(connecting))
+    prepared, standing = prepare(config, sizes_of(config)[0], progress, build=_builder(connecting))
     phases.finished("checks")
     session = connecting.result()
     signals.take()  # Ray has installed a SIGTERM handler that prints a stack and aborts
@@ -92,11 +94,12 @@ def run(
     found = nodes()
     growing = may_grow()
     asked = request(config.cluster, found, growing=growing)
-    check(asked, found, growing=growing)
+    sizes = Sizes(asked, sizes_of(config, asked.workers))
+    check(sizes.fewest, found, growing=growing)
     check_device(config, asked.device)
-    standing = on_world(config, prepared, standing, asked.workers)
+    standing = on_world(config, prepared, standing, sizes.fewest.workers)
     with environment(RAY_TRAIN):
-        _train(config, prepared, standing, asked, session=session, signals=signals, phases=phases, say=say)
+        _train(config, prepared, standing, sizes, session=session, signals=signals, phases=phases, say=say)
     return prepared, standing
 
 
@@ -114,7 +117,7 @@ def _train(
     config: FinetuneConfig,
     prepared: Prepared,
     standing: Standing,
-    asked: Request,
+    sizes: Sizes,
     *,
     session: Session,
     signals: Signals,
@@ -122,44 +125,42 @@ def _train(
     say: Callable[[str], None],
 ) -> None:
     place, run_dir = prepared.place, prepared.place.path
-    repaired = repair_registry(run_dir)
     for left in run_dir.glob(f"{TOKEN_PREFIX}*") if is_locked(place) else ():  # left by a driver that was killed
         left.unlink(missing_ok=True)
-    if repaired is not None:
-        append_event(place.events, names.REGISTRY_REPAIRED, attempt=0, fields={"what": repaired})
     token = put_token(run_dir, "the driver")
+    attempts = Attempts(place, limit=config.cluster.max_failures, step=standing.state.step, say=say)
     follow: Follow | None = None
     try:
         board = Board()
         follow = Follow(
-            config, place, asked,
-            board=board, token=token, step=standing.state.step, lost=session.lost,
-            signals=signals, phases=phases, say=say,
+            config, place, attempts, sizes,
+            board=board, token=token, lost=session.lost, signals=signals, phases=phases, say=say,
         )  # fmt: skip
         job = RankJob(
             config=config,
             prepared=ray.put((prepared, standing)),
+            first=True,
             board=board,
-            device=asked.device,
+            device=sizes.fewest.device,
             token=token,
             tty=sys.stdout.isatty(),
         )
         try:
-            _fit(job, asked, follow)
+            _fit(job, run_dir, follow, attempts, sizes)
         finally:
             follow.end()
     except RaytuneError as error:
         if follow is not None:
             follow.exports.cancel()
-        if follow is not None and follow.attempt:
-            _close_mlflow(config, prepared, standing, follow, error, say)
+        if attempts.number:
+            _close_mlflow(config, prepared, standing, attempts, error, say)
         else:
             (run_dir / _STORAGE_MARKER).unlink(missing_ok=True)
         raise
     else:
         _finish(follow.exports, signals)
     finally:
-        token.remove(refused=follow is None or not follow.attempt)
+        token.remove(refused=not attempts.number)
 
 
 def _finish(exports: Exports, signals: Signals) -> None:
@@ -186,28 +187,28 @@ def _make_up(
         token.remove(refused=False)
 
 
-def _fit(job: RankJob, asked: Request, follow: Follow) -> None:
-    """Let Ray Train run the job to its end; again where it gave up because the ranks could not find each other."""
-    limit = job.config.cluster.max_failures
+def _fit(job: RankJob, run_dir: Path, follow: Follow, attempts: Attempts, sizes: Sizes) -> None:
+    """Let Ray Train run the job to its end, an attempt at a time."""
     while True:
-        left = limit if limit < 0 else max(0, limit - follow.failures)
+        asked = follow.next()
+        repaired = repair_registry(run_dir)  # every fit() reads it
+        if repaired is not None:
+            attempts.event(names.REGISTRY_REPAIRED, what=repaired)
+        job.board.begin()
         # Not as train_loop_config: the controller unpickles that, and would have to import torch for it.
-        fit = in_thread(trainer_for(partial(train_rank, job), job.board, asked, job.config, left).fit, "fit")
-        follow.until(fit)
+        fit = in_thread(trainer_for(partial(train_rank, job), job.board, asked, job.config).fit, "fit")
+        follow.until(fit, asked)
         error = fit.exception()
         if error is None:
             return
-        inner = underlying(error)
-        if isinstance(inner, RaytuneError) or getattr(error, "worker_failures", None) or isinstance(inner, RayError):
-            raise _what_stopped(error, follow) from None
-        follow.failed(in_words(inner))
+        attempts.ended(error)
         follow.groups.clear()
+        sizes.ended()
+        job = replace(job, first=False)
 
 
-def trainer_for(
-    rank: Callable[[], None], board: Board, asked: Request, config: FinetuneConfig, max_failures: int
-) -> TorchTrainer:
-    """The TorchTrainer that runs `rank` in every worker and restarts them after a crash."""
+def trainer_for(rank: Callable[[], None], board: Board, asked: Request, config: FinetuneConfig) -> TorchTrainer:
+    """The TorchTrainer that runs `rank` in every worker, once."""
     logging.getLogger("ray.train").setLevel(logging.ERROR)  # it repeats, for developers, what we report
     env = {"env_vars": dict(config.cluster.env)} if config.cluster.env else None
     return TorchTrainer(
@@ -220,10 +221,10 @@ def trainer_for(
         run_config=RunConfig(
             name=config.run.name,
             storage_path=storage_of(config).as_posix(),
-            failure_config=FailureConfig(max_failures=max_failures),
+            failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),  # see attempts.py
             # Keep all: pruning is done by rank 0 after a commit, by step and score; Ray's own would delete others.
             checkpoint_config=CheckpointConfig(num_to_keep=None),
-            callbacks=[FailureWatch(board), ControllerWatch(board)],
+            callbacks=[ControllerWatch(board)],
             worker_runtime_env=env,
             logging_config=LoggingConfig(log_level="ERROR"),
         ),
@@ -234,7 +235,7 @@ def _close_mlflow(
     config: FinetuneConfig,
     prepared: Prepared,
     standing: Standing,
-    follow: Follow,
+    attempts: Attempts,
     error: RaytuneError,
     say: Callable[[str], None],
 ) -> None:
@@ -242,22 +243,8 @@ def _close_mlflow(
     place = prepared.place
     if config.tracking.mlflow.enabled and place.mlflow_id.exists() and mlflow_installed():
         tracker = mlflow_tracker(config, place)
-        start = run_start(config, prepared, standing, follow.attempt)
-        tracker.start(replace(start, over=True, committed=follow.last_step()))
+        start = run_start(config, prepared, standing, attempts.number)
+        tracker.start(replace(start, over=True, committed=attempts.last_step()))
         tracker.finish("interrupted" if isinstance(error, Interrupted) else "failed")
         if tracker.unsent is not None:
             say(tracker.unsent)
-
-
-def _what_stopped(error: BaseException, follow: Follow) -> RaytuneError:
-    """The error that fit() raised, as one of ours."""
-    inner = underlying(error)
-    if isinstance(inner, Interrupted) or (isinstance(inner, UserError) and not follow.attempt):
-        return inner
-    failures = getattr(error, "worker_failures", None)
-    if failures:
-        rank, cause = first_cause(failures)
-        return TrainingError(follow.describe(rank, in_words(cause)))
-    if isinstance(inner, RaytuneError):
-        return TrainingError(follow.describe(follow.culprit, in_words(inner)))
-    return follow.ended_by(in_words(error))

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import ray
 from ray.exceptions import LocalRayletDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
-from ray.train import UserCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 
 # The only hook that runs in the controller before it asks for workers; Ray Train has no public one.
 from ray.train.v2._internal.execution.callback import ControllerCallback
 
-from raytune_fsdp.errors import Interrupted, RaytuneError, TrainingError, TransientError, in_one_line
-from raytune_fsdp.launch.ray.board import Board, Controlled, Lost
+from raytune_fsdp.errors import RaytuneError, TrainingError, TransientError, in_one_line
+from raytune_fsdp.launch.ray.board import Board, Controlled
 
 if TYPE_CHECKING:
     from ray.train.v2._internal.execution.context import TrainRunContext
@@ -46,24 +46,6 @@ class ControllerWatch(ControllerCallback):  # type: ignore[misc]
         this = ray.get_runtime_context()
         if not self._board.tell_and_ask(Controlled(str(this.get_actor_id()), [this.current_actor, *helpers])):
             raise TrainingError("the driver has given up the run")
-
-
-class FailureWatch(UserCallback):  # type: ignore[misc]
-    """In Ray Train's controller: reports which rank failed and why, and ends the run if retrying is pointless.
-
-    Ray Train does not retry what a callback raises, whatever `max_failures` says.
-    """
-
-    def __init__(self, board: Board) -> None:
-        self._board = board
-
-    def after_exception(self, run_context: TrainRunContext, worker_exceptions: Mapping[int, BaseException]) -> None:
-        rank, error = first_cause(worker_exceptions)
-        cause, again = underlying(error), not is_final(error)
-        if not isinstance(cause, Interrupted):
-            self._board.tell(Lost(rank, in_words(error), again))
-        if not again:
-            raise cause
 
 
 def first_cause(errors: Mapping[int, BaseException]) -> tuple[int, BaseException]:
@@ -103,6 +85,11 @@ def is_final(error: BaseException) -> bool:
     return isinstance(inner, RaytuneError) and not isinstance(inner, TransientError)
 
 
+def is_of_peers(error: BaseException) -> bool:
+    """Whether it may be what a library raises where another rank is gone: no error of ours, and no death."""
+    return _death(error) is None and not isinstance(underlying(error), RaytuneError | RayError)
+
+
 def in_words(error: BaseException) -> str:
     """One line about a failure."""
     death = _death(error)
@@ -117,6 +104,8 @@ def in_words(error: BaseException) -> str:
         found = re.search(r"class_name: (\S+)", str(inner))
         if found:
             return f"{_ACTORS.get(found[1], f'the actor {found[1]}')} {DIED}"
+    if isinstance(inner, WorkerGroupStartupFailedError):
+        return "a worker died, or could not reach the others, while the ranks were starting"
     if isinstance(inner, WorkerCrashedError):
         return f"a process that prepares the data {DIED}"
     if isinstance(inner, LocalRayletDiedError):

@@ -17,33 +17,23 @@ class Groups:
 
     def __init__(self) -> None:
         self._makers: set[str] = set()
-        self._seen: list[str] = []
-        self._suspected: set[str] = set()
 
     def made_by(self, actor_id: str) -> None:
         """From now on, groups that this actor makes are this run's."""
         self._makers.add(actor_id)
 
-    def look(self) -> tuple[str | None, int]:
-        """The state of the group that is to hold the workers, None before there is one; how many were forgotten.
+    def state(self) -> str | None:
+        """The state of the group that is to hold the workers, None before there is one."""
+        return next(reversed(self._live().values()), None)
+
+    def clear(self) -> None:
+        """Remove all groups of this run; a process in one of them ends.
 
         Ray Train 2.60 forgets the placement group of an attempt in which a worker dies while the process group is being
         made. It would keep its resources for ever, and the next attempt might wait for them.
         """
-        live = self._live()
-        self._seen += [name for name in live if name not in self._seen]
-        older = {name for name in self._seen[:-1] if name in live}
-        # Only if seen in two looks: Ray Train removes a group just before it asks for the next one.
-        forgotten, self._suspected = older & self._suspected, older
-        for name in forgotten:
-            _remove(name)
-        return live.get(self._seen[-1]) if self._seen else None, len(forgotten)
-
-    def clear(self) -> None:
-        """Remove all groups of this run; a process in one of them ends."""
         for name in self._live():
-            _remove(name)
-        self._seen, self._suspected = [], set()
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))
 
     def _live(self) -> dict[str, str]:
         """The state of each group of this run, by id, in the order in which they were made."""
@@ -57,7 +47,3 @@ class Groups:
             for group in sorted(table, key=lambda group: group.placement_group_creation_timestamp_ms)
             if group.creator_actor_id.hex() in self._makers and group.state != PlacementGroupTableData.REMOVED
         }
-
-
-def _remove(name: str) -> None:
-    remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))

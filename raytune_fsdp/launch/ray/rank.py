@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +19,16 @@ import ray
 import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
-from raytune_fsdp.launch.ray.board import Board, BoardStream, Committed, Joined, PhaseFinished, Started, StopFromBoard
+from raytune_fsdp.launch.ray.board import (
+    Board,
+    BoardStream,
+    Committed,
+    Joined,
+    PhaseFinished,
+    Started,
+    StopFromBoard,
+    Trained,
+)
 from raytune_fsdp.threads import in_thread
 
 if TYPE_CHECKING:
@@ -33,6 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_TELL_SECONDS = 1.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
@@ -40,8 +52,10 @@ class RankJob:
 
     config: FinetuneConfig
     prepared: ObjectRef
-    """`Prepared`, and the `Standing` of the first attempt of this command; later attempts look for themselves. By
-    reference: reading them imports transformers."""
+    """`Prepared`, and the `Standing` of the first attempt of this command. By reference: reading them imports
+    transformers."""
+    first: bool
+    """Whether this is the first attempt of this command; later ones look for themselves where the run is."""
     board: Board
     device: Literal["cpu", "cuda"]
     token: Token
@@ -74,13 +88,13 @@ def train_rank(job: RankJob) -> None:
     quiet()
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     from raytune_fsdp.assemble import LauncherHooks
-    from raytune_fsdp.errors import Interrupted
+    from raytune_fsdp.errors import HandedOver, Interrupted
     from raytune_fsdp.launch.shared_storage import check_shared
     from raytune_fsdp.launch.worker import work
 
     prepared, first = cast("tuple[Prepared, Standing]", ray.get(job.prepared))
     check_shared(prepared.place.path)
-    standing, key = _agree(job, prepared, first, world)
+    standing = _agree(job, prepared, first, world)
     _log_to(prepared.place.log(standing.attempt, rank))
     if rank == 0:
         job.board.tell(Started(standing.attempt, str(prepared.place.logs(standing.attempt))))
@@ -96,7 +110,7 @@ def train_rank(job: RankJob) -> None:
             job.board.tell(Committed(checkpoint.step))
 
     hooks = LauncherHooks(
-        batches=_batches(job, prepared, standing, rank=rank, key=key, reached=reached),
+        batches=_batches(job, prepared, standing, rank=rank, reached=reached),
         console=cast(TextIO, BoardStream(job.board, tty=job.tty)),
         saved=saved,
         reached=reached,
@@ -104,26 +118,24 @@ def train_rank(job: RankJob) -> None:
     stop: Stop = StopFromBoard(job.board) if rank == 0 else lambda: None
     try:
         work(job.config, prepared, standing, device, stop, hooks)
-    except Interrupted:
+    except (Interrupted, HandedOver):
         reports.finish()
         raise
     reports.finish()
 
 
-def _agree(job: RankJob, prepared: Prepared, first: Standing, world: int) -> tuple[Standing, str]:
-    """Where this attempt starts, and its own key on the board. Collective."""
-    from raytune_fsdp.collectives import on_rank0
+def _agree(job: RankJob, prepared: Prepared, first: Standing, world: int) -> Standing:
+    """Where this attempt starts. Collective."""
     from raytune_fsdp.launch.shared_storage import check_seen
-    from raytune_fsdp.run.standing import agree, look
+    from raytune_fsdp.run.standing import agree, look, on_world
 
-    def count_start() -> int:
+    def begin() -> Standing:
         check_seen(job.token)  # the driver checked its storage: it must be this one
-        return job.board.count_attempt()
+        return on_world(job.config, prepared, first, world) if job.first else look(job.config, prepared, world)
 
-    start = on_rank0(count_start, what="see the run's storage")
-    standing = agree(job.config, prepared, lambda: first if start == 1 else look(job.config, prepared, world))
+    standing = agree(job.config, prepared, begin)
     assert standing.plan.layout.world == world, (standing.plan.layout, world)
-    return standing, str(start)
+    return standing
 
 
 def _batches(
@@ -132,7 +144,6 @@ def _batches(
     standing: Standing,
     *,
     rank: int,
-    key: str,
     reached: Callable[[str], None],
 ) -> Iterator[StepBatches]:
     """This rank's batches through Ray Data. Rank 0 opens the stream: only one process may decide where it begins.
@@ -157,8 +168,8 @@ def _batches(
             samples=division.samples_of_steps(left[0], left[-1]),
             first_block=division.first_block(left[0]),
         )
-        job.board.share(key, (read, split(dataset, division.data_ranks)))
-    read, shards = job.board.shared(key)
+        job.board.share("batches", (read, split(dataset, division.data_ranks)))
+    read, shards = job.board.shared("batches")
     batches = ray_batches(shards[rank], prepared.train, division, steps, data_rank=rank, first=read)
     first = in_thread(lambda: next(batches), "first-batch")
     first.add_done_callback(lambda _: reached("data"))
@@ -169,7 +180,17 @@ def _batches(
         yield first.result()
         reached("step")
 
-    return chain(first_batch(), batches)
+    return _told(chain(first_batch(), batches), job.board) if rank == 0 else chain(first_batch(), batches)
+
+
+def _told(batches: Iterator[StepBatches], board: Board) -> Iterator[StepBatches]:
+    """Tells the driver how far training is, at most once a second."""
+    told = 0.0
+    for batch in batches:
+        yield batch
+        if time.monotonic() - told > _TELL_SECONDS:
+            told = time.monotonic()
+            board.tell(Trained(batch.step))
 
 
 def _device(job: RankJob, rank: int, node: str) -> Any:

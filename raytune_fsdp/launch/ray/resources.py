@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,13 +52,20 @@ class Request:
 
 
 def nodes() -> list[Node]:
-    """The living nodes of the connected cluster."""
-    free = state.available_resources_per_node()
+    """The living nodes of the connected cluster, but for those that are about to be taken away."""
+    free, leaving = state.available_resources_per_node(), draining()
     return [
         Node(id=each["NodeID"], name=each["NodeName"], total=each["Resources"], free=free.get(each["NodeID"], {}))
         for each in ray.nodes()
-        if each["Alive"]
+        if each["Alive"] and each["NodeID"] not in leaving
     ]
+
+
+def draining() -> dict[str, float | None]:
+    """The nodes that are about to be taken away, by id, and the seconds that are left, if that is known."""
+    now = time.time() * 1000
+    found: dict[str, int] = state.state.get_draining_nodes()
+    return {node: max(0.0, (deadline - now) / 1000) if deadline else None for node, deadline in found.items()}
 
 
 def may_grow() -> bool:
@@ -96,7 +104,7 @@ def request(config: ClusterConfig, nodes: Sequence[Node], *, growing: bool = Fal
     reserved = int(device == "cuda") if config.gpus_per_worker == "auto" else config.gpus_per_worker
     per_worker = {"CPU": config.cpus_per_worker, "GPU": reserved, **config.resources_per_worker}
     return Request(
-        workers=config.workers if config.workers != "auto" else max(1, gpus) if device == "cuda" else 1,
+        workers=config.most or (max(1, gpus) if device == "cuda" else 1),
         per_worker={name: float(amount) for name, amount in per_worker.items() if amount},
         accelerator_type=config.accelerator_type,
         placement=config.placement,
@@ -115,7 +123,7 @@ def _device(config: ClusterConfig, gpus: int, growing: bool) -> Literal["cpu", "
     # Naming an accelerator or reserving a GPU means cuda; `check` refuses if there are too few.
     if config.gpus_per_worker == 1 or config.accelerator_type is not None:
         return "cuda"
-    wanted = 1 if config.workers == "auto" else config.workers
+    wanted = config.fewest or 1
     if gpus < wanted and growing:
         raise ConfigError(
             f"cluster.device=auto: this cluster has {gpus} GPU(s) for {wanted} worker(s) and may grow, so it is "
@@ -214,18 +222,18 @@ def waiting_for(request: Request, nodes: Sequence[Node], group: str | None) -> s
         return f"starting {request.workers} worker(s)"
     if group is None:
         return f"waiting for {_asked(request)}: Ray Train is starting"
-    if _room(request, [replace(node, total=node.free) for node in nodes]) >= request.workers:
+    if room(request, [replace(node, total=node.free) for node in nodes]) >= request.workers:
         # What is free reaches the head later than the request; and other jobs may be before us.
         return f"waiting for {_asked(request)}: as much is free, and Ray is about to reserve it"
     return shortage(request, nodes)
 
 
-def _room(request: Request, nodes: Sequence[Node]) -> int:
+def room(request: Request, nodes: Sequence[Node]) -> int:
     """Workers that have room on these nodes, placed as asked."""
-    room = [_slots(node, request) for node in nodes] or [0]
+    slots = [_slots(node, request) for node in nodes] or [0]
     if request.placement == "strict_pack":
-        return max(room)
-    return sum(slots > 0 for slots in room) if request.placement == "strict_spread" else sum(room)
+        return max(slots)
+    return sum(each > 0 for each in slots) if request.placement == "strict_spread" else sum(slots)
 
 
 def shortage(request: Request, nodes: Sequence[Node]) -> str:

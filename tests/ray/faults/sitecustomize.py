@@ -2,9 +2,11 @@
 
 $FAULTS is a directory; a file `forward-1-6` in it kills rank 1 in the middle of the sixth forward pass of its process,
 `save-0-8` kills rank 0 while it writes its part of the checkpoint of step 8. `join-raise-1` and `join-kill-1`: rank 1
-cannot make the process group, or is killed while it does. The file is removed first: once only.
+cannot make the process group, or is killed while it does. The file is removed first: once only. As long as there is a
+file `pace`, every forward pass begins with that many seconds of sleep.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -24,6 +26,11 @@ def armed(fault: str) -> bool:
 def strike(fault: str) -> None:
     if armed(fault):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def pace() -> None:
+    with contextlib.suppress(OSError, ValueError):
+        time.sleep(float((Path(os.environ["FAULTS"]) / "pace").read_text()))
 
 
 def watch_join() -> None:
@@ -50,6 +57,7 @@ def watch_forward() -> None:
 
     def counted(model, *arguments):
         call = next(calls)
+        pace()
         hook = None
         if (Path(os.environ["FAULTS"]) / f"forward-{os.environ.get('RANK')}-{call}").exists():
             last = list(model.modules())[-1]

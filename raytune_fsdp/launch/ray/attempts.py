@@ -1,0 +1,148 @@
+"""The attempts of a run, as the driver counts them: what became of each, and whether another one follows.
+
+Every fit() of Ray Train is one attempt. Ray Train itself tries nothing again, so failures are counted here and nowhere
+else, whatever has failed: a rank, a node, or something that Ray runs for us.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+from dataclasses import asdict
+
+import ray
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+
+from raytune_fsdp.checkpoint.catalogue import committed
+from raytune_fsdp.errors import HandedOver, Interrupted, TrainingError, UserError
+from raytune_fsdp.launch.ray.board import Joined
+from raytune_fsdp.launch.ray.failures import first_cause, in_words, is_final, is_of_peers, underlying
+from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.threads import in_thread
+from raytune_fsdp.tracking import names
+from raytune_fsdp.tracking.jsonl import append_event
+
+_NOTICE_SECONDS = 2.0  # how much later than the other ranks Ray may notice that a node is gone
+_STORAGE_SECONDS = 5.0  # how long a message waits for the number of the last committed step
+
+
+class Attempts:
+    """The ranks of the current attempt, and the failures of all."""
+
+    def __init__(self, place: RunDir, *, limit: int, step: int, say: Callable[[str], None]) -> None:
+        self._place = place
+        self._limit = limit
+        """Failures after which another attempt follows (`cluster.max_failures`); -1: all."""
+        self._say = say
+        self._committed = step
+        """The newest committed step, as far as the driver has heard."""
+        self._logs: str | None = None
+        self.ranks: dict[int, Joined] = {}
+        """Those of the current attempt that have started."""
+        self.number = 0
+        """Of the last attempt whose ranks have agreed where it begins."""
+        self.failures = 0
+        self._size = 0
+        """Ranks of the last attempt that has trained."""
+        self._cause = ""
+        """Why the last attempt has ended."""
+        self._ended_at = 0.0
+        self._step, self._redone = step, 0
+        """The last step that was trained, as far as is known; and how many of the last attempt were not saved."""
+
+    def begin(self) -> None:
+        """Another attempt begins: none of its ranks has started."""
+        self.ranks, self._logs = {}, None
+
+    def trained(self, step: int) -> None:
+        """Rank 0 has trained this step, and perhaps more."""
+        if not self._size or len(self.ranks) != self._size:
+            self._resized()
+        self._step = step
+
+    def _resized(self) -> None:
+        """The first step of an attempt of another size than the last one."""
+        before, self._size = self._size, len(self.ranks)
+        if before:
+            self.event(
+                names.RESIZED, before=before, after=self._size, cause=self._cause,
+                seconds=round(time.monotonic() - self._ended_at, 2), steps_redone=self._redone,
+            )  # fmt: skip
+
+    def started(self, number: int, logs: str) -> None:
+        self.number, self._logs = number, logs
+        self.event(names.RANKS_JOINED, ranks=[asdict(self.ranks[rank]) for rank in sorted(self.ranks)])
+
+    def handing_over(self, cause: str) -> None:
+        """The current attempt has been asked to make way for another one."""
+        self._cause = cause
+
+    def committed(self, step: int) -> None:
+        self._committed = step
+
+    def ended(self, error: BaseException) -> None:
+        """Take the error that fit() raised. Raises what ends the run; returns if another attempt follows."""
+        failures = getattr(error, "worker_failures", None)
+        rank, cause = first_cause(failures) if failures else (None, error)
+        inner = underlying(cause)
+        self._ended_at = time.monotonic()
+        if isinstance(inner, HandedOver):
+            self._redone = 0
+            return
+        if isinstance(inner, WorkerGroupStartupTimeoutError):
+            return  # Ray Train has waited for resources as long as it does
+        if isinstance(inner, Interrupted) or (isinstance(inner, UserError) and not self.number):
+            raise inner  # a UserError: refused before anything was written
+        words = in_words(cause)
+        if is_of_peers(cause) and (lost := self._on_a_lost_node()) is not None:
+            rank, words = lost, "its node was lost"
+        self.failed(words, rank, again=not is_final(cause))
+
+    def _on_a_lost_node(self) -> int | None:
+        """A rank whose node is gone. Other ranks may notice that before Ray does."""
+        deadline = time.monotonic() + _NOTICE_SECONDS
+        while True:
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            lost = [rank for rank, joined in self.ranks.items() if joined.node_id not in alive]
+            if lost or time.monotonic() > deadline:
+                return min(lost, default=None)
+            time.sleep(_NOTICE_SECONDS / 10)
+
+    def failed(self, cause: str, rank: int | None = None, *, again: bool = True) -> None:
+        """Record that the attempt has failed. Raises if that ends the run: `again` says whether it may help to try."""
+        self.event(
+            names.ATTEMPT_FAILED,
+            rank=rank,
+            node=self.ranks[rank].node if rank in self.ranks else None,
+            cause=cause,
+            last_step=self.last_step(),
+            logs=self._logs,
+        )
+        self.failures += 1
+        self._cause, self._redone = cause, max(0, self._step - self._committed)
+        described = self._described(cause, rank)
+        if not again or 0 <= self._limit < self.failures:
+            raise TrainingError(f"{described}; the same command continues")
+        self._say(f"{described}; the run goes on from there")
+
+    def last_step(self) -> int:
+        """The newest committed step, 0 if there is none. Where storage does not answer: as the ranks have said."""
+        asked = in_thread(lambda: committed(self._place.checkpoints), "storage")
+        if wait([asked], timeout=_STORAGE_SECONDS).done and asked.exception() is None:
+            self._committed = max((found.step for found in asked.result()), default=0)
+        return self._committed
+
+    def event(self, name: str, **fields: object) -> None:
+        append_event(self._place.events, name, attempt=self.number, fields=fields)
+
+    def _described(self, cause: str, rank: int | None) -> str:
+        """A failure with everything that helps: which rank, where, why, the last committed step, and the logs."""
+        who = "the run failed" if rank is None else f"rank {rank}{self._where(rank)} failed"
+        saved = self.last_step()
+        where = f"The last committed step is {saved}" if saved else "No step was committed yet"
+        logs = f"; the logs of all ranks are in {self._logs}" if self._logs else ""
+        return f"{who}: {cause}. {where}{logs}"
+
+    def _where(self, rank: int) -> str:
+        return f" on {self.ranks[rank].node}, process {self.ranks[rank].pid}," if rank in self.ranks else ""

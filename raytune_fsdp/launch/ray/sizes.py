@@ -1,0 +1,93 @@
+"""How many ranks the next attempt has, where `cluster.workers` leaves that open, and when there is room for more.
+
+The driver decides. Ray Train's own elastic mode would take any number up to the largest, also those that no mesh can be
+made of, and end the ranks without a word, so that every step since the last checkpoint would be trained again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from raytune_fsdp.launch.ray.board import Joined
+from raytune_fsdp.launch.ray.resources import DATA_CPUS, Node, Request, room
+
+_RETURN_SECONDS = 5.0
+"""How long after the end of an attempt the resources of its ranks may be missing in what Ray says is free. What is not
+there by then is lost: the run goes on with less."""
+
+_SETTLED_SECONDS = 5.0
+"""How long a cluster must not have changed before a run grows: nodes come in groups, and each growth is a restart."""
+
+
+class Sizes:
+    """Asked between attempts, and while one is running."""
+
+    def __init__(self, asked: Request, valid: Sequence[int]) -> None:
+        """`valid`: the numbers of ranks that the run can have."""
+        self._asked = asked
+        self._valid = sorted(valid)
+        self.fewest = replace(asked, workers=self._valid[0])
+        self._hoped_for = self._valid[-1]
+        """The size of the last attempt, or the one that it made way for."""
+        self._since = time.monotonic()
+        self._changed = (0, 0.0)
+        """What the cluster has room for in total, and since when."""
+
+    def next(self, nodes: Sequence[Node]) -> Request | None:
+        """What to ask for now; None: wait. `nodes` as they are without the ranks of the last attempt."""
+        if len(self._valid) == 1:
+            return self.fewest  # Ray Train waits for it
+        size = self._fitting(_free(nodes))
+        if size is None or (size < self._hoped_for and time.monotonic() - self._since < _RETURN_SECONDS):
+            return None
+        return replace(self._asked, workers=size)
+
+    def began(self, size: int) -> None:
+        self._hoped_for = size
+
+    def ended(self) -> None:
+        """The ranks of the attempt are gone: from now on the next one may begin."""
+        self._since = time.monotonic()
+
+    def growth(self, nodes: Sequence[Node], ranks: Mapping[int, Joined]) -> int | None:
+        """The larger number of ranks that there is room for, beside these, and has been for a while; else None."""
+        now, most = time.monotonic(), self._fitting(nodes) or 0
+        if most != self._changed[0]:
+            self._changed = most, now
+        if most <= len(ranks) or now - self._changed[1] < _SETTLED_SECONDS:
+            return None
+        here = Counter(rank.node_id for rank in ranks.values())
+        each = self._asked.per_worker
+        taken = {node: {name: count * amount for name, amount in each.items()} for node, count in here.items()}
+        size = self._fitting(_free(nodes, taken)) or 0
+        if size <= len(ranks):
+            return None  # others use what has been added
+        self._hoped_for = size
+        return size
+
+    def _fitting(self, nodes: Sequence[Node]) -> int | None:
+        cpus = sum(node.total.get("CPU", 0) for node in nodes)
+        most = room(self._asked, nodes)
+        fitting = [
+            size
+            for size in self._valid
+            if size <= most and cpus - size * self._asked.per_worker.get("CPU", 0) >= DATA_CPUS
+        ]
+        return max(fitting, default=None)
+
+
+def _free(nodes: Sequence[Node], taken: Mapping[str, Mapping[str, float]] = {}) -> list[Node]:
+    """The nodes as if only what is free were there, and what is `taken` by our own ranks, by node."""
+    return [
+        replace(
+            node,
+            total={
+                name: min(most, node.free.get(name, 0) + taken.get(node.id, {}).get(name, 0))
+                for name, most in node.total.items()
+            },
+        )
+        for node in nodes
+    ]

@@ -1,0 +1,99 @@
+"""Nodes come and go while a run is trained: it goes on with more or fewer ranks, and learns what it would have."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from raytune_fsdp.tracking.jsonl import read_trajectory
+from tests.checkpoints import checkpoints
+from tests.ray.jobs import Command, Nodes, config_of, events
+from tests.runs import trajectory
+
+pytestmark = pytest.mark.slow
+
+
+def test_nodes_are_lost_and_added(tmp_path: Path) -> None:
+    """Sizes 4, 2, 3, 1, 4. What grows commits first; what is lost costs the steps since the last checkpoint."""
+    train = {"global_batch": 10, "micro_batch": 2, "max_steps": 70}
+    config = config_of(
+        tmp_path,
+        train=train,
+        cluster={"launch": "ray", "workers": {"min": 1, "max": 4}, "device": "cpu", "max_failures": 2},
+        tracking={"console": True, "mlflow": {"enabled": False}},
+    )
+    whole = trajectory(config_of(tmp_path, run={"name": "whole"}, train=train), 2)
+    with Nodes(tmp_path, head_cpus=1) as nodes:
+        for name in "abcd":
+            nodes.add(name)
+        run = Command(config, tmp_path, RAY_ADDRESS=nodes.address, RAY_AUTH_MODE="disabled")
+        (run.faults / "pace").write_text("0.5")
+
+        def trained(attempt: int, size: int) -> None:
+            """Wait until this attempt, of so many ranks, has trained two steps."""
+            run.until(lambda: len(events(run.run_dir, "first_step")) == attempt, 200)
+            reached = run.steps()
+            run.until(lambda: run.steps() >= reached + 2)
+            assert len(events(run.run_dir, "ranks_joined")[-1]["fields"]["ranks"]) == size
+
+        trained(1, 4)
+        nodes.remove("a")
+        nodes.remove("b")
+        trained(2, 2)
+        nodes.add("e")
+        trained(3, 3)
+        nodes.remove("c")
+        nodes.remove("d")
+        trained(4, 1)
+        for name in "fgh":
+            nodes.add(name)
+        trained(5, 4)
+        (run.faults / "pace").unlink()
+        code, said = run.end()
+    assert code == 0, said
+    found = read_trajectory(run.run_dir / "metrics.jsonl")
+    assert [step["samples"] for step in found] == [step["samples"] for step in whole]
+    resized = [line["fields"] for line in events(run.run_dir, "resized")]
+    assert [(each["before"], each["after"]) for each in resized] == [(4, 2), (2, 3), (3, 1), (1, 4)], resized
+    print(resized)
+    assert [each["steps_redone"] for each in resized][1::2] == [0, 0]
+    for mine, theirs in zip(found, whole, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    assert checkpoints(run.run_dir)[-1].step == 70
+
+
+def test_a_node_is_drained(tmp_path: Path) -> None:
+    """Its ranks commit before the deadline and go on elsewhere at once; that is no failure, and no step is redone."""
+    config = config_of(
+        tmp_path,
+        train={"global_batch": 10, "micro_batch": 2, "max_steps": 30},
+        cluster={"launch": "ray", "workers": {"min": 1, "max": 2}, "device": "cpu", "max_failures": 0},
+        checkpoint={"every": 1000},
+        tracking={"console": True, "mlflow": {"enabled": False}},
+    )
+    with Nodes(tmp_path, head_cpus=1) as nodes:
+        for name in "ab":
+            nodes.add(name)
+        run = Command(config, tmp_path, RAY_ADDRESS=nodes.address, RAY_AUTH_MODE="disabled")
+        (run.faults / "pace").write_text("0.3")
+        run.until(lambda: run.steps() >= 3)
+        began = time.monotonic()
+        nodes.drain("a", 60)
+        run.until(lambda: bool(checkpoints(run.run_dir)), 20)
+        committed, after = checkpoints(run.run_dir)[-1].step, time.monotonic() - began
+        run.until(lambda: len(events(run.run_dir, "first_step")) == 2)
+        assert time.monotonic() - began < 55, "the next attempt has waited for the deadline"
+        (run.faults / "pace").unlink()
+        code, said = run.end()
+    assert code == 0, said
+    assert after < 15, after
+    (resized,) = [line["fields"] for line in events(run.run_dir, "resized")]
+    assert (resized["before"], resized["after"], resized["steps_redone"]) == (2, 1, 0)
+    assert not events(run.run_dir, "attempt_failed")
+    assert [line["fields"]["resumed_from"] for line in events(run.run_dir, "attempt_started")] == [0, committed]
+    steps = [step["step"] for step in read_trajectory(run.run_dir / "metrics.jsonl")]
+    assert steps == list(range(1, 31))
+    print(after, resized)

@@ -1,0 +1,164 @@
+"""Which attempts another one follows, and what is said and recorded of each. No Ray is started."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from ray.exceptions import RayActorError
+from ray.train.v2._internal.exceptions import (
+    UserExceptionWithTraceback,
+    WorkerGroupStartupFailedError,
+    WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckFailedError,
+)
+from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
+
+from raytune_fsdp.errors import DataError, HandedOver, Interrupted, RaytuneError, TrainingError, TransientError
+from raytune_fsdp.launch.ray import attempts
+from raytune_fsdp.launch.ray.attempts import Attempts
+from raytune_fsdp.launch.ray.board import Joined
+from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.tracking.jsonl import read_events
+from tests.runs import make_config
+
+DEAD = WorkerHealthCheckFailedError("A worker failed a health check", RayActorError(error_msg="exit code 2"))
+
+
+def begin(tmp_path: Path, *, limit: int = 5, number: int = 1) -> tuple[Attempts, list[str]]:
+    place = RunDir.of(make_config(tmp_path, cluster={"launch": "ray"}))
+    place.path.mkdir(parents=True)
+    said: list[str] = []
+    known = Attempts(place, limit=limit, step=0, say=said.append)
+    known.ranks = {1: Joined(1, "here", "node", 7)}
+    known.number = number
+    return known, said
+
+
+def events(tmp_path: Path, name: str) -> list[dict[str, Any]]:
+    (file,) = tmp_path.glob("**/events.jsonl")
+    return [line["fields"] for line in read_events(file) if line["event"] == name]
+
+
+def of_rank(error: BaseException) -> WorkerGroupError:
+    return WorkerGroupError("failed", {1: error})
+
+
+def raised(error: BaseException) -> WorkerGroupError:
+    return of_rank(UserExceptionWithTraceback(error, "Traceback"))
+
+
+@pytest.fixture(autouse=True)
+def all_nodes_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts.ray, "nodes", lambda: [{"NodeID": "node", "Alive": True}])
+    monkeypatch.setattr(attempts, "_NOTICE_SECONDS", 0.01)
+
+
+def test_a_lost_node_is_the_cause_of_what_its_peers_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, said = begin(tmp_path)
+    known.ranks[0] = Joined(0, "there", "other", 8)
+    for alive in (True, False):
+        nodes = [{"NodeID": "node", "Alive": True}, {"NodeID": "other", "Alive": alive}]
+        monkeypatch.setattr(attempts.ray, "nodes", lambda: nodes)  # noqa: B023
+        known.ended(raised(RuntimeError("[gloo] Connection closed by peer")))
+    assert [each["cause"][:9] for each in events(tmp_path, "attempt_failed")] == ["RuntimeEr", "its node "]
+    assert said[1].startswith("rank 0 on there, process 8, failed: its node was lost.")
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "ends"),
+    [
+        (of_rank(DEAD), "its process died (killed, out of memory, or crashed)", None),
+        (raised(TransientError("full")), "full", None),
+        (raised(DataError("bad")), "bad", TrainingError),
+        (raised(Interrupted("stopped")), None, Interrupted),
+        (raised(HandedOver("stopped to go on with more ranks")), None, None),
+        (ControllerError(WorkerGroupStartupTimeoutError(2)), None, None),
+        (
+            ControllerError(WorkerGroupStartupFailedError("one failed")),
+            "a worker died, or could not reach the others, while the ranks were starting",
+            None,
+        ),
+        (RayActorError(error_msg="died\n\tclass_name: TrainController\n"), "Ray Train's controller died (killed", None),
+    ],
+)
+def test_what_follows_an_attempt(
+    tmp_path: Path, error: BaseException, cause: str | None, ends: type[RaytuneError] | None
+) -> None:
+    known, said = begin(tmp_path)
+    if ends is None:
+        known.ended(error)
+        assert all(line.endswith("; the run goes on from there") for line in said)
+    else:
+        with pytest.raises(ends):
+            known.ended(error)
+    assert known.failures == (cause is not None)
+    if cause is not None:
+        (failed,) = events(tmp_path, "attempt_failed")
+        assert failed["cause"].startswith(cause)
+
+
+def test_a_request_that_is_refused_before_anything_is_written_is_not_a_failure(tmp_path: Path) -> None:
+    known, _ = begin(tmp_path, number=0)
+    with pytest.raises(DataError, match="bad"):
+        known.ended(raised(DataError("bad")))
+    assert not known.failures
+
+
+def test_the_run_ends_with_one_failure_more_than_the_limit(tmp_path: Path) -> None:
+    known, said = begin(tmp_path, limit=2)
+    known.ended(of_rank(DEAD))
+    known.failed("something")
+    with pytest.raises(
+        TrainingError, match="rank 1 on here, process 7, failed: its process died.*No step was committed"
+    ):
+        known.ended(of_rank(DEAD))
+    assert len(said) == 2 and len(events(tmp_path, "attempt_failed")) == 3
+
+
+def test_a_message_does_not_wait_for_storage_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, said = begin(tmp_path)
+    known.committed(40)
+
+    def refuse(root: object) -> None:
+        raise OSError("no route to host")
+
+    answers: list[Callable[[object], None]] = [lambda root: time.sleep(3), refuse]
+    for answer in answers:
+        monkeypatch.setattr(attempts, "_STORAGE_SECONDS", 0.05)
+        monkeypatch.setattr(attempts, "committed", answer)
+        began = time.monotonic()
+        known.failed("it failed")
+        assert "The last committed step is 40; the run goes on" in said[-1]
+        assert time.monotonic() - began < 1
+
+
+def test_a_resize_is_recorded_with_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "committed", lambda root: [SimpleNamespace(step=6)])
+    known, _ = begin(tmp_path)
+    known.ranks = {rank: Joined(rank, "here", "node", 7) for rank in range(3)}
+    known.trained(1)
+    known.trained(9)
+    known.ended(of_rank(DEAD))
+    known.begin()
+    known.ranks = {0: Joined(0, "here", "node", 7)}
+    known.trained(7)
+    known.trained(8)
+    known.handing_over("there is room for 2 workers")
+    known.ended(raised(HandedOver("stopped")))
+    known.begin()
+    known.ranks = {rank: Joined(rank, "here", "node", 7) for rank in range(2)}
+    known.trained(11)
+    found = events(tmp_path, "resized")
+    assert [(each["before"], each["after"], each["steps_redone"]) for each in found] == [(3, 1, 3), (1, 2, 0)]
+    assert found[0]["cause"].startswith("its process died") and found[1]["cause"] == "there is room for 2 workers"
+    assert all(0 <= each["seconds"] < 5 for each in found)
