@@ -49,7 +49,7 @@ def _fields(place: Place, path: Loc) -> Iterator[DescribedField]:
 
 
 def _below(place: Place, path: Loc, only_with: tuple[str, ...]) -> Iterator[DescribedField]:
-    if place.item is None and place.sections:
+    if place.sections and not place.mixed:
         yield from _fields(place, path)
         return
     yield DescribedField(".".join(path), type_in_words(place), default_in_words(place), place.doc, only_with)
@@ -68,7 +68,7 @@ def _doc_of_tag(place: Place) -> str:
 
 def type_in_words(place: Place) -> str:
     """The type of a place: `integer >= 1, or null`."""
-    if place.sections and place.item is None:
+    if place.sections and not place.mixed:
         types = " | ".join(tag for section in place.sections for tag in tags(section))
         return f"a map with fields {', '.join(place.fields())}{f' (type: {types})' if types else ''}"
     if place.free:
@@ -92,7 +92,8 @@ def _option_in_words(option: Option) -> str:
         least = [bound.min_length for bound in option.bounds if isinstance(bound, bounds.MinLen)]
         return f"list of {what} (at least {least[0]})" if least else f"list of {what}"
     if is_section(option.type):
-        return "map"
+        fields = list(option.type.model_fields)
+        return f"map of {' and '.join(fields)}" if len(fields) < 3 else "map"
     return f"{_NAMES.get(option.type, str(option.type))}{_limits(option.bounds)}"
 
 

@@ -27,6 +27,8 @@ def explain(error: ValidationError, tree: Any, root: Place, sources: Mapping[Loc
         path, place, holder = _locate(detail["loc"], root, tree)
         if path in lines:  # a union reports once for each of its members
             continue
+        if place is not None and place.mixed and isinstance(detail["input"], dict) and detail["type"] != "value_error":
+            continue  # a map is no number; what is wrong inside of it is reported for the section
         if detail["type"] == "extra_forbidden" and holder is not None:
             lines[path] = _unknown(path, detail["input"], holder, root, sources)
         else:

@@ -50,6 +50,11 @@ class Place:
         return tuple(option.type for option in self.options if is_section(option.type))
 
     @property
+    def mixed(self) -> bool:
+        """Whether something else than a section may stand here, too."""
+        return bool(self.sections) and len(self.sections) < len(self.options)
+
+    @property
     def item(self) -> Place | None:
         """What a list here holds; None if there cannot be a list."""
         for option in self.options:

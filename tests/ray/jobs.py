@@ -119,7 +119,7 @@ class Nodes:
         self._process.wait(60)
         shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def add(self, name: str, cpus: int = 1, gpus: int = 0) -> None:
+    def add(self, name: str, cpus: int = 1, gpus: int = 1) -> None:
         self._do(f"add {name} {cpus} {gpus}")
 
     def remove(self, name: str) -> None:

@@ -14,6 +14,9 @@ from tests.runs import trajectory
 
 pytestmark = pytest.mark.slow
 
+ON_NODES = {"launch": "ray", "device": "cpu", "gpus_per_worker": 1}
+"""Ranks on the nodes that are added, which have a logical GPU each, and not on the head."""
+
 
 def test_nodes_are_lost_and_added(tmp_path: Path) -> None:
     """Sizes 4, 2, 3, 1, 4. What grows commits first; what is lost costs the steps since the last checkpoint."""
@@ -21,7 +24,13 @@ def test_nodes_are_lost_and_added(tmp_path: Path) -> None:
     config = config_of(
         tmp_path,
         train=train,
-        cluster={"launch": "ray", "workers": {"min": 1, "max": 4}, "device": "cpu", "max_failures": 2},
+        cluster={
+            "launch": "ray",
+            "workers": {"min": 1, "max": 4},
+            "device": "cpu",
+            "gpus_per_worker": 1,
+            "max_failures": 2,
+        },
         tracking={"console": True, "mlflow": {"enabled": False}},
     )
     whole = trajectory(config_of(tmp_path, run={"name": "whole"}, train=train), 2)
@@ -70,7 +79,13 @@ def test_a_node_is_drained(tmp_path: Path) -> None:
     config = config_of(
         tmp_path,
         train={"global_batch": 10, "micro_batch": 2, "max_steps": 30},
-        cluster={"launch": "ray", "workers": {"min": 1, "max": 2}, "device": "cpu", "max_failures": 0},
+        cluster={
+            "launch": "ray",
+            "workers": {"min": 1, "max": 2},
+            "device": "cpu",
+            "gpus_per_worker": 1,
+            "max_failures": 0,
+        },
         checkpoint={"every": 1000},
         tracking={"console": True, "mlflow": {"enabled": False}},
     )

@@ -27,7 +27,8 @@ FIELDS = {field.path: field for field in describe(ROOT)}
         ("optim.schedule.floor", "number >= 0, <= 1"),
         ("optim.schedule.type", "one of constant, linear, cosine, wsd, polynomial, inverse_sqrt, one_cycle"),
         ("tracking.console", "true or false"),
-        ("cluster.workers", "integer >= 1, or auto"),
+        ("cluster.workers", "integer >= 1, map of min and max, or auto"),
+        ("cluster.workers.max", "integer >= 1"),
     ],
 )
 def test_types_in_words(path: str, words: str) -> None:

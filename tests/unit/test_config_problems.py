@@ -78,8 +78,31 @@ def test_a_name_that_could_leave_its_directory(tmp_path: Path) -> None:
 
 def test_a_union_of_scalars_is_one_problem(tmp_path: Path) -> None:
     assert problems(tmp_path, "--cluster.workers", "many") == [
-        "cluster.workers=many: must be integer >= 1, or auto (from flag --cluster.workers)"
+        "cluster.workers=many: must be integer >= 1, map of min and max, or auto (from flag --cluster.workers)"
     ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--cluster.workers.min", "2"), ["cluster.workers.max: required, integer >= 1; set it"]),
+        (
+            ("--cluster.workers.min", "4", "--cluster.workers.max", "2"),
+            ["cluster.workers: min=4 is more than max=2: lower"],
+        ),
+        (("--cluster.workers.min", "0", "--cluster.workers.max", "2"), ["cluster.workers.min=0: must be"]),
+        (
+            ("--cluster.workers", "{min: 1, most: 2}"),
+            ["cluster.workers.max: required", "cluster.workers.most=2: unknown field; nearest"],
+        ),
+    ],
+)
+def test_a_number_of_workers_that_may_change(tmp_path: Path, flags: tuple[str, ...], expected: list[str]) -> None:
+    """The file says `workers: 4`, which such a flag replaces."""
+    found = problems(tmp_path, *flags, text=f"{YAML}cluster:\n  workers: 4\n")
+    assert len(found) == len(expected), found
+    for line, start in zip(found, expected, strict=True):
+        assert line.startswith(start), found
 
 
 def test_a_mistyped_flag_names_the_nearest_field_and_all_of_the_section(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.counts import Census
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.launch.start import _check_local
-from raytune_fsdp.plan import Plan, resolve
+from raytune_fsdp.plan import Plan, resolve, sizes_of
 from raytune_fsdp.run.checks import check_first
 from raytune_fsdp.rundir import RunDir
 from tests.runs import LLAMA, make_config
@@ -188,6 +188,23 @@ def test_what_is_written_does_not_depend_on_the_world(world: int, epochs: float 
     assert written == plan(1).to_dict()
     assert json.loads(json.dumps(written)) == written, "plan.json holds plain data"
     assert "layout" not in written and "run_dir" not in written and "checkpoints" not in written
+
+
+def between(fewest: int, most: int, **parallel: Any) -> FinetuneConfig:
+    return config(cluster={"workers": {"min": fewest, "max": most}}, parallel=parallel)
+
+
+def test_a_number_of_ranks_that_may_change() -> None:
+    """Blocks of a step and copies of the model decide which numbers there are."""
+    assert sizes_of(between(1, 4)) == [1, 2, 3, 4]
+    assert sizes_of(between(3, 3)) == [3]
+    hybrid = {"strategy": "hybrid_shard", "shard_size": 2}
+    assert sizes_of(between(1, 7, **hybrid)) == [2, 4, 6]
+    assert sizes_of(config(cluster={"workers": "auto"}), 4) == [4]
+    with pytest.raises(ConfigError, match=r"\{min: 3, max: 3\}: no number in between is a multiple of .*=2.*max=4"):
+        sizes_of(between(3, 3, **hybrid))
+    with pytest.raises(ConfigError, match="use at most 8 rank"):
+        sizes_of(between(1, 9))
 
 
 def test_cadences_end_with_the_run() -> None:

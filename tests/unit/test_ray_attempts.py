@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from raytune_fsdp.errors import DataError, HandedOver, Interrupted, RaytuneError
 from raytune_fsdp.launch.ray import attempts
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Joined
+from raytune_fsdp.launch.ray.resources import Node
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking.jsonl import read_events
 from tests.runs import make_config
@@ -56,20 +57,24 @@ def raised(error: BaseException) -> WorkerGroupError:
 
 
 @pytest.fixture(autouse=True)
-def all_nodes_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempts.ray, "nodes", lambda: [{"NodeID": "node", "Alive": True}])
-    monkeypatch.setattr(attempts, "_NOTICE_SECONDS", 0.01)
+def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The nodes that answer."""
+    found = ["node"]
+    monkeypatch.setattr(attempts, "nodes", lambda: None)
+    monkeypatch.setattr(
+        attempts, "answering", lambda _: [Node(id=name, name=name, total={}, free={}) for name in found]
+    )
+    yield found
 
 
-def test_a_lost_node_is_the_cause_of_what_its_peers_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_node_is_the_cause_of_what_its_peers_raise(tmp_path: Path, alive: list[str]) -> None:
     known, said = begin(tmp_path)
     known.ranks[0] = Joined(0, "there", "other", 8)
-    for alive in (True, False):
-        nodes = [{"NodeID": "node", "Alive": True}, {"NodeID": "other", "Alive": alive}]
-        monkeypatch.setattr(attempts.ray, "nodes", lambda: nodes)  # noqa: B023
-        known.ended(raised(RuntimeError("[gloo] Connection closed by peer")))
-    assert [each["cause"][:9] for each in events(tmp_path, "attempt_failed")] == ["RuntimeEr", "its node "]
-    assert said[1].startswith("rank 0 on there, process 8, failed: its node was lost.")
+    known.ended(raised(RuntimeError("[gloo] Connection closed by peer")))
+    alive.append("other")
+    known.ended(raised(RuntimeError("[gloo] Connection closed by peer")))
+    assert [each["cause"][:9] for each in events(tmp_path, "attempt_failed")] == ["its node ", "RuntimeEr"]
+    assert said[0].startswith("rank 0 on there, process 8, failed: its node was lost.")
 
 
 @pytest.mark.parametrize(

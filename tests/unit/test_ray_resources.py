@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -11,7 +12,16 @@ pytest.importorskip("ray")
 from raytune_fsdp.config.cluster import ClusterConfig
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.launch.ray import resources
-from raytune_fsdp.launch.ray.resources import Node, Request, check, local_cpus, request, shortage, waiting_for
+from raytune_fsdp.launch.ray.resources import (
+    Node,
+    Request,
+    answering,
+    check,
+    local_cpus,
+    request,
+    shortage,
+    waiting_for,
+)
 
 
 def node(cpu: float = 0, gpu: float = 0, kind: str | None = None, free: dict[str, float] | None = None, **rest: float):
@@ -313,3 +323,11 @@ def test_a_ray_for_this_run_alone_fits_a_worker_for_each_gpu(monkeypatch: pytest
     assert local_cpus(ClusterConfig(), 1) == 4 + 2
     assert local_cpus(ClusterConfig(device="cpu"), 1) == 4
     assert local_cpus(ClusterConfig(workers=1), 1) == 4
+
+
+def test_a_node_that_takes_no_connection_is_gone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = Node(id="a", name="a", total={}, free={}, address=server.getsockname())
+        gone = Node(id="b", name="b", total={}, free={}, address=("127.0.0.1", 1))
+        assert answering([gone, here]) == [here]
+    assert answering([here]) == []

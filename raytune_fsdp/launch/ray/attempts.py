@@ -11,19 +11,18 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import asdict
 
-import ray
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
 from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.errors import HandedOver, Interrupted, TrainingError, UserError
 from raytune_fsdp.launch.ray.board import Joined
 from raytune_fsdp.launch.ray.failures import first_cause, in_words, is_final, is_of_peers, underlying
+from raytune_fsdp.launch.ray.resources import answering, nodes
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.threads import in_thread
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import append_event
 
-_NOTICE_SECONDS = 2.0  # how much later than the other ranks Ray may notice that a node is gone
 _STORAGE_SECONDS = 5.0  # how long a message waits for the number of the last committed step
 
 
@@ -100,14 +99,9 @@ class Attempts:
         self.failed(words, rank, again=not is_final(cause))
 
     def _on_a_lost_node(self) -> int | None:
-        """A rank whose node is gone. Other ranks may notice that before Ray does."""
-        deadline = time.monotonic() + _NOTICE_SECONDS
-        while True:
-            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-            lost = [rank for rank, joined in self.ranks.items() if joined.node_id not in alive]
-            if lost or time.monotonic() > deadline:
-                return min(lost, default=None)
-            time.sleep(_NOTICE_SECONDS / 10)
+        """A rank whose node is gone."""
+        alive = {node.id for node in answering(nodes())}
+        return min((rank for rank, joined in self.ranks.items() if joined.node_id not in alive), default=None)
 
     def failed(self, cause: str, rank: int | None = None, *, again: bool = True) -> None:
         """Record that the attempt has failed. Raises if that ends the run: `again` says whether it may help to try."""

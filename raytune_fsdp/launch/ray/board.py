@@ -59,7 +59,7 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedTo:
     """Rank 0 has begun the step after this one."""
 
     step: int
@@ -75,7 +75,7 @@ class Controlled:
     """Handles of its actor, and of the one that it leaves to look after its resources, which would outlive it."""
 
 
-Notice = Controlled | Joined | PhaseFinished | Started | Line | Committed | Trained
+Notice = Controlled | Joined | PhaseFinished | Started | Line | Committed | TrainedTo
 
 
 class _Board:

@@ -1,7 +1,7 @@
 """A run on a Ray cluster, seen from the driver: check, start Ray, ask for workers, follow them to the end.
 
-Ray Train starts the ranks, and restarts them when one is lost. Where the run stands is decided by the manifests of its
-checkpoints, which rank 0 of every attempt reads.
+Ray Train starts the ranks of one attempt and sees when one is lost. Where the run stands is decided by the manifests of
+its checkpoints, which rank 0 of every attempt reads.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ RAY_TRAIN = {
     # How often Ray Train looks for dead ranks and reported checkpoints. With its default, 2 s, a crash was noticed
     # after 1.3 s instead of 0.3 s (docs/results.md).
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    # An actor per worker group that asks for draining nodes every 5 s; nothing here listens to it yet.
+    # An actor per worker group that asks for draining nodes every 5 s: the driver asks once a second (follow.py).
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths must mean the same on ranks as in the job
 }

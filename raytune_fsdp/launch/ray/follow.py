@@ -25,12 +25,12 @@ from raytune_fsdp.launch.ray.board import (
     Notice,
     PhaseFinished,
     Started,
-    Trained,
+    TrainedTo,
 )
 from raytune_fsdp.launch.ray.exports import Exports
 from raytune_fsdp.launch.ray.failures import DIED, in_words
 from raytune_fsdp.launch.ray.placement_groups import Groups
-from raytune_fsdp.launch.ray.resources import Request, draining, nodes, shortage, waiting_for
+from raytune_fsdp.launch.ray.resources import Request, answering, draining, nodes, shortage, waiting_for
 from raytune_fsdp.launch.ray.sizes import Sizes
 from raytune_fsdp.launch.shared_storage import Token
 from raytune_fsdp.launch.signals import Signals
@@ -100,7 +100,7 @@ class Follow:
         """What the next attempt asks for, once there is room for it. Raises if there is no point in waiting longer."""
         self._signals.hold()
         self._begin()
-        while (asked := self._sizes.next(nodes())) is None:
+        while (asked := self._sizes.next(lambda: answering(nodes()))) is None:
             self._check_ray()
             self._check_stop()
             self._check_waiting(lambda: shortage(self._sizes.fewest, nodes()))
@@ -176,7 +176,7 @@ class Follow:
                 self._attempts.started(attempt, logs)
             case PhaseFinished(phase):
                 self._reached(phase)
-            case Trained(step):
+            case TrainedTo(step):
                 self._attempts.trained(step)
             case Committed(step):
                 self._attempts.committed(step)

@@ -27,7 +27,7 @@ from raytune_fsdp.launch.ray.board import (
     PhaseFinished,
     Started,
     StopFromBoard,
-    Trained,
+    TrainedTo,
 )
 from raytune_fsdp.threads import in_thread
 
@@ -190,7 +190,7 @@ def _told(batches: Iterator[StepBatches], board: Board) -> Iterator[StepBatches]
         yield batch
         if time.monotonic() - told > _TELL_SECONDS:
             told = time.monotonic()
-            board.tell(Trained(batch.step))
+            board.tell(TrainedTo(batch.step))
 
 
 def _device(job: RankJob, rank: int, node: str) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from raytune_fsdp.launch.ray.board import Joined
@@ -36,11 +36,11 @@ class Sizes:
         self._changed = (0, 0.0)
         """What the cluster has room for in total, and since when."""
 
-    def next(self, nodes: Sequence[Node]) -> Request | None:
-        """What to ask for now; None: wait. `nodes` as they are without the ranks of the last attempt."""
+    def next(self, nodes: Callable[[], Sequence[Node]]) -> Request | None:
+        """What to ask for now; None: wait. `nodes` finds them as they are without the ranks of the last attempt."""
         if len(self._valid) == 1:
             return self.fewest  # Ray Train waits for it
-        size = self._fitting(_free(nodes))
+        size = self._fitting(_free(nodes()))
         if size is None or (size < self._hoped_for and time.monotonic() - self._since < _RETURN_SECONDS):
             return None
         return replace(self._asked, workers=size)
