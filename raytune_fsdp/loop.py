@@ -20,6 +20,7 @@ from raytune_fsdp.model.objective import Objective
 from raytune_fsdp.optim import Optimizer, lr_factor
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.profiling import StepProfiler
+from raytune_fsdp.pulse import beat
 from raytune_fsdp.saving import Saves, stopped
 from raytune_fsdp.step import LossScale, train_step
 from raytune_fsdp.tracking import names
@@ -68,6 +69,7 @@ def train(parts: Parts, stop: Stop) -> RunState:
         # On hosts only, before the step is queued: the ranks agree while the device still works on the step before.
         boundary = parts.saves.agree(stop())
         step = batches.step
+        beat(step)
         last = boundary.stop is not None or step == plan.steps
         factor = lr_factor(step, parts.config.optim, plan)
         with parts.profiler.of(step):

@@ -15,6 +15,7 @@ from raytune_fsdp.checkpoint.save_in_flight import ENDINGS, Outcome
 from raytune_fsdp.checkpoint.saver import Saver
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.errors import HandedOver, Interrupted, RaytuneError, TrainingError, TransientError
+from raytune_fsdp.pulse import beat, waiting
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.tracker import Tracker
 from raytune_fsdp.types import Saved, StopReason
@@ -129,7 +130,8 @@ class Saves:
         self.saver.begin(state, before=self.tracker.sync)
 
     def _finish(self) -> Outcome | None:
-        outcome = self.saver.finish()
+        with waiting(self.saver.seconds):
+            outcome = self.saver.finish()
         if outcome is not None:
             self._record(outcome)
         return outcome
@@ -138,6 +140,7 @@ class Saves:
         """Wait for a writer that was given up: it may still read the memory that the next save needs. Collective."""
         deadline = time.monotonic() + self.saver.seconds
         while True:
+            beat()
             busy = torch.tensor([int(self.saver.status()[1]), int(time.monotonic() > deadline)])
             dist.all_reduce(busy)
             if not busy[0]:

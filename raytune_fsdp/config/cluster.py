@@ -63,6 +63,9 @@ class ClusterConfig(Section):
     collective_minutes: float = Field(default=30.0, gt=0)
     """Minutes after which a rank that waits for others in a collective gives up: this catches ranks that hang, while those that die are noticed at once. Longer than the slowest start of a rank takes."""
 
+    hang_minutes: Annotated[float, Field(gt=0)] | None = None
+    """Ray: minutes without progress in training, evaluation or a save after which the stacks of all ranks are written to `logs/attempt-N/stacks` and another attempt begins. By default 20 times as long as a step takes, and 5 at least. It comes into force with the second step."""
+
     wait_minutes: float = Field(default=30.0, gt=0)
     """Ray: minutes to wait for the workers' resources, at the start and after a failure."""
 

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from raytune_fsdp.pulse import beat
+
 T = TypeVar("T")
 
 
@@ -19,10 +21,13 @@ def to_device(items: Iterable[T], device: torch.device) -> Iterator[T]:
     From pinned memory, or the host would wait for each copy; and whatever is computed with it waits for the copy alone.
     """
     if device.type != "cuda":
-        yield from items
+        for item in items:
+            beat()
+            yield item
         return
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     for item in items:
+        beat()
         with torch.cuda.stream(stream):
             moved = mapped(item, lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
         current = torch.cuda.current_stream(device)

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from raytune_fsdp.tracking.jsonl import read_trajectory
-from tests.ray.jobs import ROOT, Command, config_of, events
+from tests.ray.jobs import Command, Nodes, config_of, events
 from tests.runs import trajectory
 
 pytestmark = pytest.mark.slow
@@ -23,20 +22,10 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def three_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a head and two nodes with 2 CPUs each; the two have a logical GPU each."""
-    temporary = tempfile.mkdtemp(prefix="ray-")
-    script = Path(__file__).with_name("three_nodes.py")
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path_factory.mktemp("nodes"))],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        env={**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": temporary, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        yield process.stdout.readline().strip()
-    finally:
-        process.stdin.close()
-        process.wait(60)
-        shutil.rmtree(temporary, ignore_errors=True)
+    with Nodes(tmp_path_factory.mktemp("cluster"), head_cpus=2) as nodes:
+        for name in ("first", "second"):
+            nodes.add(name, cpus=2)
+        yield nodes.address
 
 
 @contextmanager
@@ -90,5 +79,5 @@ def test_runs_on_several_nodes(tmp_path: Path, three_nodes: str) -> None:
         "run.storage=/proc/self/cwd/runs: a file written there by rank 0 on" in said and "is not seen by rank 1" in said
     ), said
     for node in ("first", "second", "unshared"):
-        assert not list(tmp_path.parent.glob(f"*/{node}/runs/unshared")), node
+        assert not list(tmp_path.parent.glob(f"*/nodes/{node}/runs/unshared")), node
     shutil.rmtree(tmp_path)

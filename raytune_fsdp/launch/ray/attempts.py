@@ -16,7 +16,7 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.errors import HandedOver, Interrupted, TrainingError, UserError
 from raytune_fsdp.launch.ray.board import Joined
-from raytune_fsdp.launch.ray.failures import first_cause, in_words, is_final, is_of_peers, underlying
+from raytune_fsdp.launch.ray.failures import first_cause, in_words, is_final, is_ours, underlying
 from raytune_fsdp.launch.ray.resources import answering, nodes
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.threads import in_thread
@@ -36,7 +36,10 @@ class Attempts:
         self._say = say
         self._committed = step
         """The newest committed step, as far as the driver has heard."""
-        self._logs: str | None = None
+        self.logs: str | None = None
+        """Directory of the current attempt's."""
+        self._killed: tuple[str, int | None] | None = None
+        """Why the driver has ended the ranks, and the rank that is to blame."""
         self.ranks: dict[int, Joined] = {}
         """Those of the current attempt that have started."""
         self.number = 0
@@ -52,7 +55,7 @@ class Attempts:
 
     def begin(self) -> None:
         """Another attempt begins: none of its ranks has started."""
-        self.ranks, self._logs = {}, None
+        self.ranks, self.logs, self._killed = {}, None, None
 
     def trained(self, step: int) -> None:
         """Rank 0 has trained this step, and perhaps more."""
@@ -70,12 +73,16 @@ class Attempts:
             )  # fmt: skip
 
     def started(self, number: int, logs: str) -> None:
-        self.number, self._logs = number, logs
+        self.number, self.logs = number, logs
         self.event(names.RANKS_JOINED, ranks=[asdict(self.ranks[rank]) for rank in sorted(self.ranks)])
 
     def handing_over(self, cause: str) -> None:
         """The current attempt has been asked to make way for another one."""
         self._cause = cause
+
+    def killed(self, cause: str, rank: int | None) -> None:
+        """The driver ends the ranks of the current attempt, which has failed."""
+        self._killed = cause, rank
 
     def committed(self, step: int) -> None:
         self._committed = step
@@ -86,6 +93,9 @@ class Attempts:
         rank, cause = first_cause(failures) if failures else (None, error)
         inner = underlying(cause)
         self._ended_at = time.monotonic()
+        if self._killed is not None:
+            self.failed(*self._killed)
+            return
         if isinstance(inner, HandedOver):
             self._redone = 0
             return
@@ -94,7 +104,7 @@ class Attempts:
         if isinstance(inner, Interrupted) or (isinstance(inner, UserError) and not self.number):
             raise inner  # a UserError: refused before anything was written
         words = in_words(cause)
-        if is_of_peers(cause) and (lost := self._on_a_lost_node()) is not None:
+        if not is_ours(cause) and (lost := self._on_a_lost_node()) is not None:
             rank, words = lost, "its node was lost"
         self.failed(words, rank, again=not is_final(cause))
 
@@ -111,7 +121,7 @@ class Attempts:
             node=self.ranks[rank].node if rank in self.ranks else None,
             cause=cause,
             last_step=self.last_step(),
-            logs=self._logs,
+            logs=self.logs,
         )
         self.failures += 1
         self._cause, self._redone = cause, max(0, self._step - self._committed)
@@ -135,7 +145,7 @@ class Attempts:
         who = "the run failed" if rank is None else f"rank {rank}{self._where(rank)} failed"
         saved = self.last_step()
         where = f"The last committed step is {saved}" if saved else "No step was committed yet"
-        logs = f"; the logs of all ranks are in {self._logs}" if self._logs else ""
+        logs = f"; the logs of all ranks are in {self.logs}" if self.logs else ""
         return f"{who}: {cause}. {where}{logs}"
 
     def _where(self, rank: int) -> str:

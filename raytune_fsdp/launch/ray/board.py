@@ -59,10 +59,12 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainedTo:
-    """Rank 0 has begun the step after this one."""
+class Beat:
+    """Rank 0 is alive: its `pulse`, once a second."""
 
     step: int
+    beats: int
+    patience_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Controlled:
     """Handles of its actor, and of the one that it leaves to look after its resources, which would outlive it."""
 
 
-Notice = Controlled | Joined | PhaseFinished | Started | Line | Committed | TrainedTo
+Notice = Controlled | Joined | PhaseFinished | Started | Line | Committed | Beat
 
 
 class _Board:

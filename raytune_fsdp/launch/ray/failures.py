@@ -85,9 +85,9 @@ def is_final(error: BaseException) -> bool:
     return isinstance(inner, RaytuneError) and not isinstance(inner, TransientError)
 
 
-def is_of_peers(error: BaseException) -> bool:
-    """Whether it may be what a library raises where another rank is gone: no error of ours, and no death."""
-    return _death(error) is None and not isinstance(underlying(error), RaytuneError | RayError)
+def is_ours(error: BaseException) -> bool:
+    """Whether a rank has raised it on purpose, or Ray has ended one for its memory: then no lost node is the cause."""
+    return isinstance(underlying(error), RaytuneError) or _out_of_memory(error)
 
 
 def in_words(error: BaseException) -> str:

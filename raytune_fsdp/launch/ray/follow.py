@@ -17,6 +17,7 @@ from raytune_fsdp.errors import Interrupted, TrainingError
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import (
+    Beat,
     Board,
     Committed,
     Controlled,
@@ -25,10 +26,11 @@ from raytune_fsdp.launch.ray.board import (
     Notice,
     PhaseFinished,
     Started,
-    TrainedTo,
 )
 from raytune_fsdp.launch.ray.exports import Exports
 from raytune_fsdp.launch.ray.failures import DIED, in_words
+from raytune_fsdp.launch.ray.hangs import Hang, culprit
+from raytune_fsdp.launch.ray.node_watch import NodeWatches
 from raytune_fsdp.launch.ray.placement_groups import Groups
 from raytune_fsdp.launch.ray.resources import Request, answering, draining, nodes, shortage, waiting_for
 from raytune_fsdp.launch.ray.sizes import Sizes
@@ -86,6 +88,8 @@ class Follow:
         self._say = say
         self._making_way = False
         """Whether the current attempt was asked to end for another one."""
+        self._hang = Hang(config.cluster.hang_minutes)
+        self._watches = NodeWatches()
         self._next_look = 0.0
         self._fit: Future[Any] | None = None
         self._controlling: list[Any] = []
@@ -127,6 +131,7 @@ class Follow:
             if len(self._attempts.ranks) < asked.workers:
                 self._check_waiting(lambda: waiting_for(asked, nodes(), self.groups.state()))
             self._check_cluster()
+            self._check_hang()
             self.exports.look()
         last: list[Notice] = []
         with suppress(RayError):
@@ -138,6 +143,8 @@ class Follow:
         if self._signals.count and self._attempts.number:
             raise Interrupted("stopped between two attempts; the same command continues from the last checkpoint")
         self._making_way = False
+        self._watches.end()
+        self._hang = Hang(self._config.cluster.hang_minutes)
         if self._attempts.ranks:  # else it is the first one, or the last one has waited in vain, as this one does
             self._phases.restart()
             self._waiting_since = time.monotonic()
@@ -154,6 +161,7 @@ class Follow:
         for notice in self._board.close(_READ_SECONDS):
             if isinstance(notice, Controlled):
                 self._hear_controller(notice)
+        self._watches.end()
         if self._controlling and self._fit is not None:
             if not self._fit.done():
                 self._controlling[0].abort.remote()
@@ -176,8 +184,10 @@ class Follow:
                 self._attempts.started(attempt, logs)
             case PhaseFinished(phase):
                 self._reached(phase)
-            case TrainedTo(step):
-                self._attempts.trained(step)
+            case Beat(step):
+                self._hang.heard(notice)
+                if step:
+                    self._attempts.trained(step)
             case Committed(step):
                 self._attempts.committed(step)
                 self.exports.committed(CommittedCheckpoint(step, self._attempts.number, self._place.checkpoints))
@@ -191,6 +201,7 @@ class Follow:
             return
         self._phases.finished(phase)
         if phase == "step":
+            self._watches.start(self._attempts.ranks)
             self._say(f"first step after {self._phases.total:.1f} s: {self._phases.in_words()}")
             self.exports.make_up()
             self._attempts.event(names.FIRST_STEP, seconds=round(self._phases.total, 2), phases=self._phases.seconds)
@@ -229,6 +240,20 @@ class Follow:
                 return
         if "step" in self._phases.seconds and (size := self._sizes.growth(nodes(), ranks)) is not None:
             self._make_way(StopReason.RESIZE, f"there is room for {size} workers")
+
+    def _check_hang(self) -> None:
+        """Where no rank gets on: keep the stacks of all, and end them, so that another attempt follows."""
+        silent = self._hang.overdue()
+        logs = self._attempts.logs
+        if silent is None or logs is None:
+            return
+        ranks = self._attempts.ranks
+        stacks = self._watches.stacks(ranks, logs)
+        found = culprit(stacks)
+        rank, why = found or (None, "all ranks wait")
+        self._attempts.killed(f"no rank got on for {silent:.0f} s: {why}; the stacks are in {logs}/stacks", rank)
+        self._watches.kill(ranks)
+        self._hang = Hang(self._config.cluster.hang_minutes)
 
     def _make_way(self, reason: StopReason, cause: str) -> None:
         self._making_way = True

@@ -20,6 +20,7 @@ import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
 from raytune_fsdp.launch.ray.board import (
+    Beat,
     Board,
     BoardStream,
     Committed,
@@ -27,8 +28,8 @@ from raytune_fsdp.launch.ray.board import (
     PhaseFinished,
     Started,
     StopFromBoard,
-    TrainedTo,
 )
+from raytune_fsdp.launch.ray.node_watch import STACKS_SIGNAL
 from raytune_fsdp.threads import in_thread
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TELL_SECONDS = 1.0
+_BEAT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,7 @@ def train_rank(job: RankJob) -> None:
     _log_to(prepared.place.log(standing.attempt, rank))
     if rank == 0:
         job.board.tell(Started(standing.attempt, str(prepared.place.logs(standing.attempt))))
+        _beat(job.board)
     reached("imports")
     if standing.complete:
         return  # an earlier attempt committed the last step, and crashed afterwards
@@ -180,17 +182,20 @@ def _batches(
         yield first.result()
         reached("step")
 
-    return _told(chain(first_batch(), batches), job.board) if rank == 0 else chain(first_batch(), batches)
+    return chain(first_batch(), batches)
 
 
-def _told(batches: Iterator[StepBatches], board: Board) -> Iterator[StepBatches]:
-    """Tells the driver how far training is, at most once a second."""
-    told = 0.0
-    for batch in batches:
-        yield batch
-        if time.monotonic() - told > _TELL_SECONDS:
-            told = time.monotonic()
-            board.tell(TrainedTo(batch.step))
+def _beat(board: Board) -> None:
+    """Tell the driver once a second how far this process is, from a thread that ends with it."""
+    from raytune_fsdp.pulse import pulse
+
+    def run() -> None:
+        while True:
+            now = pulse()
+            board.tell(Beat(now.step, now.beats, now.patience_seconds))
+            time.sleep(_BEAT_SECONDS)
+
+    in_thread(run, "pulse")
 
 
 def _device(job: RankJob, rank: int, node: str) -> Any:
@@ -252,3 +257,4 @@ def _log_to(path: Path) -> None:
     os.dup2(file, 2)
     os.close(file)
     faulthandler.enable(file=2)
+    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)  # by C, so also while Python's lock is held

@@ -1,0 +1,75 @@
+"""Ranks that do not get on: noticed by the driver, from what rank 0 reports of itself."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+
+from raytune_fsdp.launch.ray.board import Beat
+
+_LEAST_SECONDS, _STEPS = 300.0, 20.0
+"""Without `cluster.hang_minutes`: how long no block of a step is done, at least, and in times of a median step."""
+_KEPT = 50  # steps of which the median is taken
+_COLLECTIVE = re.compile(r"distributed_c10d\.py|_functional_collectives\.py|_fsdp_collectives\.py")
+_STATE = re.compile(r"^State:\s*(\S.*)$", re.MULTILINE)
+
+
+class Hang:
+    """Of one attempt. All ranks wait for one that hangs, so that it is enough to watch rank 0."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self._minutes = minutes
+        self._last: Beat | None = None
+        self._at = 0.0
+        """When it got on the last time."""
+        self._step_at = 0.0
+        self._seconds: deque[float] = deque(maxlen=_KEPT)
+        """Of steps."""
+
+    def heard(self, beat: Beat) -> None:
+        now = time.monotonic()
+        last, self._last = self._last, beat
+        if last is None or last.step == 0:
+            self._step_at = now
+        elif beat.step > last.step:
+            self._seconds.append((now - self._step_at) / (beat.step - last.step))
+            self._step_at = now
+        if last is None or beat.beats != last.beats:
+            self._at = now
+
+    def overdue(self) -> float | None:
+        """The seconds without progress, if they are too many. Before the second step none are: what comes first may
+        take long."""
+        if self._last is None or self._last.step < 2:
+            return None
+        limit = max(_LEAST_SECONDS, _STEPS * median(self._seconds or [0.0]))
+        if self._minutes is not None:
+            limit = 60 * self._minutes
+        silent = time.monotonic() - self._at
+        return silent if silent > limit + self._last.patience_seconds else None
+
+
+def culprit(stacks: Mapping[int, str]) -> tuple[int, str] | None:
+    """The rank for which the others wait, and what it is doing, if the stacks tell."""
+    for rank, text in sorted(stacks.items()):
+        state = _STATE.search(text)
+        if state is not None:
+            return rank, f"its process takes no signals ({state[1]})"
+    where = {rank: _training(text) for rank, text in stacks.items()}
+    busy = {rank: frames for rank, frames in where.items() if frames and not any(map(_COLLECTIVE.search, frames))}
+    if len(busy) == 1 and len(stacks) > 1:
+        ((rank, frames),) = busy.items()
+        return rank, f"it is at {frames[0].strip()}"
+    return None
+
+
+def _training(text: str) -> list[str]:
+    """The frames of the thread that trains, innermost first."""
+    for thread in re.split(r"\n(?=(?:Current thread|Thread) )", text):
+        frames = [line for line in thread.splitlines() if line.lstrip().startswith("File ")]
+        if any(" in train_rank" in frame for frame in frames):
+            return frames
+    return []
