@@ -3,10 +3,12 @@
 $FAULTS is a directory; a file `forward-1-6` in it kills rank 1 in the middle of the sixth forward pass of its process,
 `save-0-8` kills rank 0 while it writes its part of the checkpoint of step 8. `join-raise-1` and `join-kill-1`: rank 1
 cannot make the process group, or is killed while it does. The file is removed first: once only. As long as there is a
-file `pace`, every forward pass begins with that many seconds of sleep.
+file `pace`, every forward pass begins with that many seconds of sleep. `loop-1-6`, `read-1-6` and `gil-1-6`: rank 1
+hangs there in Python, in a read, or in C with Python's lock.
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -26,6 +28,16 @@ def armed(fault: str) -> bool:
 def strike(fault: str) -> None:
     if armed(fault):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang(place: str) -> None:
+    if armed(f"loop-{place}"):
+        while True:
+            pass
+    if armed(f"read-{place}"):
+        os.read(os.pipe()[0], 1)
+    if armed(f"gil-{place}"):
+        ctypes.PyDLL(None).sleep(1_000_000)
 
 
 def pace() -> None:
@@ -58,6 +70,7 @@ def watch_forward() -> None:
     def counted(model, *arguments):
         call = next(calls)
         pace()
+        hang(f"{os.environ.get('RANK')}-{call}")
         hook = None
         if (Path(os.environ["FAULTS"]) / f"forward-{os.environ.get('RANK')}-{call}").exists():
             last = list(model.modules())[-1]
