@@ -89,7 +89,7 @@ class Follow:
         self._making_way = False
         """Whether the current attempt was asked to end for another one."""
         self._hang = Hang(config.cluster.hang_minutes)
-        self._watches = NodeWatches()
+        self._watches = NodeWatches(config.cluster.spot_notice, board)
         self._next_look = 0.0
         self._fit: Future[Any] | None = None
         self._controlling: list[Any] = []
@@ -182,6 +182,8 @@ class Follow:
                 self._attempts.ranks[rank] = notice
             case Started(attempt, logs):
                 self._attempts.started(attempt, logs)
+                if self._config.cluster.spot_notice != "none":
+                    self._watches.start(self._attempts.ranks)
             case PhaseFinished(phase):
                 self._reached(phase)
             case Beat(step):

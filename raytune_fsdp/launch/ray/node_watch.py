@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections import defaultdict
@@ -14,13 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 from ray.exceptions import RayError
 
-from raytune_fsdp.launch.ray.board import Joined
+from raytune_fsdp.errors import in_one_line
+from raytune_fsdp.launch.ray.board import Board, Joined, Line
+from raytune_fsdp.launch.ray.spot import seconds_left
+from raytune_fsdp.threads import in_thread
 
 STACKS_SIGNAL = signal.SIGUSR1
 """At this, a rank writes the stacks of all its threads into its log, whatever it is doing (rank.py)."""
 
+_ASK_SECONDS = 2.0  # between two questions to the metadata service
+_SILENT_TRIES = 5
 _ANSWER_SECONDS = 2.0  # how long a rank may take for that
 _START_SECONDS = 20.0  # how long the actor of a node may take to answer, its start included
 
@@ -46,6 +54,11 @@ class _NodeWatch:
             place.write_text(text)
         return found
 
+    def watch(self, cloud: str, board: Board) -> None:
+        """Drain this node as soon as its cloud announces that it will be taken away."""
+        this = ray.get_runtime_context()
+        in_thread(lambda: _watch(cloud, board, this.get_node_id(), this.gcs_address), "spot")
+
     def kill(self, pids: list[int]) -> None:
         for pid in pids:
             with suppress(OSError):
@@ -55,7 +68,9 @@ class _NodeWatch:
 class NodeWatches:
     """Those of an attempt, on the driver."""
 
-    def __init__(self) -> None:
+    def __init__(self, cloud: str, board: Board) -> None:
+        self._cloud = cloud
+        self._board = board
         self._actors: dict[str, Any] = {}
 
     def start(self, ranks: Mapping[int, Joined]) -> None:
@@ -63,6 +78,8 @@ class NodeWatches:
         for node in {rank.node_id for rank in ranks.values()} - self._actors.keys():
             options = {"num_cpus": 0, "label_selector": {"ray.io/node-id": node}}
             self._actors[node] = ray.remote(**options)(_NodeWatch).remote()
+            if self._cloud != "none":
+                self._actors[node].watch.remote(self._cloud, self._board)
 
     def stacks(self, ranks: Mapping[int, Joined], logs: str) -> dict[int, str]:
         """The stacks of those ranks whose nodes answer."""
@@ -85,6 +102,29 @@ class NodeWatches:
             with suppress(RayError):
                 ray.kill(actor)
         self._actors = {}
+
+
+def _watch(cloud: str, board: Board, node_id: str, gcs_address: str) -> None:
+    failures = 0
+    while True:
+        try:
+            left, failures = seconds_left(cloud), 0
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # its answer may be anything
+            left, failures = None, failures + 1
+            if failures == _SILENT_TRIES:
+                board.tell(
+                    Line(
+                        f"cluster.spot_notice={cloud}: the metadata service does not answer on {socket.gethostname()} "
+                        f"({in_one_line(error)}), so its notices are not seen; set the cloud that it runs on, or none"
+                    )
+                )
+        if left is not None:
+            deadline = int((time.time() + left) * 1000)
+            reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+            accepted, _ = GcsClient(address=gcs_address).drain_node(node_id, reason, f"{cloud} takes it away", deadline)
+            if accepted:
+                return
+        time.sleep(_ASK_SECONDS)
 
 
 def _by_node(ranks: Mapping[int, Joined]) -> dict[str, dict[int, int]]:
