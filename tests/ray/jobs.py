@@ -119,8 +119,8 @@ class Nodes:
         self._process.wait(60)
         shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def add(self, name: str, cpus: int = 1, gpus: int = 1) -> None:
-        self._do(f"add {name} {cpus} {gpus}")
+    def add(self, name: str, cpus: int = 1, gpus: int = 1, metadata: str = "none") -> None:
+        self._do(f"add {name} {cpus} {gpus} {metadata}")
 
     def remove(self, name: str) -> None:
         self._do(f"remove {name}")

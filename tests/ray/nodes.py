@@ -1,6 +1,6 @@
 """A Ray of several nodes on this machine, whose nodes come and go as its stdin says.
 
-A line of stdin is `add NAME CPUS GPUS`, `remove NAME` (its processes are killed) or `drain NAME SECONDS`. The first
+A line of stdin is `add NAME CPUS GPUS METADATA` (the address of its metadata service), `remove NAME` (its processes are killed) or `drain NAME SECONDS`. The first
 line of stdout is the cluster's address; then each line is repeated once it is done. The cluster ends when stdin is
 closed. Every node's processes have a working directory of their own: what lies in /proc/self/cwd is not shared by them.
 """
@@ -16,6 +16,8 @@ from typing import Any
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+from raytune_fsdp.launch.ray.spot import ENDPOINT
 
 
 def main(directory: Path) -> None:
@@ -33,7 +35,8 @@ def main(directory: Path) -> None:
     nodes: dict[str, Any] = {}
     for line in sys.stdin:
         match line.split():
-            case ["add", name, cpus, gpus]:
+            case ["add", name, cpus, gpus, metadata]:
+                os.environ[ENDPOINT] = metadata  # which the node's processes inherit
                 nodes[name] = cluster.add_node(**place(name, cpus), num_gpus=int(gpus))
                 cluster.wait_for_nodes()
             case ["remove", name]:
