@@ -248,6 +248,7 @@ def test_eight_bits_are_near_and_right_on_average(squares: bool, columns: int) -
 def test_small_weights_are_not_quantized() -> None:
     assert is_quantized(torch.empty(64, 64)) and is_quantized(torch.empty(2, 64, 64))
     assert not is_quantized(torch.empty(64, 63)) and not is_quantized(torch.empty(100_000))
+    assert not is_quantized(torch.empty(100_000, 1)), "five bytes a number instead of four"
 
 
 def learn(stochastic: bool, *, lr: float = 1e-3, steps: int = 400) -> float:
