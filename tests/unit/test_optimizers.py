@@ -283,6 +283,10 @@ def test_stochastic_rounding_learns_where_plain_bf16_stalls() -> None:
         ({"optimizer": {"type": "sgd"}, "eps": 1e-6}, r"optim.eps=1e-06: means nothing to optim.optimizer.type=sgd"),
         ({"optimizer": {"type": "lion"}, "beta2": 0.9}, r"set it back to 0.999; lion's own is optim.optimizer.beta2"),
         ({"optimizer": {"type": "adafactor"}, "beta1": 0.5}, r"optim.beta1=0.5: means nothing to .*adafactor"),
+        (
+            {"optimizer": {"type": "sgd", "nesterov": True, "momentum": 0}},
+            r"optimizer.nesterov=true with optim.optimizer.momentum=0: .* set momentum to 0.9",
+        ),
         ({"groups": [{"match": "("}]}, r"match: '\(' is not a regular expression"),
     ],
 )
