@@ -43,7 +43,7 @@ from raytune_fsdp.model.principal import check_ranks
 from raytune_fsdp.model.quantized import check_torch, quantize_layers
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.model.routers import check_routers
-from raytune_fsdp.optim import check_groups
+from raytune_fsdp.optim import check_groups, check_matrices
 from raytune_fsdp.parallel import describe, is_wrapped, units_of
 from raytune_fsdp.plan import layout_of
 from raytune_fsdp.run.added_tokens import add_tokens
@@ -263,6 +263,7 @@ def _check_network(config: FinetuneConfig, network: PreTrainedModel, world: int)
     if isinstance(config.method, LoraMethod) and config.method.init != "zero":
         check_ranks(network, config.method.init)
     check_groups(network, config.optim)
+    check_matrices(network, config.optim)
     if is_adapted(network) and (experts := left_out(network)):
         logger.warning("the experts get no adapter: name their weights in method.target_parameters (%s)", experts)
     if isinstance(config.method, QloraMethod):
