@@ -207,7 +207,13 @@ class QuantizedWeights:
         layer = self._layers.get(owner)
         if layer is None or own not in ("packed", "weight"):
             return self._inner.read(name, start, stop)
-        packed = quantize(self._inner.read(f"{owner}.weight", start, stop), layer.kind)
+        packed = torch.empty(stop - start, row_bytes(layer.numbers, layer.kind), dtype=torch.uint8)
+        at_once = max(1, _AT_ONCE // layer.numbers)  # rank 0 asks for all rows, and in 32 bits they may be no one's
+        for first in range(start, stop, at_once):
+            last = min(stop, first + at_once)
+            packed[first - start : last - start] = quantize(
+                self._inner.read(f"{owner}.weight", first, last), layer.kind
+            )
         return packed if own == "packed" else widen(packed, layer.numbers, layer.kind, torch.float32)
 
     def where(self, name: str) -> str:
