@@ -113,12 +113,13 @@ class Beginning:
         self._now = weight, held or {}
 
     def _next(self, first: str) -> list[str]:
-        """Weights to take apart together: one for each rank that reads, or more while their pairs are small."""
+        """Weights to take apart together: one for each rank that reads, or more while their pairs are small. One that
+        reads alone waits for nobody."""
         names, size = list(self._pairs), 0
         found: list[str] = []
         for name in names[names.index(first) :]:
             size += self._empty[self._pairs[name].a].nbytes + self._empty[self._pairs[name].b].nbytes
-            if len(found) >= len(self._readers) and size > _AHEAD * len(self._readers):
+            if len(found) >= len(self._readers) and (len(self._readers) == 1 or size > _AHEAD * len(self._readers)):
                 break
             found.append(name)
         return found
@@ -152,23 +153,36 @@ class Beginning:
 
 @torch.no_grad()
 def _parts(base: Weights, name: str, pair: Pair, init: str, seed: int) -> dict[str, torch.Tensor]:
-    weight = base.read(name, 0, base.shapes()[name][0]).float()
-    if not all_finite(weight):
+    stored = base.read(name, 0, base.shapes()[name][0])
+    if not all_finite(stored):
         raise ModelError(f"{base.where(name)} has values that are not finite (NaN or infinity): use another model")
-    weight = weight.T if pair.turned else weight
+    stored = stored.T if pair.turned else stored
     if init == "olora":
-        # The two steps of torch.linalg.qr, to the same bits: it would hold the weight four times, and here it is twice.
-        reflectors, factors = torch.geqrf(weight)
-        del weight
-        a = reflectors[: pair.rank].triu()
-        b = torch.linalg.householder_product(reflectors[:, : len(factors)], factors)[:, : pair.rank]
+        b, a = _triangular(stored, pair.rank)
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_key("principal", seed, name))
+            weight = stored.float()
             u, s, v = torch.svd_lowrank(weight, q=min(pair.rank + _SPARE, *weight.shape), niter=_ROUNDS)
         root = (s[: pair.rank] / pair.scaling).sqrt()
         b, a = u[:, : pair.rank] * root, root[:, None] * v[:, : pair.rank].T
     return {pair.a: a.contiguous(), pair.b: b.contiguous()}
+
+
+def _triangular(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first columns of Q and rows of R, to the bits of torch.linalg.qr, which holds four matrices of this size.
+
+    Here LAPACK's two steps work in place, in one.
+    """
+    rows, columns = weight.shape
+    matrix = torch.empty(columns, rows).T  # by columns, as LAPACK has it: it would copy another
+    matrix.copy_(weight)
+    factors = torch.empty(min(rows, columns))
+    torch.geqrf(matrix, out=(matrix, factors))
+    r = matrix[:rank].triu()
+    q = matrix[:, : len(factors)]
+    torch.linalg.householder_product(q, factors, out=q)
+    return q[:, :rank], r
 
 
 class ResidualWeights:

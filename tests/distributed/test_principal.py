@@ -134,6 +134,16 @@ def _begun(config: FinetuneConfig, prepared: Any, standing: Any, ahead: int) -> 
     }
 
 
+@pytest.mark.parametrize("shape", [(64, 32), (32, 64), (300, 500), (1024, 256)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_decomposition_in_place_is_torchs(shape: tuple[int, int], turned: bool) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = weight.T if turned else weight
+    q, r = torch.linalg.qr(weight.float())
+    b, a = principal._triangular(weight, 16)
+    assert torch.equal(b, q[:, :16]) and torch.equal(a, r[:16])
+
+
 @pytest.mark.parametrize(
     ("model", "kind", "init"), [("llama", "qlora", "pissa"), ("gpt2", "lora", "olora"), ("gpt2", "qlora", "pissa")]
 )

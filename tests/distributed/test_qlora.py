@@ -225,7 +225,7 @@ def test_the_16_bit_model_is_nowhere(tmp_path: Path, kind: str, init: str) -> No
         values["model"]["fill"] = fill
         large = FinetuneConfig.model_validate(values)
         begun = [(config, *prepare(config, 2)) for config in (small, large)]
-        for rank, (peak, own, largest, of_linear, of_all) in enumerate(run_ranks(_held, 2, *begun)):
+        for rank, (peak, own, largest, of_linear, of_all) in enumerate(run_ranks(_held, 2, *begun, seconds=900)):
             print(
                 f"{kind} {init} {fill} rank {rank}: {peak / MIB:.0f} MiB at most, {own / MIB:.0f} own, "
                 f"{largest / MIB:.0f} the largest; {of_linear:.4f} bytes a quantized number, {of_all:.4f} a frozen one"
