@@ -19,7 +19,7 @@ from raytune_fsdp.collectives import on_all_ranks
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.network import init_buffers
-from raytune_fsdp.model.quantized import tails_of
+from raytune_fsdp.model.quantized import ends_of
 from raytune_fsdp.model.weights import Weights, all_finite
 
 # Copied at a time. Mapped files take no memory before they are copied; a checkpoint's or a conversion's tensors do.
@@ -95,7 +95,7 @@ def _problem(rows: torch.Tensor, local: torch.Tensor) -> str | None:
     if rows.is_floating_point() != local.is_floating_point():
         return f"has the type {rows.dtype}, where the network has {local.dtype}"
     # The only integers among weights are those of quantized rows.
-    shown = tails_of(rows) if rows.dtype == torch.uint8 else rows
+    shown = ends_of(rows) if rows.dtype == torch.uint8 else rows
     return None if all_finite(shown) else "has values that are not finite (NaN or infinity)"
 
 
