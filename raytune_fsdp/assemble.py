@@ -218,8 +218,9 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
         adapter = prepared.adapter if checkpoint is None else None
         mode = fill_mode(config, prepared.origin, adapter)
         base = agree_on_base(config, prepared.origin, standing.state.base, mode) if adapted else None
-        weights = first_weights(config, prepared.origin, model, mode, adapter, checkpoint)
-        fill(model, weights, mode, device, shards_at=host)
+        weights, beginning = first_weights(config, prepared.origin, model, mode, adapter, checkpoint)
+        before = None if beginning is None else beginning.turn_to
+        fill(model, weights, mode, device, shards_at=host, before=before)
         if getattr(config.method, "init", "zero") != "zero":
             keep_beginning(model, [name for pair in pairs_of(model).values() for name in (pair.a, pair.b)])
     else:
