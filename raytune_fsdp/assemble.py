@@ -193,8 +193,11 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
     # Hooks would break the graphs of blocks that are computed again.
     routers = None if compiled else watched(model, config.train)
     compiler = Compiler() if compiled else None
+    if isinstance(config.method, QloraMethod):
+        quantize_layers(model, config.method.quantization)
+    store_frozen(model, config.parallel.precision)
     kept = state_bytes(config.optim.optimizer, MASTER_DTYPE[config.parallel.precision].itemsize)
-    parallel = for_one_rank(config.parallel, standing.plan.layout, prepared.parameters, device, state=kept)
+    parallel = for_one_rank(config.parallel, standing.plan.layout, model, device, state=kept)
     run_blocks(
         model,
         recompute=parallel.activation_checkpointing,
@@ -202,9 +205,6 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
         offload=Offload(device) if parallel.activation_offload else None,
         compiler=compiler,
     )
-    if isinstance(config.method, QloraMethod):
-        quantize_layers(model, config.method.quantization)
-    store_frozen(model, parallel.precision)
     units = units_of(model, parallel, ends=prepared.needs.ends)
     layout, micro_batches = standing.plan.layout, standing.plan.division.full_rounds
     sharding = None
@@ -218,8 +218,9 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
         adapter = prepared.adapter if checkpoint is None else None
         mode = fill_mode(config, prepared.origin, adapter)
         base = agree_on_base(config, prepared.origin, standing.state.base, mode) if adapted else None
-        weights = first_weights(config, prepared.origin, model, mode, adapter, checkpoint)
-        fill(model, weights, mode, device, shards_at=host)
+        weights, beginning = first_weights(config, prepared.origin, model, mode, adapter, checkpoint)
+        before = None if beginning is None else beginning.turn_to
+        fill(model, weights, mode, device, shards_at=host, before=before)
         if getattr(config.method, "init", "zero") != "zero":
             keep_beginning(model, [name for pair in pairs_of(model).values() for name in (pair.a, pair.b)])
     else:

@@ -32,7 +32,6 @@ from raytune_fsdp.estimate.traffic import Collectives, Traffic, UnitSize, step_t
 from raytune_fsdp.model.blocks import blocks_of, ends_of
 from raytune_fsdp.model.network import MASTER_DTYPE
 from raytune_fsdp.plan import Layout
-from raytune_fsdp.types import ParameterCount
 
 _STAYS = ("shard_grad_op", "replicate")
 """Strategies that keep weights gathered from forward to backward."""
@@ -208,9 +207,9 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig, unit
 
 
 def for_one_rank(
-    config: ParallelConfig, layout: Layout, parameters: ParameterCount, device: torch.device, *, state: float = 8
+    config: ParallelConfig, layout: Layout, model: nn.Module, device: torch.device, *, state: float
 ) -> ParallelConfig:
-    """The config, with what one rank alone can do better for a network of this size.
+    """The config, with what one rank alone can do better for this network, whose frozen weights are as they are stored.
 
     `state` is what the optimizer keeps of each trained number, in bytes.
     """
@@ -219,8 +218,9 @@ def for_one_rank(
     alone = alone and not config.cpu_offload and "strategy" not in config.model_fields_set
     # A 16-bit copy of the weights that stays from forward to backward, and over micro-batches, is made once a step
     # instead of twice a micro-batch. It costs 2 bytes a number beside the 8 of weights and gradients and those of the
-    # optimizer, or 2 of what is frozen; of the rest of the memory activations get most.
-    needed = (10 + state) * parameters.trainable + 4 * (parameters.total - parameters.trainable)
+    # optimizer, or as much again of what is frozen (2, or 0.52 in 4 bits); of the rest of the memory activations get
+    # most.
+    needed = sum((10 + state) * p.numel() if p.requires_grad else 2 * p.nbytes for p in model.parameters())
     if not alone or needed > _FOR_WEIGHTS * _memory_of(device):
         return config
     return config.model_copy(update={"strategy": "shard_grad_op"})

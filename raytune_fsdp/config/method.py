@@ -127,7 +127,7 @@ class QloraMethod(LoraMethod):
     merged into the weights as they are stored."""
 
     quantization: Literal["nf4", "int8"] = "nf4"
-    """Type of the frozen linear layers: `nf4` takes 0.52 bytes a number, `int8` takes 1.02."""
+    """Type of the frozen linear layers: `nf4` takes 0.52 bytes a number, `int8` takes 1.03."""
 
 
 class Ia3Method(Section):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from raytune_fsdp.config.base import Section
 
@@ -38,6 +38,15 @@ class SgdOptimizer(Section):
 
     nesterov: bool = False
     """Look ahead by one step of the momentum."""
+
+    @model_validator(mode="after")
+    def _momentum(self) -> Self:
+        if self.nesterov and not self.momentum:
+            raise ValueError(
+                "optim.optimizer.nesterov=true with optim.optimizer.momentum=0: there is no momentum to look ahead by: "
+                "set momentum to 0.9, or leave nesterov out"
+            )
+        return self
 
 
 class MuonOptimizer(Section):

@@ -12,6 +12,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,7 @@ from raytune_fsdp.errors import ConfigError, ModelError, first_line, pip_install
 from raytune_fsdp.keyed import derive_key
 from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.weights import Weights
+from raytune_fsdp.untrusted import shown
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -121,8 +123,8 @@ def _unfit(network: PreTrainedModel, method: AdapterMethod, error: Exception) ->
     targets = method.target_modules
     asked = targets if isinstance(targets, list) else [targets] if targets is not None else []
     return ConfigError(
-        f"method.target_modules={method.target_modules!r}: PEFT cannot adapt a {type(network).__name__} so "
-        f"({first_line(error)}); {_nearest(network, asked)}"
+        f"method.target_modules={shown(targets)}: PEFT cannot adapt a {type(network).__name__} so "
+        f"({shorten(first_line(error), 200)}); {_nearest(network, asked)}"
     )
 
 
@@ -134,13 +136,13 @@ def _check_each(network: PreTrainedModel, method: AdapterMethod) -> None:
     wrapped = {module.parameter_name for module in network.modules() if type(module).__name__ == "ParamWrapper"}
     if wrapped - asked:
         raise ConfigError(
-            f"method.target_modules={method.target_modules!r}: PEFT takes some of these names for the experts of a "
-            f"{kind}, which are weights and no modules: leave those names out, and name the weights in "
+            f"method.target_modules={shown(method.target_modules)}: PEFT takes some of these names for the experts of "
+            f"a {kind}, which are weights and no modules: leave those names out, and name the weights in "
             f"method.target_parameters ({', '.join(sorted(wrapped - asked))})"
         )
     if asked - wrapped:
         raise ConfigError(
-            f"method.target_parameters={weights}: a {kind} has no such weights; "
+            f"method.target_parameters={shown(weights)}: a {kind} has no such weights; "
             f"{_nearest(network, weights, weights=True)}"
         )
     _check_shared(network, method)
@@ -150,7 +152,7 @@ def _check_each(network: PreTrainedModel, method: AdapterMethod) -> None:
         for each in names:
             if not any(f".{each}." in f".{name}." for name in adapted):
                 raise ConfigError(
-                    f"method.{field}: {each!r} is the name of no module of a {kind}; {_nearest(network, [each])}"
+                    f"method.{field}: {shown(each)} is the name of no module of a {kind}; {_nearest(network, [each])}"
                 )
 
 
@@ -179,17 +181,19 @@ def _check_shared(network: PreTrainedModel, method: AdapterMethod) -> None:
 
 def _nearest(network: PreTrainedModel, asked: list[str], *, weights: bool = False) -> str:
     """A way out: the names of modules, or of weights, that are most like these."""
+    parts = 2 if weights else 1
     if weights:
         own = (base_name(name) for name, _ in network.named_parameters() if ".lora_" not in name)
-        known = {".".join(name.split(".")[-2:]) for name in own}
     else:
         linear = (nn.Linear, Conv1D)
         names = (base_name(name) for name, module in network.named_modules() if isinstance(module, linear))
-        known = {name.rpartition(".")[2] for name in names if ".lora_" not in name}
-    near = [
-        name for each in asked for name in difflib.get_close_matches(each.rpartition(".")[2], known, n=3, cutoff=0.4)
-    ]
-    return f"its {'weights' if weights else 'linear layers'} are called " + ", ".join(near or sorted(known)[:12])
+        own = (name for name in names if ".lora_" not in name)
+    known = sorted({".".join(name.split(".")[-parts:]) for name in own})[:1000]
+    # Of ten, and 100 characters of each: a search costs as much as both lists are long, and what it finds repeats.
+    wanted = (".".join(name.split(".")[-parts:])[:100] for name in asked)
+    unknown = [name for name in dict.fromkeys(wanted) if name not in known][:10]
+    near = dict.fromkeys(match for each in unknown for match in difflib.get_close_matches(each, known, n=3, cutoff=0.4))
+    return f"its {'weights' if weights else 'linear layers'} are called " + ", ".join([*(near or known)][:12])
 
 
 # --- Names ------------------------------------------------------------------------------------------------------------

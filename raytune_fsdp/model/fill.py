@@ -6,7 +6,7 @@ rows. Both are driven by the same list of targets in the same order, so that ran
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,7 @@ from raytune_fsdp.collectives import on_all_ranks
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.network import init_buffers
-from raytune_fsdp.model.quantized import tails_of
+from raytune_fsdp.model.quantized import ends_of
 from raytune_fsdp.model.weights import Weights, all_finite
 
 # Copied at a time. Mapped files take no memory before they are copied; a checkpoint's or a conversion's tensors do.
@@ -48,22 +48,26 @@ def fill(
     device: torch.device,
     *,
     shards_at: torch.device | None = None,
+    before: Callable[[str], None] | None = None,
 ) -> None:
     """Allocate every shard on `device` and fill it; with mode `empty` a checkpoint does that later. Collective.
 
     With `shards_at` the shards of weights are there, and only buffers on `device`. With `rank0` only rank 0 needs
-    `weights`. Values that are not finite are refused, on every rank alike.
+    `weights`. Every rank calls `before` with the name of each tensor, before its rows are read. Values that are not
+    finite are refused, on every rank alike.
     """
     owned = list(owned_tensors(model))
     place = shards_at or device
     _allocate(model, place)
     wrong: dict[str, str] = {}
     if mode == "rank0":
-        wrong = _scatter(_targets(model), weights, place)
+        wrong = _scatter(_targets(model), weights, place, before)
     elif mode == "sharded":
         assert weights is not None, "every rank reads in sharded mode"
         rank = dist.get_rank()
         for target in _targets(model):
+            if before is not None:
+                before(target.name)
             if problem := _read(target, weights, *target.rows_of[rank]):
                 wrong[target.name] = problem
     if mode != "empty":
@@ -91,7 +95,7 @@ def _problem(rows: torch.Tensor, local: torch.Tensor) -> str | None:
     if rows.is_floating_point() != local.is_floating_point():
         return f"has the type {rows.dtype}, where the network has {local.dtype}"
     # The only integers among weights are those of quantized rows.
-    shown = tails_of(rows) if rows.dtype == torch.uint8 else rows
+    shown = ends_of(rows) if rows.dtype == torch.uint8 else rows
     return None if all_finite(shown) else "has values that are not finite (NaN or infinity)"
 
 
@@ -147,7 +151,9 @@ def _target(name: str, tensor: torch.Tensor, world: int) -> Target:
     return Target(name=name, local=local, rows_of=rows_of)
 
 
-def _scatter(targets: list[Target], weights: Weights | None, device: torch.device) -> dict[str, str]:
+def _scatter(
+    targets: list[Target], weights: Weights | None, device: torch.device, before: Callable[[str], None] | None
+) -> dict[str, str]:
     """Rank 0 reads a tensor, and every rank receives its rows of it. Returns, on rank 0, what is wrong with which.
 
     Rows travel as bytes of the stored type. Pieces that are shorter than the longest (the last rank's) are padded.
@@ -164,6 +170,8 @@ def _scatter(targets: list[Target], weights: Weights | None, device: torch.devic
     for target, dtype, bytes_per_row, rows in zip(targets, dtypes, row_bytes, most, strict=True):
         received = buffer[: rows * bytes_per_row]
         pieces = None
+        if before is not None:
+            before(target.name)
         if rank == 0:
             assert weights is not None and spare is not None
             whole = weights.read(target.name, 0, max(stop for _, stop in target.rows_of))
@@ -207,7 +215,7 @@ def _agree_on_dtypes(targets: list[Target], weights: Weights | None) -> list[tor
     box: list[list[torch.dtype] | None] = [None]
     if dist.get_rank() == 0:
         assert weights is not None, "rank 0 reads in rank0 mode"
-        box[0] = [weights.read(t.name, 0, 0 if t.local.ndim else 1).dtype for t in targets]
+        box[0] = [weights.read(t.name, 0, 0).dtype for t in targets]
     dist.broadcast_object_list(box, src=0)
     assert box[0] is not None
     return box[0]

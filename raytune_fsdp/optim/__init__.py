@@ -16,6 +16,7 @@ be computed from the whole weight, or the number of ranks would decide what is l
 from raytune_fsdp.optim.build import build_optimizer
 from raytune_fsdp.optim.groups import Group, check_groups, undecayed_names
 from raytune_fsdp.optim.interface import Optimizer
+from raytune_fsdp.optim.matrices import check_matrices
 from raytune_fsdp.optim.pieces import at, local_gradients, local_piece
 from raytune_fsdp.optim.schedule import lr_factor, multiplier
 
@@ -25,6 +26,7 @@ __all__ = [
     "at",
     "build_optimizer",
     "check_groups",
+    "check_matrices",
     "local_gradients",
     "local_piece",
     "lr_factor",

@@ -87,7 +87,7 @@ class Adafactor:
             share = self._trained.count(name, skip).double() ** -self._chosen.decay_power
             if parameter.ndim == 2:
                 _move(state["column"], columns[name] / parameter.shape[0] + _LEAST, share, skip)
-            for rows in in_parts(parameter):
+            for rows in in_parts(parameter, whole_rows=True):
                 if parameter.ndim < 2:
                     _move(rows.of(state["square"]), _squares(rows.of(parameter.grad)), share, skip)
                     continue
@@ -100,7 +100,7 @@ class Adafactor:
         parameter = self._trained.named[name]
         assert parameter.grad is not None
         total = torch.zeros(parameter.shape[1], dtype=torch.float64, device=parameter.device)
-        for rows in in_parts(parameter):
+        for rows in in_parts(parameter, whole_rows=True):
             total += rows.of(parameter.grad).double().square().sum(0)
         return total
 
@@ -118,7 +118,7 @@ class Adafactor:
     def _parts(self, name: str) -> Iterator[_Part]:
         parameter, state = self._trained.named[name], self._trained.state[name]
         assert parameter.grad is not None
-        for rows in in_parts(parameter):
+        for rows in in_parts(parameter, whole_rows=True):
             place = slice(rows.start, rows.stop)
             weight = rows.of(parameter)
             gradient = rows.of(parameter.grad).to(computes_in(weight))

@@ -13,7 +13,7 @@ import torch
 
 from raytune_fsdp.config import OptimConfig
 from raytune_fsdp.config.optimizers import LionOptimizer, SgdOptimizer
-from raytune_fsdp.optim.moments import AsType, Bf16, EightBit, Kept, is_quantized
+from raytune_fsdp.optim.moments import BLOCK, AsType, Bf16, EightBit, Kept, is_quantized
 from raytune_fsdp.optim.pieces import in_parts
 from raytune_fsdp.optim.update import Trained, computes_in, decayed, replace
 
@@ -123,7 +123,7 @@ class Elementwise:
             weight = rows.of(parameter)
             dtype = computes_in(weight)
             stored = {
-                moment: {key.removeprefix(moment): rows.of(state[key]) for key in keys}
+                moment: {key.removeprefix(moment): rows.of(state[key], 1 if key == moment else BLOCK) for key in keys}
                 for moment, keys in _keys(state, kept).items()
             }
             moments = {moment: kept[moment].read(stored[moment], dtype) for moment in kept}

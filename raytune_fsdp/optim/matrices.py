@@ -11,6 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from raytune_fsdp.config import OptimConfig
+from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.blocks import blocks_of
 
 Parts = Callable[[torch.Tensor], Sequence[torch.Tensor]]
@@ -38,10 +40,27 @@ def hidden_matrices(model: PreTrainedModel) -> dict[str, Parts]:
             experts = parameter.ndim == 3 and "experts" in prefix
             if linear or experts:
                 last = own if experts else prefix.rsplit(".", 1)[-1]
+                if each := _adapter_of_experts(model, prefix):
+                    found[name] = each
+                    continue
                 # Conv1D keeps a matrix with its inputs first; so do the experts of some, whose sizes tell.
                 axis = 1 if isinstance(module, Conv1D) else 0
                 found[name] = _parts(last, axis, parameter.shape[-2:], model)
     return found
+
+
+def _adapter_of_experts(model: PreTrainedModel, prefix: str) -> Parts | None:
+    """PEFT keeps the adapters of all experts of a weight in one pair: A has their rows one after the other, B their
+    columns in turn."""
+    wrapper, found, rest = prefix.rpartition(".lora_")
+    count = getattr(model.get_submodule(wrapper), "num_experts", 1) if found else 1
+    if count == 1:
+        return None
+    return partial(_pieces, 0, (1,) * count, 1) if rest.startswith("A") else partial(_in_turn, count)
+
+
+def _in_turn(count: int, matrix: torch.Tensor) -> Sequence[torch.Tensor]:
+    return [matrix[:, each::count] for each in range(count)]
 
 
 def _parts(name: str, axis: int, shape: torch.Size, model: PreTrainedModel) -> Parts:
@@ -67,6 +86,15 @@ def _parts(name: str, axis: int, shape: torch.Size, model: PreTrainedModel) -> P
             grouped = (heads // each, 1, 1), each
             return partial(_pieces, axis, *(grouped if name == _GROUPED else ((heads, each, each), 1)))
     return _whole
+
+
+def check_matrices(network: PreTrainedModel, config: OptimConfig) -> None:
+    """Refuse Muon where it would update nothing. The network may be on the meta device."""
+    if config.optimizer.type == "muon" and not hidden_matrices(network):
+        raise ConfigError(
+            "optim.optimizer.type=muon: no matrix inside the blocks is trained (vectors, embeddings and adapters of "
+            "rank 1 are none), so there is nothing for muon to update: set optim.optimizer.type=adamw"
+        )
 
 
 def _whole(matrix: torch.Tensor) -> Sequence[torch.Tensor]:

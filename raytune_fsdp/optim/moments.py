@@ -114,7 +114,8 @@ class EightBit:
 
 def is_quantized(parameter: torch.Tensor) -> bool:
     """Whether a moment in 8 bits is worth it. Of a DTensor this is the whole shape."""
-    return parameter.ndim > 1 and parameter.numel() >= _FEW
+    # A block of one number would be its scale and its code: five bytes. So is each row of an adapter of rank 1.
+    return parameter.ndim > 1 and parameter.shape[1:].numel() > 1 and parameter.numel() >= _FEW
 
 
 def _block(columns: int) -> int:

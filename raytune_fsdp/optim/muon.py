@@ -17,7 +17,7 @@ from raytune_fsdp.config.optimizers import MuonOptimizer
 from raytune_fsdp.optim.groups import Group
 from raytune_fsdp.optim.interface import Optimizer
 from raytune_fsdp.optim.matrices import Parts
-from raytune_fsdp.optim.pieces import Rows, Split, columns_of, in_parts, local_piece
+from raytune_fsdp.optim.pieces import Split, in_parts, local_piece
 from raytune_fsdp.optim.update import Trained, computes_in, decayed, replace
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -104,17 +104,18 @@ class Muon:
         """This rank's rows of a matrix that is to be made orthogonal, in the type and the place for it."""
         parameter, momentum = self._trained.named[name], self._trained.state[name]["momentum"]
         assert parameter.grad is not None
-        found = torch.empty_like(local_piece(parameter), dtype=_works_in(local_piece(parameter)))
+        local, mesh = local_piece(parameter), self._split.mesh
+        # With parallel.cpu_offload the shards are in the host's memory, and the ranks compute and speak on GPUs.
+        place = local.device.type if mesh is None else mesh.device_type
+        found = torch.empty_like(local, dtype=_works_in(local, place))
         for rows in in_parts(parameter):
             share, old = self._chosen.momentum, rows.of(momentum)
             gradient = rows.of(parameter.grad).to(computes_in(old))
             mean = old.to(gradient.dtype) * share + gradient * (1 - share)
             replace(old, mean, skip)
             mean = gradient * (1 - share) + mean * share if self._chosen.nesterov else mean
-            found[rows.start : rows.stop].view(mean.shape).copy_(mean)
-        mesh = self._split.mesh
-        # With parallel.cpu_offload the shards are in the host's memory, and the ranks speak between GPUs.
-        return found if mesh is None or mesh.device_type == found.device.type else found.to(mesh.device_type)
+            rows.of(found).copy_(mean)
+        return found if place == found.device.type else found.to(place)
 
     def _write(self, name: str, update: torch.Tensor, group: Group, lr_factor: float, skip: torch.Tensor) -> None:
         parameter = self._trained.named[name]
@@ -122,17 +123,13 @@ class Muon:
         step, lr = self._trained.count(name, skip), self._trained.rate(group, lr_factor)
         for rows in in_parts(parameter):
             weight = rows.of(parameter)
-            moved = _of(update, rows).to(computes_in(weight)) * lr
+            moved = rows.of(update).to(computes_in(weight)) * lr
             self._trained.write(name, weight, decayed(weight, lr, group.weight_decay) - moved, step, rows, skip)
 
 
-def _of(update: torch.Tensor, rows: Rows) -> torch.Tensor:
-    return update[rows.start : rows.stop].view(rows.stop - rows.start, columns_of(update))
-
-
-def _works_in(piece: torch.Tensor) -> torch.dtype:
+def _works_in(piece: torch.Tensor, place: str) -> torch.dtype:
     """bf16 is enough for the iteration, which ends anywhere near 1; CPUs are not faster in it."""
-    return torch.bfloat16 if piece.is_cuda else computes_in(piece)
+    return torch.bfloat16 if place == "cuda" else computes_in(piece)
 
 
 def orthogonal_together(

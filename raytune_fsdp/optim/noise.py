@@ -23,13 +23,13 @@ class Noise:
         key = derive_key("rounding", seed, name, what)
         self._keys = tuple(_signed(key >> shift & 0xFFFFFFFF) for shift in (0, 32))
 
-    def of(self, step: torch.Tensor, first: int, rows: int, columns: int) -> torch.Tensor:
-        """For these rows of the tensor (a matrix of int32), at a step, which is a number on the device."""
+    def of(self, step: torch.Tensor, first: int, rows: int, columns: int, left: int = 0) -> torch.Tensor:
+        """For these rows and columns of the tensor (a matrix of int32), at a step, which is a number on the device."""
         places = torch.arange(first, first + rows, device=step.device, dtype=torch.int32)
         now = _mix(step.to(torch.int32) + self._keys[0])
         lines = _mix(_mix(places + self._keys[1]) ^ now)
         # Hashed as well: added as they are, two rows whose hashes are near would have the same noise, shifted.
-        across = _mix(torch.arange(columns, device=step.device, dtype=torch.int32))
+        across = _mix(torch.arange(left, left + columns, device=step.device, dtype=torch.int32))
         return (_mix(lines[:, None] ^ across) >> 16).bitwise_and_(_LOW)
 
 

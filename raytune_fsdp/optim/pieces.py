@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-_NUMBERS_AT_ONCE = 1 << 22
-"""An update that is written out has up to ten intermediate results: of so many numbers they take 160 MiB in fp32."""
+NUMBERS_AT_ONCE = 1 << 22
+"""An update that is written out has up to ten intermediate results: of so many numbers they take 160 MiB in fp32, of an
+expert of Mixtral 4.7 GB. A multiple of what shares a scale (moments.py)."""
 
 
 def at(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
@@ -82,32 +83,40 @@ class Split:
 def split_like(parameter: torch.Tensor, *columns: int, dtype: torch.dtype) -> torch.Tensor:
     """Zeros of the shape [rows of the parameter, *columns], split as the parameter is."""
     local = local_piece(parameter)
-    zeros = torch.zeros((local.shape[0], *columns), dtype=dtype, device=local.device)
     if not isinstance(parameter, DTensor):
-        return zeros
-    whole = torch.Size((parameter.shape[0], *columns))
-    stride = torch.empty(whole, device="meta").stride()
-    return DTensor.from_local(
-        zeros, parameter.device_mesh, parameter.placements, run_check=False, shape=whole, stride=stride
+        return torch.zeros((local.shape[0], *columns), dtype=dtype, device=local.device)
+    whole = torch.empty((parameter.shape[0], *columns), device="meta")
+    # On the meta device, because `from_local` sends what has memory to the mesh's: with parallel.cpu_offload a GPU.
+    rows = torch.empty((local.shape[0], *columns), device="meta")
+    shape = DTensor.from_local(
+        rows, parameter.device_mesh, parameter.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
+    return torch.zeros_like(shape, dtype=dtype, device=local.device)
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some rows of a parameter on this rank, to work on at once."""
+    """Some rows of a parameter on this rank, or some columns of one row, to work on at once."""
 
     start: int
     stop: int
     """Among this rank's."""
     first: int
     """The place of `start` in the whole parameter."""
+    left: int
+    right: int
+    """Columns: all of them, unless one row has too many. A row of experts is an expert."""
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """These rows of the parameter, or of what is split like it, as a matrix that shares memory with it."""
+    def of(self, tensor: torch.Tensor, each: int = 1) -> torch.Tensor:
+        """These numbers of the parameter, or of what is split like it, as a matrix that shares memory with it.
+
+        `each`: of how many columns of the parameter the tensor has one number.
+        """
         local = local_piece(tensor)
         if not local.ndim:
             return local.view(1, 1)
-        return local[self.start : self.stop].view(self.stop - self.start, columns_of(local))
+        rows = local[self.start : self.stop].view(self.stop - self.start, columns_of(local))
+        return rows[:, self.left // each : -(-self.right // each)]
 
 
 def columns_of(tensor: torch.Tensor) -> int:
@@ -115,11 +124,13 @@ def columns_of(tensor: torch.Tensor) -> int:
     return tensor.shape[1:].numel()
 
 
-def in_parts(parameter: torch.Tensor, largest: int = _NUMBERS_AT_ONCE) -> Iterator[Rows]:
-    """This rank's rows of a parameter, some at a time."""
+def in_parts(parameter: torch.Tensor, *, whole_rows: bool = False) -> Iterator[Rows]:
+    """This rank's rows of a parameter, some at a time. A row that is too long for that comes in parts itself."""
     local = local_piece(parameter)
-    rows, split = local.shape[0] if local.ndim else 1, Split.of(parameter)
+    rows, split, columns = local.shape[0] if local.ndim else 1, Split.of(parameter), columns_of(local)
     first = split.rows_of(parameter.shape[0], split.shard)[0] if parameter.ndim else 0
-    at_once = max(1, largest // max(1, columns_of(local)))
+    at_once = max(1, NUMBERS_AT_ONCE // max(1, columns))
+    width = columns if whole_rows else min(columns, NUMBERS_AT_ONCE)
     for start in range(0, rows, at_once):
-        yield Rows(start, min(rows, start + at_once), first + start)
+        for left in range(0, columns, max(1, width)):
+            yield Rows(start, min(rows, start + at_once), first + start, left, min(columns, left + width))

@@ -53,7 +53,8 @@ class Trained:
         return step
 
     def noise(self, name: str, what: str, step: torch.Tensor, rows: Rows, like: torch.Tensor) -> torch.Tensor:
-        return Noise(self._seed, name, what).of(step, rows.first, *like.shape)
+        count, columns = like.shape
+        return Noise(self._seed, name, what).of(step, rows.first, count, columns, rows.left)
 
     def write(
         self, name: str, weight: torch.Tensor, value: torch.Tensor, step: torch.Tensor, rows: Rows, skip: torch.Tensor

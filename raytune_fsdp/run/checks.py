@@ -69,12 +69,6 @@ def warn_of_method(config: FinetuneConfig) -> None:
             "optim.lr=%g is a rate for training every weight: adapters mostly want about ten times that (2e-4)",
             config.optim.lr,
         )
-    if config.model.add_tokens and not method.modules_to_save:
-        logger.warning(
-            "model.add_tokens: with method.type=%s the rows of new tokens are not trained, unless "
-            "method.modules_to_save names the embedding and the head",
-            method.type,
-        )
 
 
 def check_device(config: FinetuneConfig, device: str) -> None:

@@ -45,7 +45,7 @@ from raytune_fsdp.model.keys import (
 )
 from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, read_object, travelling
 from raytune_fsdp.model.network import build_base, build_network
-from raytune_fsdp.model.principal import ResidualWeights, begin
+from raytune_fsdp.model.principal import Beginning, ResidualWeights
 from raytune_fsdp.model.quantized import QuantizedWeights
 from raytune_fsdp.model.weights import FileWeights, GrownWeights, RandomWeights, Weights
 from raytune_fsdp.run.views import check_copies, digests
@@ -251,14 +251,15 @@ def first_weights(
     mode: FillMode,
     adapter: AdapterFiles | None = None,
     checkpoint: CommittedCheckpoint | None = None,
-) -> Weights | None:
-    """The source to fill `model` from, None if rank 0 reads for this rank. Collective.
+) -> tuple[Weights | None, Beginning | None]:
+    """The source to fill `model` from, None if rank 0 reads for this rank, and what all ranks must turn to the tensor
+    that is filled next, if any. Collective.
 
     `checkpoint`: the one that a run of adapters continues from; the base is not in it.
     """
     if origin is None:
         twin = build_network(model.config, config)
-        return RandomWeights(twin, config.run.seed)
+        return RandomWeights(twin, config.run.seed), None
     _check_content(config, origin, mode, adapter, adapted=is_adapted(model))
     opened: list[Weights] = []
 
@@ -270,7 +271,7 @@ def first_weights(
     weights = opened[0] if opened else None
     if is_adapted(model):
         return _with_adapters(config, weights, model, adapter, checkpoint)
-    return weights
+    return weights, None
 
 
 def _with_adapters(
@@ -279,18 +280,21 @@ def _with_adapters(
     model: PreTrainedModel,
     adapter: AdapterFiles | None,
     checkpoint: CommittedCheckpoint | None,
-) -> Weights | None:
+) -> tuple[Weights | None, Beginning | None]:
     """The weights of a network with adapters, from those of the one without. Collective."""
     method, seed = config.method, config.run.seed
-    start = None if adapter is None else adapter.weights()
+    start, beginning = None if adapter is None else adapter.weights(), None
     if isinstance(method, LoraMethod) and method.init != "zero":
-        start = CheckpointWeights(checkpoint, INITIAL) if checkpoint else begin(base, model, method.init, seed)
+        if checkpoint is None:
+            start = beginning = Beginning(base, model, method.init, seed)
+        else:
+            start = CheckpointWeights(checkpoint, INITIAL)
         base = None if base is None else ResidualWeights(base, start, model)
     if base is None:
-        return None
+        return None, beginning
     if isinstance(method, QloraMethod):
         base = QuantizedWeights(base, model)
-    return AdaptedWeights(base, model, seed, start)
+    return AdaptedWeights(base, model, seed, start), beginning
 
 
 def _check_content(

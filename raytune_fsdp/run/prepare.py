@@ -26,7 +26,7 @@ from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ConfigError, ModelError, RaytuneError, first_line, is_panic
 from raytune_fsdp.evaluate import encode_prompt
-from raytune_fsdp.model.adapters import frozen_experts, is_adapted, left_out
+from raytune_fsdp.model.adapters import base_name, frozen_experts, is_adapted, left_out
 from raytune_fsdp.model.attention import positions_of, takes_position_ids
 from raytune_fsdp.model.bounds import MOST_TOKENS, check_tokenizer_files
 from raytune_fsdp.model.files import locate
@@ -43,7 +43,7 @@ from raytune_fsdp.model.principal import check_ranks
 from raytune_fsdp.model.quantized import check_torch, quantize_layers
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.model.routers import check_routers
-from raytune_fsdp.optim import check_groups
+from raytune_fsdp.optim import check_groups, check_matrices
 from raytune_fsdp.parallel import describe, is_wrapped, units_of
 from raytune_fsdp.plan import layout_of
 from raytune_fsdp.run.added_tokens import add_tokens
@@ -126,6 +126,8 @@ def _origin(
 ) -> Origin | None:
     """The stored weights that the run begins with, or that its adapters are beside."""
     origin = find_origin(config, network, added, begun_with(config, before))
+    if origin is not None and config.method.type != "full":
+        _warn_of_tokens(config, network, origin)
     if is_adapted(network):
         check_base(config, network, origin, before)
     return origin
@@ -247,6 +249,33 @@ def check_lengths(config: FinetuneConfig, network: PreTrainedModel) -> None:
         )
 
 
+def _warn_of_tokens(config: FinetuneConfig, network: PreTrainedModel, origin: Origin) -> None:
+    """Say which rows of new tokens stay as they begin, and what trains them: whole weights, or none."""
+    trained = [base_name(name) for name, parameter in network.named_parameters() if parameter.requires_grad]
+    known = {base_name(name) for name, _ in network.named_parameters()}
+    rows = sorted(name for name in {*origin.added, *origin.grown} if name in known)
+    owners = {name: name.rpartition(".")[0] for name in rows}
+    frozen = [name for name in rows if not any(each.startswith(f"{owners[name]}.") for each in trained)]
+    if not frozen:
+        return
+    names = ", ".join(sorted({owners[name].rpartition(".")[2] for name in frozen}))
+    inputs, outputs = network.get_input_embeddings(), network.get_output_embeddings()
+    if not is_adapted(network):
+        way_out = f"name them in method.trained ([{names}])"
+    elif outputs is not None and getattr(outputs, "weight", None) is getattr(inputs, "weight", inputs):
+        way_out = (
+            "embedding and head are one weight here, which adapters cannot train: use method.type=freeze with "
+            f"method.trained=[{names}], or let each token begin as one that it is like (model.add_tokens.N.like)"
+        )
+    else:
+        way_out = f"name their modules in method.modules_to_save ([{names}])"
+    logger.warning(
+        "%s: with method.type=%s the rows of new tokens stay as they begin (%s); to train them, %s",
+        "model.add_tokens" if origin.added else "model.resize_embeddings=true", config.method.type,
+        ", ".join(frozen), way_out,
+    )  # fmt: skip
+
+
 def _warn_of_experts(network: PreTrainedModel) -> None:
     """Say which weights qlora leaves as they are."""
     if stacked := frozen_experts(network):
@@ -263,6 +292,7 @@ def _check_network(config: FinetuneConfig, network: PreTrainedModel, world: int)
     if isinstance(config.method, LoraMethod) and config.method.init != "zero":
         check_ranks(network, config.method.init)
     check_groups(network, config.optim)
+    check_matrices(network, config.optim)
     if is_adapted(network) and (experts := left_out(network)):
         logger.warning("the experts get no adapter: name their weights in method.target_parameters (%s)", experts)
     if isinstance(config.method, QloraMethod):

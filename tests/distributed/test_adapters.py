@@ -400,6 +400,26 @@ def test_a_checkpoint_is_as_large_as_the_adapters_and_their_state(tmp_path: Path
     assert sum(piece.stat().st_size for piece in pieces_of(found)) < 1.05 * useful
 
 
+def test_rows_of_new_tokens_are_trained_with_their_modules_or_stay(tmp_path: Path) -> None:
+    """What the warning says: without `modules_to_save` they end as they begin, to the bit; with it worlds agree."""
+    ends, rows = {}, []
+    for world, saved in ((2, []), (1, ["embed_tokens", "lm_head"]), (2, ["embed_tokens", "lm_head"])):
+        name = f"{world}-{len(saved)}"
+        values = config_of(tmp_path, "llama", {**LORA, "modules_to_save": saved}, name=name).model_dump()
+        values["model"]["add_tokens"] = [{"text": "tram"}]
+        config = FinetuneConfig.model_validate(values)
+        rows.append(trajectory(config, world))
+        publish(find_checkpoint(run_dir(config)), tmp_path / name, ExportConfig(merge=True, dtype="fp32"))
+        ends[name] = load_file(tmp_path / name / "model.safetensors")
+    stored = load_file(tmp_path / "base-llama" / "model.safetensors")
+    for weight in ("model.embed_tokens.weight", "lm_head.weight"):
+        begun = stored[weight].double().mean(0).float()
+        assert torch.equal(ends["2-0"][weight][64], begun)
+        assert torch.allclose(ends["2-2"][weight], ends["1-2"][weight], rtol=1e-6)
+    assert not torch.allclose(ends["2-2"]["lm_head.weight"][64], begun, rtol=1e-3)
+    assert largest_difference(*rows[1:], "loss") < 1e-8
+
+
 def test_a_head_that_is_the_embedding_is_not_trained_apart(tmp_path: Path) -> None:
     for model, name in (("gpt2", "lm_head"), ("qwen3", "embed_tokens")):
         with pytest.raises(ConfigError, match=f"method.modules_to_save: '{name}' of a .* shares its weight"):

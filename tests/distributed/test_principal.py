@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
+from raytune_fsdp.assemble import assemble
 from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
-from raytune_fsdp.config import ExportConfig
+from raytune_fsdp.config import ExportConfig, FinetuneConfig
 from raytune_fsdp.config.method import LoraMethod
-from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.errors import ConfigError, ModelError
+from raytune_fsdp.model import principal
+from raytune_fsdp.model.adapters import began_as
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import publish
 from tests.checkpoints import checkpoints, tensors_in
 from tests.distributed.test_adapters import LORA, config_of, run_dir
+from tests.ranks import run_ranks
 from tests.runs import largest_difference, trajectory
 
 pytest.importorskip("peft")
@@ -100,8 +107,55 @@ def test_what_cannot_be_taken_apart_is_refused(tmp_path: Path) -> None:
     tensors = load_file(file)
     tensors["model.layers.1.mlp.up_proj.weight"][40, 3] = torch.nan
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(AssertionError, match="model.layers.1.mlp.up_proj.weight in .* not finite"):
-        trajectory(config_of(tmp_path, "llama", {**LORA, "init": "pissa"}, **FP32), 2)
+    config = config_of(tmp_path, "llama", {**LORA, "init": "pissa"}, **FP32)
+    for fill in ("sharded", "rank0"):
+        for said in run_ranks(_begun, 2, _filled_by(config, fill), *prepare(config, 2), 0):
+            assert re.search("model.layers.1.mlp.up_proj.weight in .* not finite", str(said)), fill
+
+
+def _filled_by(config: FinetuneConfig, fill: str) -> FinetuneConfig:
+    return config.model_copy(update={"model": config.model.model_copy(update={"fill": fill})})
+
+
+def _begun(config: FinetuneConfig, prepared: Any, standing: Any, ahead: int) -> dict[str, str] | str:
+    """The hash of every tensor as it begins, gathered. `ahead`: bytes of pairs that each rank has ready."""
+    principal._AHEAD = ahead
+    try:
+        model = assemble(config, prepared, standing, torch.device("cpu")).model
+    except ModelError as error:
+        return str(error)
+    whole = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in (*model.named_parameters(), *((f"initial.{n}", t) for n, t in began_as(model).items()))
+    }
+    return {
+        name: hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in whole.items()
+    }
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (32, 64), (300, 500), (1024, 256)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_decomposition_in_place_is_torchs(shape: tuple[int, int], turned: bool) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = weight.T if turned else weight
+    q, r = torch.linalg.qr(weight.float())
+    b, a = principal._triangular(weight, 16)
+    assert torch.equal(b, q[:, :16]) and torch.equal(a, r[:16])
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "init"), [("llama", "qlora", "pissa"), ("gpt2", "lora", "olora"), ("gpt2", "qlora", "pissa")]
+)
+def test_who_takes_a_weight_apart_and_when_changes_no_bit(tmp_path: Path, model: str, kind: str, init: str) -> None:
+    """One weight at a time or many ahead, by one rank or by all."""
+    method = {**LORA, "type": kind, "init": init}
+    config = config_of(tmp_path, model, method, parallel={"precision": "bf16"})
+    (first,) = run_ranks(_begun, 1, _filled_by(config, "sharded"), *prepare(config, 1), 16 << 20)
+    assert any(name.startswith("initial.") for name in first)
+    for world, fill, ahead in ((2, "sharded", 0), (2, "rank0", 0), (3, "sharded", 5_000), (4, "rank0", 16 << 20)):
+        for found in run_ranks(_begun, world, _filled_by(config, fill), *prepare(config, world), ahead):
+            assert found == first, (world, fill, ahead)
 
 
 def test_an_embedding_has_no_principal_part(tmp_path: Path) -> None:

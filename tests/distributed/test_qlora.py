@@ -181,16 +181,19 @@ def _held(small: Any, large: Any) -> tuple[int, int, int, float, float]:
     """Peak of filling; what stays on this rank; the largest tensor; bytes of a quantized and of any frozen number."""
     from raytune_fsdp import assemble as module_of_fill
 
-    fill, peaks = module_of_fill.fill, []  # type: ignore[attr-defined]
+    first_weights, fill, peaks = module_of_fill.first_weights, module_of_fill.fill, []  # type: ignore[attr-defined]
 
-    def watched(*args: Any, **options: Any) -> None:
+    def watched(*args: Any, **options: Any) -> Any:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        with Peak() as peak:
-            fill(*args, **options)
-        peaks.append(peak.bytes)
+        peaks.append(Peak().__enter__())
+        return first_weights(*args, **options)
 
-    module_of_fill.fill = watched  # type: ignore[attr-defined]
+    def filled(*args: Any, **options: Any) -> None:
+        fill(*args, **options)
+        peaks[-1].__exit__()
+
+    module_of_fill.first_weights, module_of_fill.fill = watched, filled  # type: ignore[attr-defined]
     assemble(*small, CPU)
     model = assemble(*large, CPU).model
     world, local = dist.get_world_size(), {name: p.to_local() for name, p in model.named_parameters()}  # type: ignore[operator]
@@ -202,26 +205,29 @@ def _held(small: Any, large: Any) -> tuple[int, int, int, float, float]:
     own = sum(tensor.untyped_storage().nbytes() for tensor in local.values())
     largest = max(p.numel() * p.element_size() for p in model.parameters())
     whole = sum(tensor.nbytes for tensor in frozen.values()) * world / (numbers + rest)
-    return peaks[-1], own, largest, quantized * world / max(1, numbers), whole
+    return peaks[-1].bytes, own, largest, quantized * world / max(1, numbers), whole
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qlora", "lora"])
-def test_the_16_bit_model_is_nowhere(tmp_path: Path, kind: str) -> None:
-    """Of 468 million numbers on two ranks, in both modes."""
-    method = {**QLORA, "type": kind}
-    small = config_of(tmp_path, "llama", method, name="small", parallel={"precision": "bf16"})
+@pytest.mark.parametrize(
+    ("kind", "init"), [("qlora", "zero"), ("lora", "zero"), ("qlora", "pissa"), ("lora", "pissa"), ("lora", "olora")]
+)
+def test_the_16_bit_model_is_nowhere(tmp_path: Path, kind: str, init: str) -> None:
+    """Of 468 million numbers on two ranks, in both modes. Nor are the adapters of the whole model on one rank."""
+    method = {**QLORA, "type": kind, "init": init, "rank": 4 if init == "zero" else 64}
+    bf16: Any = {"parallel": {"precision": "bf16"}}
+    small = config_of(tmp_path, "llama", {**method, "rank": 4}, name="small", **bf16)
     build("llama", **LARGE).bfloat16().save_pretrained(tmp_path / "large", max_shard_size="300MB")
     values = small.model_dump()
     values["run"]["name"] = "large"
-    values["model"]["path"] = str(tmp_path / "large")
+    values["model"]["path"], values["method"]["rank"] = str(tmp_path / "large"), method["rank"]
     for fill in ("sharded", "rank0"):
         values["model"]["fill"] = fill
         large = FinetuneConfig.model_validate(values)
         begun = [(config, *prepare(config, 2)) for config in (small, large)]
-        for rank, (peak, own, largest, of_linear, of_all) in enumerate(run_ranks(_held, 2, *begun)):
+        for rank, (peak, own, largest, of_linear, of_all) in enumerate(run_ranks(_held, 2, *begun, seconds=900)):
             print(
-                f"{kind} {fill} rank {rank}: {peak / MIB:.0f} MiB at most, {own / MIB:.0f} own, "
+                f"{kind} {init} {fill} rank {rank}: {peak / MIB:.0f} MiB at most, {own / MIB:.0f} own, "
                 f"{largest / MIB:.0f} the largest; {of_linear:.4f} bytes a quantized number, {of_all:.4f} a frozen one"
             )
             assert of_linear <= 0.6 and of_all <= (0.8 if kind == "qlora" else 2.05)

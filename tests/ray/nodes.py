@@ -1,8 +1,8 @@
 """A Ray of several nodes on this machine, whose nodes come and go as its stdin says.
 
 A line of stdin is `add NAME CPUS GPUS METADATA` (the address of its metadata service), `remove NAME` (its processes are
-killed) or `drain NAME SECONDS`. The first line of stdout is the cluster's address; then each line is repeated once it is
-done. The cluster ends when stdin is closed. Every node's processes have a working directory of their own: what lies in
+killed) or `drain NAME SECONDS`. The first line of stdout is the cluster's address; then each line is repeated once it
+is done. The cluster ends when stdin is closed. Every node's processes have a working directory of their own: what lies in
 /proc/self/cwd is not shared by them.
 """
 

@@ -13,13 +13,15 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.method import LoraMethod
 from raytune_fsdp.errors import ConfigError, ModelError, UserError
 from raytune_fsdp.model.adapter_config import adapter_method, put_adapter_config
-from raytune_fsdp.model.adapters import AdaptedWeights, adapter_tensors, base_name, left_out, stored_names
+from raytune_fsdp.model.adapters import AdaptedWeights, _nearest, adapter_tensors, base_name, left_out, stored_names
 from raytune_fsdp.model.network import build_network
 from raytune_fsdp.model.weights import RandomWeights
 from raytune_fsdp.parallel import store_frozen
 from tests.models import architecture
 
 pytest.importorskip("peft")
+
+LLAMA_LAYERS = ["down_proj", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj"]
 
 
 def network(model: str, method: dict[str, Any], precision: str = "fp32") -> Any:
@@ -210,6 +212,41 @@ def test_an_adapter_begins_alike_whoever_reads_it_and_changes_nothing() -> None:
     name = next(name for name in whole.shapes() if ".lora_A." in name)
     other = AdaptedWeights(base, model, 8).read(name, 0, 4)
     assert not torch.equal(other, whole.read(name, 0, 4)), "by the seed of the run"
+
+
+def refused(method: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as failure:
+        network("llama", {"type": "lora", **method})
+    return str(failure.value)
+
+
+def test_the_nearest_names_are_those_of_what_is_wrong_each_once() -> None:
+    ends = "; its linear layers are called {}".format
+    said = refused({"target_modules": ["q_proj", "v_porj", "V_proj", "model.layers.1.self_attn.v_prj"]})
+    assert said.startswith("method.target_modules: 'V_proj' is the name of no module")
+    said = refused({"target_modules": ["v_porj", "v_prjo"]})
+    near = said.partition(ends(""))[2].split(", ")
+    assert near[0] == "v_proj" and len(near) == len(set(near)) <= 6
+    assert refused({"modules_to_save": ["embedding"]}).endswith(ends(", ".join(LLAMA_LAYERS)))
+    said = refused({"target_parameters": ["self_attn.v_porj.weihgt"]})
+    assert "; its weights are called v_proj.weight, " in said, "by the last two parts of both"
+
+
+@pytest.mark.parametrize("long", ["q_proj" * 1000, "q_proj." * 1000, "\n\x1b[31m" * 1000])
+def test_hostile_names_make_no_long_message(long: str) -> None:
+    for field in ("target_modules", "target_parameters", "modules_to_save"):
+        said = refused({field: [long, *(f"q_prjo{i}" for i in range(100))]})
+        assert len(said) < 700 and "\n" not in said and "\x1b" not in said, said
+        assert "are called " in said and said.count("q_proj.weight") + said.count(" q_proj") <= 3
+
+
+def test_a_network_of_many_names_is_not_listed() -> None:
+    """2,000 layers, whose names are as long as they like."""
+    with torch.device("meta"):
+        many: Any = torch.nn.ModuleDict({f"{'layer' * 50}_{i}": torch.nn.Linear(1, 1) for i in range(2000)})
+    for asked in ([f"nothing{i}" for i in range(1000)], [f"{'layer' * 30}{i}" for i in range(20)]):
+        said = _nearest(many, asked)
+        assert said.count("layer" * 50) <= 12 and len(said) < 12 * 300
 
 
 def test_an_adapter_needs_a_model() -> None:

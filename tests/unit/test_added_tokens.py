@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +20,10 @@ from raytune_fsdp.config.model import NewToken
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.weights import GrownWeights
 from raytune_fsdp.run.added_tokens import add_tokens
+from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.resume import identity_of
-from tests.runs import make_config
+from tests.models import save_checkpoint
+from tests.runs import make_config, write_tokenizer
 from tests.unit.made_tokenizers import demo
 
 WANTED = [
@@ -68,6 +72,55 @@ def test_a_description_without_tokens_is_refused() -> None:
 def test_a_token_that_would_not_be_decoded_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'Straße' would be 'Stra.+e' in answers.*: write it with ASCII characters"):
         add_tokens(copy.deepcopy(demo()), [NewToken(text="Straße")])
+
+
+LORA = {"type": "lora", "target_modules": ["q_proj"]}
+WHOLE = ["embed_tokens", "lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "frozen", "way_out"),
+    [
+        ("llama", LORA, "lm_head.weight, model.embed_tokens.weight", r"modules_to_save \(\[embed_tokens, lm_head\]\)"),
+        ("llama", {**LORA, "modules_to_save": ["lm_head"]}, "model.embed_tokens.weight", r"\(\[embed_tokens\]\)"),
+        ("llama", {**LORA, "modules_to_save": WHOLE}, "", ""),
+        ("llama", {**LORA, "target_modules": ["q_proj", *WHOLE]}, "", ""),
+        ("llama", {"type": "ia3"}, "lm_head.weight, model.embed_tokens.weight", r"method.modules_to_save \("),
+        (
+            "llama",
+            {"type": "freeze", "trained": ["layers"]},
+            "lm_head.weight, model.emb",
+            r"trained \(\[embed_.*head\]",
+        ),
+        ("llama", {"type": "freeze", "trained": WHOLE}, "", ""),
+        ("qwen3", LORA, "model.embed_tokens.weight", r"method.type=freeze with method.trained=\[embed_tokens\], or "),
+        ("qwen3", {"type": "freeze", "trained": ["embed_tokens"]}, "", ""),
+        ("qwen3", {"type": "full"}, "", ""),
+    ],
+)
+def test_rows_that_stay_as_they_begin_are_named_with_a_way_out_that_works(
+    tmp_path: Path, model: str, method: dict[str, Any], frozen: str, way_out: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every way out that a row of this table names is another row, without a warning."""
+    pytest.importorskip("peft")
+    save_checkpoint(tmp_path / "base", model)
+    plain = make_config(tmp_path)
+    values = {"path": str(tmp_path / "base"), "tokenizer": plain.model.tokenizer, "init": "pretrained"}
+    for field, vocabulary, more in (
+        ("model.add_tokens", 64, {"add_tokens": ["tramway"]}),
+        ("model.resize_embeddings=true", 140, {"resize_embeddings": True}),
+    ):
+        write_tokenizer(tmp_path / "tokenizer", vocabulary)
+        config = make_config(tmp_path, model={**values, **more, "architecture": None}, method=method)
+        caplog.clear()
+        prepare(config, 1)
+        said = [each.getMessage() for each in caplog.records if "rows of new tokens" in each.getMessage()]
+        assert len(said) == bool(frozen)
+        for text in said:
+            assert text.startswith(
+                f"{field}: with method.type={method['type']} the rows of new tokens stay as they begin"
+            )
+            assert f"({frozen}" in text and re.search(way_out, text), text
 
 
 class Stored(dict[str, torch.Tensor]):

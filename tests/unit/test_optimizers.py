@@ -248,6 +248,7 @@ def test_eight_bits_are_near_and_right_on_average(squares: bool, columns: int) -
 def test_small_weights_are_not_quantized() -> None:
     assert is_quantized(torch.empty(64, 64)) and is_quantized(torch.empty(2, 64, 64))
     assert not is_quantized(torch.empty(64, 63)) and not is_quantized(torch.empty(100_000))
+    assert not is_quantized(torch.empty(100_000, 1)), "five bytes a number instead of four"
 
 
 def learn(stochastic: bool, *, lr: float = 1e-3, steps: int = 400) -> float:
@@ -282,6 +283,10 @@ def test_stochastic_rounding_learns_where_plain_bf16_stalls() -> None:
         ({"optimizer": {"type": "sgd"}, "eps": 1e-6}, r"optim.eps=1e-06: means nothing to optim.optimizer.type=sgd"),
         ({"optimizer": {"type": "lion"}, "beta2": 0.9}, r"set it back to 0.999; lion's own is optim.optimizer.beta2"),
         ({"optimizer": {"type": "adafactor"}, "beta1": 0.5}, r"optim.beta1=0.5: means nothing to .*adafactor"),
+        (
+            {"optimizer": {"type": "sgd", "nesterov": True, "momentum": 0}},
+            r"optimizer.nesterov=true with optim.optimizer.momentum=0: .* set momentum to 0.9",
+        ),
         ({"groups": [{"match": "("}]}, r"match: '\(' is not a regular expression"),
     ],
 )

@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from raytune_fsdp.cli.plan import main
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.counts import Census
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.launch.start import _check_local
+from raytune_fsdp.model.quantized import Kind, quantize
 from raytune_fsdp.plan import Plan, resolve, sizes_of
 from raytune_fsdp.run.checks import check_first
 from raytune_fsdp.rundir import RunDir
@@ -263,3 +266,31 @@ def test_the_units_of_sharding(tmp_path: Path, tied: bool, capsys: pytest.Captur
     alone = ["--config", str(file), "--world-size", "1", "--parallel.precision", "fp32", "--units"]
     assert main(alone) == 0
     assert "not sharded" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="FSDP takes no bytes there: tests/unit/test_quantized.py")
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_the_units_of_a_quantized_base_are_its_bytes(
+    tmp_path: Path, kind: Kind, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    method = {"type": "qlora", "rank": 4, "quantization": kind}
+    made = make_config(tmp_path, {**LLAMA, "tie_word_embeddings": False}, parallel={"precision": "bf16"}, method=method)
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(made.model_dump()))
+    assert main(["--config", str(file), "--world-size", "2", "--units", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["sharding"]
+    units = {unit["name"]: unit for unit in found["units"]}
+    # A real network's block: bytes of what its linear layers are quantized to, two for every number beside them.
+    model = LlamaForCausalLM(LlamaConfig(**{**LLAMA, "tie_word_embeddings": False}))
+    linear = [module.weight for module in model.model.layers[0].modules() if isinstance(module, torch.nn.Linear)]
+    packed = sum(quantize(weight.detach(), kind).nbytes for weight in linear)
+    norms = sum(p.numel() for p in model.model.layers[0].parameters()) - sum(weight.numel() for weight in linear)
+    adapters = sum(4 * sum(weight.shape) for weight in linear)
+    block = packed + 2 * (norms + adapters)
+    assert (units["block"]["count"], units["block"]["bytes"]) == (len(model.model.layers), block)
+    ends = {"embedding": model.lm_head.weight.nbytes // 2, "norm and head": (model.lm_head.weight.nbytes + 4 * 32) // 2}
+    assert {name: units[name]["bytes"] for name in ends} == ends, "in 16 bits"
+    passes, blocks = 3, len(model.model.layers)
+    assert found["weights_bytes"] == passes * (2 * blocks * block + sum(ends.values())) // 2
+    assert found["gradients_bytes"] == passes * blocks * adapters * 4 // 2, "of adapters alone, in fp32"

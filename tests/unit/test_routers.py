@@ -18,9 +18,10 @@ from raytune_fsdp.model.head import install
 from raytune_fsdp.model.loss import block_loss
 from raytune_fsdp.model.objective import CROSS_ENTROPY, Objective
 from raytune_fsdp.model.proof import documents
-from raytune_fsdp.model.routers import check_routers, watched
+from raytune_fsdp.model.quantized import QuantizedLayer, quantize_layers
+from raytune_fsdp.model.routers import check_routers, numbers_of_experts, routers_of, watched
 from raytune_fsdp.types import PADDING, Batch
-from tests.models import build
+from tests.models import architecture, build
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "ernie4_5_moe", "granitemoehybrid")
 AUX, Z = 0.3, 0.07
@@ -139,3 +140,21 @@ def test_what_has_no_such_loss_is_refused(name: str, field: str) -> None:
     with pytest.raises(ConfigError, match=rf"^train\.{field}=0\.01: a \w+ has no load-balancing loss .* leave it out"):
         check_routers(build(name), train(**{field: 0.01}))
     check_routers(build(name), train())
+
+
+def test_a_router_of_several_layers_is_known_by_its_config(block: Batch) -> None:
+    """Zaya's makes its logits from features of its own, and has a choice more than experts: to use none."""
+    zaya = pytest.importorskip("transformers.models.zaya")
+    sizes = {"num_experts": 4, "router_hidden_size": 8, "moe_intermediate_size": 16}
+    model = zaya.ZayaForCausalLM(zaya.ZayaConfig(**{**architecture("qwen3"), **sizes, "model_type": "zaya"}))
+    assert numbers_of_experts(model) == {4}
+    matrices = ([p for p in module.parameters() if p.ndim == 2] for module, _ in routers_of(model))
+    rows = [max(each, key=torch.Tensor.numel).shape[0] for each in matrices]
+    assert rows == [8, 8], "the largest matrix of a router is not the one that chooses"
+    assert watched(model, train()) is None
+    with pytest.raises(ConfigError, match="router_aux_loss_coef"):
+        check_routers(model, train(router_aux_loss_coef=AUX))
+    block_loss(model.train(), block).total.backward()
+    quantize_layers(model.requires_grad_(False), "nf4")
+    packed = [name for name, module in model.named_modules() if isinstance(module, QuantizedLayer)]
+    assert len(packed) == 2 * 5 and not [name for name in packed if "gate" in name]

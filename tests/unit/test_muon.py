@@ -1,0 +1,59 @@
+"""Which adapters Muon makes orthogonal, and where it has nothing to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raytune_fsdp.config import OptimConfig
+from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.optim import check_matrices
+from raytune_fsdp.optim.matrices import hidden_matrices
+from raytune_fsdp.run.prepare import prepare
+from tests.models import build
+from tests.runs import LLAMA, make_config
+
+MUON = OptimConfig.model_validate({"optimizer": {"type": "muon"}})
+NONE = r"optim.optimizer.type=muon: no matrix inside the blocks is trained .* set optim.optimizer.type=adamw"
+
+
+def test_the_adapters_of_experts_are_a_pair_each() -> None:
+    """The products of an expert's pieces are what PEFT adds to its weight."""
+    peft = pytest.importorskip("peft")
+    model = build("mixtral")
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(r=2, lora_alpha=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"]),
+        model,
+    )
+    found, named = hidden_matrices(model), dict(model.named_parameters())
+    for parameter in named.values():
+        torch.nn.init.normal_(parameter)
+    at = "model.layers.0.mlp.experts.lora_{}.default.weight"
+    a, b = (found[at.format(which)](named[at.format(which)]) for which in "AB")
+    experts: Any = model.model.layers[0].mlp.experts
+    added = torch.stack([second @ first for first, second in zip(a, b, strict=True)])
+    assert torch.allclose(added, experts.get_delta_weight("default"), rtol=1e-4, atol=1e-5)
+    own = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    assert len(found[own](named[own])) == 1
+
+
+@pytest.mark.parametrize("adapter", ["LoraConfig", "IA3Config"])
+def test_where_no_matrix_is_trained_muon_is_refused(adapter: str) -> None:
+    peft = pytest.importorskip("peft")
+    model = build("llama").requires_grad_(False)
+    chosen = {"r": 1} if adapter == "LoraConfig" else {"feedforward_modules": ["down_proj"]}
+    peft.inject_adapter_in_model(getattr(peft, adapter)(target_modules=["k_proj", "down_proj"], **chosen), model)
+    with pytest.raises(ConfigError, match=NONE):
+        check_matrices(model, MUON)
+    check_matrices(model, OptimConfig())
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(True)
+    check_matrices(model, MUON)
+
+
+def test_it_is_refused_before_a_run(tmp_path: Path) -> None:
+    method = {"type": "freeze", "trained": ["embed_tokens", "norm"]}
+    with pytest.raises(ConfigError, match=NONE):
+        prepare(make_config(tmp_path, LLAMA, method=method, optim={"optimizer": {"type": "muon"}}), 1)
