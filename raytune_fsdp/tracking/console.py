@@ -30,7 +30,7 @@ _WORDS = {
     names.WINDOWS_BUILT: "tokenized {windows} windows of data",
     names.NOT_SENT_TO_MLFLOW: "not sent to MLflow: {because}",
     names.KERNELS_CHANGED: "{what} is {now} ({why}), and was {was} until here",
-    names.RESIZED: "resized from {before} to {after} workers: {cause}",
+    names.RESIZED: "resized from {before} to {after} workers",
 }
 # Bits of a braille character, by dot: left and right column, from the top.
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))

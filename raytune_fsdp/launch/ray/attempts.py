@@ -67,10 +67,12 @@ class Attempts:
         """The first step of an attempt of another size than the last one."""
         before, self._size = self._size, len(self.ranks)
         if before:
+            seconds = time.monotonic() - self._ended_at
             self.event(
                 names.RESIZED, before=before, after=self._size, cause=self._cause,
-                seconds=round(time.monotonic() - self._ended_at, 2), steps_redone=self._redone,
+                seconds=round(seconds, 2), steps_redone=self._redone,
             )  # fmt: skip
+            self._say(f"{before} -> {self._size} workers, {seconds:.0f} s after the last attempt had ended")
 
     def started(self, number: int, logs: str) -> None:
         self.number, self.logs = number, logs
