@@ -8,7 +8,8 @@
     │   ├── ModelError      a model path, a checkpoint of weights, an architecture
     │   └── ResumeError     a run directory or checkpoint that cannot be continued as asked
     ├── TrainingError       exit code 1: training itself failed
-    │   └── TransientError  something around it failed; a new attempt may succeed
+    │   ├── TransientError  something around it failed; a new attempt may succeed
+    │   └── RepeatedError   exit code 3: it failed again and again at the same place; a new attempt would, too
     ├── HandedOver          an attempt has ended for another one of the same command, which goes on from there
     └── Interrupted         exit code 130: stopped from outside, can be continued
 
@@ -65,6 +66,12 @@ class TrainingError(RaytuneError):
 
 class TransientError(TrainingError):
     """Storage, or the delivery of data to a rank, failed: a new attempt from the last checkpoint may succeed."""
+
+
+class RepeatedError(TrainingError):
+    """Three attempts in a row have failed in the same way at the same step, from within."""
+
+    exit_code = 3
 
 
 class HandedOver(RaytuneError):

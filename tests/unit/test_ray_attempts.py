@@ -21,10 +21,18 @@ from ray.train.v2._internal.exceptions import (
 )
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
-from raytune_fsdp.errors import DataError, HandedOver, Interrupted, RaytuneError, TrainingError, TransientError
+from raytune_fsdp.errors import (
+    DataError,
+    HandedOver,
+    Interrupted,
+    RaytuneError,
+    RepeatedError,
+    TrainingError,
+    TransientError,
+)
 from raytune_fsdp.launch.ray import attempts
 from raytune_fsdp.launch.ray.attempts import Attempts
-from raytune_fsdp.launch.ray.board import Joined
+from raytune_fsdp.launch.ray.board import Failed, Joined
 from raytune_fsdp.launch.ray.resources import Node
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking.jsonl import read_events
@@ -151,19 +159,73 @@ def test_a_resize_is_recorded_with_its_first_step(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(attempts, "committed", lambda root: [SimpleNamespace(step=6)])
     known, _ = begin(tmp_path)
     known.ranks = {rank: Joined(rank, "here", "node", 7) for rank in range(3)}
-    known.trained(1)
-    known.trained(9)
+    known.reached(1)
+    known.reached(9)
     known.ended(of_rank(DEAD))
     known.begin()
     known.ranks = {0: Joined(0, "here", "node", 7)}
-    known.trained(7)
-    known.trained(8)
+    known.reached(7)
+    known.reached(8)
     known.handing_over("there is room for 2 workers")
     known.ended(raised(HandedOver("stopped")))
     known.begin()
     known.ranks = {rank: Joined(rank, "here", "node", 7) for rank in range(2)}
-    known.trained(11)
+    known.reached(11)
     found = events(tmp_path, "resized")
-    assert [(each["before"], each["after"], each["steps_redone"]) for each in found] == [(3, 1, 3), (1, 2, 0)]
+    assert [(each["before"], each["after"], each["steps_redone"]) for each in found] == [(3, 1, 2), (1, 2, 0)]
     assert found[0]["cause"].startswith("its process died") and found[1]["cause"] == "there is room for 2 workers"
     assert all(0 <= each["seconds"] < 5 for each in found)
+
+
+POISON = raised(RuntimeError("CUDA error: device-side assert triggered"))
+
+
+def fail(known: Attempts, error: BaseException, step: int) -> None:
+    known.begin()
+    known.ranks = {1: Joined(1, "here", "node", 7)}
+    known.reports = {1: Failed(1, step, "step.py:88")}
+    known.ended(error)
+
+
+def test_three_equal_failures_from_within_end_the_run(tmp_path: Path) -> None:
+    known, _ = begin(tmp_path, limit=-1)
+    fail(known, POISON, 17)
+    fail(known, of_rank(DEAD), 17)  # somebody else's kill, which neither counts nor helps
+    fail(known, POISON, 18)  # another step
+    fail(known, raised(ValueError("other")), 17)
+    fail(known, POISON, 17)
+    with pytest.raises(RepeatedError, match="step 17 has failed 3 times in the same way.*device-side assert") as ended:
+        fail(known, POISON, 17)
+    assert ended.value.exit_code == 3
+    assert len(events(tmp_path, "attempt_failed")) == known.failures == 6
+
+
+def test_a_commit_in_between_begins_the_count_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, _ = begin(tmp_path, limit=-1)
+    for step in (4, 4, 8, 8):
+        monkeypatch.setattr(attempts, "committed", lambda root: [SimpleNamespace(step=step)])  # noqa: B023
+        fail(known, POISON, 17)
+    with pytest.raises(RepeatedError):
+        fail(known, POISON, 17)
+
+
+def test_kills_from_outside_count_for_the_limit_only(tmp_path: Path) -> None:
+    known, _ = begin(tmp_path, limit=-1)
+    lost = raised(RuntimeError("[gloo] Connection closed by peer"))
+    for error in (of_rank(DEAD), lost, RayActorError(error_msg="died")) * 3:
+        fail(known, error, 17)
+    assert known.failures == 9
+
+
+def test_a_hang_is_a_failure_from_within(tmp_path: Path) -> None:
+    known, _ = begin(tmp_path, limit=-1)
+    for number in range(3):
+        known.begin()
+        known.ranks = {1: Joined(1, "here", "node", 7)}
+        known.reached(5)
+        known.killed("no rank got on for 300 s", 1)
+        if number == 2:
+            with pytest.raises(RepeatedError, match="step 5 has failed 3 times"):
+                known.ended(of_rank(DEAD))
+        else:
+            known.ended(of_rank(DEAD))

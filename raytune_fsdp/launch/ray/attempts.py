@@ -14,15 +14,16 @@ from dataclasses import asdict
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
 from raytune_fsdp.checkpoint.catalogue import committed
-from raytune_fsdp.errors import HandedOver, Interrupted, TrainingError, UserError
-from raytune_fsdp.launch.ray.board import Joined
-from raytune_fsdp.launch.ray.failures import first_cause, in_words, is_final, is_ours, underlying
+from raytune_fsdp.errors import HandedOver, Interrupted, RepeatedError, TrainingError, UserError
+from raytune_fsdp.launch.ray.board import Failed, Joined
+from raytune_fsdp.launch.ray.failures import first_cause, in_words, is_final, is_from_within, is_ours, underlying
 from raytune_fsdp.launch.ray.resources import answering, nodes
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.threads import in_thread
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import append_event
 
+_REPEATS = 3  # so many equal failures from within end the run, whatever `cluster.max_failures` says
 _STORAGE_SECONDS = 5.0  # how long a message waits for the number of the last committed step
 
 
@@ -50,15 +51,20 @@ class Attempts:
         self._cause = ""
         """Why the last attempt has ended."""
         self._ended_at = 0.0
+        self.reports: dict[int, Failed] = {}
+        """What ranks have said of their own failure."""
+        self._same: list[tuple[str, str, int]] = []
+        """Failures from within since the last commit: their kind, place and step."""
+        self._same_since = step
         self._step, self._redone = step, 0
-        """The last step that was trained, as far as is known; and how many of the last attempt were not saved."""
+        """The step that was trained last, as far as is known; and how many of the last attempt were not saved."""
 
     def begin(self) -> None:
         """Another attempt begins: none of its ranks has started."""
-        self.ranks, self.logs, self._killed = {}, None, None
+        self.ranks, self.reports, self.logs, self._killed = {}, {}, None, None
 
-    def trained(self, step: int) -> None:
-        """Rank 0 has trained this step, and perhaps more."""
+    def reached(self, step: int) -> None:
+        """Rank 0 trains this step, or a later one."""
         if not self._size or len(self.ranks) != self._size:
             self._resized()
         self._step = step
@@ -96,7 +102,9 @@ class Attempts:
         inner = underlying(cause)
         self._ended_at = time.monotonic()
         if self._killed is not None:
-            self.failed(*self._killed)
+            why, rank = self._killed
+            self._repeated("hang", rank, why)
+            self.failed(why, rank)
             return
         if isinstance(inner, HandedOver):
             self._redone = 0
@@ -108,7 +116,24 @@ class Attempts:
         words = in_words(cause)
         if not is_ours(cause) and (lost := self._on_a_lost_node()) is not None:
             rank, words = lost, "its node was lost"
+        elif is_from_within(cause):
+            self._repeated(type(inner).__name__, rank, words)
         self.failed(words, rank, again=not is_final(cause))
+
+    def _repeated(self, kind: str, rank: int | None, words: str) -> None:
+        """Count a failure from within; raise if it was the third of its kind at this step, without a commit."""
+        report = self.reports.get(rank) if rank is not None else None
+        step = report.step if report else self._step
+        self._same = [] if self.last_step() != self._same_since else self._same
+        self._same_since = self._committed
+        self._same.append((kind, report.place if report else "", step))
+        if self._same.count(self._same[-1]) < _REPEATS:
+            return
+        self._record(words, rank)
+        raise RepeatedError(
+            f"step {step} has failed {_REPEATS} times in the same way, with no checkpoint in between: "
+            f"{self._described(words, rank)}; the same command would fail there again"
+        )
 
     def _on_a_lost_node(self) -> int | None:
         """A rank whose node is gone."""
@@ -117,6 +142,13 @@ class Attempts:
 
     def failed(self, cause: str, rank: int | None = None, *, again: bool = True) -> None:
         """Record that the attempt has failed. Raises if that ends the run: `again` says whether it may help to try."""
+        self._record(cause, rank)
+        described = self._described(cause, rank)
+        if not again or 0 <= self._limit < self.failures:
+            raise TrainingError(f"{described}; the same command continues")
+        self._say(f"{described}; the run goes on from there")
+
+    def _record(self, cause: str, rank: int | None) -> None:
         self.event(
             names.ATTEMPT_FAILED,
             rank=rank,
@@ -126,11 +158,8 @@ class Attempts:
             logs=self.logs,
         )
         self.failures += 1
-        self._cause, self._redone = cause, max(0, self._step - self._committed)
-        described = self._described(cause, rank)
-        if not again or 0 <= self._limit < self.failures:
-            raise TrainingError(f"{described}; the same command continues")
-        self._say(f"{described}; the run goes on from there")
+        reached = max([self._step, *(report.step for report in self.reports.values())])
+        self._cause, self._redone = cause, max(0, reached - 1 - self._committed)
 
     def last_step(self) -> int:
         """The newest committed step, 0 if there is none. Where storage does not answer: as the ranks have said."""

@@ -59,6 +59,16 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class Failed:
+    """A rank has raised an error, in a process that goes on."""
+
+    rank: int
+    step: int
+    place: str
+    """File and line."""
+
+
+@dataclass(frozen=True, slots=True)
 class Beat:
     """Rank 0 is alive: its `pulse`, once a second."""
 
@@ -77,7 +87,7 @@ class Controlled:
     """Handles of its actor, and of the one that it leaves to look after its resources, which would outlive it."""
 
 
-Notice = Controlled | Joined | PhaseFinished | Started | Line | Committed | Beat
+Notice = Controlled | Joined | PhaseFinished | Started | Line | Committed | Beat | Failed
 
 
 class _Board:

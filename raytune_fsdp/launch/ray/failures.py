@@ -85,6 +85,19 @@ def is_final(error: BaseException) -> bool:
     return isinstance(inner, RaytuneError) and not isinstance(inner, TransientError)
 
 
+_OF_PEERS = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe", re.IGNORECASE)
+
+
+def is_from_within(error: BaseException) -> bool:
+    """Whether the run itself has caused it: no process was killed by others, and no other rank was lost."""
+    if _out_of_memory(error):
+        return True
+    inner = underlying(error)
+    if _death(error) is not None or isinstance(inner, RayError):
+        return False
+    return isinstance(inner, RaytuneError) or _OF_PEERS.search(str(inner)) is None
+
+
 def is_ours(error: BaseException) -> bool:
     """Whether a rank has raised it on purpose, or Ray has ended one for its memory: then no lost node is the cause."""
     return isinstance(underlying(error), RaytuneError) or _out_of_memory(error)

@@ -21,6 +21,7 @@ from raytune_fsdp.launch.ray.board import (
     Board,
     Committed,
     Controlled,
+    Failed,
     Joined,
     Line,
     Notice,
@@ -189,7 +190,9 @@ class Follow:
             case Beat(step):
                 self._hang.heard(notice)
                 if step:
-                    self._attempts.trained(step)
+                    self._attempts.reached(step)
+            case Failed(rank=rank):
+                self._attempts.reports[rank] = notice
             case Committed(step):
                 self._attempts.committed(step)
                 self.exports.committed(CommittedCheckpoint(step, self._attempts.number, self._place.checkpoints))

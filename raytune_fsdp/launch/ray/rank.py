@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 import ray
@@ -24,12 +25,14 @@ from raytune_fsdp.launch.ray.board import (
     Board,
     BoardStream,
     Committed,
+    Failed,
     Joined,
     PhaseFinished,
     Started,
     StopFromBoard,
 )
 from raytune_fsdp.launch.ray.node_watch import STACKS_SIGNAL
+from raytune_fsdp.pulse import pulse
 from raytune_fsdp.threads import in_thread
 
 if TYPE_CHECKING:
@@ -123,6 +126,10 @@ def train_rank(job: RankJob) -> None:
     except (Interrupted, HandedOver):
         reports.finish()
         raise
+    except Exception as error:
+        place = extract_tb(error.__traceback__)[-1]
+        job.board.tell(Failed(rank, pulse().step, f"{Path(place.filename).name}:{place.lineno}"))
+        raise
     reports.finish()
 
 
@@ -187,7 +194,6 @@ def _batches(
 
 def _beat(board: Board) -> None:
     """Tell the driver once a second how far this process is, from a thread that ends with it."""
-    from raytune_fsdp.pulse import pulse
 
     def run() -> None:
         while True:

@@ -4,7 +4,7 @@ $FAULTS is a directory; a file `forward-1-6` in it kills rank 1 in the middle of
 `save-0-8` kills rank 0 while it writes its part of the checkpoint of step 8. `join-raise-1` and `join-kill-1`: rank 1
 cannot make the process group, or is killed while it does. The file is removed first: once only. As long as there is a
 file `pace`, every forward pass begins with that many seconds of sleep. `loop-1-6`, `read-1-6` and `gil-1-6`: rank 1
-hangs there in Python, in a read, or in C with Python's lock.
+hangs there in Python, in a read, or in C with Python's lock. While there is a file `poison-6`, step 6 raises an error.
 """
 
 import contextlib
@@ -28,6 +28,12 @@ def armed(fault: str) -> bool:
 def strike(fault: str) -> None:
     if armed(fault):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def poison() -> None:
+    step = sys.modules["raytune_fsdp.pulse"].pulse().step
+    if (Path(os.environ["FAULTS"]) / f"poison-{step}").exists():
+        raise ArithmeticError(f"step {step} cannot be computed")
 
 
 def hang(place: str) -> None:
@@ -70,6 +76,7 @@ def watch_forward() -> None:
     def counted(model, *arguments):
         call = next(calls)
         pace()
+        poison()
         hang(f"{os.environ.get('RANK')}-{call}")
         hook = None
         if (Path(os.environ["FAULTS"]) / f"forward-{os.environ.get('RANK')}-{call}").exists():

@@ -1,0 +1,41 @@
+"""What fails again and again at the same step ends the run; what is killed from outside does not."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import checkpoints
+from tests.ray.jobs import TRAIN, Command, config_of, events
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_step_that_fails_three_times(tmp_path: Path) -> None:
+    """After three kills from outside between two commits, which end nothing."""
+    config = config_of(
+        tmp_path,
+        train={**TRAIN, "max_steps": 40},
+        cluster={"launch": "ray", "workers": 2, "device": "cpu", "max_failures": -1},
+        checkpoint={"every": 16},
+        tracking={"console": True, "mlflow": {"enabled": False}},
+    )
+    run = Command(config, tmp_path)
+    (run.faults / "pace").write_text("0.1")
+    for number in range(1, 4):
+        run.until(lambda: len(events(run.run_dir, "first_step")) == number)  # noqa: B023
+        os.kill(events(run.run_dir, "ranks_joined")[-1]["fields"]["ranks"][-1]["pid"], signal.SIGKILL)
+        run.until(lambda: len(events(run.run_dir, "attempt_failed")) == number)  # noqa: B023
+    assert not checkpoints(run.run_dir)
+    (run.faults / "poison-21").touch()
+    code, said = run.end()
+    assert code == 3, said
+    (error,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert error.startswith(
+        "error: step 21 has failed 3 times in the same way, with no checkpoint in between: rank "
+    ), said
+    assert "ArithmeticError: step 21 cannot be computed. The last committed step is 16" in error
+    assert len(events(run.run_dir, "attempt_failed")) == 6
