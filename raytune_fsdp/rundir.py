@@ -10,7 +10,7 @@
   report/loss.png              the loss curve
   profile/                     traces and tables of the steps in profile.steps; what held the memory when it ran out
   mlflow_run_id                the run's id in MLflow
-  lock                         while a command works on the run: which one (launch/run_lock.py)
+  lock, lock.beat              while a command works on the run: which one, and that it is alive (launch/run_lock.py)
   checkpoint-now.*             requests for a checkpoint now (checkpoint/on_demand.py)
 <run.storage>/cache/           prepared rows and packed windows of all runs
 <run.storage>/mlflow.db        all runs of this storage, unless tracking.mlflow.uri names a server
@@ -80,6 +80,10 @@ class RunDir:
     @property
     def lock(self) -> Path:
         return self.path / "lock"
+
+    @property
+    def beat(self) -> Path:
+        return self.path / "lock.beat"
 
     @property
     def model_files(self) -> Path:

@@ -1,4 +1,9 @@
-"""One command at a time works on a run: a lock on a file in its directory, which a crash of the command releases."""
+"""One command at a time works on a run: a file in its directory says which, and another one that it is alive.
+
+A command that crashes releases the lock at once, where the storage has locks. Where it has none, and where the process
+is there but stopped, or on a machine that is lost, its beats are what counts: after five that a newcomer has waited for
+in vain, the run is the newcomer's. No clock is asked; what wakes up later finds that out (lease.py) and ends.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +12,50 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import Event, Thread
+from typing import Any
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.lease import MOST_BYTES, Lease, hold, lease_of, release
 from raytune_fsdp.rundir import RunDir
 
 logger = logging.getLogger(__name__)
 
+BEAT_SECONDS = 2.0
+_MISSED = 5
+_LOOK_SECONDS = 0.2
+_SETTLED_SECONDS = 0.5
+"""How long a newcomer waits before it looks whether it has the lock: another one may have replaced the file, too."""
 # What file systems answer that have no locks: NFS without a lock daemon, and mounted object stores.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
-_TRIES, _PAUSE_SECONDS = 50, 0.1  # while others remove the file and make it anew
-_MOST_BYTES = 1000  # read of a lock file, which anyone may have written
 
-_held: dict[Path, int] = {}
+
+@dataclass(slots=True)
+class _Held:
+    handle: int
+    """The open file, with its lock where there are locks."""
+    lease: Lease
+    stop: Event
+
+
+_held: dict[Path, _Held] = {}
 
 
 def _close_in_child() -> None:
     # The lock belongs to the open file, which a fork shares: a child that outlives the command would keep it. Programs
     # that are started close it by themselves (O_CLOEXEC, which is Python's default).
-    for handle in _held.values():
-        os.close(handle)
+    for path, held in _held.items():
+        os.close(held.handle)
+        release(path)
     _held.clear()
 
 
@@ -46,11 +69,14 @@ def locked(config: FinetuneConfig) -> Iterator[None]:
     missing: list[Path] = []
     with suppress(OSError):
         missing += [each for each in (place.path, *place.path.parents) if not each.exists()]
-    handle = _take(config, place)
-    if handle is None:
+    held = _take(config, place)
+    if held is None:
         yield
         return
-    _held[place.lock] = handle
+    _held[place.lock] = held
+    hold(held.lease)
+    _write_beat(place, held.lease, 0)
+    Thread(target=_beat, args=(place, held), name="lease", daemon=True).start()
     try:
         yield
     finally:
@@ -60,82 +86,181 @@ def locked(config: FinetuneConfig) -> Iterator[None]:
 
 def is_locked(place: RunDir) -> bool:
     """Whether this process has the lock of the run: then no other command works on it."""
-    return place.lock in _held
+    return lease_of(place.lock) is not None
+
+
+def _beat(place: RunDir, held: _Held) -> None:
+    """Show that this process is alive, as long as the run is its own."""
+    count = 0
+    while not held.stop.wait(BEAT_SECONDS):
+        count += 1
+        if _content(place.lock).get("token") == held.lease.token:
+            _write_beat(place, held.lease, count)
+
+
+def _write_beat(place: RunDir, lease: Lease, count: int) -> None:
+    with suppress(OSError):
+        # One short write in place: a reader sees the one before or this one.
+        file = os.open(place.beat, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            os.write(file, f"{lease.token} {count:012d}\n".encode())
+        finally:
+            os.close(file)
 
 
 def _release(place: RunDir, made: list[Path]) -> None:
+    held = _held.pop(place.lock)
+    held.stop.set()
+    release(place.lock)
     with suppress(OSError):
-        # Unless a person has removed ours, and another command has the one that is there.
-        if os.path.samestat(os.fstat(_held[place.lock]), place.lock.stat()):
+        # Unless a person has removed ours, or another command has the one that is there.
+        if os.path.samestat(os.fstat(held.handle), place.lock.stat()):
+            place.beat.unlink(missing_ok=True)
             place.lock.unlink()  # still locked: whoever waits for this file finds that it has gone, and makes another
     for directory in made:
         with suppress(OSError):
             directory.rmdir()  # only if nothing was written there
-    os.close(_held.pop(place.lock))
+    os.close(held.handle)
 
 
-def _take(config: FinetuneConfig, place: RunDir) -> int | None:
-    """The open and locked file; None where that is impossible. Storage that cannot be written is reported later."""
-    for _ in range(_TRIES):
-        try:
-            place.path.mkdir(parents=True, exist_ok=True)
-            handle = _open(place.lock)
-        except FileNotFoundError:  # the command before us has just removed the directory
-            time.sleep(_PAUSE_SECONDS)
-            continue
-        except OSError:
-            return None
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(handle), place.lock.stat()):
-                with suppress(OSError):
-                    _sign(handle)
-                return handle
-        except FileNotFoundError:  # as above: what we have locked is a file that nobody can find
-            pass
-        except OSError as error:
-            holder = _holder(handle)
-            os.close(handle)
-            if isinstance(error, BlockingIOError):
-                raise ConfigError(
-                    f"run.name={config.run.name}: another command works on {place.path}{holder}; wait for its end, "
-                    f"stop it, or choose another run.name; if its machine is lost, remove {place.lock}"
-                ) from None
-            if error.errno not in _NO_LOCKS:
-                raise
-            _warn(config, error.strerror)
-            return None
-        os.close(handle)
-        time.sleep(_PAUSE_SECONDS)
-    _warn(config, "a file that was made there is not there")
-    return None
-
-
-def _warn(config: FinetuneConfig, why: str | None) -> None:
-    logger.warning(
-        "run.storage=%s: this storage has no locks (%s), so nothing prevents a second start of %s while this one runs, "
-        "which would damage the run",
-        config.run.storage, why, config.run.name,
-    )  # fmt: skip
-
-
-def _open(path: Path) -> int:
+def _take(config: FinetuneConfig, place: RunDir) -> _Held | None:
+    """The run's lock; None where nothing can be written, which is reported later."""
+    token = secrets.token_hex(16)
+    own = place.lock.with_name(f"{place.lock.name}.{token}")
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    except PermissionError:
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)  # another user's, who shares the directory
+        place.path.mkdir(parents=True, exist_ok=True)
+        handle = os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    except OSError:
+        return None
+    try:
+        _sign(handle, token)
+        _lock(handle)
+        if not _publish(config, place, own):
+            time.sleep(_SETTLED_SECONDS)
+            if _content(place.lock).get("token") != token:
+                raise _refusal(config, place)
+    except BaseException:
+        own.unlink(missing_ok=True)
+        with suppress(OSError):
+            place.path.rmdir()
+        os.close(handle)
+        raise
+    return _Held(handle, Lease(place.lock, token), Event())
 
 
-def _sign(handle: int) -> None:
+def _publish(config: FinetuneConfig, place: RunDir, own: Path) -> bool:
+    """Give our file the lock's name. True if nobody had it, False if it was somebody's who gives no sign of life."""
+    while True:
+        try:
+            os.link(own, place.lock)  # fails if it is there: only one of several can make it
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without hard links
+            if not place.lock.exists():
+                os.rename(own, place.lock)
+                return False
+        else:
+            own.unlink()
+            return True
+        if _is_given_up(config, place):
+            os.rename(own, place.lock)
+            return False
+
+
+def _is_given_up(config: FinetuneConfig, place: RunDir) -> bool:
+    """Whether the lock that is there can be taken: its process has ended, or gives no sign of life. Refuses if it does;
+    False if the lock has gone meanwhile."""
+    try:
+        handle = os.open(place.lock, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        # A lock of this machine's kernel tells whether the process lives; one of another machine's may not be seen.
+        if _content(place.lock).get("boot") == _boot() and _lock(handle):
+            return _is_still(handle, place)
+        first, began, said = _beats(place), time.monotonic(), False
+        while time.monotonic() - began < _MISSED * BEAT_SECONDS:
+            time.sleep(_LOOK_SECONDS)
+            if not place.lock.exists():
+                return False
+            if _beats(place) != first:
+                raise _refusal(config, place)
+            if not said and time.monotonic() - began > 2 * BEAT_SECONDS:
+                said = True
+                logger.warning(
+                    "run.name=%s: %s has not been heard of; if it stays silent for %.0f s, this command takes the run",
+                    config.run.name, _holder(place) or "the command that works on it", _MISSED * BEAT_SECONDS,
+                )  # fmt: skip
+        return _is_still(handle, place)
+    finally:
+        os.close(handle)
+
+
+def _is_still(handle: int, place: RunDir) -> bool:
+    """Whether the open file is still the lock: another newcomer may have taken it just now."""
+    with suppress(OSError):
+        return os.path.samestat(os.fstat(handle), place.lock.stat())
+    return False
+
+
+def _boot() -> str:
+    """The start of this machine, whatever its name: containers of one image may share that."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+def _lock(handle: int) -> bool:
+    """Lock the open file. False if another process has it, or if the storage has no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if isinstance(error, BlockingIOError) or error.errno in _NO_LOCKS:
+            return False
+        raise
+    return True
+
+
+def _refusal(config: FinetuneConfig, place: RunDir) -> ConfigError:
+    holder = _holder(place)
+    return ConfigError(
+        f"run.name={config.run.name}: another command works on {place.path}{holder and ': '}{holder}; wait for its "
+        "end, stop it, or choose another run.name"
+    )
+
+
+def _sign(handle: int, token: str) -> None:
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    os.ftruncate(handle, 0)
-    os.write(handle, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": now}).encode())
+    content = {"host": socket.gethostname(), "pid": os.getpid(), "since": now, "boot": _boot(), "token": token}
+    os.write(handle, json.dumps(content).encode())
+    os.fsync(handle)
 
 
-def _holder(handle: int) -> str:
+def _beats(place: RunDir) -> bytes:
+    with suppress(OSError):
+        return _read(place.beat)
+    return b""
+
+
+def _content(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        found = json.loads(_read(path))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _read(path: Path) -> bytes:
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        return os.pread(handle, MOST_BYTES, 0)
+    finally:
+        os.close(handle)
+
+
+def _holder(place: RunDir) -> str:
     """Who has the lock, for a message; nothing if the file does not say."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        found = json.loads(os.pread(handle, _MOST_BYTES, 0))
-        text = f": process {int(found['pid'])} on {str(found['host'])[:80]}, since {str(found['since'])[:30]}"
+    found = _content(place.lock)
+    with suppress(TypeError, ValueError, KeyError):
+        text = f"process {int(found['pid'])} on {str(found['host'])[:80]}, since {str(found['since'])[:30]}"
         return text if text.isprintable() else ""
     return ""

@@ -26,6 +26,7 @@ from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ConfigError, ModelError, RaytuneError, first_line, is_panic
 from raytune_fsdp.evaluate import encode_prompt
+from raytune_fsdp.lease import lease_of
 from raytune_fsdp.model.adapters import base_name, frozen_experts, is_adapted, left_out
 from raytune_fsdp.model.attention import positions_of, takes_position_ids
 from raytune_fsdp.model.bounds import MOST_TOKENS, check_tokenizer_files
@@ -114,6 +115,7 @@ def prepare(
         files_of_data=files_of_data,
         parameters=count_parameters(network),
         needs=needs,
+        lease=lease_of(place.lock),
     )
     standing = stand(config, prepared, world, found, windows_built=built)
     check_best(config, standing.plan, [name(each) for each in evals for name in (evaluation_loss, evaluation_accuracy)])

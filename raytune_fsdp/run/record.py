@@ -114,7 +114,7 @@ def start_tracker(
     """Rank 0's trackers; the other ranks get one that does nothing."""
     if dist.get_rank() != 0:
         return NullTracker()
-    record = JsonlTracker(prepared.place.path)
+    record = JsonlTracker(prepared.place.path, prepared.lease)
     trackers: list[Tracker] = []
     if config.tracking.console:
         trackers.append(ConsoleTracker(console))

@@ -22,6 +22,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.counts import Census
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.lease import Lease
 from raytune_fsdp.model.attention import Needs
 from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.run.initial_weights import AdapterFiles, Origin
@@ -56,6 +57,8 @@ class Prepared:
     """The size of the network."""
     needs: Needs
     """What it needs of its attention."""
+    lease: Lease | None
+    """Whether the run is still this command's; None where nothing says whose it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

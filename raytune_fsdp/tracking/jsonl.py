@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from raytune_fsdp.errors import RaytuneError, ResumeError, TrainingError, TransientError
+from raytune_fsdp.lease import Lease, TakenOverError
 from raytune_fsdp.redaction import redact
 from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE
 from raytune_fsdp.tracking.lines import evaluation_line, from_bytes, now, read_line, step_lines, to_bytes
@@ -29,7 +31,9 @@ class JsonlTracker:
     that first, so no committed checkpoint is ahead of its lines.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, lease: Lease | None = None) -> None:
+        """`lease` is asked before anything is written: the run may be another command's by now."""
+        self._lease = lease
         self._metrics_path = directory / METRICS_FILE
         self._events_path = directory / EVENTS_FILE
         self._file: FileIO | None = None
@@ -40,6 +44,8 @@ class JsonlTracker:
 
     def start(self, run: RunStart) -> None:
         """Opens `metrics.jsonl` after the line of step `resumed_from`, and removes all lines after that."""
+        if self._lease is not None:
+            self._lease.check()
         self._attempt = run.attempt
         aside = self._metrics_path.with_name(f"{METRICS_FILE}.a{run.attempt}.damaged")
         try:
@@ -52,6 +58,8 @@ class JsonlTracker:
         self.repaired = repair_event(taken.problems, aside)
 
     def steps(self, metrics: Sequence[StepMetrics], world_size: int, attempt: int) -> None:
+        if self._lease is not None:
+            self._lease.check_now_and_then()
         self._append(step_lines(metrics, world_size, attempt))
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
@@ -62,13 +70,16 @@ class JsonlTracker:
             self._append([evaluation_line(step, fresh, self._attempt)])
 
     def event(self, name: str, /, **fields: object) -> None:
+        if self._lease is not None:
+            self._lease.check_now_and_then()
         append_event(self._events_path, name, attempt=self._attempt, fields=fields)
 
     def state(self) -> dict[str, str]:
         return {}
 
     def finish(self, status: Status) -> None:
-        self.sync()
+        with suppress(TakenOverError):  # said before, or too late to matter
+            self.sync()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -81,6 +92,9 @@ class JsonlTracker:
             raise _cannot_write(self._metrics_path, error) from error
 
     def sync(self) -> None:
+        """As above. Also where a commit learns that the run is not this command's any more."""
+        if self._lease is not None:
+            self._lease.check()
         try:
             if self._file is not None:
                 os.fsync(self._file.fileno())

@@ -11,13 +11,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.launch import run_lock
 from raytune_fsdp.launch.run_lock import is_locked, locked
+from raytune_fsdp.lease import TakenOverError, lease_of
 from raytune_fsdp.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +35,43 @@ with locked(config_of(Path(sys.argv[1]))):
         time.sleep(60)
         os._exit(0)
     time.sleep(60)
+"""
+
+HOLD_AND_ASK = """
+import sys
+from raytune_fsdp.launch import run_lock
+from raytune_fsdp.lease import TakenOverError, lease_of
+from raytune_fsdp.rundir import RunDir
+from tests.unit.test_run_lock import config_of
+from pathlib import Path
+run_lock.BEAT_SECONDS = 0.1
+config = config_of(Path(sys.argv[1]))
+with run_lock.locked(config):
+    print("held", flush=True)
+    sys.stdin.readline()
+    try:
+        lease_of(RunDir.of(config).lock).check()
+        print("still ours", flush=True)
+    except TakenOverError as error:
+        print(error, flush=True)
+"""
+ONE_OF_MANY = """
+import sys, time
+from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.launch import run_lock
+from raytune_fsdp.lease import TakenOverError, lease_of
+from raytune_fsdp.rundir import RunDir
+from tests.unit.test_run_lock import config_of
+from pathlib import Path
+run_lock.BEAT_SECONDS = 0.3
+config = config_of(Path(sys.argv[1]))
+try:
+    with run_lock.locked(config):
+        time.sleep(2)
+        lease_of(RunDir.of(config).lock).check()
+        print("won")
+except (ConfigError, TakenOverError):
+    print("refused")
 """
 
 
@@ -57,12 +97,12 @@ def test_a_second_start_is_refused_by_name_until_the_first_ends(tmp_path: Path) 
         message = str(refused.value)
         assert message.startswith(f"run.name=mine: another command works on {place.path}: process {os.getpid()} on ")
         assert ", since 20" in message and "another run.name" in message and "\n" not in message
-        assert message.endswith(f"if its machine is lost, remove {place.lock}")
+        assert message.endswith("choose another run.name")
         assert is_locked(place), "a refusal does not release it"
     assert not is_locked(place)
     assert not (tmp_path / "runs").exists(), "a refused run leaves nothing behind"
     with locked(config):
-        place.lock.unlink()  # as the refusal advises for a lost machine; and another command has begun
+        place.lock.unlink()  # a person may; and another command has begun
         place.lock.touch()
     assert place.lock.exists(), "the other's"
     place.lock.unlink()
@@ -93,28 +133,115 @@ def test_a_crash_releases_it_also_where_a_fork_lives_on(tmp_path: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A beat every tenth of a second."""
+    monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(run_lock, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(run_lock, "_SETTLED_SECONDS", 0.1)
+
+
 @pytest.mark.parametrize("answer", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_storage_without_locks_is_warned_of_once(
-    tmp_path: Path, answer: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_storage_without_locks_has_beats(
+    tmp_path: Path, answer: int, monkeypatch: pytest.MonkeyPatch, quick: None
 ) -> None:
     def refuse(handle: int, kind: int) -> None:
         raise OSError(answer, os.strerror(answer))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     config = config_of(tmp_path)
-    with caplog.at_level(logging.WARNING), locked(config):
-        assert not is_locked(RunDir.of(config)), "so nobody else's token is removed"
+    place = RunDir.of(config)
+    with locked(config):
+        assert is_locked(place)
+        with pytest.raises(ConfigError, match="another command works on"), locked(config):
+            pass
+    place.path.mkdir(parents=True)
+    place.lock.write_text('{"host": "gone", "pid": 7, "since": "2026", "token": "1"}')  # of a machine that is lost
+    began = time.monotonic()
+    with locked(config):
+        assert time.monotonic() - began >= 5 * run_lock.BEAT_SECONDS
+        assert json.loads(place.lock.read_text())["pid"] == os.getpid()
+
+
+def test_who_gives_no_sign_of_life_loses_the_run_and_finds_out(
+    tmp_path: Path, quick: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process that is stopped, and goes on when another command works on its run."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD_AND_ASK, str(tmp_path)], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert holder.stdout is not None and holder.stdin is not None
+    holder.stdout.readline()
+    config = config_of(tmp_path)
+    place = RunDir.of(config)
+    try:
+        os.kill(holder.pid, signal.SIGSTOP)
+        os.utime(place.lock, (4e9, 4e9))  # no time of a file is looked at
+        os.utime(place.beat, (4e9, 4e9))
+        with caplog.at_level(logging.WARNING), locked(config):
+            os.kill(holder.pid, signal.SIGCONT)
+            beats = place.beat.read_bytes()
+            print("now", file=holder.stdin, flush=True)
+            assert "another one has taken the run over" in holder.stdout.readline()
+            assert holder.wait(20) == 0
+            lease = lease_of(place.lock)
+            assert lease is not None
+            lease.check()
+            assert json.loads(place.lock.read_text())["token"] == lease.token, "its end has left ours alone"
+            deadline = time.monotonic() + 5
+            while place.beat.read_bytes() == beats:
+                assert time.monotonic() < deadline, "no more beats of ours"
+            assert place.beat.read_text().startswith(lease.token)
+    finally:
+        holder.kill()
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning.startswith(f"run.storage={tmp_path / 'runs'}: this storage has no locks (")
-    assert "second start of mine" in warning
+    assert f"process {holder.pid} on " in warning and "has not been heard of" in warning
+
+
+@pytest.mark.thorough
+def test_one_of_several_newcomers_gets_it(tmp_path: Path, quick: None) -> None:
+    config = config_of(tmp_path)
+    place = RunDir.of(config)
+    place.path.mkdir(parents=True)
+    place.lock.write_text('{"host": "gone", "pid": 7, "since": "2026", "token": "1"}')
+    won: list[int] = []
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", ONE_OF_MANY, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        for _ in range(4)
+    ]  # fmt: skip
+    for process in processes:
+        said, _ = process.communicate(timeout=60)
+        won += [process.pid] if said == "won\n" else []
+        assert said in ("won\n", "refused\n")
+    assert len(won) == 1
+    assert not list(place.path.glob("lock.*"))
+
+
+def test_storage_that_does_not_answer_ends_no_run(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    place = RunDir.of(config)
+    with locked(config):
+        lease = lease_of(place.lock)
+        assert lease is not None
+        lease.check()
+        content = place.lock.read_bytes()
+        place.lock.write_bytes(b"\xff")  # half a file, as a network file system may show it
+        lease.check()
+        place.lock.write_bytes(content)
+        place.lock.rename(tmp_path / "aside")
+        with pytest.raises(TakenOverError, match="writes nothing more"):
+            lease.check()
 
 
 def test_what_a_stranger_wrote_into_it_is_not_repeated(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     place = RunDir.of(config)
-    with locked(config):
-        for content in (b"", b"[]", b'{"pid": "x"}', b"\xff" * 5000, b'{"pid": 1, "host": "\\u001b[2J", "since": 3}'):
-            place.lock.write_bytes(content)
-            with pytest.raises(ConfigError, match="another command works on") as refused, locked(config):
-                pass
-            assert str(refused.value).isprintable() and len(str(refused.value)) < 600
+    place.path.mkdir(parents=True)
+    for content in (b"", b"[]", b'{"pid": "x"}', b"\xff" * 5000, b'{"pid": 1, "host": "\\u001b[2J", "since": 3}'):
+        place.lock.write_bytes(content)
+        message = str(run_lock._refusal(config, place))
+        assert message.isprintable() and len(message) < 600 and "another command works on" in message

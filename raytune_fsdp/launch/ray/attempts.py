@@ -18,6 +18,7 @@ from raytune_fsdp.errors import HandedOver, Interrupted, RepeatedError, Training
 from raytune_fsdp.launch.ray.board import Failed, Joined
 from raytune_fsdp.launch.ray.failures import first_cause, in_words, is_final, is_from_within, is_ours, underlying
 from raytune_fsdp.launch.ray.resources import answering, nodes
+from raytune_fsdp.lease import lease_of
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.threads import in_thread
 from raytune_fsdp.tracking import names
@@ -169,6 +170,8 @@ class Attempts:
         return self._committed
 
     def event(self, name: str, **fields: object) -> None:
+        if (lease := lease_of(self._place.lock)) is not None:
+            lease.check()
         append_event(self._place.events, name, attempt=self.number, fields=fields)
 
     def _described(self, cause: str, rank: int | None) -> str:

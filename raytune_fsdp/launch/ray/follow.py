@@ -37,6 +37,7 @@ from raytune_fsdp.launch.ray.resources import Request, answering, draining, node
 from raytune_fsdp.launch.ray.sizes import Sizes
 from raytune_fsdp.launch.shared_storage import Token
 from raytune_fsdp.launch.signals import Signals
+from raytune_fsdp.lease import lease_of
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking import names
 from raytune_fsdp.types import StopReason
@@ -90,6 +91,7 @@ class Follow:
         self._making_way = False
         """Whether the current attempt was asked to end for another one."""
         self._hang = Hang(config.cluster.hang_minutes)
+        self._lease = lease_of(place.lock)
         self._watches = NodeWatches(config.cluster.spot_notice, board)
         self._next_look = 0.0
         self._fit: Future[Any] | None = None
@@ -128,6 +130,7 @@ class Follow:
                 break
             for notice in notices:
                 self._hear(notice)
+            self._check_lease()
             self._check_stop()
             if len(self._attempts.ranks) < asked.workers:
                 self._check_waiting(lambda: waiting_for(asked, nodes(), self.groups.state()))
@@ -143,6 +146,7 @@ class Follow:
     def _begin(self) -> None:
         if self._signals.count and self._attempts.number:
             raise Interrupted("stopped between two attempts; the same command continues from the last checkpoint")
+        self._check_lease()
         self._making_way = False
         self._watches.end()
         self._hang = Hang(self._config.cluster.hang_minutes)
@@ -215,6 +219,11 @@ class Follow:
         """Raise if the Ray of this run is no more: calls of it would wait for long, or end this process."""
         if self._lost_process():
             self._attempts.failed(f"Ray's {self._lost_process()} process on this machine {DIED}", again=False)
+
+    def _check_lease(self) -> None:
+        """Raise if this process was away for so long that another command works on the run now."""
+        if self._lease is not None:
+            self._lease.check_now_and_then()
 
     def _check_stop(self) -> None:
         if not self._signals.count:
