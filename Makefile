@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PARALLEL := --numprocesses 2
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: help demo quick test test-all same oldest compat check format docs lock clean
+.PHONY: help demo quick test test-all same chaos oldest compat check format docs lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -27,6 +27,9 @@ same: $(VENV)/.installed-dev  ## two trees, the same trajectories: make same BAS
 
 test-all: $(VENV)/.installed-dev  ## every test
 	$(BIN)/python -m pytest $(PARALLEL) --durations=15
+
+chaos: $(VENV)/.installed-dev  ## a run to which something happens every minute: make chaos SECONDS=600 SEED=1
+	$(BIN)/python -m tests.chaos --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
 
 oldest: $(OLDEST)/.installed  ## unit and distributed tests on the oldest torch and transformers, without Ray and most extras
 	$(OLDEST)/bin/python -m pytest -m "not slow" tests/unit tests/distributed

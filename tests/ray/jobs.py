@@ -113,6 +113,10 @@ class Nodes:
     def __enter__(self) -> Nodes:
         return self
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()

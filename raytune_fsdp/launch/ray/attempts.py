@@ -40,8 +40,8 @@ class Attempts:
         """The newest committed step, as far as the driver has heard."""
         self.logs: str | None = None
         """Directory of the current attempt's."""
-        self._killed: tuple[str, int | None] | None = None
-        """Why the driver has ended the ranks, and the rank that is to blame."""
+        self._killed: tuple[str, int | None, bool] | None = None
+        """Why the driver has ended the ranks, the rank that is to blame, and whether they had hung."""
         self.ranks: dict[int, Joined] = {}
         """Those of the current attempt that have started."""
         self.number = 0
@@ -89,9 +89,9 @@ class Attempts:
         """The current attempt has been asked to make way for another one."""
         self._cause = cause
 
-    def killed(self, cause: str, rank: int | None) -> None:
+    def killed(self, cause: str, rank: int | None, *, hang: bool = False) -> None:
         """The driver ends the ranks of the current attempt, which has failed."""
-        self._killed = cause, rank
+        self._killed = cause, rank, hang
 
     def committed(self, step: int) -> None:
         self._committed = step
@@ -103,8 +103,9 @@ class Attempts:
         inner = underlying(cause)
         self._ended_at = time.monotonic()
         if self._killed is not None:
-            why, rank = self._killed
-            self._repeated("hang", rank, why)
+            why, rank, hang = self._killed
+            if hang:
+                self._repeated("hang", rank, why)
             self.failed(why, rank)
             return
         if isinstance(inner, HandedOver):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from raytune_fsdp.types import StopReason
 
@@ -147,11 +147,14 @@ class Board:
     """The side of the driver and the ranks. Can be sent to other processes."""
 
     def __init__(self) -> None:
+        self._actor = self._make()
+
+    def _make(self) -> Any:
         here = ray.get_runtime_context().get_node_id()
         # Every rank may wait in it at the same time, in `shared`. Ray's default of 1000 concurrent calls would let no
         # further call in, not even the one that the ranks are waiting for.
         options = {"num_cpus": 0, "max_concurrency": 10_000, "label_selector": {"ray.io/node-id": here}}
-        self._actor = ray.remote(**options)(_Board).remote()
+        return ray.remote(**options)(_Board).remote()
 
     def tell(self, notice: Notice) -> None:
         """Neither waits nor fails if the driver is gone: then this process soon ends, too."""
@@ -181,7 +184,10 @@ class Board:
 
     def begin(self) -> None:
         """Another attempt begins: what was asked of the last one, and shared in it, is forgotten."""
-        self._actor.begin.remote()
+        try:
+            ray.get(self._actor.begin.remote())
+        except ActorDiedError:
+            self._actor = self._make()
 
     def share(self, key: str, value: Any) -> None:
         """Share a value with the other ranks. This process remains its owner: Ray drops the value when it ends."""

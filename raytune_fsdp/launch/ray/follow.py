@@ -124,9 +124,12 @@ class Follow:
                 notices = self._board.read(_READ_SECONDS)
             except RayError as error:
                 self._check_ray()
-                if not wait([fit], timeout=_FIT_SECONDS).done:  # fit() may say why
-                    died = isinstance(error, ActorDiedError)
-                    self._attempts.failed(in_words(error) if died else "Ray no longer answers", again=False)
+                if isinstance(error, ActorDiedError):
+                    # The board, without which no rank can be asked to stop: the next attempt has another one.
+                    self._attempts.killed(in_words(error), None)
+                    self._end_controller()
+                elif not wait([fit], timeout=_FIT_SECONDS).done:  # fit() may say why
+                    self._attempts.failed("Ray no longer answers", again=False)
                 break
             for notice in notices:
                 self._hear(notice)
@@ -171,11 +174,14 @@ class Follow:
             if not self._fit.done():
                 self._controlling[0].abort.remote()
                 wait([self._fit], timeout=_ABORT_SECONDS)
-            with suppress(RayError):
-                for actor in self._controlling:
-                    ray.kill(actor)
+            self._end_controller()
         with suppress(RayError):
             self.groups.clear()
+
+    def _end_controller(self) -> None:
+        for actor in self._controlling:
+            with suppress(RayError):
+                ray.kill(actor)
 
     def _hear(self, notice: Notice) -> None:
         match notice:
@@ -265,7 +271,8 @@ class Follow:
         stacks = self._watches.stacks(ranks, logs)
         found = culprit(stacks)
         rank, why = found or (None, "all ranks wait")
-        self._attempts.killed(f"no rank got on for {silent:.0f} s: {why}; the stacks are in {logs}/stacks", rank)
+        cause = f"no rank got on for {silent:.0f} s: {why}; the stacks are in {logs}/stacks"
+        self._attempts.killed(cause, rank, hang=True)
         self._watches.kill(ranks)
         self._hang = Hang(self._config.cluster.hang_minutes)
 

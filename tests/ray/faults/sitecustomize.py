@@ -4,11 +4,13 @@ $FAULTS is a directory; a file `forward-1-6` in it kills rank 1 in the middle of
 `save-0-8` kills rank 0 while it writes its part of the checkpoint of step 8. `join-raise-1` and `join-kill-1`: rank 1
 cannot make the process group, or is killed while it does. The file is removed first: once only. As long as there is a
 file `pace`, every forward pass begins with that many seconds of sleep. `loop-1-6`, `read-1-6` and `gil-1-6`: rank 1
-hangs there in Python, in a read, or in C with Python's lock. While there is a file `poison-6`, step 6 raises an error.
+hangs there in Python, in a read, or in C with Python's lock. While there is a file `poison-6`, step 6 raises an error;
+while there is `storage-error`, no file of a checkpoint can be made.
 """
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import sys
@@ -96,6 +98,8 @@ def watch_writes(event: str, arguments: tuple[object, ...]) -> None:
         path = Path(arguments[0])
         step, rank = int(path.parent.name.split(".")[0].removeprefix("step-")), path.name.split("_")[2]
         if arguments[1] is not None and "x" in str(arguments[1]) and path.parent.suffix == ".tmp":
+            if (Path(os.environ["FAULTS"]) / "storage-error").exists():
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
             strike(f"save-{rank}-{step}")
 
 
