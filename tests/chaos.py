@@ -187,8 +187,7 @@ def wreak(directory: Path, seconds: float, seed: int) -> dict[str, Any]:
         chaos.run.process.send_signal(signal.SIGTERM)
         code, said = chaos.run.end(120)
         time.sleep(5)
-        left = [" ".join(process.cmdline())[:80] for what in ("RayTrainWorker", "_Board", "TrainController", "_NodeWatch")
-                for process in chaos.of_ray(what)]  # fmt: skip
+        left = [what for what in OURS for _ in chaos.of_ray(what)]
     return {
         "faults": chaos.done,
         "seconds": took,

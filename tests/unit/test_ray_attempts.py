@@ -223,7 +223,7 @@ def test_a_hang_is_a_failure_from_within(tmp_path: Path) -> None:
         known.begin()
         known.ranks = {1: Joined(1, "here", "node", 7)}
         known.reached(5)
-        known.killed("no rank got on for 300 s", 1)
+        known.killed("no rank got on for 300 s", 1, hang=True)
         if number == 2:
             with pytest.raises(RepeatedError, match="step 5 has failed 3 times"):
                 known.ended(of_rank(DEAD))
