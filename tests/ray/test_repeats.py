@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import checkpoints
+from tests.control_groups import limited
 from tests.ray.jobs import TRAIN, Command, config_of, events
 
 pytestmark = pytest.mark.slow
@@ -39,3 +40,31 @@ def test_a_step_that_fails_three_times(tmp_path: Path) -> None:
     ), said
     assert "ArithmeticError: step 21 cannot be computed. The last committed step is 16" in error
     assert len(events(run.run_dir, "attempt_failed")) == 6
+
+
+def test_a_process_that_the_kernel_ends_for_its_memory_each_time(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path,
+        train={**TRAIN, "max_steps": 40},
+        cluster={"launch": "ray", "workers": 2, "device": "cpu", "max_failures": -1},
+        checkpoint={"every": 16},
+        tracking={"console": True, "mlflow": {"enabled": False}},
+    )
+    with limited("raytune-rank", 100 << 20) as group:
+        if group is None:
+            pytest.skip("no control group can be made here")
+        run = Command(config, tmp_path)
+        (run.faults / "pace").write_text("0.4")
+        (run.faults / "eat-11-1").touch()
+        for number in range(1, 4):
+            run.until(lambda: len(events(run.run_dir, "ranks_joined")) == number)  # noqa: B023
+            joined = events(run.run_dir, "ranks_joined")[-1]["fields"]["ranks"]
+            pid = next(each["pid"] for each in joined if each["rank"] == 1)
+            (group / "cgroup.procs").write_text(str(pid))  # what it takes from now on is limited
+            run.until(lambda: len(events(run.run_dir, "attempt_failed")) == number)  # noqa: B023
+        code, said = run.end()
+    assert code == 3, said
+    (error,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert "step 11 has failed 3 times in the same way" in error, error
+    assert "the kernel ended its process for its memory: it had 0." in error
+    assert "and its control group may have 0.10 GB. Give the workers more" in error

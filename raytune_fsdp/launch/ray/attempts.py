@@ -16,7 +16,15 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.errors import HandedOver, Interrupted, RepeatedError, TrainingError, UserError
 from raytune_fsdp.launch.ray.board import Failed, Joined
-from raytune_fsdp.launch.ray.failures import first_cause, in_words, is_final, is_from_within, is_ours, underlying
+from raytune_fsdp.launch.ray.failures import (
+    first_cause,
+    in_words,
+    is_death,
+    is_final,
+    is_from_within,
+    is_ours,
+    underlying,
+)
 from raytune_fsdp.launch.ray.resources import answering, nodes
 from raytune_fsdp.lease import lease_of
 from raytune_fsdp.rundir import RunDir
@@ -25,6 +33,10 @@ from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import append_event
 
 _REPEATS = 3  # so many equal failures from within end the run, whatever `cluster.max_failures` says
+_MORE_MEMORY = (
+    "Give the workers more, start fewer on a node (cluster.cpus_per_worker, cluster.placement=spread), or, in a new "
+    "run, lower train.micro_batch or data.seq_len"
+)
 _STORAGE_SECONDS = 5.0  # how long a message waits for the number of the last committed step
 
 
@@ -96,8 +108,11 @@ class Attempts:
     def committed(self, step: int) -> None:
         self._committed = step
 
-    def ended(self, error: BaseException) -> None:
-        """Take the error that fit() raised. Raises what ends the run; returns if another attempt follows."""
+    def ended(self, error: BaseException, out_of_memory: Callable[[int], str | None] = lambda rank: None) -> None:
+        """Take the error that fit() raised. Raises what ends the run; returns if another attempt follows.
+
+        `out_of_memory(rank)` says for what memory the kernel has ended a rank, if that was why.
+        """
         failures = getattr(error, "worker_failures", None)
         rank, cause = first_cause(failures) if failures else (None, error)
         inner = underlying(cause)
@@ -118,6 +133,9 @@ class Attempts:
         words = in_words(cause)
         if not is_ours(cause) and (lost := self._on_a_lost_node()) is not None:
             rank, words = lost, "its node was lost"
+        elif rank is not None and is_death(cause) and (memory := out_of_memory(rank)) is not None:
+            words = f"the kernel ended its process for its memory: {memory}. {_MORE_MEMORY}"
+            self._repeated("memory", rank, words)
         elif is_from_within(cause):
             self._repeated(type(inner).__name__, rank, words)
         self.failed(words, rank, again=not is_final(cause))

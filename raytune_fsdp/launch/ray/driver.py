@@ -204,7 +204,7 @@ def _fit(job: RankJob, run_dir: Path, follow: Follow, attempts: Attempts, sizes:
         error = fit.exception()
         if error is None:
             return
-        attempts.ended(error)
+        attempts.ended(error, follow.out_of_memory)
         follow.groups.clear()
         sizes.ended()
         job = replace(job, first=False)

@@ -98,6 +98,11 @@ def is_from_within(error: BaseException) -> bool:
     return isinstance(inner, RaytuneError) or _OF_PEERS.search(str(inner)) is None
 
 
+def is_death(error: BaseException) -> bool:
+    """Whether the process of a rank is gone."""
+    return _death(error) is not None
+
+
 def is_ours(error: BaseException) -> bool:
     """Whether a rank has raised it on purpose, or Ray has ended one for its memory: then no lost node is the cause."""
     return isinstance(underlying(error), RaytuneError) or _out_of_memory(error)

@@ -261,6 +261,11 @@ class Follow:
         if "step" in self._phases.seconds and (size := self._sizes.growth(nodes(), ranks)) is not None:
             self._make_way(StopReason.RESIZE, f"there is room for {size} workers")
 
+    def out_of_memory(self, rank: int) -> str | None:
+        """What the kernel has ended a rank for, if it was its memory, in words."""
+        joined = self._attempts.ranks.get(rank)
+        return None if joined is None else self._watches.out_of_memory(joined)
+
     def _check_hang(self) -> None:
         """Where no rank gets on: keep the stacks of all, and end them, so that another attempt follows."""
         silent = self._hang.overdue()

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
@@ -21,6 +22,7 @@ from ray.exceptions import RayError
 
 from raytune_fsdp.errors import in_one_line
 from raytune_fsdp.launch.ray.board import Board, Joined, Line
+from raytune_fsdp.launch.ray.control_group import ControlGroup, group_of
 from raytune_fsdp.launch.ray.spot import seconds_left
 from raytune_fsdp.threads import in_thread
 
@@ -29,12 +31,41 @@ STACKS_SIGNAL = signal.SIGUSR1
 
 _ASK_SECONDS = 2.0  # between two questions to the metadata service
 _SILENT_TRIES = 5
+_MEMORY_SECONDS = 5.0
 _ANSWER_SECONDS = 2.0  # how long a rank may take for that
 _START_SECONDS = 20.0  # how long the actor of a node may take to answer, its start included
 
 
 class _NodeWatch:
     """Runs in the actor."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, int] = {}
+        """What each process had in memory when it was last looked at, in bytes."""
+        self._groups: dict[int, tuple[ControlGroup, int] | None] = {}
+        """The control group of each, and how many processes that had lost by then."""
+
+    def look_after(self, pids: list[int]) -> None:
+        """Remember what these processes have in memory, as long as they live."""
+        for pid in pids:
+            group = group_of(pid)
+            self._groups[pid] = None if group is None else (group, group.kills())
+        in_thread(lambda: self._measure(pids), "memory")
+
+    def _measure(self, pids: list[int]) -> None:
+        while any(map(psutil.pid_exists, pids)):
+            for pid in pids:
+                with suppress(psutil.Error):
+                    self._held[pid] = psutil.Process(pid).memory_info().rss or self._held.get(pid, 0)
+            time.sleep(_ASK_SECONDS / 2)
+
+    def out_of_memory(self, pid: int) -> str | None:
+        """If the kernel has ended this process for its memory: how much it had, and may have."""
+        known = self._groups.get(pid)
+        if known is None or known[0].kills() <= known[1]:
+            return None
+        held = f"it had {self._held[pid] / 1e9:.2f} GB" if pid in self._held else "what it had is not known"
+        return f"{held}, and its control group may have {known[0].limit / 1e9:.2f} GB"
 
     def stacks(self, ranks: Mapping[int, int], logs: str) -> dict[int, str]:
         """The stacks of these ranks (their processes by rank), also written below `logs`."""
@@ -80,6 +111,7 @@ class NodeWatches:
             self._actors[node] = ray.remote(**options)(_NodeWatch).remote()
             if self._cloud != "none":
                 self._actors[node].watch.remote(self._cloud, self._board)
+            self._actors[node].look_after.remote(list(_by_node(ranks)[node].values()))
 
     def stacks(self, ranks: Mapping[int, Joined], logs: str) -> dict[int, str]:
         """The stacks of those ranks whose nodes answer."""
@@ -91,6 +123,17 @@ class NodeWatches:
             with suppress(RayError):
                 found |= ray.get(each)
         return found
+
+    def out_of_memory(self, rank: Joined) -> str | None:
+        """What the kernel has ended a rank for, if it was its memory, in words."""
+        if rank.node_id not in self._actors:
+            return None
+        with suppress(RayError):
+            found: str | None = ray.get(
+                self._actors[rank.node_id].out_of_memory.remote(rank.pid), timeout=_MEMORY_SECONDS
+            )
+            return found
+        return None
 
     def kill(self, ranks: Mapping[int, Joined]) -> None:
         """End the processes of these ranks, also of such that are stopped."""

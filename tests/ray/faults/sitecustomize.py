@@ -4,7 +4,7 @@ $FAULTS is a directory; a file `forward-1-6` in it kills rank 1 in the middle of
 `save-0-8` kills rank 0 while it writes its part of the checkpoint of step 8. `join-raise-1` and `join-kill-1`: rank 1
 cannot make the process group, or is killed while it does. The file is removed first: once only. As long as there is a
 file `pace`, every forward pass begins with that many seconds of sleep. `loop-1-6`, `read-1-6` and `gil-1-6`: rank 1
-hangs there in Python, in a read, or in C with Python's lock. While there is a file `poison-6`, step 6 raises an error;
+hangs there in Python, in a read, or in C with Python's lock. While there is a file `poison-6`, step 6 raises an error; `eat-6-1`: rank 1 takes 400 MiB;
 while there is `storage-error`, no file of a checkpoint can be made.
 """
 
@@ -36,6 +36,8 @@ def poison() -> None:
     step = sys.modules["raytune_fsdp.pulse"].pulse().step
     if (Path(os.environ["FAULTS"]) / f"poison-{step}").exists():
         raise ArithmeticError(f"step {step} cannot be computed")
+    if (Path(os.environ["FAULTS"]) / f"eat-{step}-{os.environ.get('RANK')}").exists():
+        bytearray(400 << 20)
 
 
 def hang(place: str) -> None:
