@@ -1,11 +1,18 @@
-"""Kills a rank at a chosen moment. Python imports this by itself in every process that has its directory on PYTHONPATH.
+"""Faults in ranks, at chosen moments. Python imports this by itself in every process with its directory on PYTHONPATH.
 
-$FAULTS is a directory; a file `forward-1-6` in it kills rank 1 in the middle of the sixth forward pass of its process,
-`save-0-8` kills rank 0 while it writes its part of the checkpoint of step 8. `join-raise-1` and `join-kill-1`: rank 1
-cannot make the process group, or is killed while it does. The file is removed first: once only. As long as there is a
-file `pace`, every forward pass begins with that many seconds of sleep. `loop-1-6`, `read-1-6` and `gil-1-6`: rank 1
-hangs there in Python, in a read, or in C with Python's lock. While there is a file `poison-6`, step 6 raises an error; `eat-6-1`: rank 1 takes 400 MiB;
-while there is `storage-error`, no file of a checkpoint can be made.
+$FAULTS is a directory. Once only, so that the file is removed first:
+
+    forward-1-6                     kills rank 1 in the middle of the sixth forward pass of its process
+    save-0-8                        kills rank 0 while it writes its part of the checkpoint of step 8
+    join-raise-1, join-kill-1       rank 1 cannot make the process group, or is killed while it does
+    loop-1-6, read-1-6, gil-1-6     rank 1 hangs in Python, in a read, or in C with Python's lock
+
+As long as the file is there:
+
+    pace                            every forward pass begins with that many seconds of sleep
+    poison-6                        step 6 raises an error
+    eat-6-1                         rank 1 takes 400 MiB in step 6
+    storage-error                   no file of a checkpoint can be made
 """
 
 import contextlib
