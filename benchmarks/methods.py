@@ -351,13 +351,15 @@ def show_bytes(table: dict[str, dict[int, dict[str, int]]]) -> None:
             print(f"{name:13} {world:6} {row['trained'] / 1e6:11.3f} {sizes}")
 
 
-def show_times(table: dict[str, dict[str, float]], each: dict[str, list[float]], rounds: int) -> None:
+def show_lora(table: dict[str, dict[str, float]], rounds: int) -> None:
     print(f"\n{'LoRA':22}  ms/token  median ratio  range of {rounds} rounds")
     for variant, row in table.items():
         numbers = f"{row['ms_per_token']:8.3f}  {row['ratio']:12.4f}  {row['ratio_min']:.4f} to {row['ratio_max']:.4f}"
         print(f"{variant:22}  {numbers}")
-    if each:
-        print(f"\n{'ours':12}  ms/token  of lora")
+
+
+def show_methods(each: dict[str, list[float]]) -> None:
+    print(f"\n{'ours':12}  ms/token  of lora")
     for name, values in each.items():
         print(f"{name:12}  {1e3 * median(values):8.3f}  {median(values) / median(each['lora']):7.3f}")
 
@@ -365,7 +367,7 @@ def show_times(table: dict[str, dict[str, float]], each: dict[str, list[float]],
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="1b")
-    parser.add_argument("--rounds", type=int, default=9, help="of LoRA beside others; 0: bytes only")
+    parser.add_argument("--rounds", type=int, default=9, help="of LoRA beside others; 0: none")
     parser.add_argument("--steps", type=int, default=2, help="measured steps of a variant in a round")
     parser.add_argument("--passes", type=int, default=2, help="over all methods, twice as many steps each; 0: none")
     parser.add_argument("--out", type=Path)
@@ -376,20 +378,25 @@ def main() -> None:
     table = {name: {world: bytes_of(size, methods[name], world) for world in WORLDS} for name in methods}
     show_bytes(table)
     result = {"what": "bytes of rank 0 by method and number of ranks, bf16, full_shard", "size": size, "bytes": table}
-    if rounds:
-        with tempfile.TemporaryDirectory() as name:
-            directory = Path(name)
-            ids = apart(make_inputs, directory, size, WARMUP_STEPS + max(rounds * steps, 2 * steps) + 1)
+    if rounds or arguments.passes:
+        result["time"] = f"processor time, one thread, fp32, a sample of {SEQ_LEN} tokens, vocabulary of {VOCABULARY}"
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        steps_there = WARMUP_STEPS + max(rounds * steps, 2 * steps) + 1
+        ids = apart(make_inputs, directory, size, steps_there) if rounds or arguments.passes else None
+        if rounds:
             found = apart(side_by_side, directory, ids, rounds, steps)
+            shown = summarize(found)
+            show_lora(shown, rounds)
+            result |= {"rounds": rounds, "steps": steps, "lora": shown, "seconds_per_token": found}
+        if arguments.passes:
             each = each_method(directory, size, arguments.passes, 2 * steps)
-        shown = summarize(found)
-        show_times(shown, each, rounds)
-        result |= {
-            "time": f"processor time, one thread, fp32, a sample of {SEQ_LEN} tokens, vocabulary of {VOCABULARY}",
-            "rounds": rounds, "steps": steps, "passes": arguments.passes, "lora": shown,
-            "seconds_per_token": found, "methods_ms_per_token": {name: 1e3 * median(each[name]) for name in each},
-            "methods_seconds_per_token": each,
-        }  # fmt: skip
+            show_methods(each)
+            result |= {
+                "passes": arguments.passes,
+                "methods_ms_per_token": {name: 1e3 * median(each[name]) for name in each},
+                "methods_seconds_per_token": each,
+            }
     if arguments.out is not None:
         write_result(arguments.out, result)
 
