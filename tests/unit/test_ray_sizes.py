@@ -82,15 +82,15 @@ def test_a_run_grows_once_the_cluster_has_settled(clock: Clock) -> None:
     known = Sizes(asked(), [1, 2, 4])
     ranks = {rank: Joined(rank, "a", "a", 7) for rank in range(2)}
     small, one, two = node("a", 3, free=1), node("b", 1), node("c", 1)
-    assert known.growth([small], ranks) is None
+    assert known.growth(lambda: [small], ranks) is None
     clock.now = 10
-    assert known.growth([small], ranks) is None, "as many as now"
-    assert known.growth([small, one], ranks) is None, "three is no size"
-    assert known.growth([small, one, two], ranks) is None, "it has come just now"
+    assert known.growth(lambda: [small], ranks) is None, "as many as now"
+    assert known.growth(lambda: [small, one], ranks) is None, "three is no size"
+    assert known.growth(lambda: [small, one, two], ranks) is None, "it has come just now"
     clock.now += sizes._SETTLED_SECONDS
     others = node("c", 1, free=0)
-    assert known.growth([small, one, others], ranks) is None, "another job has it"
-    assert known.growth([small, one, two], ranks) == 4
+    assert known.growth(lambda: [small, one, others], ranks) is None, "another job has it"
+    assert known.growth(lambda: [small, one, two], ranks) == 4
 
 
 def test_resources_of_our_own_count_as_free(clock: Clock) -> None:
@@ -101,6 +101,6 @@ def test_resources_of_our_own_count_as_free(clock: Clock) -> None:
         return Node(id=name, name=name, total={"CPU": 8.0, "GPU": 1.0}, free={"CPU": 4.0, "GPU": free})
 
     nodes: list[Any] = [gpus("a", 0.0), gpus("b", 1.0)]
-    assert known.growth(nodes, ranks) is None
+    assert known.growth(lambda: nodes, ranks) is None
     clock.now = 10
-    assert known.growth(nodes, ranks) == 2
+    assert known.growth(lambda: nodes, ranks) == 2

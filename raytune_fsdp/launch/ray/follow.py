@@ -258,7 +258,7 @@ class Follow:
                 soon = "soon" if left is None else f"in {left:.0f} s"
                 self._make_way(StopReason.DRAIN, f"the node {rank.node} will be taken away {soon}")
                 return
-        if "step" in self._phases.seconds and (size := self._sizes.growth(nodes(), ranks)) is not None:
+        if "step" in self._phases.seconds and (size := self._sizes.growth(nodes, ranks)) is not None:
             self._make_way(StopReason.RESIZE, f"there is room for {size} workers")
 
     def out_of_memory(self, rank: int) -> str | None:

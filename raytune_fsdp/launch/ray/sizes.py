@@ -52,8 +52,11 @@ class Sizes:
         """The ranks of the attempt are gone: from now on the next one may begin."""
         self._since = time.monotonic()
 
-    def growth(self, nodes: Sequence[Node], ranks: Mapping[int, Joined]) -> int | None:
+    def growth(self, look: Callable[[], Sequence[Node]], ranks: Mapping[int, Joined]) -> int | None:
         """The larger number of ranks that there is room for, beside these, and has been for a while; else None."""
+        if len(ranks) >= self._valid[-1]:
+            return None
+        nodes = look()
         now, most = time.monotonic(), self._fitting(nodes) or 0
         if most != self._changed[0]:
             self._changed = most, now
