@@ -22,7 +22,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if folder in ("distributed", "ray"):
             item.add_marker(folder)
     # The longest work of one process first, so that the others end with it.
-    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+    items.sort(key=lambda item: (not _has_default_ports(item.nodeid), item.get_closest_marker("ray") is None))
+
+
+def _has_default_ports(nodeid: str) -> bool:
+    """Whether a test starts a Ray as the pages say: it takes jobs at port 52365, which every other Ray takes as well."""
+    return nodeid.startswith("tests/cluster/test_newcomer.py")
 
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is none
@@ -37,7 +42,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.split("::", 1)[0]
-            return "tests/ray" if path.startswith("tests/ray/") else path
+            return "tests/ray" if path.startswith("tests/ray/") or _has_default_ports(nodeid) else path
 
     config.option.loadscopereorder = False  # by the number of tests, which says nothing of their time
     return ByFile(config, log)

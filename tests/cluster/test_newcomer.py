@@ -19,8 +19,10 @@ ALONE = ("unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"
 OWN_RAY = "mkdir -p /tmp/ray && mount -t tmpfs ray /tmp/ray"
 """Where `ray start` writes down its address. Left there by a test that fails, it would be found by all others."""
 SAID_AGAIN = """
+tries=0
 while ! said=$({} 2>&1); do
     case $said in *"No available agent"*) sleep 5 ;; *) echo "$said"; exit 1 ;; esac
+    [ $((tries += 1)) -lt 24 ]
 done
 echo "$said"
 """
