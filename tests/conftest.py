@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _has_default_ports(nodeid: str) -> bool:
-    """Whether a test starts a Ray as the pages say: it takes jobs at port 52365, which every other Ray takes as well."""
+    """Whether a test starts a Ray as the pages say: it takes jobs at port 52365, as every other Ray does."""
     return nodeid.startswith("tests/cluster/test_newcomer.py")
 
 
