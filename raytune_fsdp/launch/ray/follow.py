@@ -151,6 +151,7 @@ class Follow:
             raise Interrupted("stopped between two attempts; the same command continues from the last checkpoint")
         self._check_lease()
         self._making_way = False
+        self._end_controller()
         self._watches.end()
         self._hang = Hang(self._config.cluster.hang_minutes)
         if self._attempts.ranks:  # else it is the first one, or the last one has waited in vain, as this one does
@@ -179,9 +180,11 @@ class Follow:
             self.groups.clear()
 
     def _end_controller(self) -> None:
+        """With what it leaves where it is killed."""
         for actor in self._controlling:
             with suppress(RayError):
                 ray.kill(actor)
+        self._controlling = []
 
     def _hear(self, notice: Notice) -> None:
         match notice:
