@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -56,6 +56,8 @@ class Prepared:
     """The size of the network."""
     needs: Needs
     """What it needs of its attention."""
+    added: Collection[int] = ()
+    """The ids of new tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
