@@ -148,10 +148,8 @@ def check_rows_stored(checkpoint: CommittedCheckpoint, files: Path, moved: str |
 
     `files`: the run's own. `moved`: where the base is now.
     """
-    base, alone = (
-        read_state(checkpoint).base,
-        {weight for weight, _ in rows_of(saved_network(checkpoint, files)).values()},
-    )
+    base, network = read_state(checkpoint).base, saved_network(checkpoint, files)
+    alone = {weight for weight, _ in rows_of(network).values()}
     beside = located_base(checkpoint, moved) if alone else None
     if base is None or beside is None:
         return
