@@ -186,7 +186,7 @@ class _Learner:
 def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device) -> _Learner:
     """The network, sharded, and its optimizer."""
     # Of its own, because the attention is noted in it.
-    model = build_network(copy.deepcopy(prepared.hf_config), config)
+    model = build_network(copy.deepcopy(prepared.hf_config), config, prepared.added)
     kernels = _choose(config, prepared, standing, model, device)
     architecture = count_architecture(model)  # before sharding: by the shapes of whole weights
     compiled = kernels["blocks"].name == COMPILED

@@ -13,9 +13,10 @@ from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.checkpoint.tensors import INITIAL
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
-from raytune_fsdp.errors import ModelError
+from raytune_fsdp.errors import ConfigError, ModelError
 from raytune_fsdp.model.adapter_config import adapter_method
-from raytune_fsdp.model.adapters import attach, check_adapter_shapes, stored_names
+from raytune_fsdp.model.adapters import attach, check_adapter_shapes, rows_of, stored_names
+from raytune_fsdp.model.added_rows import ROWS, train_rows
 from raytune_fsdp.model.export import WholeTensors
 from raytune_fsdp.model.files import WeightFiles, find_weights, locate
 from raytune_fsdp.model.keys import check_shapes, grown_rows, match_keys, matched_weights
@@ -43,7 +44,7 @@ def whole_weights(checkpoint: CommittedCheckpoint, files: Path, beside: WeightFi
     assert beside is not None, f"{checkpoint.path} holds adapters"
     added = {name: {int(row): like for row, like in rows.items()} for name, rows in base["added"].items()}
     stored = base_weights(beside, plain_network(files), added)
-    network, initial = adapted_network(files, held=weights.shapes()), CheckpointWeights(checkpoint, INITIAL)
+    network, initial = saved_network(checkpoint, files), CheckpointWeights(checkpoint, INITIAL)
     if initial.shapes():
         stored = ResidualWeights(stored, initial, network)
     return _merged(stored, weights, network, checkpoint.path)
@@ -131,6 +132,34 @@ def adapted_network(files: Path, adapter: Path | None = None, *, held: Iterable[
     network = plain_network(files)
     attach(network, adapter_method(adapter or files, held))
     return network
+
+
+def saved_network(checkpoint: CommittedCheckpoint, files: Path) -> PreTrainedModel:
+    """The network with the adapters that a checkpoint holds. `files`: the run's own."""
+    base, held = read_state(checkpoint).base, CheckpointWeights(checkpoint).shapes()
+    network = adapted_network(files, held=held)
+    if base is not None and any(name.endswith(f".{ROWS}") for name in held):
+        train_rows(network, {int(row) for rows in base["added"].values() for row in rows})
+    return network
+
+
+def check_rows_stored(checkpoint: CommittedCheckpoint, files: Path, moved: str | None) -> None:
+    """Refuse to write trained rows of new tokens for PEFT where the base has others beside them, or no place for them.
+
+    `files`: the run's own. `moved`: where the base is now.
+    """
+    base, network = read_state(checkpoint).base, saved_network(checkpoint, files)
+    alone = {weight for weight, _ in rows_of(network).values()}
+    beside = located_base(checkpoint, moved) if alone else None
+    if base is None or beside is None:
+        return
+    plain = plain_network(files)
+    grown = grown_rows(plain, matched_weights(beside, match_keys(plain, beside), plain).shapes())
+    if left := sorted(grown.keys() | base["added"].keys() - alone):
+        raise ConfigError(
+            f"export.merge=false: {left[0]} has rows for new tokens that the base does not have, and PEFT's directory "
+            "does not hold them: set export.merge=true (raytune-fsdp export --merge)"
+        )
 
 
 def base_weights(

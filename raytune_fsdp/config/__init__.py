@@ -102,6 +102,15 @@ class FinetuneConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _rows(self) -> Self:
+        if getattr(self.method, "train_added_tokens", False) and not self.model.add_tokens:
+            raise ValueError(
+                "method.train_added_tokens=true: model.add_tokens names no token, so there are no rows to train: name "
+                "the tokens there, or leave train_added_tokens out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _no_marks(self) -> Self:
         check_no_marks(self.model_dump())
         return self

@@ -69,6 +69,9 @@ class LoraMethod(Section):
     modules_to_save: Names = Field(default_factory=list)
     """Modules that are trained whole beside the adapters, by the end of their names: `lm_head`, `embed_tokens`."""
 
+    train_added_tokens: bool = False
+    """Train the rows of `model.add_tokens` in embedding and head beside the adapters, and no other rows."""
+
     dora: bool = False
     """Train the length of every weight's rows apart from their direction (DoRA)."""
 

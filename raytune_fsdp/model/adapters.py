@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from raytune_fsdp.config.method import ALL_LINEAR, AdapterMethod, Ia3Method, LoraMethod
 from raytune_fsdp.errors import ConfigError, ModelError, first_line, pip_install
 from raytune_fsdp.keyed import derive_key
+from raytune_fsdp.model.added_rows import ROWS, weights_with_rows
 from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.weights import Weights
 from raytune_fsdp.untrusted import shown
@@ -35,6 +36,9 @@ ADAPTER = "default"
 
 # What PEFT's layers add to the name of a weight that is not theirs. The last is a copy that is trained whole.
 _AROUND = re.compile(rf"\.(base_layer|original_module|modules_to_save\.{ADAPTER})(?=\.|$)")
+
+# Where PEFT keeps the rows of tokens that are trained alone, by the name of their module.
+_ROWS_IN_PEFT = "token_adapter.trainable_tokens_delta"
 
 _READ_BYTES = 4 << 20
 
@@ -247,6 +251,12 @@ def adapter_tensors(network: PreTrainedModel) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
 
 
+def rows_of(network: PreTrainedModel) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Rows that are trained alone, by name: the weight that they are beside, and their ids. Tied ones come once."""
+    trained = adapter_tensors(network)
+    return {name: (weight, ids) for name, weight, ids in weights_with_rows(network) if name in trained}
+
+
 def stored_names(network: PreTrainedModel) -> dict[str, str]:
     """The key that each of those has in PEFT's `adapter_model.safetensors`."""
     from peft import get_peft_model_state_dict
@@ -260,6 +270,7 @@ def stored_names(network: PreTrainedModel) -> dict[str, str]:
             network, state_dict=dict(network.state_dict(keep_vars=True)), save_embedding_layers=False
         )
     keys = {names[id(value)]: f"base_model.model.{key}" for key, value in reversed(found.items()) if id(value) in names}
+    keys |= {name: f"base_model.model.{name.removesuffix(ROWS)}{_ROWS_IN_PEFT}" for name in rows_of(network)}
     assert keys.keys() == tensors.keys(), sorted(keys.keys() ^ tensors.keys())
     return {name: keys[name] for name in tensors}
 
@@ -271,7 +282,7 @@ class AdaptedWeights:
     """The weights of a network with adapters: its own from `base`, adapters as they begin.
 
     What an adapter begins with is drawn under a key of its name, or taken from `adapter`. A new one changes nothing:
-    one of LoRA's two matrices is zero, and IA3's factors are one.
+    one of LoRA's two matrices is zero, IA3's factors are one, and rows of new tokens are those of the base.
     """
 
     def __init__(self, base: Weights, network: PreTrainedModel, seed: int, adapter: Weights | None = None) -> None:
@@ -281,6 +292,7 @@ class AdaptedWeights:
         self._adapter = adapter
         self._given = {} if adapter is None else adapter.shapes()
         self._tensors = owned_tensors(network)
+        self._rows = rows_of(network)
         self._turned = set(_turned(network))
         self._drawn: tuple[str, torch.Tensor] | None = None
 
@@ -294,6 +306,11 @@ class AdaptedWeights:
         stored = base_name(name)
         if stored in self._stored:
             return self._base.read(stored, start, stop)
+        if name in self._rows:
+            weight, ids = self._rows[name]
+            return torch.cat(
+                [self._base.read(weight, 0, 0), *(self._base.read(weight, i, i + 1) for i in ids[start:stop])]
+            )
         if ".lora_magnitude_vector." in name:
             return self._lengths(name, start, stop)
         if self._drawn is None or self._drawn[0] != name:
@@ -303,7 +320,7 @@ class AdaptedWeights:
     def where(self, name: str) -> str:
         if self._adapter is not None and name in self._given:
             return self._adapter.where(name)
-        stored = base_name(name)
+        stored = self._rows[name][0] if name in self._rows else base_name(name)
         return self._base.where(stored) if stored in self._stored else f"{name}, drawn at random,"
 
     def _draw(self, name: str) -> torch.Tensor:

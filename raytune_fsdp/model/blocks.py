@@ -53,7 +53,8 @@ def ends_of(model: PreTrainedModel) -> tuple[tuple[nn.Module, ...], tuple[nn.Mod
     places = {id(module): place for place, module in enumerate(modules)}
     last = max(places[id(module)] for block in blocks_of(model) for module in block.modules())
     first, head = model.get_input_embeddings(), model.get_output_embeddings()
-    behind = [m for m in modules[last + 1 :] if any(True for _ in m.parameters(recurse=False)) and m is not first]
+    inside = {*first.modules()}  # an embedding may have another one inside, and may come behind the blocks
+    behind = [m for m in modules[last + 1 :] if any(True for _ in m.parameters(recurse=False)) and m not in inside]
     return (first,), (*(m for m in behind if m is not head), head)
 
 

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.adapter_config import put_adapter_config
-from raytune_fsdp.model.adapters import ADAPTER, stored_names
+from raytune_fsdp.model.adapters import ADAPTER, rows_of, stored_names
+from raytune_fsdp.model.added_rows import ROWS
 from raytune_fsdp.model.bounds import check_tokenizer_files
 from raytune_fsdp.model.export import copy_known, finish
 from raytune_fsdp.model.exported import new_export
@@ -49,7 +50,12 @@ def _not_served(network: PreTrainedModel) -> str:
     peft = network.peft_config[ADAPTER]  # type: ignore[union-attr, index]
     if str(peft.peft_type.value) != "LORA":
         return f"{peft.peft_type.value} instead of it"
-    found = {"DoRA": peft.use_dora, "whole modules": peft.modules_to_save, "adapted weights": peft.target_parameters}
+    found = {
+        "DoRA": peft.use_dora,
+        "whole modules": peft.modules_to_save,
+        "adapted weights": peft.target_parameters,
+        "rows of tokens": rows_of(network),
+    }
     return " and ".join(what for what, has in found.items() if has)
 
 
@@ -84,6 +90,9 @@ def export_adapter(
             "(export.merge=true, or raytune-fsdp export --merge)",
             special,
         )
+    if rows := rows_of(network):
+        # By whole names: PEFT takes the end of a name, which another module may have, too.
+        named["trainable_token_indices"] = {name.removesuffix(f".{ROWS}"): list(ids) for name, (_, ids) in rows.items()}
     keys = stored_names(network)
     with new_export(destination, model_files) as staging:
         copy_known(model_files, staging, code=False, without=_OF_THE_BASE)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.model.added_rows import HeadWithRows, with_rows
 from raytune_fsdp.model.attention import Choice, Needs
 from raytune_fsdp.model.objective import CROSS_ENTROPY, Objective
 from raytune_fsdp.types import Targets
@@ -63,7 +64,14 @@ class Shape:
         return cls(scale=scale, softcap=cap if isinstance(cap, int | float) and cap else None)
 
 
-class LossHead(nn.Linear):
+class NewRows(NamedTuple):
+    """Rows of a head that are trained in the place of those of its frozen weight."""
+
+    weight: torch.Tensor
+    ids: torch.Tensor
+
+
+class LossHead(HeadWithRows):
     """An output embedding that goes straight to losses when it is told the targets; otherwise it returns logits.
 
     The product is computed in this module's forward pass, not beside it, since that is when FSDP has gathered the
@@ -80,6 +88,8 @@ class LossHead(nn.Linear):
         """With the same parameters, tied or not."""
         head = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         head.weight, head.bias, head.shape = linear.weight, linear.bias, shape
+        if isinstance(linear, HeadWithRows):
+            head.added_rows, head.ids = linear.added_rows, linear.ids
         return head.train(linear.training)
 
     @contextmanager
@@ -95,7 +105,10 @@ class LossHead(nn.Linear):
         if self._targets is None:
             return super().forward(hidden)
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._targets.places)
-        losses = linear_cross_entropy(chosen, self.weight, self.bias, self._targets.ids, self.shape, self._objective)
+        rows = NewRows(weight=self.added_rows, ids=self.places) if self.added_rows is not None else None
+        losses = linear_cross_entropy(
+            chosen, self.weight, self.bias, self._targets.ids, self.shape, self._objective, rows
+        )
         # One number in the place of the logits, for the network to cap and scale as it likes. Gradients must come back
         # through it, since FSDP gathers weights for backward where they reach what a module has returned.
         output = losses.total[None, None, None].clone()  # FSDP warns of views
@@ -136,13 +149,15 @@ def linear_cross_entropy(
     ids: torch.Tensor,
     shape: Shape,
     objective: Objective = CROSS_ENTROPY,
+    rows: NewRows | None = None,
 ) -> Losses:
     """The losses of `ids` after `hidden` (tokens, width), which are all target tokens."""
     # Asked here, since inside of a Function they are always off.
     learning = torch.is_grad_enabled()
     total, each, right = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, ids, shape, objective, learning
-    )
+        hidden, weight, bias, None if rows is None else rows.weight, None if rows is None else rows.ids,
+        ids, shape, objective, learning,
+    )  # fmt: skip
     return Losses(total=total, each=each, right=right)
 
 
@@ -155,6 +170,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        rows: torch.Tensor | None,
+        places: torch.Tensor | None,
         ids: torch.Tensor,
         shape: Shape,
         objective: Objective,
@@ -169,23 +186,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # In fp32 also for 16-bit weights: chunks are summed here that one product would sum in its accumulators.
         of_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
         of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
+        of_rows = torch.zeros_like(rows, dtype=wide) if rows is not None and wanted[3] else None
         size = max(1, _CHUNK.get(hidden.device.type, _CHUNK["cpu"]) // weight.shape[0])
         for start in range(0, len(ids), size):
             part = slice(start, start + size)
-            logits, slope = _logits(hidden[part], weight, bias, shape, wide)
+            logits, slope = _logits(hidden[part], weight, bias, rows, places, shape, wide)
             each[part], right[part] = _losses(logits, ids[part], objective)
-            if of_hidden is None and of_weight is None:
+            if of_hidden is None and of_weight is None and of_rows is None:
                 continue
             if slope is not None:
                 logits.mul_(slope)
             gradient = (logits.mul_(shape.scale) if shape.scale != 1.0 else logits).to(weight.dtype)
+            if of_bias is not None:
+                of_bias += gradient.sum(0, dtype=wide)
+            apart = None if places is None else _taken_out(gradient, places)
             if of_hidden is not None:
                 torch.mm(gradient, weight, out=of_hidden[part])
             if of_weight is not None:
                 _add_product(of_weight, gradient, hidden[part])
-            if of_bias is not None:
-                of_bias += gradient.sum(0, dtype=wide)
-        ctx.gradients = (of_hidden, of_weight, of_bias)
+            if rows is not None and apart is not None:
+                if of_hidden is not None:
+                    of_hidden[part].addmm_(apart, rows)
+                if of_rows is not None:
+                    _add_product(of_rows, apart, hidden[part])
+        ctx.gradients = (of_hidden, of_weight, of_bias, of_rows)
         ctx.dtype = weight.dtype
         ctx.mark_non_differentiable(each, right)
         return each.sum(), each, right
@@ -194,14 +218,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, factor: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         scaled = [None if g is None else g.mul_(factor.to(g.dtype)).to(ctx.dtype) for g in ctx.gradients]
         del ctx.gradients  # scaled in place: a second backward would be wrong, and finds nothing
-        return (*scaled, None, None, None, None)
+        return (*scaled, None, None, None, None, None)
 
 
 def _logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shape: Shape, wide: torch.dtype
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    places: torch.Tensor | None,
+    shape: Shape,
+    wide: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Logits as the network makes them, and the slope of the cap on them."""
-    logits = F.linear(hidden, weight, bias).to(wide)
+    logits = F.linear(hidden, weight, bias)
+    if rows is not None and places is not None:
+        with_rows(logits, hidden, rows, bias, places)
+    logits = logits.to(wide)
     if shape.scale != 1.0:
         logits.mul_(shape.scale)
     if shape.softcap is None:
@@ -230,6 +263,13 @@ def _losses(logits: torch.Tensor, ids: torch.Tensor, objective: Objective) -> tu
     # Not scatter_add_, which on a GPU has no kernel that repeats its bits for matrices.
     logits.scatter_(-1, ids[:, None], logits.gather(-1, ids[:, None]) - (1 - smoothing))
     return losses, at == ids
+
+
+def _taken_out(gradient: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """These columns, which become zero: what the weight has in their places was not used."""
+    apart = gradient.index_select(1, places)
+    gradient.index_fill_(1, places, 0)
+    return apart
 
 
 def _add_product(sum_: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from raytune_fsdp.model.adapters import adapter_tensors, base_name, is_adapter_layer
+from raytune_fsdp.model.adapters import adapter_tensors, base_name, is_adapter_layer, rows_of
 from raytune_fsdp.model.weights import Weights
 
 
@@ -32,6 +32,8 @@ class MergedWeights:
                     self._layers.setdefault(f"{base_name(prefix)}.{own}", []).append((prefix, module))
         self._whole = {base_name(name): name for name in self._trained if base_name(name) in base.shapes()}
         """What is trained whole, by the name of what it takes the place of."""
+        self._rows = {weight: (name, ids) for name, (weight, ids) in rows_of(network).items()}
+        """Rows that are trained alone and their ids, by the weight they go into."""
         self._last: tuple[str, torch.Tensor] | None = None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -42,7 +44,8 @@ class MergedWeights:
 
     def _dtype(self, name: str, shape: Sequence[int]) -> torch.dtype:
         stored = self._base.read(name, 0, 0 if shape else 1).dtype
-        return torch.promote_types(stored, torch.float32) if name in self._layers or name in self._whole else stored
+        changed = name in self._layers or name in self._whole or name in self._rows
+        return torch.promote_types(stored, torch.float32) if changed else stored
 
     def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Several whole tensors, on the CPU."""
@@ -50,12 +53,12 @@ class MergedWeights:
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) on the CPU. A tensor without dimensions is read whole."""
+        if name in self._rows:
+            return self._with_rows(name, start, stop)
+        if name in self._whole:
+            return self._adapter.read(self._whole[name], start, stop)
         if name not in self._layers:
-            return (
-                self._adapter.read(self._whole[name], start, stop)
-                if name in self._whole
-                else self._base.read(name, start, stop)
-            )
+            return self._base.read(name, start, stop)
         shape = self._base.shapes()[name]
         if start == stop:  # who only asks for the type does not have a whole tensor merged
             return torch.empty((0, *shape[1:]), dtype=self._dtype(name, shape))
@@ -71,9 +74,19 @@ class MergedWeights:
     def _read(self, name: str) -> torch.Tensor:
         if name in self._whole:
             return _whole(self._adapter, self._whole[name])
+        if name in self._rows:
+            return self._with_rows(name, 0, self._base.shapes()[name][0])
         tensor = _whole(self._base, name)
         for prefix, layer in self._layers.get(name, []):
             tensor = self._merged(prefix, layer, name.rpartition(".")[2], tensor)
+        return tensor
+
+    def _with_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        rows, ids = self._rows[name]
+        tensor = self._base.read(name, start, stop).to(self._dtype(name, self._base.shapes()[name]), copy=True)
+        for place, id_ in enumerate(ids):
+            if start <= id_ < stop:
+                tensor[id_ - start] = self._adapter.read(rows, place, place + 1)[0].to(tensor.dtype)
         return tensor
 
     def _merged(self, prefix: str, layer: nn.Module, own: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,13 +124,14 @@ def class_name(model: nn.Module) -> str:
     return (kind.__bases__[-1] if isinstance(model, FSDPModule) else kind).__name__
 
 
-def build_network(hf_config: PretrainedConfig, config: FinetuneConfig) -> PreTrainedModel:
+def build_network(hf_config: PretrainedConfig, config: FinetuneConfig, added: Collection[int] = ()) -> PreTrainedModel:
     """The network that a run trains, on the meta device. Whoever needs one builds it here, so all have the same.
 
     It is in one type throughout, which is that of master weights; `parallel.store_frozen` gives frozen ones theirs.
+    `added`: the ids of new tokens, whose rows may be trained alone.
     """
     network = build_base(hf_config, config.model, config.parallel.precision)
-    choose_trained(network, config.method)
+    choose_trained(network, config.method, added)
     return network
 
 

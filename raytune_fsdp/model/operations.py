@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.estimate.flops import Architecture, Products
+from raytune_fsdp.model.added_rows import EmbeddingWithRows
 from raytune_fsdp.model.blocks import blocks_of, ends_of
 
 _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
@@ -19,7 +20,8 @@ def count_architecture(model: PreTrainedModel) -> Architecture:
     text = model.config.get_text_config()
     output = model.get_output_embeddings()
     of_head = {id(p) for p in output.parameters()} if output is not None else set()
-    inputs = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    lookups = nn.Embedding | EmbeddingWithRows
+    inputs = {id(p) for m in model.modules() if isinstance(m, lookups) for p in m.parameters(recurse=False)}
     places = _places(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     first = min((places[id(p)] for p in trained), default=len(places))

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedModel
 
-from raytune_fsdp.config.method import AdapterMethod, FreezeMethod, Method
+from raytune_fsdp.config.method import AdapterMethod, FreezeMethod, LoraMethod, Method
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.adapters import attach
+from raytune_fsdp.model.added_rows import train_rows
 
 
-def choose_trained(network: PreTrainedModel, method: Method) -> None:
-    """Freeze what the method does not train, and add what it trains beside. The network is on the meta device."""
+def choose_trained(network: PreTrainedModel, method: Method, added: Collection[int] = ()) -> None:
+    """Freeze what the method does not train, and add what it trains beside. The network is on the meta device.
+
+    `added`: the ids of new tokens.
+    """
     if isinstance(method, FreezeMethod):
         freeze(network, method.trained)
     elif isinstance(method, AdapterMethod):
         attach(network, method)
+        if added and isinstance(method, LoraMethod) and method.train_added_tokens:
+            train_rows(network, added)
 
 
 def freeze(network: PreTrainedModel, trained: Sequence[str]) -> None:

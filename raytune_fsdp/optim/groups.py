@@ -11,6 +11,7 @@ from torch import nn
 from raytune_fsdp.config import OptimConfig
 from raytune_fsdp.config.method import Method
 from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.model.added_rows import ROWS
 
 _SECOND = re.compile(r"\.lora_(B|embedding_B)\.")
 
@@ -81,7 +82,7 @@ def undecayed_names(model: nn.Module) -> set[str]:
     """Parameters without weight decay: everything with fewer than two dimensions, factors, and the embeddings.
 
     An output embedding that is tied to the input embedding is the same parameter; an untied one is a matrix like any
-    other and decays.
+    other and decays. Rows of new tokens do not, in the head either: they are few, and start as means of others.
     """
     embeddings = {
         f"{prefix}.{name}" if prefix else name
@@ -89,6 +90,7 @@ def undecayed_names(model: nn.Module) -> set[str]:
         if isinstance(module, nn.Embedding)
         for name, _ in module.named_parameters(recurse=False)
     }
+    embeddings |= {name for name, _ in model.named_parameters() if name.endswith(f".{ROWS}")}
     # IA3's factors are vectors in the form of a matrix, and around one.
     return embeddings | {name for name, p in model.named_parameters() if p.ndim < 2 or ".ia3_l." in name}
 

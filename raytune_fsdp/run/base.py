@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError, ModelError, ResumeError
+from raytune_fsdp.model.adapters import rows_of
 from raytune_fsdp.model.export_adapter import check_found_by_others
 from raytune_fsdp.model.files import WeightFiles, commit_of, is_local
 from raytune_fsdp.model.fill import FillMode
@@ -52,7 +53,9 @@ def check_exportable(config: FinetuneConfig, network: PreTrainedModel, origin: O
             f"method.type={config.method.type}: {type(network).__name__} brings code of its own, and adapters are "
             "exported for transformers' own networks only: use method.type=full or freeze"
         )
-    grown = origin is not None and (origin.grown or origin.added)
+    # Rows that are trained alone are in PEFT's directory, if the base has a place for them.
+    alone = {weight for weight, _ in rows_of(network).values()}
+    grown = origin is not None and (origin.grown or origin.added.keys() - alone)
     exports = (config.export.at_end or config.export.every is not None) and not config.export.merge
     if exports and config.export.push is not None:
         check_found_by_others(str(config.model.path), config.export.push)

@@ -28,6 +28,7 @@ from raytune_fsdp.errors import ConfigError, ModelError, RaytuneError, first_lin
 from raytune_fsdp.evaluate import encode_prompt
 from raytune_fsdp.lease import lease_of
 from raytune_fsdp.model.adapters import base_name, frozen_experts, is_adapted, left_out
+from raytune_fsdp.model.added_rows import why_not_alone
 from raytune_fsdp.model.attention import positions_of, takes_position_ids
 from raytune_fsdp.model.bounds import MOST_TOKENS, check_tokenizer_files
 from raytune_fsdp.model.files import locate
@@ -76,7 +77,7 @@ def prepare(
     own, found = own_model_files(config, place), find_resume(place, resume=config.run.resume)
     directory = own or model_directory(config, weights=False, commit=begun_with(config, found.state.base))
     hf_config, tokenizer, added = _fitted(config, directory)
-    network = build_network(hf_config, config)
+    network = build_network(hf_config, config, added)
     _name_class(hf_config, network)
     init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
     _check_network(config, network, world)
@@ -115,7 +116,11 @@ def prepare(
         files_of_data=files_of_data,
         parameters=count_parameters(network),
         needs=needs,
+<<<<<<< HEAD
         lease=lease_of(place.lock),
+=======
+        added=tuple(added),
+>>>>>>> part9-d
     )
     standing = stand(config, prepared, world, found, windows_built=built)
     check_best(config, standing.plan, [name(each) for each in evals for name in (evaluation_loss, evaluation_accuracy)])
@@ -139,8 +144,8 @@ def sharding_of(config: FinetuneConfig, world: int) -> dict[str, Any] | None:
     """What of the model is gathered together on `world` ranks; None: nothing is. No weights are fetched."""
     if not is_wrapped(config.parallel, world):
         return None
-    hf_config, _, _ = _fitted(config, model_directory(config, weights=False))
-    network = build_network(hf_config, config)
+    hf_config, _, added = _fitted(config, model_directory(config, weights=False))
+    network = build_network(hf_config, config, added)
     ends = network_needs(config, hf_config, network).ends
     if isinstance(config.method, QloraMethod):
         quantize_layers(network, config.method.quantization)
@@ -171,6 +176,11 @@ def _fitted(
     hf_config = load_architecture(config.model, directory)
     tokenizer = load_tokenizer(config, directory)
     added = add_tokens(tokenizer, config.model.add_tokens)
+    if not added and getattr(config.method, "train_added_tokens", False):
+        raise ConfigError(
+            "method.train_added_tokens=true: this tokenizer has all tokens of model.add_tokens already, and their rows "
+            "are not told from others: set it to false, or name embedding and head in method.modules_to_save"
+        )
     fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=config.model.resize_embeddings or bool(added))
     return hf_config, tokenizer, added
 
@@ -271,6 +281,8 @@ def _warn_of_tokens(config: FinetuneConfig, network: PreTrainedModel, origin: Or
         )
     else:
         way_out = f"name their modules in method.modules_to_save ([{names}])"
+    if isinstance(config.method, LoraMethod) and origin.added and why_not_alone(network) is None:
+        way_out = f"set method.train_added_tokens=true; for all rows, {way_out}"
     logger.warning(
         "%s: with method.type=%s the rows of new tokens stay as they begin (%s); to train them, %s",
         "model.add_tokens" if origin.added else "model.resize_embeddings=true", config.method.type,

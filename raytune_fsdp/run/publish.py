@@ -11,7 +11,7 @@ from raytune_fsdp.checkpoint.model_files import model_files
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.checkpoint.tensors import INITIAL
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
-from raytune_fsdp.checkpoint.whole import adapted_network, base_of, whole_weights
+from raytune_fsdp.checkpoint.whole import base_of, check_rows_stored, saved_network, whole_weights
 from raytune_fsdp.config import ExportConfig
 from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.model.export import export
@@ -67,11 +67,11 @@ def export_checkpoint(
     files = model_files(checkpoint)
     found = read_state(checkpoint).base
     if found is not None and not chosen.merge:
-        adapter = CheckpointWeights(checkpoint)
+        check_rows_stored(checkpoint, files, base)
         export_adapter(
-            adapter,
+            CheckpointWeights(checkpoint),
             CheckpointWeights(checkpoint, INITIAL),
-            adapted_network(files, held=adapter.shapes()),
+            saved_network(checkpoint, files),
             files,
             destination,
             base=base or found["path"],

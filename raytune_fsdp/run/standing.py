@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -57,8 +57,13 @@ class Prepared:
     """The size of the network."""
     needs: Needs
     """What it needs of its attention."""
+<<<<<<< HEAD
     lease: Lease | None
     """Whether the run is still this command's; None where nothing says whose it is."""
+=======
+    added: Collection[int] = ()
+    """The ids of new tokens."""
+>>>>>>> part9-d
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

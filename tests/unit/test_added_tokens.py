@@ -121,6 +121,17 @@ def test_rows_that_stay_as_they_begin_are_named_with_a_way_out_that_works(
                 f"{field}: with method.type={method['type']} the rows of new tokens stay as they begin"
             )
             assert f"({frozen}" in text and re.search(way_out, text), text
+            alone = method == LORA and field == "model.add_tokens"
+            assert ("to train them, set method.train_added_tokens=true; " in text) == alone, text
+    if method == LORA:
+        caplog.clear()
+        rows = make_config(
+            tmp_path,
+            model={**values, "add_tokens": ["tramway"], "architecture": None},
+            method={**method, "train_added_tokens": True},
+        )
+        prepare(rows, 1)
+        assert "rows of new tokens" not in caplog.text
 
 
 class Stored(dict[str, torch.Tensor]):
