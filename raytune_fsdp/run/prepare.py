@@ -116,11 +116,8 @@ def prepare(
         files_of_data=files_of_data,
         parameters=count_parameters(network),
         needs=needs,
-<<<<<<< HEAD
         lease=lease_of(place.lock),
-=======
         added=tuple(added),
->>>>>>> part9-d
     )
     standing = stand(config, prepared, world, found, windows_built=built)
     check_best(config, standing.plan, [name(each) for each in evals for name in (evaluation_loss, evaluation_accuracy)])

@@ -57,13 +57,10 @@ class Prepared:
     """The size of the network."""
     needs: Needs
     """What it needs of its attention."""
-<<<<<<< HEAD
     lease: Lease | None
     """Whether the run is still this command's; None where nothing says whose it is."""
-=======
     added: Collection[int] = ()
     """The ids of new tokens."""
->>>>>>> part9-d
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
