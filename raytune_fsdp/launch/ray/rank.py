@@ -85,7 +85,6 @@ def train_rank(job: RankJob) -> None:
             job.board.tell(PhaseFinished(phase))
 
     reached("workers")
-
     # Only after the notice: importing transformers takes seconds, and the driver should know that the rank is there.
     from raytune_fsdp.launch.quiet import quiet
 
@@ -127,10 +126,14 @@ def train_rank(job: RankJob) -> None:
         reports.finish()
         raise
     except Exception as error:
-        place = extract_tb(error.__traceback__)[-1]
-        job.board.tell(Failed(rank, pulse().step, f"{Path(place.filename).name}:{place.lineno}"))
+        job.board.tell(_failed(rank, error))
         raise
     reports.finish()
+
+
+def _failed(rank: int, error: Exception) -> Failed:
+    place = extract_tb(error.__traceback__)[-1]
+    return Failed(rank, pulse().step, f"{Path(place.filename).name}:{place.lineno}")
 
 
 def _agree(job: RankJob, prepared: Prepared, first: Standing, world: int) -> Standing:
