@@ -73,12 +73,7 @@ def train_rank(job: RankJob) -> None:
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     node = f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"
-    job.board.tell(
-        Joined(
-            rank=rank, node=node, node_id=ray.get_runtime_context().get_node_id(), pid=os.getpid(),
-            node_rank=context.get_node_rank(), local_rank=context.get_local_rank(),
-        )
-    )  # fmt: skip
+    job.board.tell(_joined(rank, node))
 
     def reached(phase: str) -> None:
         if rank == 0:
@@ -129,6 +124,14 @@ def train_rank(job: RankJob) -> None:
         job.board.tell(_failed(rank, error))
         raise
     reports.finish()
+
+
+def _joined(rank: int, node: str) -> Joined:
+    context = ray.train.get_context()
+    return Joined(
+        rank=rank, node=node, node_id=ray.get_runtime_context().get_node_id(), pid=os.getpid(),
+        node_rank=context.get_node_rank(), local_rank=context.get_local_rank(),
+    )  # fmt: skip
 
 
 def _failed(rank: int, error: Exception) -> Failed:
