@@ -107,8 +107,8 @@ class Chaos:
         return self.kill("SplitCoordinator")
 
     def builder_kill(self) -> str:
-        """The tasks and actors of Ray Data, which build and read windows."""
-        return self.kill("Map")
+        """The actor of Ray Data that builds and reads windows."""
+        return self.kill("ReadStream")
 
     # --- Around them -------------------------------------------------------------------------------------------------
 
