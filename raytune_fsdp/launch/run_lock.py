@@ -27,6 +27,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.lease import MOST_BYTES, Lease, hold, lease_of, release
 from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.untrusted import read_file
 
 logger = logging.getLogger(__name__)
 
@@ -237,24 +238,16 @@ def _sign(handle: int, token: str) -> None:
 
 
 def _beats(place: RunDir) -> bytes:
-    with suppress(OSError):
-        return _read(place.beat)
+    with suppress(OSError, ValueError):
+        return read_file(place.beat, limit=MOST_BYTES)
     return b""
 
 
 def _content(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        found = json.loads(_read(path))
+        found = json.loads(read_file(path, limit=MOST_BYTES))
         return found if isinstance(found, dict) else {}
     return {}
-
-
-def _read(path: Path) -> bytes:
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        return os.pread(handle, MOST_BYTES, 0)
-    finally:
-        os.close(handle)
 
 
 def _holder(place: RunDir) -> str:

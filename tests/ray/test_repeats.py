@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from raytune_fsdp.config import FinetuneConfig
 from tests.checkpoints import checkpoints
 from tests.control_groups import limited
 from tests.ray.jobs import TRAIN, Command, config_of, events
@@ -15,16 +16,20 @@ from tests.ray.jobs import TRAIN, Command, config_of, events
 pytestmark = pytest.mark.slow
 
 
-def test_a_step_that_fails_three_times(tmp_path: Path) -> None:
-    """After three kills from outside between two commits, which end nothing."""
-    config = config_of(
-        tmp_path,
+def config_for(directory: Path) -> FinetuneConfig:
+    """A run that goes on after any number of failures."""
+    return config_of(
+        directory,
         train={**TRAIN, "max_steps": 40},
         cluster={"launch": "ray", "workers": 2, "device": "cpu", "max_failures": -1},
         checkpoint={"every": 16},
         tracking={"console": True, "mlflow": {"enabled": False}},
     )
-    run = Command(config, tmp_path)
+
+
+def test_a_step_that_fails_three_times(tmp_path: Path) -> None:
+    """After three kills from outside between two commits, which end nothing."""
+    run = Command(config_for(tmp_path), tmp_path)
     (run.faults / "pace").write_text("0.1")
     for number in range(1, 4):
         run.until(lambda: len(events(run.run_dir, "first_step")) == number)  # noqa: B023
@@ -43,17 +48,10 @@ def test_a_step_that_fails_three_times(tmp_path: Path) -> None:
 
 
 def test_a_process_that_the_kernel_ends_for_its_memory_each_time(tmp_path: Path) -> None:
-    config = config_of(
-        tmp_path,
-        train={**TRAIN, "max_steps": 40},
-        cluster={"launch": "ray", "workers": 2, "device": "cpu", "max_failures": -1},
-        checkpoint={"every": 16},
-        tracking={"console": True, "mlflow": {"enabled": False}},
-    )
     with limited("raytune-rank", 100 << 20) as group:
         if group is None:
             pytest.skip("no control group can be made here")
-        run = Command(config, tmp_path)
+        run = Command(config_for(tmp_path), tmp_path)
         (run.faults / "pace").write_text("0.4")
         (run.faults / "eat-11-1").touch()
         for number in range(1, 4):

@@ -9,14 +9,7 @@ pytest.importorskip("ray")
 from raytune_fsdp.launch.ray import hangs
 from raytune_fsdp.launch.ray.board import Beat
 from raytune_fsdp.launch.ray.hangs import Hang, culprit
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
+from tests.clock import Clock
 
 
 @pytest.fixture

@@ -12,14 +12,7 @@ from raytune_fsdp.launch.ray import sizes
 from raytune_fsdp.launch.ray.board import Joined
 from raytune_fsdp.launch.ray.resources import Node, Request
 from raytune_fsdp.launch.ray.sizes import Sizes
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
+from tests.clock import Clock
 
 
 @pytest.fixture

@@ -196,7 +196,7 @@ class Attempts:
     def _described(self, cause: str, rank: int | None) -> str:
         """A failure with everything that helps: which rank, where, why, the last committed step, and the logs."""
         who = "the run failed" if rank is None else f"rank {rank}{self._where(rank)} failed"
-        saved = self.last_step()
+        saved = self._committed  # as it has just been recorded
         where = f"The last committed step is {saved}" if saved else "No step was committed yet"
         logs = f"; the logs of all ranks are in {self.logs}" if self.logs else ""
         return f"{who}: {cause}. {where}{logs}"
