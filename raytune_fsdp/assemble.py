@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import PreTrainedModel
 
 from raytune_fsdp.checkpoint.catalogue import Keep
@@ -44,6 +45,7 @@ from raytune_fsdp.model.quantized import quantize_layers
 from raytune_fsdp.model.routers import watched, why_routers_forbid
 from raytune_fsdp.model.trial import why_kernel_fails
 from raytune_fsdp.optim import Optimizer, build_optimizer
+from raytune_fsdp.own_time import OwnTime
 from raytune_fsdp.parallel import (
     COMPUTE_DTYPE,
     describe,
@@ -109,11 +111,12 @@ def assemble(
     )  # fmt: skip
     saver = _saver(config, prepared, standing, learner)
     _report(tracker, learner, saver)
+    own = OwnTime(learner.units, device, storage=lambda: saver.own_seconds) if plan.layout.world > 1 else None
     meter = Meter(
         plan, learner.architecture, device,
         windows=prepared.train.count, cursor=state.cursor, datasets=prepared.train.names,
         max_skipped=config.optim.max_skipped, checkpoints=prepared.place.checkpoints,
-        skipped_in_row=state.skipped_in_row, experts=learner.objective.experts,
+        skipped_in_row=state.skipped_in_row, experts=learner.objective.experts, own=own,
     )  # fmt: skip
     return Parts(
         config=config,
@@ -170,6 +173,8 @@ class _Learner:
     """What learns, as it is before the attempt's first step."""
 
     model: PreTrainedModel
+    units: Sequence[nn.Module]
+    """The modules that are gathered and computed one after the other."""
     optimizer: Optimizer
     architecture: Architecture
     kernels: Mapping[str, Choice]
@@ -230,6 +235,7 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
         load(model, optimizer, checkpoint)
     return _Learner(
         model=model,
+        units=[module for unit in units for module in unit.modules],
         optimizer=optimizer,
         architecture=architecture,
         kernels=kernels,

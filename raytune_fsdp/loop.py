@@ -110,6 +110,8 @@ def _log(parts: Parts, step: int, *, last: bool) -> None:
     for fields in parts.skipped.up_to(parts.meter.cursor):
         parts.tracker.event(names.ROWS_SKIPPED, **fields)
     _log_compiler(parts, step)
+    for fields in parts.meter.slow():
+        parts.tracker.event(names.SLOW_RANK, step=step, **fields)
     for fields in parts.profiler.news():
         parts.tracker.event(names.PROFILED, **fields)
     parts.meter.check(rows)

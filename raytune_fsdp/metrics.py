@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import xxhash
 from raytune_fsdp.checkpoint.catalogue import way_out
 from raytune_fsdp.errors import TrainingError
 from raytune_fsdp.estimate.flops import Architecture, mfu, peak_flops, training_flops
+from raytune_fsdp.own_time import OwnTime, SlowRanks
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.step import StepTensors
 from raytune_fsdp.step_counts import StepCounts
@@ -57,6 +59,7 @@ class Meter:
         checkpoints: str,
         skipped_in_row: int = 0,
         experts: tuple[int, int] = (0, 0),
+        own: OwnTime | None = None,
     ) -> None:
         self._plan = plan
         self._architecture = architecture
@@ -76,6 +79,10 @@ class Meter:
         # wait until it has nothing left to do.
         self._late = 1 if device.type == "cuda" else 0
         self._pending: list[_Pending] = []
+        self._own = own
+        """None: this rank is alone."""
+        self._slow_ranks = SlowRanks(plan.layout.world, device)
+        self._slow: list[dict[str, Any]] = []
         self._since = time.perf_counter()
 
     def restart_clock(self) -> None:
@@ -84,6 +91,8 @@ class Meter:
 
     def add(self, batches: StepBatches, tensors: StepTensors, *, lr: float, data_seconds: float) -> None:
         tensors, arrival = to_host(tensors)
+        if self._own is not None:
+            self._own.end_step(len(batches.blocks))
         self._pending.append(
             _Pending(step=batches.step, lr=lr, data_seconds=data_seconds, tensors=tensors, arrival=arrival)
         )
@@ -101,7 +110,7 @@ class Meter:
                 pending.arrival.synchronize()
         now = time.perf_counter()
         seconds = (now - self._since) / len(ready)
-        machines = self._machines(seconds, sum(pending.data_seconds for pending in ready) / len(ready))
+        machines = self._machines(seconds, sum(pending.data_seconds for pending in ready) / len(ready), len(ready))
         rows = [
             self._metrics(pending, pending.tensors.counts.tolist(), pending.tensors.values.tolist(), seconds, machines)
             for pending in ready
@@ -121,22 +130,32 @@ class Meter:
                     f"{way_out(self._checkpoints, row.step - self.skipped_in_row)}"
                 )
 
-    def _machines(self, seconds: float, data_seconds: float) -> dict[str, Any]:
+    def slow(self) -> list[dict[str, Any]]:
+        """Ranks that the others have begun to wait for since the last call."""
+        found, self._slow = self._slow, []
+        return found
+
+    def _machines(self, seconds: float, data_seconds: float, steps: int) -> dict[str, Any]:
         """What the ranks' machines say of themselves. Collective."""
         busy = _utilization(self._device)
-        mine = [seconds, data_seconds, float(psutil.virtual_memory().used), math.nan if busy is None else busy]
+        used = float(psutil.virtual_memory().used)
+        if self._own is None:
+            return {"host_memory_bytes": int(used), "gpu_utilization": busy}
+        mine = [seconds, used, math.nan if busy is None else busy, data_seconds, *self._own.fetch(steps)]
         world = self._plan.layout.world
-        if world == 1:
-            return {"host_memory_bytes": int(mine[2]), "gpu_utilization": busy}
         everyone = [torch.empty(len(mine), dtype=torch.float64) for _ in range(world)]
         # On the hosts, which are here together once for every fetch.
         dist.all_gather(everyone, torch.tensor(mine, dtype=torch.float64))
-        steps, waits, memory, used = torch.stack(everyone).numpy().T
+        known = torch.stack(everyone).numpy()
+        each_step, memory, utilization, waits, computed, _ = known.T
+        slow = self._slow_ranks.judge(known[:, 3:], steps=steps, step_seconds=seconds)
+        self._slow += [{**fields, "node": _node_of(fields["rank"])} for fields in slow]
         return {
-            "rank_seconds": _spread(steps),
+            "rank_seconds": _spread(each_step),
             "rank_data_seconds": _spread(waits),
+            "rank_compute_seconds": _spread(computed),
             "host_memory_bytes": int(memory.max()),
-            "gpu_utilization": None if np.isnan(used).any() else float(used.min()),
+            "gpu_utilization": None if np.isnan(utilization).any() else float(utilization.min()),
         }
 
     def _metrics(
@@ -203,6 +222,13 @@ def to_host(tensors: StepTensors) -> tuple[StepTensors, _Arrival | None]:
         for each in (tensors.counts, tensors.values)
     )
     return StepTensors(counts=counts, values=values), torch.cuda.current_stream(tensors.values.device).record_event()
+
+
+def _node_of(rank: int) -> str:
+    """The machine that a rank is on. Collective."""
+    name = [socket.gethostname()]
+    dist.broadcast_object_list(name, src=rank)
+    return name[0]
 
 
 def _spread(values: Any) -> tuple[float, float, float]:

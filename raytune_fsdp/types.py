@@ -152,6 +152,8 @@ class StepMetrics:
     """The step's seconds as the fastest rank, the median and the slowest saw them, where there are several."""
     rank_data_seconds: tuple[float, ...] = ()
     """The same of the seconds that ranks waited for data."""
+    rank_compute_seconds: tuple[float, ...] = ()
+    """The same of the seconds that the units of the network took, without what ranks waited for each other."""
     host_memory_bytes: int | None = None
     """Memory in use on the node that uses most."""
     gpu_utilization: float | None = None

@@ -3,32 +3,36 @@
     make chaos SECONDS=600 SEED=1
 
 Every fault is drawn by the seed: 60 s after the last one, or 10 s after the first step that follows it, whichever is
-later. In the end the run is stopped, and compared with the same run undisturbed: the samples of every step are equal,
-the losses to rounding. Exits with 1 if they are not, if anything had to be done by hand, or if anything is left.
+later. In the end the run is stopped, and compared with undisturbed runs: with one of as many ranks in every step it is
+equal to the bit; with one of two ranks the samples of every step are equal, and the losses to rounding. MLflow has
+every step. Exits with 1 if not, if anything had to be done by hand, or if anything is left.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import psutil
 
+from benchmarks.record import write_result
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.tracking.jsonl import read_metrics, read_trajectory
-from tests.metadata import Server, serving
-from tests.ray.jobs import Command, Nodes, config_of, events
+from raytune_fsdp.tracking.jsonl import read_metrics
+from tests.mlflow_server import Server
+from tests.ray.jobs import TEMPORARY, Command, Nodes, config_of, events
 from tests.runs import trajectory
 
 PAUSE_SECONDS, AFTER_STEP_SECONDS = 60.0, 10.0
@@ -39,19 +43,28 @@ BARE_RECOVERY_SECONDS = 17.8
 """Of bare Ray Train after the loss of a rank: benchmarks/results/startup.json, median."""
 OURS = ("RayTrainWorker", "_Board", "TrainController", "_NodeWatch", "SplitCoordinator")
 """Processes that end with the run."""
-NAMES = "abcdefghijklmnopqrstuvwxyz"
+OUTAGE_SECONDS = 15.0
+GROUPS = """
+import ray
+ray.init(namespace="chaos", log_to_driver=False)
+groups = ray.util.placement_group_table().values()
+print([each["name"] or each["state"] for each in groups if each["state"] != "REMOVED"])
+"""
+"""What placement groups there are."""
 
 
 @dataclass
 class Chaos:
     directory: Path
     nodes: Nodes
-    spot: Server
+    mlflow: Server
     config: FinetuneConfig
     random: random.Random
     run: Command
     living: list[str] = field(default_factory=list)
+    drained: list[str] = field(default_factory=list)
     added: int = 0
+    deck: list[Callable[[Chaos], str]] = field(default_factory=list)
     done: list[dict[str, Any]] = field(default_factory=list)
 
     # --- Faults: each does it, and says what -------------------------------------------------------------------------
@@ -74,8 +87,8 @@ class Chaos:
         return f"node {name} removed"
 
     def node_addition(self) -> str:
-        name = NAMES[self.added % 26] + str(self.added // 26)
         self.added += 1
+        name = f"n{self.added}"
         self.nodes.add(name)
         self.living.append(name)
         return f"node {name} added"
@@ -85,11 +98,16 @@ class Chaos:
             return self.node_addition()
         name = self.living.pop(self.random.randrange(len(self.living)))
         self.nodes.drain(name, 20)
+        self.drained.append(name)
         return f"node {name} drained in 20 s"
 
     def storage_error(self) -> str:
         (self.run.faults / "storage-error").touch()
-        return "the storage of checkpoints fails for 15 s"
+        return f"the storage of checkpoints fails for {OUTAGE_SECONDS:g} s"
+
+    def mlflow_down(self) -> str:
+        self.mlflow.kill()
+        return f"MLflow's server killed, and started again after {OUTAGE_SECONDS:g} s"
 
     def driver_kill(self) -> str:
         self.run.process.kill()
@@ -131,29 +149,42 @@ class Chaos:
         joined: list[dict[str, Any]] = events(self.run.run_dir, "ranks_joined")[-1]["fields"]["ranks"]
         return joined
 
+    def draw(self) -> str:
+        """Every kind of fault once, in another order each time."""
+        if not self.deck:
+            self.deck = self.random.sample(FAULTS, len(FAULTS))
+        return self.deck.pop()(self)
+
     def strike(self) -> None:
-        kinds: list[Callable[[], str]] = [
-            self.worker_kill, self.rank_stop, self.node_removal, self.node_addition, self.drain, self.storage_error,
-            self.driver_kill, self.board_kill, self.controller_kill, self.coordinator_kill, self.builder_kill,
-        ]  # fmt: skip
         began = time.monotonic()
         steps = self.run.steps()
-        what = self.random.choice(kinds)()
+        what = self.draw()
         print(f"{time.strftime('%H:%M:%S')} after step {steps}: {what}", flush=True)
         self.settle(steps)
-        (self.run.faults / "storage-error").unlink(missing_ok=True)
         seconds = time.monotonic() - began
         self.done.append({"fault": what, "after_step": steps, "seconds": round(seconds, 1)})
 
     def settle(self, steps: int) -> None:
         """Wait until the run has trained further, and ten seconds more."""
-        time.sleep(AFTER_STEP_SECONDS)
+        time.sleep(OUTAGE_SECONDS)
         (self.run.faults / "storage-error").unlink(missing_ok=True)
+        if not self.mlflow.lives():
+            self.mlflow.start()
         self.run.until(lambda: self.run.steps() > steps + 2, RECOVERY_SECONDS)
+        for name in self.drained:  # its machine is gone after that
+            self.nodes.remove(name)
+        self.drained.clear()
         time.sleep(AFTER_STEP_SECONDS)
 
 
-def config_for(directory: Path) -> FinetuneConfig:
+FAULTS: list[Callable[[Chaos], str]] = [
+    Chaos.worker_kill, Chaos.rank_stop, Chaos.node_removal, Chaos.node_addition, Chaos.drain, Chaos.storage_error,
+    Chaos.mlflow_down, Chaos.driver_kill, Chaos.board_kill, Chaos.controller_kill, Chaos.coordinator_kill,
+    Chaos.builder_kill,
+]  # fmt: skip
+
+
+def config_for(directory: Path, uri: str | None = None) -> FinetuneConfig:
     return config_of(
         directory,
         train={"global_batch": 10, "micro_batch": 2, "max_steps": 100_000},
@@ -164,68 +195,106 @@ def config_for(directory: Path) -> FinetuneConfig:
             "launch": "ray", "workers": {"min": 1, "max": 3}, "device": "cpu", "gpus_per_worker": 1,
             "max_failures": -1, "hang_minutes": 0.25, "wait_minutes": 5,
         },
-        tracking={"console": False, "mlflow": {"enabled": True}},
+        tracking={"console": False, "mlflow": {"enabled": uri is not None, "uri": uri}},
     )  # fmt: skip
 
 
 def wreak(directory: Path, seconds: float, seed: int) -> dict[str, Any]:
     """The chaos. Returns what was done, what was trained, and what is left."""
-    config = config_for(directory)
-    with serving() as spot, Nodes(directory, head_cpus=1) as nodes:
-        run = Command(config, directory, RAY_ADDRESS=nodes.address, RAY_AUTH_MODE="disabled")
-        (run.faults / "pace").write_text("0.2")
-        chaos = Chaos(directory, nodes, spot, config, random.Random(seed), run)
-        for _ in range(3):
-            chaos.node_addition()
-        began = time.monotonic()
-        chaos.settle(0)
-        while time.monotonic() - began < seconds:
-            struck = time.monotonic()
-            chaos.strike()
-            time.sleep(max(0.0, PAUSE_SECONDS - (time.monotonic() - struck)))
-        took = time.monotonic() - began
-        chaos.run.process.send_signal(signal.SIGTERM)
-        code, said = chaos.run.end(120)
-        time.sleep(5)
-        left = [what for what in OURS for _ in chaos.of_ray(what)]
-    return {
-        "faults": chaos.done,
-        "seconds": took,
-        "code": code,
-        "said": said,
-        "left": left,
-        "run_dir": chaos.run.run_dir,
-    }
+    mlflow = Server(directory / "mlflow")
+    config = config_for(directory, mlflow.uri)
+    try:
+        with Nodes(directory, head_cpus=1) as nodes:
+            run = Command(config, directory, RAY_ADDRESS=nodes.address, RAY_AUTH_MODE="disabled")
+            (run.faults / "pace").write_text("0.2")
+            chaos = Chaos(directory, nodes, mlflow, config, random.Random(seed), run)
+            for _ in range(3):
+                chaos.node_addition()
+            began = time.monotonic()
+            chaos.settle(0)
+            while time.monotonic() - began < seconds:
+                struck = time.monotonic()
+                chaos.strike()
+                time.sleep(max(0.0, PAUSE_SECONDS - (time.monotonic() - struck)))
+            took = time.monotonic() - began
+            chaos.run.process.send_signal(signal.SIGTERM)
+            code, said = chaos.run.end(120)
+            left = leftovers(chaos)
+        lines = list(read_metrics(run.run_dir / "metrics.jsonl"))
+        problems = [] if code == 130 else [f"the command ended with {code}: {said[-2000:]}"]
+        problems += [f"left behind: {left}"] if left else []
+        problems += compare_mlflow(mlflow.uri, lines)
+    finally:
+        mlflow.kill()
+    return {"faults": chaos.done, "seconds": took, "lines": lines, "problems": problems}
+
+
+def leftovers(chaos: Chaos) -> list[str]:
+    """Processes of the run, placement groups and files in temporary directories, a while after its end."""
+    time.sleep(5)
+    environment = {**os.environ, "RAY_ADDRESS": chaos.nodes.address, "RAY_AUTH_MODE": "disabled"}
+    asked = subprocess.run([sys.executable, "-c", GROUPS], env=environment, capture_output=True, text=True, check=True)
+    groups = asked.stdout.strip().splitlines()[-1]
+    return [
+        *(what for what in OURS for _ in chaos.of_ray(what)),
+        *([f"placement groups {groups}"] if groups != "[]" else []),
+        *(str(path) for path in TEMPORARY.iterdir()),
+    ]
+
+
+def compare_mlflow(uri: str, lines: list[dict[str, Any]]) -> list[str]:
+    """MLflow has one run, and of every step the loss of the record."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("raytune_fsdp")
+    runs = client.search_runs([experiment.experiment_id])
+    if len(runs) != 1:
+        return [f"MLflow has {len(runs)} runs"]
+    points = client.get_metric_history(runs[0].info.run_id, "train/loss")
+    losses = {line["trajectory"]["step"]: line["trajectory"]["loss"] for line in lines if line["kind"] == "step"}
+    if len(points) != len(losses) or {point.step: point.value for point in points} != losses:
+        return [f"MLflow has {len(points)} losses of {len(losses)} steps, or others"]
+    return []
+
+
+def again(directory: Path, name: str, sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """The same run undisturbed, without Ray; `sizes` are numbers of ranks, and the step up to which each trains."""
+    config = config_for(directory).model_dump()
+    config["run"]["name"] = name
+    config["cluster"] |= {"launch": "local", "workers": 2, "gpus_per_worker": "auto"}
+    found: list[dict[str, Any]] = []
+    for world, last in sizes:
+        found = trajectory(FinetuneConfig.model_validate(config), world, last)
+    return found
 
 
 def judge(found: dict[str, Any], directory: Path) -> list[str]:
     """What is not as it should be; prints the rest."""
-    steps = read_trajectory(found["run_dir"] / "metrics.jsonl")
-    config = config_for(directory).model_dump()
-    config["run"]["name"] = "whole"
-    config["train"]["max_steps"] = len(steps)
-    config["cluster"] |= {"launch": "local", "workers": 2, "gpus_per_worker": "auto"}
-    config["tracking"]["mlflow"]["enabled"] = False
-    whole = trajectory(FinetuneConfig.model_validate(config), 2)
-    problems = [] if found["code"] == 130 else [f"the command ended with {found['code']}: {found['said'][-2000:]}"]
+    lines = [line for line in found["lines"] if line["kind"] == "step"]
+    steps, problems = [line["trajectory"] for line in lines], list(found["problems"])
     if [step["step"] for step in steps] != list(range(1, len(steps) + 1)):
-        problems.append("the record has not every step once")
+        return [*problems, "the record has not every step once"]
+    sizes: list[tuple[int, int]] = []
+    for world, those in groupby(lines, key=lambda line: int(line["world_size"])):
+        sizes.append((world, max(line["trajectory"]["step"] for line in those)))
+    if again(directory, "as-large", sizes) != steps:
+        problems.append(f"not equal to the bit to a run of the same sizes {sizes}")
+    whole = again(directory, "whole", [(2, step) for step in [*range(1000, len(steps), 1000), len(steps)]])
     if [step["samples"] for step in steps] != [step["samples"] for step in whole]:
         problems.append("other samples")
     off = max(abs(mine["loss"] / theirs["loss"] - 1) for mine, theirs in zip(steps, whole, strict=True))
     if off > 1e-8:
         problems.append(f"a loss is off by {off:.1e}")
-    if found["left"]:
-        problems.append(f"left behind: {found['left']}")
-    pace = median(
-        line["step_seconds"] for line in read_metrics(found["run_dir"] / "metrics.jsonl") if "step_seconds" in line
-    )
+    pace = median(line["step_seconds"] for line in lines)
     ours = len(steps) * pace / found["seconds"]
     faults = len(found["faults"])
     lost = faults * (BARE_RECOVERY_SECONDS + EVERY / 2 * pace)
     bare = max(0.0, 1 - lost / found["seconds"])
+    found |= {"steps": len(steps), "sizes": sizes, "largest_difference": off, "productive": ours, "bare_ray": bare}
     print(
-        f"{faults} faults in {found['seconds']:.0f} s, {len(steps)} steps of {pace:.2f} s; largest difference {off:.1e}"
+        f"{faults} faults in {found['seconds']:.0f} s, {len(steps)} steps of {pace:.2f} s; {len(sizes)} sizes, "
+        f"largest difference from two ranks {off:.1e}"
     )
     print(f"productive {ours:.0%}; bare Ray Train, had it recovered from each: at most {bare:.0%}")
     return problems
@@ -241,8 +310,9 @@ def main() -> int:
         found = wreak(Path(name), arguments.seconds, arguments.seed)
         problems = judge(found, Path(name))
     if arguments.out is not None:
-        kept = {key: value for key, value in found.items() if key not in ("said", "run_dir")}
-        arguments.out.write_text(json.dumps(kept | {"problems": problems}, indent=1))
+        kept = {key: value for key, value in found.items() if key != "lines"}
+        what = "chaos: faults, and what became of the run"
+        write_result(arguments.out, {"what": what, "seed": arguments.seed, **kept, "problems": problems})
     for problem in problems:
         print(problem)
     return bool(problems)

@@ -95,7 +95,8 @@ class SaveInFlight:
         self.reported = False
         self._started = time.monotonic()
         self._lock = threading.Lock()
-        self._sent = False
+        self.sent_at = 0.0
+        """When this rank's part was written, or had failed, by `time.monotonic`. 0: not yet."""
         self._waiting_for = 0
         self._given_up = False
         self._committing = False
@@ -116,7 +117,7 @@ class SaveInFlight:
         """Whether another save must wait: this rank is still writing, or rank 0 does not know the outcome yet."""
         if self._thread.is_alive():
             return True
-        if not self._sent:  # the thread was ended from outside: spare rank 0 the wait for its message
+        if not self.sent_at:  # the thread was ended from outside: spare rank 0 the wait for its message
             self._send({"problem": "its writer ended without a report"})
         return self.job.rank == 0 and not self.reported and self.outcome() is None
 
@@ -218,7 +219,7 @@ class SaveInFlight:
         return {"file": file, "sum": asdict(written.sum), "spans": written.spans}
 
     def _send(self, message: dict[str, Any]) -> None:
-        self._sent = True
+        self.sent_at = time.monotonic()
         self.job.messages.send(self.job.written_key(self.job.rank), message)
 
     def _gather(self) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,6 +41,8 @@ class Saver:
     messages: Messages
     scores: dict[int, float] = field(default_factory=dict)
     """Scores by step, to keep the best checkpoints. On rank 0."""
+    own_seconds: float = 0.0
+    """For how long training has waited for this rank's own part of saves."""
     _serial: int = 0
     _save: SaveInFlight | None = None
     """The last one that was begun."""
@@ -80,6 +83,7 @@ class Saver:
         `before` is called on rank 0, in another thread, before the checkpoint becomes visible.
         """
         assert self._save is None or self._save.reported, "one save at a time"
+        since = time.monotonic()
         tensors = self.tensors()
         if self.staging is not None:
             self.staging.copy(tensors, self.layout.mine)
@@ -107,6 +111,7 @@ class Saver:
         )
         self._failed.clear()
         self._save = SaveInFlight(job)
+        self.own_seconds += time.monotonic() - since
 
     def _pruning(self, state: RunState) -> Callable[[], None]:
         """What removes older checkpoints once this state is committed."""
@@ -126,7 +131,10 @@ class Saver:
         """Wait for the outcome of the last save; None if there is no save, or it was reported. Collective."""
         if self._save is None or self._save.reported:
             return None
-        return self._reported(self._save.finish())
+        since = time.monotonic()
+        outcome = self._reported(self._save.finish())
+        self.own_seconds += max(0.0, self._save.sent_at - since)
+        return outcome
 
     def _reported(self, outcome: Outcome) -> Outcome:
         # The next save removes the draft of a failed one: a storage that failed may not have let it be removed.

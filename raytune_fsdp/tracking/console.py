@@ -145,6 +145,12 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
                 f"node {get('node')} has {free} of free memory, and saves copy {wanted} there: it may run out at the "
                 "first one; give it more, or set checkpoint.asynchronous=false, which copies nothing"
             )
+        case names.SLOW_RANK:
+            mine, others = (f"{n:.3f}" if isinstance(n := get(key), float) else n for key in ("seconds", "others"))
+            return (
+                f"step {get('step')}: the others wait for rank {get('rank')} on {get('node')}: its own work takes "
+                f"{mine} s a step, theirs {others} s; what takes longer is its {get('spends_it_on')}"
+            )
         case names.SHARDED:
             units = get("units")
             listed = ", ".join(map(_unit, units)) if isinstance(units, list) else units

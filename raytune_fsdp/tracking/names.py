@@ -20,11 +20,12 @@ TOKENS_PER_SECOND = "perf/tokens_per_second"
 MFU = "perf/mfu"
 STEP_SECONDS = "perf/step_seconds"
 DATA_SECONDS = "perf/data_seconds"
+COMPUTE_SECONDS = "perf/compute_seconds"
 MEMORY_BYTES = "perf/memory_bytes"
 HOST_MEMORY_BYTES = "perf/host_memory_bytes"
 GPU_UTILIZATION = "perf/gpu_utilization"
 RANKS = ("fastest", "median", "slowest")
-"""perf/step_seconds/<rank> and perf/data_seconds/<rank>, where there are several."""
+"""perf/step_seconds/<rank>, and of data_seconds and compute_seconds, where there are several."""
 
 ATTEMPT_STARTED = "attempt_started"
 """Fields: world_size, resumed_from, and the part of the plan that depends on the world size."""
@@ -88,6 +89,9 @@ REGISTRY_REPAIRED = "registry_repaired"
 RESIZED = "resized"
 """The run goes on with another number of ranks. Fields: before, after, cause; seconds, from the end of the last attempt
 to the end of the first step of this one; steps_redone, which had been trained and were not saved."""
+SLOW_RANK = "slow_rank"
+"""The others have been waiting for a rank. Fields: step, rank, node, seconds (a step of its own work), others (the
+median of theirs), spends_it_on (data, compute or storage)."""
 DRAINED = "drained"
 """A node of the run is about to be taken away. Fields: node, seconds_left (null: not known)."""
 
@@ -159,6 +163,7 @@ def step_values(line: Mapping[str, Any]) -> dict[str, float]:
         GPU_UTILIZATION: line.get("gpu_utilization"),
         **_of_ranks(STEP_SECONDS, line.get("rank_seconds")),
         **_of_ranks(DATA_SECONDS, line.get("rank_data_seconds")),
+        **_of_ranks(COMPUTE_SECONDS, line.get("rank_compute_seconds")),
         MFU: line.get("mfu"),
     }
     return {name: float(value) for name, value in values.items() if value is not None and is_number(value)}

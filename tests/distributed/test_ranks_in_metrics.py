@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from raytune_fsdp.tracking.jsonl import read_events, read_metrics
 from tests.ranks import run_ranks
-from tests.runs import GPT2, make_config, train_rank
+from tests.runs import GPT2, LLAMA, make_config, train_rank
 
 
 def out_of_memory(values: Mapping[str, Any]) -> str:
@@ -57,6 +62,67 @@ def test_ranks_say_how_long_they_took_and_what_took_their_memory(tmp_path: Path)
     assert cramped["free"] == 1000 and bytes_of_both <= cramped["wanted"] <= 1.01 * bytes_of_both
     assert events["profiled"] == {"step": 2, "path": str(directory / "profile" / "step-2-rank-0.txt")}
     assert (directory / "profile" / "step-2-rank-1.json.gz").stat().st_size > 0
+
+
+WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "max_position_embeddings": 256}
+
+SLOW_DOWN = """
+import os, signal, sys, time
+rank, times = int(sys.argv[1]), float(sys.argv[2])
+while os.getppid() == rank:
+    os.kill(rank, signal.SIGSTOP)
+    time.sleep(0.005 * (times - 1))
+    os.kill(rank, signal.SIGCONT)
+    time.sleep(0.005)
+"""
+
+
+def slowed(values: Mapping[str, Any], slow: int, what: str, times: float) -> None:
+    """Train; rank `slow` computes for 5 ms and is stopped for as long as makes it so many times slower, or it waits
+    for its data, or for its storage."""
+    import torch.distributed as dist
+
+    from raytune_fsdp import assemble
+    from raytune_fsdp.checkpoint import save_in_flight
+
+    is_slow = dist.get_rank() == slow
+    if is_slow and what == "compute":
+        subprocess.Popen([sys.executable, "-c", SLOW_DOWN, str(os.getpid()), str(times)])
+    if is_slow and what == "data":
+        take = assemble.to_device
+        assemble.to_device = lambda batches, device: take((time.sleep(0.3) or each for each in batches), device)
+    if is_slow and what == "storage":
+        write = save_in_flight.write_pieces
+        save_in_flight.write_pieces = lambda *given: time.sleep(0.5) or write(*given)
+    train_rank(values)
+
+
+ON_A_QUIET_MACHINE = pytest.mark.slow  # where tests share two cores, every rank is stopped now and then
+
+
+@pytest.mark.parametrize(
+    ("world", "what", "times"),
+    [
+        (2, "compute", 8),
+        (3, "data", 0),
+        (3, "storage", 0),
+        pytest.param(2, "compute", 3, marks=ON_A_QUIET_MACHINE),
+        pytest.param(4, "compute", 3, marks=ON_A_QUIET_MACHINE),
+    ],
+)
+def test_a_rank_that_the_others_wait_for_is_named(tmp_path: Path, world: int, what: str, times: float) -> None:
+    saves = {"every": 1, "asynchronous": False} if what == "storage" else {}
+    shape, length = (WIDE, 256) if what == "compute" else (GPT2, 48)
+    config = make_config(
+        tmp_path, shape, checkpoint=saves, data={"seq_len": length},
+        train={"global_batch": 2 * world, "micro_batch": 2, "max_steps": 20, "log_every": 2},
+    )  # fmt: skip
+    run_ranks(slowed, world, config.model_dump(), 1, what, times)
+    directory = tmp_path / "runs" / "run"
+    named = [event["fields"] for event in read_events(directory / "events.jsonl") if event["event"] == "slow_rank"]
+    assert [(fields["rank"], fields["spends_it_on"]) for fields in named] == [(1, what)], named
+    assert named[0]["step"] <= 20 and named[0]["seconds"] > 1.5 * named[0]["others"]
+    assert named[0]["node"] == socket.gethostname()
 
 
 def no_memory_for(values: Mapping[str, Any], what: str) -> str:
