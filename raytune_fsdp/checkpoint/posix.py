@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from raytune_fsdp.untrusted import open_regular, read_file
 STAGING = ".tmp"
 """Suffix of directories that are unfinished or being deleted."""
 _BUFFER_BYTES = 1 << 20
+_SEEN_SECONDS, _LOOK_SECONDS = 30.0, 0.2
+"""How long files that other nodes have written may be missing where rank 0 lists them: NFS keeps a directory's listing
+for 30 s by default (acdirmin)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +45,11 @@ class PosixDraft:
             os.fsync(sink.fileno())
 
     def publish(self, sizes: Mapping[str, int], manifest: str) -> None:
-        present = {entry.name: entry.stat().st_size for entry in os.scandir(self.staging)}
-        if present != sizes:
-            raise OSError(f"{self.staging} holds {present}, but what was written there is {dict(sizes)}")
+        deadline = time.monotonic() + _SEEN_SECONDS
+        while (present := {entry.name: entry.stat().st_size for entry in os.scandir(self.staging)}) != sizes:
+            if time.monotonic() > deadline:
+                raise OSError(f"{self.staging} holds {present}, but what was written there is {dict(sizes)}")
+            time.sleep(_LOOK_SECONDS)
         write_durably(self.staging / MANIFEST_FILE, manifest)
         sync_directory(self.staging)
         self.staging.rename(self.final)

@@ -26,6 +26,7 @@ from typing import Any
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.lease import MOST_BYTES, Lease, hold, lease_of, release
+from raytune_fsdp.machine import this_node
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.untrusted import read_file
 
@@ -206,9 +207,8 @@ def _is_still(handle: int, place: RunDir) -> bool:
 
 def _boot() -> str:
     """The start of this machine, whatever its name: containers of one image may share that."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()
+    name, boot = this_node()
+    return boot or name
 
 
 def _lock(handle: int) -> bool:

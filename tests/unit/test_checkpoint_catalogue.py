@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raytune_fsdp.checkpoint import posix
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Keep, committed, directory_name, newest, to_remove
 from raytune_fsdp.checkpoint.manifest import check, make_manifest, share_of
 from raytune_fsdp.checkpoint.posix import PosixStorage
@@ -47,7 +49,18 @@ def test_ten_thousand_are_looked_through_in_no_time(tmp_path: Path) -> None:
     assert time.perf_counter() - started < 2
 
 
-def test_a_draft_is_published_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_that_is_listed_late_is_waited_for(tmp_path: Path) -> None:
+    """One of another node, on storage that keeps listings for a while."""
+    storage = PosixStorage(str(tmp_path))
+    draft = storage.draft("step-00000001.a1", 1)
+    write_small(draft, "a", b"1234")
+    threading.Timer(0.5, lambda: write_small(draft, "b", b"1")).start()
+    draft.publish({"a": 4, "b": 1}, "{}")
+    assert storage.names() == ["step-00000001.a1"]
+
+
+def test_a_draft_is_published_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posix, "_SEEN_SECONDS", 0.3)
     storage = PosixStorage(str(tmp_path))
     draft = storage.draft("step-00000001.a1", 1)
     write_small(draft, "a", b"1234")

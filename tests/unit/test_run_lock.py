@@ -65,9 +65,11 @@ from tests.unit.test_run_lock import config_of
 from pathlib import Path
 run_lock.BEAT_SECONDS = 0.3
 config = config_of(Path(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.readline()
 try:
     with run_lock.locked(config):
-        time.sleep(2)
+        time.sleep(5)
         lease_of(RunDir.of(config).lock).check()
         print("won")
 except (ConfigError, TakenOverError):
@@ -208,11 +210,17 @@ def test_one_of_several_newcomers_gets_it(tmp_path: Path, quick: None) -> None:
     won: list[int] = []
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", ONE_OF_MANY, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            [sys.executable, "-c", ONE_OF_MANY, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         for _ in range(4)
     ]  # fmt: skip
+    for process in processes:  # at once: who comes when the first one is done with the run gets it, too
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
     for process in processes:
         said, _ = process.communicate(timeout=60)
         won += [process.pid] if said == "won\n" else []

@@ -22,8 +22,8 @@ from ray.exceptions import RayError
 
 from raytune_fsdp.errors import in_one_line
 from raytune_fsdp.launch.ray.board import Board, Joined, Line
-from raytune_fsdp.launch.ray.control_group import ControlGroup, group_of
 from raytune_fsdp.launch.ray.spot import seconds_left
+from raytune_fsdp.machine import ControlGroup, group_of
 from raytune_fsdp.threads import in_thread
 
 STACKS_SIGNAL = signal.SIGUSR1

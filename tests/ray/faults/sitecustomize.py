@@ -6,6 +6,7 @@ $FAULTS is a directory. Once only, so that the file is removed first:
     save-0-8                        kills rank 0 while it writes its part of the checkpoint of step 8
     join-raise-1, join-kill-1       rank 1 cannot make the process group, or is killed while it does
     loop-1-6, read-1-6, gil-1-6     rank 1 hangs in Python, in a read, or in C with Python's lock
+    at-weights-1                    kills rank 1 where it gets its weights; `PLACES` has all such places
 
 As long as the file is there:
 
@@ -13,6 +14,9 @@ As long as the file is there:
     poison-6                        step 6 raises an error
     eat-6-1                         rank 1 takes 400 MiB in step 6
     storage-error                   no file of a checkpoint can be made
+
+$LISTING_LATE: for so many seconds no listing of a directory has what was made there, as on storage that several
+machines share.
 """
 
 import contextlib
@@ -24,6 +28,21 @@ import sys
 import threading
 import time
 from pathlib import Path
+
+PLACES = {
+    "network": ("raytune_fsdp.assemble", "build_network"),
+    "weights": ("raytune_fsdp.assemble", "fill"),
+    "optimizer": ("raytune_fsdp.assemble", "build_optimizer"),
+    "checkpoint": ("raytune_fsdp.assemble", "load"),
+    "batch": ("raytune_fsdp.loop", "lr_factor"),
+    "backward": ("torch", "Tensor.backward"),
+    "update": ("raytune_fsdp.step", "_clip"),
+    "evaluation": ("raytune_fsdp.evaluate", "eval_step"),
+    "write": ("raytune_fsdp.checkpoint.save_in_flight", "write_pieces"),
+    "commit": ("raytune_fsdp.checkpoint.save_in_flight", "make_manifest"),
+    "prune": ("raytune_fsdp.checkpoint.saver", "prune"),
+}
+"""Modules, and what is called there."""
 
 
 def armed(fault: str) -> bool:
@@ -102,6 +121,31 @@ def watch_forward() -> None:
     step.block_loss = counted
 
 
+def watch_places() -> None:
+    left = dict(PLACES)
+    while left:
+        time.sleep(0.01)
+        for place, (module, name) in list(left.items()):
+            found, _, attribute = f".{name}".rpartition(".")
+            owner = getattr(sys.modules.get(module), found.strip("."), None) if found else sys.modules.get(module)
+            if hasattr(owner, attribute):
+                setattr(owner, attribute, struck_at(place, getattr(owner, attribute)))
+                del left[place]
+
+
+def struck_at(place, function):
+    def struck(*arguments, **options):
+        strike(f"at-{place}-{os.environ.get('RANK')}")
+        return function(*arguments, **options)
+
+    return struck
+
+
+def watch_imports(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "import" and arguments[0] == "raytune_fsdp.assemble":
+        strike(f"at-imports-{os.environ.get('RANK')}")
+
+
 def watch_writes(event: str, arguments: tuple[object, ...]) -> None:
     if event == "open" and isinstance(arguments[0], str | Path) and ".distcp" in str(arguments[0]):
         path = Path(arguments[0])
@@ -112,7 +156,42 @@ def watch_writes(event: str, arguments: tuple[object, ...]) -> None:
             strike(f"save-{rank}-{step}")
 
 
+def list_late(seconds: float) -> None:
+    listdir, scandir = os.listdir, os.scandir
+
+    def old(path) -> bool:
+        try:
+            now = time.clock_gettime(5)  # CLOCK_REALTIME_COARSE, which a test that shifts the clock leaves alone
+            return now - os.lstat(path).st_ctime > seconds
+        except OSError:
+            return False
+
+    def late_names(path="."):
+        return [name for name in listdir(path) if isinstance(path, int) or old(os.path.join(path, name))]
+
+    class Late:
+        def __init__(self, path=".") -> None:
+            self.entries = scandir(path)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_) -> None:
+            self.entries.close()
+
+        def __iter__(self):
+            return (entry for entry in self.entries if old(entry.path))
+
+        close = __exit__
+
+    os.listdir, os.scandir = late_names, Late
+
+
+if "LISTING_LATE" in os.environ:
+    list_late(float(os.environ["LISTING_LATE"]))
 if "FAULTS" in os.environ:
     sys.addaudithook(watch_writes)
+    sys.addaudithook(watch_imports)
+    threading.Thread(target=watch_places, daemon=True).start()
     threading.Thread(target=watch_forward, daemon=True).start()
     threading.Thread(target=watch_join, daemon=True).start()

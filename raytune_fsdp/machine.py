@@ -1,0 +1,92 @@
+"""What a process can know of its machine: which one it is, and the memory that the kernel lets it have."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""Another one on every machine, and after every boot."""
+_V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
+_UNLIMITED = 1 << 60  # version 1 says "no limit" by a number of about this size
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroup:
+    """The group of a process that has the lowest limit: itself, or one that it is in."""
+
+    limit: int
+    """Bytes."""
+    kills_file: Path
+    taken_file: Path
+    taken_keys: tuple[str, str]
+
+    def kills(self) -> int:
+        """Processes of it that the kernel has ended because it was full."""
+        with suppress(OSError, ValueError):
+            for line in self.kills_file.read_text().splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count)
+        return 0
+
+    def taken(self) -> int:
+        """Bytes that count against the limit and cannot be given back, unlike the cache of files; 0 if not known."""
+        with suppress(OSError, ValueError, KeyError):
+            lines = dict(line.split() for line in self.taken_file.read_text().splitlines())
+            return sum(int(lines[key]) for key in self.taken_keys)
+        return 0
+
+
+def this_node() -> tuple[str, str]:
+    """What processes that share memory share: the name alone may be that of several machines ("localhost", "ubuntu"),
+    and several containers of a machine, whose names differ, may each have a limit of their own."""
+    try:
+        boot = _BOOT.read_text().strip()
+    except OSError:  # not Linux, or hidden from the container
+        boot = ""
+    return socket.gethostname(), boot
+
+
+def free_memory() -> int:
+    """Bytes that this process and its neighbours may still take: of the machine, or of their groups if less."""
+    free = int(psutil.virtual_memory().available)
+    return max(0, min([free, *(group.limit - group.taken() for group in _groups_of(os.getpid()))]))
+
+
+def group_of(pid: int) -> ControlGroup | None:
+    """That of a process; None if no limit is set, or none can be read."""
+    return min(_groups_of(pid), key=lambda group: group.limit, default=None)
+
+
+def _groups_of(pid: int) -> list[ControlGroup]:
+    """Those of a process that have a limit."""
+    found: list[ControlGroup] = []
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number == "0":
+                found += _limits(_V2, path, "memory.max", "memory.events", ("anon", "shmem"))
+            elif "memory" in controllers.split(","):
+                names = ("memory.limit_in_bytes", "memory.oom_control")
+                found += _limits(_V1, path, *names, ("total_rss", "total_shmem"))
+    return found
+
+
+def _limits(root: Path, path: str, limit: str, kills: str, taken: tuple[str, str]) -> list[ControlGroup]:
+    here = root / path.lstrip("/")
+    found = []
+    # In a container the path is that of the host; its own group is then at the root.
+    for place in (here, *here.parents, root):
+        if not place.is_relative_to(root):
+            break
+        with suppress(OSError, ValueError):
+            number = int((place / limit).read_text())  # "max" is none
+            if number < _UNLIMITED:
+                found.append(ControlGroup(number, place / kills, place / "memory.stat", taken))
+    return found
