@@ -61,7 +61,8 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tu
     board, said = Silent(), list[str]()
     attempts = Attempts(place, limit=5, step=0, say=said.append)
     known = Follow(
-        config, place, attempts, Sizes(ASKED, [1]), board=board, token=None, lost=options.pop("lost", lambda: None),  # type: ignore[arg-type]
+        config, place, attempts, Sizes(ASKED, [1]), demand=None,
+        board=board, token=None, lost=options.pop("lost", lambda: None),  # type: ignore[arg-type]
         signals=options.pop("signals", Signals()), phases=Phases(), say=said.append,
     )  # fmt: skip
     return known, place, board, said

@@ -28,6 +28,7 @@ from raytune_fsdp.launch.environment import environment
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Board
+from raytune_fsdp.launch.ray.demand import Demand
 from raytune_fsdp.launch.ray.exports import Exports
 from raytune_fsdp.launch.ray.failures import ControllerWatch
 from raytune_fsdp.launch.ray.follow import Follow
@@ -95,12 +96,17 @@ def run(
     found = nodes()
     growing = may_grow()
     asked = request(config.cluster, found, growing=growing)
-    sizes = Sizes(asked, sizes_of(config, asked.workers))
+    valid = sizes_of(config, asked.workers)
+    sizes = Sizes(asked, valid)
+    demand = Demand(asked, valid) if growing and len(valid) > 1 else None
     check(sizes.fewest, found, growing=growing)
     check_device(config, asked.device)
     standing = on_world(config, prepared, standing, sizes.fewest.workers)
     with environment(RAY_TRAIN):
-        _train(config, prepared, standing, sizes, session=session, signals=signals, phases=phases, say=say)
+        _train(
+            config, prepared, standing, sizes, demand,
+            session=session, signals=signals, phases=phases, say=say,
+        )  # fmt: skip
     return prepared, standing
 
 
@@ -119,6 +125,7 @@ def _train(
     prepared: Prepared,
     standing: Standing,
     sizes: Sizes,
+    demand: Demand | None,
     *,
     session: Session,
     signals: Signals,
@@ -135,7 +142,7 @@ def _train(
         board = Board()
         follow = Follow(
             config, place, attempts, sizes,
-            board=board, token=token, lost=session.lost, signals=signals, phases=phases, say=say,
+            demand=demand, board=board, token=token, lost=session.lost, signals=signals, phases=phases, say=say,
         )  # fmt: skip
         job = RankJob(
             config=config,

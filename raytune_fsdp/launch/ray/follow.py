@@ -28,6 +28,7 @@ from raytune_fsdp.launch.ray.board import (
     PhaseFinished,
     Started,
 )
+from raytune_fsdp.launch.ray.demand import Demand
 from raytune_fsdp.launch.ray.exports import Exports
 from raytune_fsdp.launch.ray.failures import DIED, in_words
 from raytune_fsdp.launch.ray.hangs import Hang, culprit
@@ -47,6 +48,9 @@ _FIRST_WORD_SECONDS, _NEXT_WORD_SECONDS = 15.0, 60.0
 """When the driver first says what it is waiting for, and how often it repeats that. Workers usually take
 6 to 14 s (docs/results.md)."""
 
+
+_ASK_SECONDS = 10.0
+"""After the end of an attempt, what its ranks had comes back within seconds: an autoscaler need not hear of that."""
 
 _LOOK_SECONDS = 1.0  # between two looks at the cluster's nodes
 
@@ -72,6 +76,7 @@ class Follow:
         attempts: Attempts,
         sizes: Sizes,
         *,
+        demand: Demand | None,
         board: Board,
         token: Token,
         lost: Callable[[], str | None],
@@ -83,6 +88,8 @@ class Follow:
         self._place = place
         self._attempts = attempts
         self._sizes = sizes
+        self._demand = demand
+        """None: the number of workers is fixed, or no node can come."""
         self._board = board
         self._lost_process = lost
         self._signals = signals
@@ -107,9 +114,12 @@ class Follow:
         """What the next attempt asks for, once there is room for it. Raises if there is no point in waiting longer."""
         self._signals.hold()
         self._begin()
+        began = time.monotonic()
         while (asked := self._sizes.next(lambda: answering(nodes()))) is None:
             self._check_ray()
             self._check_stop()
+            if time.monotonic() - began > _ASK_SECONDS:
+                self._ask_for_more(0)
             self._check_waiting(lambda: shortage(self._sizes.fewest, nodes()))
             time.sleep(_READ_SECONDS)
         self._sizes.began(asked.workers)
@@ -177,6 +187,8 @@ class Follow:
                 wait([self._fit], timeout=_ABORT_SECONDS)
             self._end_controller()
         with suppress(RayError):
+            if self._demand is not None:
+                self._demand.clear()
             self.groups.clear()
 
     def _end_controller(self) -> None:
@@ -247,12 +259,17 @@ class Follow:
         if self._signals.count > 1 or (not training and now - self._stopping_since > _GONE_SECONDS):
             raise Interrupted("stopped without another checkpoint; the same command continues from the last one")
 
+    def _ask_for_more(self, have: int) -> None:
+        if self._demand is not None:
+            self._demand.look(have)
+
     def _check_cluster(self) -> None:
         """Let the attempt make way for another one if a node will be taken away, or if there is room for more ranks."""
         now, ranks = time.monotonic(), self._attempts.ranks
         if self._making_way or self._stopping_since is not None or not ranks or now < self._next_look:
             return
         self._next_look = now + _LOOK_SECONDS
+        self._ask_for_more(len(ranks))
         leaving = draining()
         for rank in ranks.values():
             if rank.node_id in leaving:

@@ -286,6 +286,12 @@ def scaling_config(request: Request) -> ScalingConfig:
     )
 
 
+def bundle(request: Request) -> dict[str, float]:
+    """What one worker reserves, as Ray Train asks for it."""
+    kind = {} if request.accelerator_type is None else {f"{_ACCELERATOR}{request.accelerator_type}": 0.001}
+    return {**request.per_worker, **kind}
+
+
 def local_cpus(config: ClusterConfig, workers: int) -> int:
     """Logical CPUs of a Ray started on this machine for this run alone: some are always left for the data."""
     if config.workers == "auto" and config.device != "cpu":
