@@ -143,6 +143,7 @@ def assemble(
         saves=Saves(saver=saver, tracker=tracker, requests=Requests(prepared.place.path), saved=hooks.saved),
         tracker=tracker,
         state=_next_state(prepared, standing, learner),
+        not_evaluated=_not_evaluated(config, prepared, standing),
     )
 
 
@@ -152,6 +153,16 @@ def _report(tracker: Tracker, learner: _Learner, saver: Saver) -> None:
         tracker.event(names.SHARDED, **learner.sharding)
     if cramped := node_without_room(saver.nbytes_staged()):
         tracker.event(names.MEMORY_SHORT, **cramped)
+
+
+def _not_evaluated(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> bool:
+    """Whether an evaluation is due where the run stands, and the attempt before has not come to it. Collective."""
+    step, plan = standing.state.step, standing.plan
+    if step == 0:
+        return config.eval.at_start
+    if not prepared.evals or not plan.due(step, plan.eval_every):
+        return False
+    return on_rank0(lambda: step not in read_evaluations(prepared.place.metrics, step), what="read metrics.jsonl")
 
 
 def _next_state(prepared: Prepared, standing: Standing, learner: _Learner) -> RunState:

@@ -23,6 +23,7 @@ from raytune_fsdp.model.attention import SIXTEEN_BITS, positions_of, without_bor
 from raytune_fsdp.model.network import class_name
 from raytune_fsdp.model.proof import error_of_kernel, error_of_loss, leak_between_documents
 from raytune_fsdp.parallel import release_gathered
+from raytune_fsdp.pulse import beat
 from raytune_fsdp.step import eval_step
 from raytune_fsdp.tracking.names import evaluation_accuracy, evaluation_loss
 
@@ -80,8 +81,18 @@ def answers(
     attention: str,
 ) -> list[str]:
     """The model's answer to each prompt, by greedy decoding with transformers' `attention`. Collective."""
-    with evaluating(model), without_borders(model, attention):
+    with evaluating(model), without_borders(model, attention), _beating(model):
         return [answer(model, tokenizer, prompt, max_new_tokens=max_new_tokens, device=device) for prompt in prompts]
+
+
+@contextmanager
+def _beating(model: PreTrainedModel) -> Iterator[None]:
+    """Every token is a sign of life: many long answers take longer than any step."""
+    hook = model.register_forward_pre_hook(lambda *_: beat())
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def answer(

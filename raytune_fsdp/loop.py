@@ -55,13 +55,15 @@ class Parts:
     tracker: Tracker
     state: RunState
     """Where the run stands before its next batch."""
+    not_evaluated: bool
+    """The evaluation that is due at the step where it stands is not on record."""
 
 
 def train(parts: Parts, stop: Stop) -> RunState:
     """Train to the end of the plan. If a rank has a reason to `stop`, commit and raise Interrupted. Collective."""
     plan, meter, state = parts.plan, parts.meter, parts.state
-    if parts.config.eval.at_start and state.step == 0:
-        _evaluate(parts, step=0)
+    if parts.not_evaluated:
+        _evaluate(parts, step=state.step)
     meter.restart_clock()
     waiting_since = time.perf_counter()
     for batches in parts.batches:
@@ -89,10 +91,11 @@ def train(parts: Parts, stop: Stop) -> RunState:
             state = _state_after(parts, state, step)
             (parts.saves.last if last else parts.saves.begin)(state)
             meter.restart_clock()
+        if boundary.stop is not None and step < plan.steps:
+            # At once: a machine may be gone in seconds. The next attempt makes up an evaluation that is due here.
+            raise stopped(boundary.stop, step)
         if evaluating:
             _evaluate(parts, step)
-        if boundary.stop is not None and step < plan.steps:
-            raise stopped(boundary.stop, step)
         waiting_since = time.perf_counter()
     return state
 

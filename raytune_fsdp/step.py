@@ -20,6 +20,7 @@ from raytune_fsdp.model.objective import CROSS_ENTROPY, Objective
 from raytune_fsdp.optim import Optimizer, at, local_gradients
 from raytune_fsdp.parallel import set_gradient_sync
 from raytune_fsdp.plan import Plan
+from raytune_fsdp.pulse import beat
 from raytune_fsdp.types import Batch, StepBatches
 
 FIRST_SCALE = 2.0**15
@@ -90,6 +91,7 @@ def train_step(
     layers, experts = objective.experts
     beside = torch.zeros(2 * plan.datasets + layers * experts, dtype=torch.float64, device=device)
     for k, block in enumerate(batches.blocks):
+        beat()
         set_gradient_sync(model, last=k == len(batches.blocks) - 1, config=parallel)
         _seed_block(seed, batches.step, block)
         losses = block_loss(model, block, objective)

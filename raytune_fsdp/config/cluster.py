@@ -64,7 +64,7 @@ class ClusterConfig(Section):
     """Minutes after which a rank that waits for others in a collective gives up: this catches ranks that hang, while those that die are noticed at once. Longer than the slowest start of a rank takes."""
 
     hang_minutes: Annotated[float, Field(gt=0)] | None = None
-    """Ray: minutes without progress in training, evaluation or a save after which the stacks of all ranks are written to `logs/attempt-N/stacks` and another attempt begins. By default 20 times as long as a step takes, and 5 at least. It comes into force with the second step."""
+    """Ray: minutes without progress in training, evaluation or a save after which the stacks of all ranks are written to `logs/attempt-N/stacks` and another attempt begins. By default 20 times as long as a step takes, and 5 at least. It comes into force with the second step of an attempt."""
 
     spot_notice: Literal["aws", "gcp", "azure", "none"] = "none"
     """Ray: ask this cloud's metadata service on every node of the run whether the machine is about to be taken away (spot, preemptible). If it is, the node is drained: the run commits a checkpoint and goes on elsewhere."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raytune_fsdp.run.prepare import prepare_data
-from raytune_fsdp.tracking.jsonl import read_events, read_metrics, read_trajectory
+from raytune_fsdp.tracking.jsonl import read_evaluations, read_events, read_metrics, read_trajectory
 from tests.checkpoints import checkpoints, pieces_of
 from tests.ranks import run_ranks
 from tests.runs import (
@@ -275,6 +275,12 @@ def test_looking_does_not_change_the_run(tmp_path: Path) -> None:
     assert [line["step"] for line in evals] == [0, 3, 6, 9, 12]
     losses = [line["values"]["eval/tokens/loss"] for line in evals]
     assert losses[-1] < losses[0], "the loss on the data it was trained on must have fallen"
+    stopped = config.model_copy(update={"run": config.run.model_copy(update={"name": "stopped"})})
+    trajectory(stopped, 2, stop_after=6)
+    record = run_dir(stopped) / "metrics.jsonl"
+    assert sorted(read_evaluations(record, 12)) == [0, 3], "a stop does not wait for an evaluation"
+    trajectory(stopped, 2)
+    assert read_evaluations(record, 12) == {line["step"]: line["values"] for line in evals}, "which is made up for"
 
 
 def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:

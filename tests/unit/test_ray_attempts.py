@@ -212,9 +212,36 @@ def test_a_commit_in_between_begins_the_count_anew(tmp_path: Path, monkeypatch: 
 def test_kills_from_outside_count_for_the_limit_only(tmp_path: Path) -> None:
     known, _ = begin(tmp_path, limit=-1)
     lost = raised(RuntimeError("[gloo] Connection closed by peer"))
-    for error in (of_rank(DEAD), lost, RayActorError(error_msg="died")) * 3:
+    starting = ControllerError(WorkerGroupStartupFailedError("one failed"))
+    for error in (of_rank(DEAD), lost, RayActorError(error_msg="died"), raised(TransientError("full")), starting) * 3:
         fail(known, error, 17)
-    assert known.failures == 9
+    assert known.failures == 15
+
+
+def test_what_fails_before_the_first_step_names_no_step_of_an_earlier_attempt(tmp_path: Path) -> None:
+    known, _ = begin(tmp_path, limit=-1)
+    known.ranks = {1: Joined(1, "here", "node", 7)}
+    known.reached(57)
+    fail(known, POISON, 0)
+    fail(known, POISON, 0)
+    with pytest.raises(RepeatedError, match="^what comes before the first step has failed 3 times"):
+        fail(known, POISON, 0)
+
+
+def test_steps_that_an_earlier_attempt_has_trained_are_redone_whatever_came_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "committed", lambda root: [SimpleNamespace(step=6)])
+    known, _ = begin(tmp_path)
+    known.ranks = {rank: Joined(rank, "here", "node", 7) for rank in range(3)}
+    known.reached(9)
+    known.ended(of_rank(DEAD))
+    fail(known, of_rank(DEAD), 0)  # while it starts
+    known.begin()
+    known.ranks = {0: Joined(0, "here", "node", 7)}
+    known.reached(7)
+    (resized,) = events(tmp_path, "resized")
+    assert resized["steps_redone"] == 2
 
 
 def test_a_hang_is_a_failure_from_within(tmp_path: Path) -> None:

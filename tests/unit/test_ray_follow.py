@@ -10,13 +10,13 @@ import pytest
 
 pytest.importorskip("ray")
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from raytune_fsdp.errors import Interrupted, TrainingError
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray import follow
 from raytune_fsdp.launch.ray.attempts import Attempts
-from raytune_fsdp.launch.ray.board import Notice
+from raytune_fsdp.launch.ray.board import Beat, Joined, Notice
 from raytune_fsdp.launch.ray.follow import Follow
 from raytune_fsdp.launch.ray.resources import Request
 from raytune_fsdp.launch.ray.sizes import Sizes
@@ -94,3 +94,38 @@ def test_a_stop_before_the_first_step_ends_within_ten_seconds(tmp_path: Path, mo
         known.until(Future(), ASKED)
     assert next(clock) < 15, "the clock is read more than once a second"
     assert said[0].startswith("stopping: no step is being trained")
+
+
+@pytest.mark.parametrize("answers_after", [3, None])
+def test_a_board_out_of_reach_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers_after: int | None
+) -> None:
+    """Its node may only be busy. Where it does not come back, the attempt has failed, and not the run."""
+    known, _, board, _ = begin(tmp_path, monkeypatch)
+    monkeypatch.setattr(follow, "_BOARD_SECONDS", 0.5)
+    monkeypatch.setattr(follow.time, "sleep", lambda seconds: None)
+    fit: Future[Any] = Future()
+    calls = iter(range(10**9))
+
+    def read(seconds: float) -> list[Notice]:
+        if answers_after is None or next(calls) < answers_after:
+            raise ActorUnavailableError("The actor is temporarily unavailable", None)
+        if not fit.done():
+            fit.set_result(None)
+        return []
+
+    board.read = read  # type: ignore[method-assign]
+    known.until(fit, ASKED)
+    killed = known._attempts._killed
+    assert (killed is None) == (answers_after is not None)
+
+
+def test_a_late_word_of_the_last_attempt_is_no_resize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, place, _, _ = begin(tmp_path, monkeypatch)
+    known._hear(Joined(0, "here", "node", 7))
+    known._hear(Beat(step=5, beats=9, patience_seconds=0.0))
+    known._attempts.begin()
+    known._hear(Beat(step=6, beats=12, patience_seconds=0.0))
+    known._hear(Joined(0, "here", "node", 8))
+    known._hear(Beat(step=5, beats=3, patience_seconds=0.0))
+    assert not [event for event in read_events(place.events) if event["event"] == "resized"]

@@ -8,7 +8,7 @@ pytest.importorskip("ray")
 
 from raytune_fsdp.launch.ray import hangs
 from raytune_fsdp.launch.ray.board import Beat
-from raytune_fsdp.launch.ray.hangs import Hang, culprit
+from raytune_fsdp.launch.ray.hangs import Hang, culprit, in_words
 from tests.clock import Clock
 
 
@@ -19,17 +19,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
-def test_nothing_is_too_long_before_the_second_step(clock: Clock) -> None:
+@pytest.mark.parametrize("first", [1, 1001])
+def test_nothing_is_too_long_before_the_second_step(clock: Clock, first: int) -> None:
+    """Of an attempt, wherever it begins."""
     known = Hang(0.1)
     clock.now = 1e6
     assert known.overdue() is None
-    known.heard(Beat(step=1, beats=4, patience_seconds=0.0))
+    known.heard(Beat(step=0, beats=1, patience_seconds=0.0))
     clock.now = 2e6
     assert known.overdue() is None
+    known.heard(Beat(step=first, beats=4, patience_seconds=0.0))
+    clock.now = 3e6
+    assert known.overdue() is None
+    known.heard(Beat(step=first + 1, beats=8, patience_seconds=0.0))
+    clock.now += 7
+    assert known.overdue() == 7
 
 
 def test_the_limit_is_what_was_asked_for_and_what_a_save_may_take(clock: Clock) -> None:
     known = Hang(0.5)
+    known.heard(Beat(step=1, beats=3, patience_seconds=0.0))
     known.heard(Beat(step=2, beats=4, patience_seconds=0.0))
     clock.now = 29.0
     known.heard(Beat(step=2, beats=5, patience_seconds=0.0))
@@ -79,8 +88,26 @@ STOPPED = "py-spy is not installed on this node\nState:\tT (stopped)\nwaits in: 
         ({0: WAITING, 1: WAITING, 2: READING}, (2, 'it is at File "/x/raytune_fsdp/data/cache.py", line 8 in read')),
         ({0: WAITING, 1: WAITING}, None),
         ({0: READING, 1: READING}, None),
+        ({0: READING}, (0, 'it is at File "/x/raytune_fsdp/data/cache.py", line 8 in read')),
         ({}, None),
     ],
 )
 def test_who_is_waited_for(stacks: dict[int, str], expected: tuple[int, str] | None) -> None:
     assert culprit(stacks) == expected
+
+
+@pytest.mark.parametrize(
+    ("stacks", "words"),
+    [
+        ({0: WAITING, 1: WAITING}, "the ranks wait for each other"),
+        (
+            {0: READING, 1: WAITING, 2: READING},
+            '2 of 3 ranks do not wait for others; rank 0 is at File "/x/raytune_fsdp/data/cache.py", line 8 in read',
+        ),
+        ({}, "no stack of a rank could be had"),
+        ({0: "", 1: "Thread 0x1\n"}, "no stack of a rank could be had"),
+    ],
+)
+def test_where_none_stands_out(stacks: dict[int, str], words: str) -> None:
+    assert culprit(stacks) is None
+    assert in_words(stacks) == words

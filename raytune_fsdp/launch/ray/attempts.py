@@ -69,18 +69,19 @@ class Attempts:
         self._same: list[tuple[str, str, int]] = []
         """Failures from within since the last commit: their kind, place and step."""
         self._same_since = step
-        self._step, self._redone = step, 0
-        """The step that was trained last, as far as is known; and how many of the last attempt were not saved."""
+        self._step, self._redone = 0, 0
+        """The step that the current attempt trains, as far as is known, 0 before its first one; and how many steps of
+        those before were trained and not saved."""
 
     def begin(self) -> None:
         """Another attempt begins: none of its ranks has started."""
-        self.ranks, self.reports, self.logs, self._killed = {}, {}, None, None
+        self.ranks, self.reports, self.logs, self._killed, self._step = {}, {}, None, None, 0
 
     def reached(self, step: int) -> None:
         """Rank 0 trains this step, or a later one."""
         if not self._size or len(self.ranks) != self._size:
             self._resized()
-        self._step = step
+        self._step, self._redone = step, 0
 
     def _resized(self) -> None:
         """The first step of an attempt of another size than the last one."""
@@ -124,7 +125,6 @@ class Attempts:
             self.failed(why, rank)
             return
         if isinstance(inner, HandedOver):
-            self._redone = 0
             return
         if isinstance(inner, WorkerGroupStartupTimeoutError):
             return  # Ray Train has waited for resources as long as it does
@@ -150,8 +150,9 @@ class Attempts:
         if self._same.count(self._same[-1]) < _REPEATS:
             return
         self._record(words, rank)
+        what = f"step {step}" if step else "what comes before the first step"
         raise RepeatedError(
-            f"step {step} has failed {_REPEATS} times in the same way, with no checkpoint in between: "
+            f"{what} has failed {_REPEATS} times in the same way, with no checkpoint in between: "
             f"{self._described(words, rank)}; the same command would fail there again"
         )
 
@@ -179,7 +180,8 @@ class Attempts:
         )
         self.failures += 1
         reached = max([self._step, *(report.step for report in self.reports.values())])
-        self._cause, self._redone = cause, max(0, reached - 1 - self._committed)
+        # The attempt before may have trained more than this one, which has failed before its first step.
+        self._cause, self._redone = cause, max(self._redone, reached - 1 - self._committed)
 
     def last_step(self) -> int:
         """The newest committed step, 0 if there is none. Where storage does not answer: as the ranks have said."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from raytune_fsdp.types import StopReason
 
@@ -131,6 +132,7 @@ class _Board:
         self._stop.clear()
         self._reason = None
         self._shared = {}
+        self._notices = []
 
     async def share(self, key: str, value: list[Any]) -> None:
         async with self._sharing:
@@ -186,7 +188,7 @@ class Board:
         """Another attempt begins: what was asked of the last one, and shared in it, is forgotten."""
         try:
             ray.get(self._actor.begin.remote())
-        except ActorDiedError:
+        except RayActorError:  # dead, or out of reach for long
             self._actor = self._make()
 
     def share(self, key: str, value: Any) -> None:
@@ -215,10 +217,15 @@ class StopFromBoard:
         return self._reason
 
     def _wait(self) -> None:
-        try:
-            self._reason = self._board.wait_for_stop()
-        except RayError:
-            return  # the driver is gone, and this process soon ends
+        while True:
+            try:
+                self._reason = self._board.wait_for_stop()
+            except ActorUnavailableError:
+                time.sleep(1.0)
+            except RayError:
+                return  # the driver is gone, and this process soon ends
+            else:
+                return
 
 
 class BoardStream(io.TextIOBase):

@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING
 import ray
 from ray.exceptions import LocalRayletDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+from ray.train.v2._internal.exceptions import (
+    WorkerGroupStartupFailedError,
+    WorkerHealthCheckFailedError,
+    WorkerHealthCheckTimeoutError,
+)
 
 # The only hook that runs in the controller before it asks for workers; Ray Train has no public one.
 from ray.train.v2._internal.execution.callback import ControllerCallback
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
     from ray.train.v2._internal.execution.context import TrainRunContext
 
 
+_ASKING = (WorkerGroupStartupFailedError, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError)
+"""What Ray Train raises where ranks do not start, or do not answer."""
 _OUT_OF_MEMORY = "because the node ran out of memory"
 DIED = "died (killed, out of memory, or crashed)"
 _ACTORS = {
@@ -93,7 +99,8 @@ def is_from_within(error: BaseException) -> bool:
     if _out_of_memory(error):
         return True
     inner = underlying(error)
-    if _death(error) is not None or isinstance(inner, RayError):
+    # Ranks that are killed, or whose nodes go, while they start or are asked how they are; storage that is away.
+    if _death(error) is not None or isinstance(inner, (RayError, TransientError, *_ASKING)):
         return False
     return isinstance(inner, RaytuneError) or _OF_PEERS.search(str(inner)) is None
 

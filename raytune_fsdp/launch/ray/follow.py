@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.config import FinetuneConfig
@@ -30,8 +30,9 @@ from raytune_fsdp.launch.ray.board import (
 )
 from raytune_fsdp.launch.ray.demand import Demand
 from raytune_fsdp.launch.ray.exports import Exports
-from raytune_fsdp.launch.ray.failures import DIED, in_words
-from raytune_fsdp.launch.ray.hangs import Hang, culprit
+from raytune_fsdp.launch.ray.failures import DIED
+from raytune_fsdp.launch.ray.failures import in_words as failure_in_words
+from raytune_fsdp.launch.ray.hangs import Hang, culprit, in_words
 from raytune_fsdp.launch.ray.node_watch import NodeWatches
 from raytune_fsdp.launch.ray.placement_groups import Groups
 from raytune_fsdp.launch.ray.resources import Request, answering, draining, nodes, shortage, waiting_for
@@ -56,6 +57,9 @@ _LOOK_SECONDS = 1.0  # between two looks at the cluster's nodes
 
 _FIT_SECONDS = 10.0
 """How long fit() is given to say what has happened to it, once the board no longer answers."""
+
+_BOARD_SECONDS = 30.0
+"""How long the board may be out of reach: a busy head, or one that starts again, answers later."""
 
 _GONE_SECONDS = 5.0
 """While no rank could save anything, a stop waits this long for ranks that are just starting. With what follows, it
@@ -128,16 +132,24 @@ class Follow:
     def until(self, fit: Future[Any], asked: Request) -> None:
         """Follow an attempt to its end. Raises if there is no point in waiting longer; then `end` it."""
         self._fit = fit
+        unanswered: float | None = None
         while not wait([fit], timeout=0).done:
             self._check_ray()
             try:
                 notices = self._board.read(_READ_SECONDS)
+                unanswered = None
+            except ActorUnavailableError as error:
+                self._check_ray()
+                unanswered = unanswered or time.monotonic()
+                if time.monotonic() - unanswered < _BOARD_SECONDS:
+                    time.sleep(_READ_SECONDS)
+                    continue
+                self._give_board_up(error)
+                break
             except RayError as error:
                 self._check_ray()
                 if isinstance(error, ActorDiedError):
-                    # The board, without which no rank can be asked to stop: the next attempt has another one.
-                    self._attempts.killed(in_words(error), None)
-                    self._end_controller()
+                    self._give_board_up(error)
                 elif not wait([fit], timeout=_FIT_SECONDS).done:  # fit() may say why
                     self._attempts.failed("Ray no longer answers", again=False)
                 break
@@ -155,6 +167,11 @@ class Follow:
             last = self._board.read(0)
         for notice in last:
             self._hear(notice)
+
+    def _give_board_up(self, error: RayError) -> None:
+        """Without the board no rank can be asked to stop: the next attempt has another one."""
+        self._attempts.killed(failure_in_words(error), None)
+        self._end_controller()
 
     def _begin(self) -> None:
         if self._signals.count and self._attempts.number:
@@ -214,7 +231,7 @@ class Follow:
                 self._reached(phase)
             case Beat(step):
                 self._hang.heard(notice)
-                if step:
+                if step and self._attempts.ranks:  # else it is a late word of the attempt before
                     self._attempts.reached(step)
             case Failed(rank=rank):
                 self._attempts.reports[rank] = notice
@@ -295,7 +312,7 @@ class Follow:
         ranks = self._attempts.ranks
         stacks = self._watches.stacks(ranks, logs)
         found = culprit(stacks)
-        rank, why = found or (None, "all ranks wait")
+        rank, why = found or (None, in_words(stacks))
         cause = f"no rank got on for {silent:.0f} s: {why}; the stacks are in {logs}/stacks"
         self._attempts.killed(cause, rank, hang=True)
         self._watches.kill(ranks)

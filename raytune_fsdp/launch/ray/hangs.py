@@ -41,11 +41,11 @@ class Hang:
             self._at = now
 
     def overdue(self) -> float | None:
-        """The seconds without progress, if they are too many. Before the second step none are: what comes first may
-        take long."""
-        if self._last is None or self._last.step < 2:
+        """The seconds without progress, if they are too many. Before this attempt's second step none are: it compiles
+        and connects first, and on fewer ranks than before a step takes longer."""
+        if self._last is None or not self._seconds:
             return None
-        limit = max(_LEAST_SECONDS, _STEPS * median(self._seconds or [0.0]))
+        limit = max(_LEAST_SECONDS, _STEPS * median(self._seconds))
         if self._minutes is not None:
             limit = 60 * self._minutes
         silent = time.monotonic() - self._at
@@ -58,12 +58,28 @@ def culprit(stacks: Mapping[int, str]) -> tuple[int, str] | None:
         state = _STATE.search(text)
         if state is not None:
             return rank, f"its process takes no signals ({state[1]})"
-    where = {rank: _training(text) for rank, text in stacks.items()}
-    busy = {rank: frames for rank, frames in where.items() if frames and not any(map(_COLLECTIVE.search, frames))}
-    if len(busy) == 1 and len(stacks) > 1:
+    busy = _busy(stacks)
+    if len(busy) == 1:
         ((rank, frames),) = busy.items()
         return rank, f"it is at {frames[0].strip()}"
     return None
+
+
+def in_words(stacks: Mapping[int, str]) -> str:
+    """What the ranks are doing where none stands out."""
+    busy = _busy(stacks)
+    if not any(map(_training, stacks.values())):
+        return "no stack of a rank could be had"
+    if not busy:
+        return "the ranks wait for each other"
+    rank, frames = min(busy.items())
+    return f"{len(busy)} of {len(stacks)} ranks do not wait for others; rank {rank} is at {frames[0].strip()}"
+
+
+def _busy(stacks: Mapping[int, str]) -> dict[int, list[str]]:
+    """The ranks that wait for no other one, and the frames of each."""
+    found = {rank: _training(text) for rank, text in stacks.items()}
+    return {rank: frames for rank, frames in found.items() if frames and not any(map(_COLLECTIVE.search, frames))}
 
 
 def _training(text: str) -> list[str]:

@@ -20,6 +20,7 @@ import ray
 import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
+from raytune_fsdp.errors import HandedOver, Interrupted
 from raytune_fsdp.launch.ray.board import (
     Beat,
     Board,
@@ -69,7 +70,17 @@ class RankJob:
 
 
 def train_rank(job: RankJob) -> None:
-    """One rank of one attempt. Raises what stopped it; the controller decides whether the run goes on."""
+    """One rank of one attempt. Raises what stopped it; the driver decides whether the run goes on."""
+    try:
+        _train(job)
+    except (HandedOver, Interrupted):
+        raise
+    except Exception as error:
+        job.board.tell(_failed(ray.train.get_context().get_world_rank(), error))
+        raise
+
+
+def _train(job: RankJob) -> None:
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     node = f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"
@@ -86,7 +97,6 @@ def train_rank(job: RankJob) -> None:
     quiet()
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     from raytune_fsdp.assemble import LauncherHooks
-    from raytune_fsdp.errors import HandedOver, Interrupted
     from raytune_fsdp.launch.shared_storage import check_shared
     from raytune_fsdp.launch.worker import work
 
@@ -119,9 +129,6 @@ def train_rank(job: RankJob) -> None:
         work(job.config, prepared, standing, device, stop, hooks)
     except (Interrupted, HandedOver):
         reports.finish()
-        raise
-    except Exception as error:
-        job.board.tell(_failed(rank, error))
         raise
     reports.finish()
 
