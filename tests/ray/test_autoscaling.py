@@ -16,8 +16,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import ray
-import yaml
 
 from raytune_fsdp.tracking.jsonl import read_trajectory
 from tests.ray.jobs import FAULTS, ROOT, Command, config_of, events
@@ -31,13 +29,18 @@ TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 150}
 @contextmanager
 def growing(directory: Path) -> Iterator[str]:
     """The address of a Ray whose autoscaler, Ray's own, starts up to three nodes on this machine."""
-    example = Path(ray.__file__).parent / "autoscaler" / "_private" / "fake_multi_node" / "example.yaml"
-    config = yaml.safe_load(example.read_text())
-    nothing = {"node_config": {}}
-    config["available_node_types"] = {
-        "ray.head.default": {**nothing, "resources": {"CPU": 1}, "max_workers": 0},
-        "worker": {**nothing, "resources": {"CPU": 1, "GPU": 1}, "min_workers": 0, "max_workers": 3},
-    }
+    config = {
+        "cluster_name": "growing", "max_workers": 3, "upscaling_speed": 10, "idle_timeout_minutes": 60,
+        "provider": {"type": "fake_multinode"}, "head_node_type": "ray.head.default", "auth": {},
+        "available_node_types": {
+            "ray.head.default": {"node_config": {}, "resources": {"CPU": 1}, "max_workers": 0},
+            "worker": {"node_config": {}, "resources": {"CPU": 1, "GPU": 1}, "min_workers": 0, "max_workers": 3},
+        },
+        **dict.fromkeys(("file_mounts", "docker"), {}),
+        **dict.fromkeys(("cluster_synced_files", "rsync_exclude", "rsync_filter", "initialization_commands"), []),
+        **dict.fromkeys(("setup_commands", "head_setup_commands", "worker_setup_commands"), []),
+        **dict.fromkeys(("head_start_ray_commands", "worker_start_ray_commands"), []),
+    }  # fmt: skip
     (directory / "autoscaling.json").write_text(json.dumps(config))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
