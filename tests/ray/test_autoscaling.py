@@ -10,12 +10,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
+from ray._private.services import get_node_ip_address
 
 from raytune_fsdp.tracking.jsonl import read_trajectory
 from tests.ray.jobs import FAULTS, ROOT, Command, config_of, events
@@ -29,9 +31,13 @@ TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 150}
 @contextmanager
 def growing(directory: Path) -> Iterator[str]:
     """The address of a Ray whose autoscaler, Ray's own, starts up to three nodes on this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"{get_node_ip_address()}:{port}"
     config = {
         "cluster_name": "growing", "max_workers": 3, "upscaling_speed": 10, "idle_timeout_minutes": 60,
-        "provider": {"type": "fake_multinode"}, "head_node_type": "ray.head.default", "auth": {},
+        "provider": {"type": "fake_multinode", "gcs_address": address},
+        "head_node_type": "ray.head.default", "auth": {},
         "available_node_types": {
             "ray.head.default": {"node_config": {}, "resources": {"CPU": 1}, "max_workers": 0},
             "worker": {"node_config": {}, "resources": {"CPU": 1, "GPU": 1}, "min_workers": 0, "max_workers": 3},
@@ -42,8 +48,6 @@ def growing(directory: Path) -> Iterator[str]:
         **dict.fromkeys(("head_start_ray_commands", "worker_start_ray_commands"), []),
     }  # fmt: skip
     (directory / "autoscaling.json").write_text(json.dumps(config))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     temporary = tempfile.mkdtemp(prefix="ray-")
     command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
     command += [f"--autoscaling-config={directory / 'autoscaling.json'}", "--num-cpus=1", f"--temp-dir={temporary}"]
@@ -55,7 +59,14 @@ def growing(directory: Path) -> Iterator[str]:
     with open(directory / "ray.txt", "w") as output:
         head = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
     try:
-        yield f"127.0.0.1:{port}"
+        deadline, said = time.monotonic() + 180, ""
+        status = [command[0], "status", f"--address={address}"]
+        while "Node status" not in said:  # the first report of the autoscaler
+            assert head.poll() is None and time.monotonic() < deadline, (directory / "ray.txt").read_text() + said
+            asked = subprocess.run(status, env=environment, capture_output=True, text=True)
+            said = asked.stdout + asked.stderr
+            time.sleep(0.5)
+        yield address
     finally:
         family = [psutil.Process(head.pid), *psutil.Process(head.pid).children(recursive=True)]
         head.send_signal(signal.SIGTERM)

@@ -244,6 +244,21 @@ def test_steps_that_an_earlier_attempt_has_trained_are_redone_whatever_came_in_b
     assert resized["steps_redone"] == 2
 
 
+def test_the_step_of_a_rank_that_was_killed_is_that_of_the_others(tmp_path: Path) -> None:
+    """What the driver has heard last may be a step behind."""
+    known, _ = begin(tmp_path, limit=-1)
+    for heard in (10, 11, 10):
+        known.begin()
+        known.ranks = {rank: Joined(rank, "here", "node", 7) for rank in range(2)}
+        known.reached(heard)
+        known.reports = {0: Failed(0, 11, "step.py:88")}
+        if len(known._same) == 2:
+            with pytest.raises(RepeatedError, match="step 11 has failed 3 times"):
+                known.ended(of_rank(DEAD), lambda rank: "it had 2 GB")
+        else:
+            known.ended(of_rank(DEAD), lambda rank: "it had 2 GB")
+
+
 def test_a_hang_is_a_failure_from_within(tmp_path: Path) -> None:
     known, _ = begin(tmp_path, limit=-1)
     for number in range(3):

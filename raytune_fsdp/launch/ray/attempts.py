@@ -143,7 +143,8 @@ class Attempts:
     def _repeated(self, kind: str, rank: int | None, words: str) -> None:
         """Count a failure from within; raise if it was the third of its kind at this step, without a commit."""
         report = self.reports.get(rank) if rank is not None else None
-        step = report.step if report else self._step
+        # One that was killed has said nothing; the others know the step, in which they have lost it.
+        step = report.step if report else max([self._step, *(each.step for each in self.reports.values())])
         self._same = [] if self.last_step() != self._same_since else self._same
         self._same_since = self._committed
         self._same.append((kind, report.place if report else "", step))

@@ -126,6 +126,8 @@ class Follow:
                 self._ask_for_more(0)
             self._check_waiting(lambda: shortage(self._sizes.fewest, nodes()))
             time.sleep(_READ_SECONDS)
+        if self._demand is not None:
+            self._demand.clear()  # what is there now is for this attempt
         self._sizes.began(asked.workers)
         return asked
 

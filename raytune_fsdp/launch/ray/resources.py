@@ -111,6 +111,7 @@ def _reported_kinds() -> Iterator[str]:
     written = _internal_kv_get(DEBUG_AUTOSCALING_STATUS)
     report = json.loads(written).get("autoscaler_report", {}) if written else {}
     yield from {**report.get("active_nodes", {}), **(report.get("idle_nodes") or {})}
+    yield from (report.get("node_type_mapping") or {}).values()  # also of nodes that have not reported yet
     status = get_cluster_status(ray.get_runtime_context().gcs_address)  # autoscaler version 2
     if status.stats.autoscaler_version not in (None, "0"):
         yield from (node.ray_node_type_name for node in [*status.active_nodes, *status.idle_nodes])
