@@ -28,7 +28,7 @@ from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.lease import MOST_BYTES, Lease, hold, lease_of, release
 from raytune_fsdp.machine import this_node
 from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.untrusted import read_file
+from raytune_fsdp.untrusted import UnsoundError, open_regular, read_file, reason
 
 logger = logging.getLogger(__name__)
 
@@ -172,14 +172,19 @@ def _publish(config: FinetuneConfig, place: RunDir, own: Path) -> bool:
 def _is_given_up(config: FinetuneConfig, place: RunDir) -> bool:
     """Whether the lock that is there can be taken: its process has ended, or gives no sign of life. Refuses if it does;
     False if the lock has gone meanwhile."""
-    try:
-        handle = os.open(place.lock, os.O_RDONLY | os.O_NOFOLLOW)
-    except FileNotFoundError:
+    handle = _open_lock(config, place)
+    if handle is None:
         return False
     try:
+        found = _content(place.lock)
         # A lock of this machine's kernel tells whether the process lives; one of another machine's may not be seen.
-        if _content(place.lock).get("boot") == _boot() and _lock(handle):
+        # Earlier versions write neither token nor beats: of theirs only the lock tells anything, and silence nothing.
+        old = "token" not in found
+        free = _lock(handle) if old or found.get("boot") == _boot() else None
+        if free:
             return _is_still(handle, place)
+        if old and free is False:
+            raise _refusal(config, place, f"; if its machine is lost, remove {place.lock}")
         first, began, said = _beats(place), time.monotonic(), False
         while time.monotonic() - began < _MISSED * BEAT_SECONDS:
             time.sleep(_LOOK_SECONDS)
@@ -198,6 +203,19 @@ def _is_given_up(config: FinetuneConfig, place: RunDir) -> bool:
         os.close(handle)
 
 
+def _open_lock(config: FinetuneConfig, place: RunDir) -> int | None:
+    """The lock that is there, open; None if it has gone."""
+    try:
+        try:
+            return open_regular(place.lock, write=True)  # NFS locks nothing that is open for reading only
+        except PermissionError:
+            return open_regular(place.lock)  # another user's, who shares the directory
+    except FileNotFoundError:
+        return None
+    except (OSError, UnsoundError) as error:
+        raise _unusable(config, place.lock, error) from error
+
+
 def _is_still(handle: int, place: RunDir) -> bool:
     """Whether the open file is still the lock: another newcomer may have taken it just now."""
     with suppress(OSError):
@@ -211,22 +229,32 @@ def _boot() -> str:
     return boot or name
 
 
-def _lock(handle: int) -> bool:
-    """Lock the open file. False if another process has it, or if the storage has no locks."""
+def _lock(handle: int) -> bool | None:
+    """Lock the open file. False if another process has it, None if the storage has no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
     except OSError as error:
-        if isinstance(error, BlockingIOError) or error.errno in _NO_LOCKS:
-            return False
+        if error.errno in _NO_LOCKS:
+            return None
         raise
     return True
 
 
-def _refusal(config: FinetuneConfig, place: RunDir) -> ConfigError:
+def _refusal(config: FinetuneConfig, place: RunDir, more: str = "") -> ConfigError:
     holder = _holder(place)
     return ConfigError(
         f"run.name={config.run.name}: another command works on {place.path}{holder and ': '}{holder}; wait for its "
-        "end, stop it, or choose another run.name"
+        f"end, stop it, or choose another run.name{more}"
+    )
+
+
+def _unusable(config: FinetuneConfig, path: Path, error: Exception) -> ConfigError:
+    """What has the name of one of our files, but cannot be used as one."""
+    return ConfigError(
+        f"run.name={config.run.name}: {path} says which command works on the run, but {reason(error)}; make sure that "
+        "no command does, then remove it"
     )
 
 

@@ -76,6 +76,16 @@ except (ConfigError, TakenOverError):
     print("refused")
 """
 
+HOLD_AS_BEFORE = """
+import fcntl, json, os, sys, time
+handle = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+os.write(handle, json.dumps({"host": "here", "pid": os.getpid(), "since": "2026-01-01T00:00:00+00:00"}).encode())
+print("held", flush=True)
+time.sleep(60)
+"""
+"""As a command of a version without beats holds it."""
+
 
 def config_of(directory: Path) -> FinetuneConfig:
     return FinetuneConfig.model_validate(
@@ -227,6 +237,24 @@ def test_one_of_several_newcomers_gets_it(tmp_path: Path, quick: None) -> None:
         assert said in ("won\n", "refused\n")
     assert len(won) == 1
     assert not list(place.path.glob("lock.*"))
+
+
+def test_a_command_of_a_version_without_beats_is_not_taken_for_silent(tmp_path: Path, quick: None) -> None:
+    config = config_of(tmp_path)
+    place = RunDir.of(config)
+    place.path.mkdir(parents=True)
+    command = [sys.executable, "-c", HOLD_AS_BEFORE, str(place.lock)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        said = f"process {holder.pid} on here.*; if its machine is lost, remove /"
+        with pytest.raises(ConfigError, match=said), locked(config):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+    with locked(config):
+        assert is_locked(place)
 
 
 def test_storage_that_does_not_answer_ends_no_run(tmp_path: Path) -> None:
