@@ -24,6 +24,7 @@ from threading import Event, Thread
 from typing import Any
 
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.durable import replace_at_once
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.lease import MOST_BYTES, Lease, hold, lease_of, release
 from raytune_fsdp.machine import this_node
@@ -77,9 +78,12 @@ def locked(config: FinetuneConfig) -> Iterator[None]:
         return
     _held[place.lock] = held
     hold(held.lease)
-    _write_beat(place, held.lease, 0)
-    Thread(target=_beat, args=(place, held), name="lease", daemon=True).start()
     try:
+        try:
+            _write_beat(place, held.lease, 0)
+        except OSError as error:  # without beats, a newcomer would take the run from this command
+            raise _unusable(config, place.beat, error) from error
+        Thread(target=_beat, args=(place, held), name="lease", daemon=True).start()
         yield
     finally:
         if place.lock in _held:  # not in a fork of the command
@@ -97,17 +101,25 @@ def _beat(place: RunDir, held: _Held) -> None:
     while not held.stop.wait(BEAT_SECONDS):
         count += 1
         if _content(place.lock).get("token") == held.lease.token:
-            _write_beat(place, held.lease, count)
+            with suppress(OSError):
+                _write_beat(place, held.lease, count)
 
 
 def _write_beat(place: RunDir, lease: Lease, count: int) -> None:
-    with suppress(OSError):
-        # One short write in place: a reader sees the one before or this one.
-        file = os.open(place.beat, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        try:
-            os.write(file, f"{lease.token} {count:012d}\n".encode())
-        finally:
-            os.close(file)
+    line = f"{lease.token} {count:012d}\n".encode()
+    try:
+        # One short write in place: a reader sees the one before or this one. Not a new file each time, which NFS may
+        # show to others only after 30 s (acdirmin).
+        file = open_regular(place.beat, write=True)
+    except (OSError, UnsoundError):
+        # The first one, or something that is not ours: a pipe, a link, another user's file. All but a directory give
+        # way to a new file.
+        replace_at_once(place.beat, line)
+        return
+    try:
+        os.write(file, line)
+    finally:
+        os.close(file)
 
 
 def _release(place: RunDir, made: list[Path]) -> None:
@@ -117,7 +129,8 @@ def _release(place: RunDir, made: list[Path]) -> None:
     with suppress(OSError):
         # Unless a person has removed ours, or another command has the one that is there.
         if os.path.samestat(os.fstat(held.handle), place.lock.stat()):
-            place.beat.unlink(missing_ok=True)
+            with suppress(OSError):
+                place.beat.unlink()
             place.lock.unlink()  # still locked: whoever waits for this file finds that it has gone, and makes another
     for directory in made:
         with suppress(OSError):
@@ -185,12 +198,12 @@ def _is_given_up(config: FinetuneConfig, place: RunDir) -> bool:
             return _is_still(handle, place)
         if old and free is False:
             raise _refusal(config, place, f"; if its machine is lost, remove {place.lock}")
-        first, began, said = _beats(place), time.monotonic(), False
+        first, began, said = _beats(config, place), time.monotonic(), False
         while time.monotonic() - began < _MISSED * BEAT_SECONDS:
             time.sleep(_LOOK_SECONDS)
             if not place.lock.exists():
                 return False
-            if _beats(place) != first:
+            if _beats(config, place) != first:
                 raise _refusal(config, place)
             if not said and time.monotonic() - began > 2 * BEAT_SECONDS:
                 said = True
@@ -253,8 +266,8 @@ def _refusal(config: FinetuneConfig, place: RunDir, more: str = "") -> ConfigErr
 def _unusable(config: FinetuneConfig, path: Path, error: Exception) -> ConfigError:
     """What has the name of one of our files, but cannot be used as one."""
     return ConfigError(
-        f"run.name={config.run.name}: {path} says which command works on the run, but {reason(error)}; make sure that "
-        "no command does, then remove it"
+        f"run.name={config.run.name}: {path} says which command works on the run, and cannot be used: {reason(error)}; "
+        "make room if the disk is full; otherwise make sure that no command works on the run, and remove it"
     )
 
 
@@ -265,10 +278,14 @@ def _sign(handle: int, token: str) -> None:
     os.fsync(handle)
 
 
-def _beats(place: RunDir) -> bytes:
-    with suppress(OSError, ValueError):
+def _beats(config: FinetuneConfig, place: RunDir) -> bytes:
+    """The last beat, or nothing. Refuses where it cannot be read: that is not the same as silence."""
+    try:
         return read_file(place.beat, limit=MOST_BYTES)
-    return b""
+    except FileNotFoundError:
+        return b""
+    except (OSError, UnsoundError) as error:
+        raise _unusable(config, place.beat, error) from error
 
 
 def _content(path: Path) -> dict[str, Any]:

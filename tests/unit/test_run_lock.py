@@ -257,6 +257,51 @@ def test_a_command_of_a_version_without_beats_is_not_taken_for_silent(tmp_path: 
         assert is_locked(place)
 
 
+def put(kind: str, path: Path) -> None:
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a directory":
+        path.mkdir()
+    else:
+        path.symlink_to("elsewhere")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["a pipe", "a directory", "a symbolic link"])
+def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path, quick: None, kind: str) -> None:
+    config = config_of(tmp_path)
+    place = RunDir.of(config)
+    place.path.mkdir(parents=True)
+    put(kind, place.lock)
+    with pytest.raises(ConfigError, match=f"{place.lock} .*: it is {kind}, .*remove it$"), locked(config):
+        pass
+    place.lock.rmdir() if kind == "a directory" else place.lock.unlink()
+    put(kind, place.beat)
+    if kind == "a directory":
+        with pytest.raises(ConfigError, match=f"{place.beat} .*[Dd]irectory.*remove it$"), locked(config):
+            pass
+        assert not place.lock.exists() and not is_locked(place)
+        return
+    with locked(config):
+        assert place.beat.read_text().endswith(f"{0:012d}\n") and not place.beat.is_symlink(), "replaced by ours"
+        put(kind, tmp_path / "other")
+        (tmp_path / "other").rename(place.beat)
+        deadline = time.monotonic() + 10
+        while not place.beat.is_file():
+            assert time.monotonic() < deadline, "no more beats"
+            time.sleep(0.02)
+        while not place.beat.is_dir():  # from then on the holder cannot show that it is alive
+            with contextlib.suppress(OSError):
+                place.beat.unlink()
+                place.beat.mkdir()
+        content = json.loads(place.lock.read_text())
+        place.lock.write_text(json.dumps({**content, "boot": "another machine's"}))
+        with pytest.raises(ConfigError, match=f"{place.beat} .* it is a directory"), locked(config):
+            pass
+        assert is_locked(place)
+        place.beat.rmdir()
+
+
 def test_storage_that_does_not_answer_ends_no_run(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     place = RunDir.of(config)
