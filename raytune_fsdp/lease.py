@@ -33,10 +33,12 @@ class Lease:
     token: str
     """Tells this command's lock from any other one's."""
     _checked: float = field(default=0.0, compare=False)
+    _lost: str = field(default="", compare=False)
+    """Why the run is not this command's any more: once and for all."""
 
     def check(self) -> None:
         """Raise if the run is another command's. Storage that does not answer says nothing."""
-        self._checked = time.monotonic()
+        self.check_known()
         try:
             found = json.loads(read_file(self.path, limit=MOST_BYTES))
         except FileNotFoundError:
@@ -44,15 +46,31 @@ class Lease:
         except (OSError, ValueError):
             return
         if not isinstance(found, dict) or found.get("token") != self.token:
-            raise TakenOverError(
+            self._lost = (
                 f"{self.path} is not this command's any more: another one has taken the run over, as this one gave no "
                 "sign of life; what is saved is saved, and this command writes nothing more"
             )
+        self._checked = time.monotonic()
+        self.check_known()
 
     def check_now_and_then(self) -> None:
         """The same, once in two seconds at most."""
+        self.check_known()
         if time.monotonic() - self._checked > _EVERY_SECONDS:
             self.check()
+
+    def check_known(self) -> None:
+        """The same, from what earlier checks have found: for loops that must not wait for storage."""
+        if self._lost:
+            raise TakenOverError(self._lost)
+
+    def lost(self) -> bool:
+        """Whether the run is another command's: a check that does not raise."""
+        try:
+            self.check()
+        except TakenOverError:
+            return True
+        return False
 
 
 def hold(lease: Lease) -> None:

@@ -302,6 +302,20 @@ def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path, quick: None
         place.beat.rmdir()
 
 
+def test_the_thread_that_beats_finds_out_for_those_who_cannot_wait(tmp_path: Path, quick: None) -> None:
+    config = config_of(tmp_path)
+    place = RunDir.of(config)
+    with locked(config):
+        lease = lease_of(place.lock)
+        assert lease is not None
+        place.lock.write_text('{"token": "theirs"}')
+        deadline = time.monotonic() + 10
+        with pytest.raises(TakenOverError, match="another one has taken the run over"):
+            while time.monotonic() < deadline:
+                lease.check_known()
+                time.sleep(0.02)
+
+
 def test_storage_that_does_not_answer_ends_no_run(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     place = RunDir.of(config)
