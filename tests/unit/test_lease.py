@@ -11,8 +11,11 @@ import pytest
 from raytune_fsdp.errors import TransientError
 from raytune_fsdp.launch import worker
 from raytune_fsdp.lease import Lease, TakenOverError
+from raytune_fsdp.run.record import open_run
+from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking import RunStart
 from raytune_fsdp.tracking.jsonl import JsonlTracker, read_events
+from tests.runs import make_config
 
 
 @pytest.fixture
@@ -36,6 +39,19 @@ def test_a_refusal_is_for_good(tmp_path: Path, lease: Lease) -> None:
         with pytest.raises(TakenOverError, match="another one has taken the run over"):
             record.event("not ours")
     assert [line["event"] for line in read_events(tmp_path / "events.jsonl")] == ["ours"]
+
+
+def test_a_rank_asks_before_it_opens_the_run(tmp_path: Path, lease: Lease) -> None:
+    config = make_config(tmp_path)
+    place = RunDir.of(config)
+    draft = Path(place.checkpoints) / "step-00000010.a2.1.tmp"
+    draft.mkdir(parents=True)
+    take_over(lease)
+    prepared: Any = SimpleNamespace(place=place, lease=lease)
+    nothing: Any = None
+    with pytest.raises(TakenOverError):
+        open_run(config, prepared, nothing)
+    assert draft.is_dir(), "it is the newcomer's"
 
 
 @pytest.mark.parametrize(("ours", "status"), [(True, "failed"), (False, "handed_over")])

@@ -99,6 +99,18 @@ def test_the_loop_does_not_wait_for_the_storage_of_the_lease(tmp_path: Path, mon
         known.until(Future(), ASKED)
 
 
+def test_the_run_is_still_ours_when_the_wait_for_room_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, place, _, _ = begin(tmp_path, monkeypatch, held=True)
+
+    def wait(_: object) -> Request:
+        place.lock.write_text('{"token": "theirs"}')
+        return ASKED
+
+    monkeypatch.setattr(known._sizes, "next", wait)
+    with pytest.raises(lease.TakenOverError):
+        known.next()
+
+
 def test_a_stop_before_the_first_step_ends_within_ten_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     signals = Signals()
     known, _, _, said = begin(tmp_path, monkeypatch, signals=signals)

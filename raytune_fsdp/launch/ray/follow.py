@@ -122,6 +122,8 @@ class Follow:
                 self._ask_for_more(0)
             self._check_waiting(lambda: shortage(self._sizes.fewest, nodes()))
             time.sleep(_READ_SECONDS)
+        if self._lease is not None:
+            self._lease.check()  # the caller writes to the run's directory now, and the wait may have been long
         self._sizes.began(asked.workers)
         return asked
 
