@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -316,7 +317,7 @@ def test_the_thread_that_beats_finds_out_for_those_who_cannot_wait(tmp_path: Pat
                 time.sleep(0.02)
 
 
-def test_storage_that_does_not_answer_ends_no_run(tmp_path: Path) -> None:
+def test_storage_that_does_not_answer_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path)
     place = RunDir.of(config)
     with locked(config):
@@ -327,9 +328,15 @@ def test_storage_that_does_not_answer_ends_no_run(tmp_path: Path) -> None:
         place.lock.write_bytes(b"\xff")  # half a file, as a network file system may show it
         lease.check()
         place.lock.write_bytes(content)
-        place.lock.rename(tmp_path / "aside")
-        with pytest.raises(TakenOverError, match="writes nothing more"):
+        place.lock.rename(tmp_path / "aside")  # as under an automounter
+        threading.Timer(1, (tmp_path / "aside").rename, [place.lock]).start()
+        lease.check()
+        monkeypatch.setattr("raytune_fsdp.lease._LOOKS", 2)
+        place.lock.unlink()
+        with pytest.raises(TakenOverError, match="has gone.* writes nothing more; the same command continues"):
             lease.check()
+    with locked(config):  # and does
+        pass
 
 
 def test_what_a_stranger_wrote_into_it_is_not_repeated(tmp_path: Path) -> None:
