@@ -15,7 +15,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -29,12 +29,13 @@ from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.lease import MOST_BYTES, Lease, hold, lease_of, release
 from raytune_fsdp.machine import this_node
 from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.untrusted import UnsoundError, open_regular, read_file, reason
+from raytune_fsdp.untrusted import UnsoundError, is_count, open_regular, read_file, reason
 
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 2.0
-_MISSED = 5
+_MISSED, _CONFIRMED = 5, 1.5
+"""Beats that a newcomer waits for: where nothing else tells, and where the lock is free, but may be another mount's."""
 _LOOK_SECONDS = 0.2
 _SETTLED_SECONDS = 0.5
 """How long a newcomer waits before it looks whether it has the lock: another one may have replaced the file, too."""
@@ -194,26 +195,59 @@ def _is_given_up(config: FinetuneConfig, place: RunDir) -> bool:
         # Earlier versions write neither token nor beats: of theirs only the lock tells anything, and silence nothing.
         old = "token" not in found
         free = _lock(handle) if old or found.get("boot") == _boot() else None
-        if free:
-            return _is_still(handle, place)
         if old and free is False:
             raise _refusal(config, place, f"; if its machine is lost, remove {place.lock}")
-        first, began, said = _beats(config, place), time.monotonic(), False
-        while time.monotonic() - began < _MISSED * BEAT_SECONDS:
-            time.sleep(_LOOK_SECONDS)
-            if not place.lock.exists():
-                return False
-            if _beats(config, place) != first:
-                raise _refusal(config, place)
-            if not said and time.monotonic() - began > 2 * BEAT_SECONDS:
-                said = True
-                logger.warning(
-                    "run.name=%s: %s has not been heard of; if it stays silent for %.0f s, this command takes the run",
-                    config.run.name, _holder(place) or "the command that works on it", _MISSED * BEAT_SECONDS,
-                )  # fmt: skip
+        if not free:
+            _listen(config, place, _MISSED * BEAT_SECONDS)
+        elif not (_has_ended(found) or (old and not _beats(config, place))):
+            # Each container may have a mount of its own (s3fs, gcsfuse), and such a mount knows its own locks only.
+            _listen(config, place, _CONFIRMED * BEAT_SECONDS)
         return _is_still(handle, place)
     finally:
         os.close(handle)
+
+
+def _listen(config: FinetuneConfig, place: RunDir, seconds: float) -> None:
+    """Wait for a beat, and refuse if there is one. Returns earlier if the lock has gone."""
+    first, began, said = _beats(config, place), time.monotonic(), False
+    while time.monotonic() - began < seconds:
+        time.sleep(_LOOK_SECONDS)
+        if not place.lock.exists():
+            return
+        if _beats(config, place) != first:
+            raise _refusal(config, place)
+        if not said and time.monotonic() - began > 2 * BEAT_SECONDS:
+            said = True
+            logger.warning(
+                "run.name=%s: %s has not been heard of; if it stays silent for %.0f s, this command takes the run",
+                config.run.name, _holder(place) or "the command that works on it", seconds,
+            )  # fmt: skip
+
+
+def _has_ended(found: Mapping[str, Any]) -> bool:
+    """Whether the process that has signed a lock of this machine is certainly no more. False also says: not known.
+
+    Namespaces have different numbers at any time. If ours has the number of the holder's, it is that one, where the
+    process would be seen, or that one has ended, and with it every process in it.
+    """
+    pid, namespace = found.get("pid"), found.get("namespace")
+    if not this_node()[1] or namespace is None or namespace != _namespace() or not is_count(pid) or not pid:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        pass
+    return False
+
+
+def _namespace() -> str | None:
+    """In which numbers of processes mean what they mean here."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None
 
 
 def _open_lock(config: FinetuneConfig, place: RunDir) -> int | None:
@@ -273,7 +307,8 @@ def _unusable(config: FinetuneConfig, path: Path, error: Exception) -> ConfigErr
 
 def _sign(handle: int, token: str) -> None:
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    content = {"host": socket.gethostname(), "pid": os.getpid(), "since": now, "boot": _boot(), "token": token}
+    content = {"host": socket.gethostname(), "pid": os.getpid(), "since": now}
+    content |= {"boot": _boot(), "namespace": _namespace(), "token": token}
     os.write(handle, json.dumps(content).encode())
     os.fsync(handle)
 

@@ -303,6 +303,39 @@ def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path, quick: None
         place.beat.rmdir()
 
 
+def test_a_lock_that_a_mount_of_its_own_shows_free_is_not_taken_from_who_beats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    """A container of the same machine, with a mount that does not know the locks of others."""
+    config = config_of(tmp_path)
+    place = RunDir.of(config)
+    with locked(config), monkeypatch.context() as elsewhere:
+        elsewhere.setattr(fcntl, "flock", lambda *_: None)
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match="another command works on"), locked(config):
+            pass
+        assert time.monotonic() - began < 5 * run_lock.BEAT_SECONDS
+        assert is_locked(place)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_after_a_crash_nobody_is_listened_for_where_the_process_is_known_to_be_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool, quick: None
+) -> None:
+    config = config_of(tmp_path)
+    place = RunDir.of(config)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    with locked(config):
+        content = json.loads(place.lock.read_text())
+    place.path.mkdir(parents=True)
+    place.lock.write_text(json.dumps({**content, "pid": gone.pid, **({} if known else {"namespace": "pid:[1]"})}))
+    listened: list[float] = []
+    monkeypatch.setattr(run_lock, "_listen", lambda *given: listened.append(given[-1]))
+    with locked(config):
+        assert listened == [] if known else listened == [1.5 * run_lock.BEAT_SECONDS]
+
+
 def test_the_thread_that_beats_finds_out_for_those_who_cannot_wait(tmp_path: Path, quick: None) -> None:
     config = config_of(tmp_path)
     place = RunDir.of(config)
