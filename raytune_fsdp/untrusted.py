@@ -35,11 +35,13 @@ def reason(error: Exception) -> str:
     return (text.strip() or type(error).__name__).splitlines()[0][:500]
 
 
-def open_regular(path: str | os.PathLike[str], *, links: bool = False) -> int:
-    """A handle to read a regular file. `links`: its name may be a symbolic link, as in the hub's cache."""
+def open_regular(path: str | os.PathLike[str], *, links: bool = False, write: bool = False) -> int:
+    """A handle to read a regular file, or to change it, too. `links`: its name may be a symbolic link, as in the hub's
+    cache."""
     # Before it is opened, since opening a device may do something; a pipe would wait for somebody who writes.
     _check_kind(os.stat(path, follow_symlinks=links))
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
+    flags = os.O_RDWR if write else os.O_RDONLY
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
     try:
         handle = os.open(path, flags)
     except OSError as error:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 import pyarrow.fs
 
-from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_BYTES, MANIFEST_FILE, Sink, StoredFile
+from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_BYTES, MANIFEST_FILE, Sink, StoredFile, at_once
 from raytune_fsdp.file_systems import file_system
 from raytune_fsdp.untrusted import UnsoundError, check_size
 
@@ -150,11 +150,12 @@ class ObjectDraft:
     def create(self, file: str) -> Any:
         return self.storage.create(self.name, file)
 
-    def publish(self, sizes: Mapping[str, int], manifest: str) -> None:
+    def publish(self, sizes: Mapping[str, int], manifest: str, before: Callable[[], None] = at_once) -> None:
         present = self.storage.sizes(self.name)
         lacking = {file: size for file, size in sizes.items() if present.get(file) != size}
         if lacking or MANIFEST_FILE in present:
             raise OSError(f"{self.storage.where(self.name)} holds {present}, but should hold {lacking}")
+        before()
         self.storage.put(self.name, MANIFEST_FILE, manifest.encode())
 
     def discard(self) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import cast
 
-from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_FILE, Sink, StoredFile
+from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_FILE, Sink, StoredFile, at_once
 from raytune_fsdp.durable import sync_directory, write_durably
 from raytune_fsdp.untrusted import open_regular, read_file
 
@@ -44,7 +44,7 @@ class PosixDraft:
             sink.flush()
             os.fsync(sink.fileno())
 
-    def publish(self, sizes: Mapping[str, int], manifest: str) -> None:
+    def publish(self, sizes: Mapping[str, int], manifest: str, before: Callable[[], None] = at_once) -> None:
         deadline = time.monotonic() + _SEEN_SECONDS
         while (present := {entry.name: entry.stat().st_size for entry in os.scandir(self.staging)}) != sizes:
             if time.monotonic() > deadline:
@@ -52,6 +52,7 @@ class PosixDraft:
             time.sleep(_LOOK_SECONDS)
         write_durably(self.staging / MANIFEST_FILE, manifest)
         sync_directory(self.staging)
+        before()  # not earlier: listing may take 30 s, and so may writing, on storage that is slow
         self.staging.rename(self.final)
         sync_directory(self.final.parent)
 

@@ -68,7 +68,7 @@ class SaveJob:
     leftovers: Sequence[Draft]
     """Drafts of earlier saves that failed. Rank 0 removes them first."""
     before: Callable[[], None]
-    """Rank 0 calls this before the checkpoint becomes visible."""
+    """Rank 0 calls this before it commits, and again right before the checkpoint becomes visible."""
     after: Callable[[], None]
     """And this afterwards."""
 
@@ -267,7 +267,8 @@ class SaveInFlight:
             if self._given_up:
                 raise TransientError("given up")
             self._committing = True
-        job.draft.publish({name: each.bytes for name, each in sums.items()}, make_manifest(sums))
+        # Asked again at the last moment, when little is left to write to disk: somebody may have taken over the run.
+        job.draft.publish({name: each.bytes for name, each in sums.items()}, make_manifest(sums), job.before)
         return sum(each.bytes for each in sums.values())
 
     def _clean_up(self, work: Callable[[], None]) -> None:

@@ -18,7 +18,7 @@ from raytune_fsdp.checkpoint.messages import Messages, open_messages
 from raytune_fsdp.checkpoint.save_in_flight import Ending, Outcome, SaveInFlight, SaveJob
 from raytune_fsdp.checkpoint.staging import Staging, UpdatesAfterCopies
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.checkpoint.storage import Draft, Storage
+from raytune_fsdp.checkpoint.storage import Draft, Storage, at_once
 from raytune_fsdp.checkpoint.tensors import tensors_of
 from raytune_fsdp.optim import Optimizer, local_piece
 
@@ -80,7 +80,8 @@ class Saver:
     def begin(self, state: RunState, *, before: Callable[[], None]) -> None:
         """Save the state after a step. The caller waits only for the copy. No rank may be busy.
 
-        `before` is called on rank 0, in another thread, before the checkpoint becomes visible.
+        `before` is called on rank 0, in another thread, before the checkpoint becomes visible: twice, the second time
+        at the last moment.
         """
         assert self._save is None or self._save.reported, "one save at a time"
         since = time.monotonic()
@@ -101,7 +102,7 @@ class Saver:
             draft=self.storage.draft(name, self._serial),
             layout=self.layout,
             pieces=pieces,
-            ready=_at_once if self.staging is None else self.staging.here,
+            ready=at_once if self.staging is None else self.staging.here,
             state=state.to_json(),
             seconds=self.seconds,
             messages=self.messages,
@@ -146,10 +147,6 @@ class Saver:
         """Wait for the writer's thread. A process that ends while the thread is inside C++ may crash."""
         if self._save is not None:
             self._save.join(_LEAVE_SECONDS)
-
-
-def _at_once() -> None:
-    pass
 
 
 def open_saver(

@@ -6,7 +6,7 @@ it when the draft is published, all of it at once. `posix.py` and `objects.py` i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -22,6 +22,10 @@ STATE_BYTES = 64 << 20
 """The largest state: that of a run over a hundred thousand files, with names and hashes, takes 20 MB; most, 5 kB."""
 DAMAGED = ".damaged"
 """Suffix of what was set aside."""
+
+
+def at_once() -> None:
+    """Nothing has to be done or waited for."""
 
 
 class Sink(Protocol):
@@ -47,8 +51,11 @@ class Draft(Protocol):
     def again(self) -> bool:
         """Whether writing a file may be tried again: true for storage with transient failures."""
 
-    def publish(self, sizes: Mapping[str, int], manifest: str) -> None:
-        """Make it visible. Rank 0 calls this when all files are written; OSError unless they have these sizes."""
+    def publish(self, sizes: Mapping[str, int], manifest: str, before: Callable[[], None] = at_once) -> None:
+        """Make it visible. Rank 0 calls this when all files are written; OSError unless they have these sizes.
+
+        `before` is called at the last moment: what it raises keeps the checkpoint from becoming visible.
+        """
 
     def discard(self) -> None:
         """Remove what was written, as far as possible. Never fails."""

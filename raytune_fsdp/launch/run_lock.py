@@ -15,7 +15,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,16 +24,18 @@ from threading import Event, Thread
 from typing import Any
 
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.durable import replace_at_once
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.lease import MOST_BYTES, Lease, hold, lease_of, release
 from raytune_fsdp.machine import this_node
 from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.untrusted import read_file
+from raytune_fsdp.untrusted import UnsoundError, is_count, open_regular, read_file, reason
 
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 2.0
-_MISSED = 5
+_MISSED, _CONFIRMED = 5, 1.5
+"""Beats that a newcomer waits for: where nothing else tells, and where the lock is free, but may be another mount's."""
 _LOOK_SECONDS = 0.2
 _SETTLED_SECONDS = 0.5
 """How long a newcomer waits before it looks whether it has the lock: another one may have replaced the file, too."""
@@ -77,9 +79,12 @@ def locked(config: FinetuneConfig) -> Iterator[None]:
         return
     _held[place.lock] = held
     hold(held.lease)
-    _write_beat(place, held.lease, 0)
-    Thread(target=_beat, args=(place, held), name="lease", daemon=True).start()
     try:
+        try:
+            _write_beat(place, held.lease, 0)
+        except OSError as error:  # without beats, a newcomer would take the run from this command
+            raise _unusable(config, place.beat, error) from error
+        Thread(target=_beat, args=(place, held), name="lease", daemon=True).start()
         yield
     finally:
         if place.lock in _held:  # not in a fork of the command
@@ -92,22 +97,30 @@ def is_locked(place: RunDir) -> bool:
 
 
 def _beat(place: RunDir, held: _Held) -> None:
-    """Show that this process is alive, as long as the run is its own."""
+    """Show that this process is alive, as long as the run is its own. Whoever must not wait for storage, which may hang
+    for ever, asks the lease for what this thread has found (`Lease.check_known`)."""
     count = 0
-    while not held.stop.wait(BEAT_SECONDS):
+    while not held.stop.wait(BEAT_SECONDS) and not held.lease.lost():
         count += 1
-        if _content(place.lock).get("token") == held.lease.token:
+        with suppress(OSError):
             _write_beat(place, held.lease, count)
 
 
 def _write_beat(place: RunDir, lease: Lease, count: int) -> None:
-    with suppress(OSError):
-        # One short write in place: a reader sees the one before or this one.
-        file = os.open(place.beat, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        try:
-            os.write(file, f"{lease.token} {count:012d}\n".encode())
-        finally:
-            os.close(file)
+    line = f"{lease.token} {count:012d}\n".encode()
+    try:
+        # One short write in place: a reader sees the one before or this one. Not a new file each time, which NFS may
+        # show to others only after 30 s (acdirmin).
+        file = open_regular(place.beat, write=True)
+    except (OSError, UnsoundError):
+        # The first one, or something that is not ours: a pipe, a link, another user's file. All but a directory give
+        # way to a new file.
+        replace_at_once(place.beat, line)
+        return
+    try:
+        os.write(file, line)
+    finally:
+        os.close(file)
 
 
 def _release(place: RunDir, made: list[Path]) -> None:
@@ -117,7 +130,8 @@ def _release(place: RunDir, made: list[Path]) -> None:
     with suppress(OSError):
         # Unless a person has removed ours, or another command has the one that is there.
         if os.path.samestat(os.fstat(held.handle), place.lock.stat()):
-            place.beat.unlink(missing_ok=True)
+            with suppress(OSError):
+                place.beat.unlink()
             place.lock.unlink()  # still locked: whoever waits for this file finds that it has gone, and makes another
     for directory in made:
         with suppress(OSError):
@@ -172,30 +186,81 @@ def _publish(config: FinetuneConfig, place: RunDir, own: Path) -> bool:
 def _is_given_up(config: FinetuneConfig, place: RunDir) -> bool:
     """Whether the lock that is there can be taken: its process has ended, or gives no sign of life. Refuses if it does;
     False if the lock has gone meanwhile."""
-    try:
-        handle = os.open(place.lock, os.O_RDONLY | os.O_NOFOLLOW)
-    except FileNotFoundError:
+    handle = _open_lock(config, place)
+    if handle is None:
         return False
     try:
+        found = _content(place.lock)
         # A lock of this machine's kernel tells whether the process lives; one of another machine's may not be seen.
-        if _content(place.lock).get("boot") == _boot() and _lock(handle):
-            return _is_still(handle, place)
-        first, began, said = _beats(place), time.monotonic(), False
-        while time.monotonic() - began < _MISSED * BEAT_SECONDS:
-            time.sleep(_LOOK_SECONDS)
-            if not place.lock.exists():
-                return False
-            if _beats(place) != first:
-                raise _refusal(config, place)
-            if not said and time.monotonic() - began > 2 * BEAT_SECONDS:
-                said = True
-                logger.warning(
-                    "run.name=%s: %s has not been heard of; if it stays silent for %.0f s, this command takes the run",
-                    config.run.name, _holder(place) or "the command that works on it", _MISSED * BEAT_SECONDS,
-                )  # fmt: skip
+        # Earlier versions write neither token nor beats: of theirs only the lock tells anything, and silence nothing.
+        old = "token" not in found
+        free = _lock(handle) if old or found.get("boot") == _boot() else None
+        if old and free is False:
+            raise _refusal(config, place, f"; if its machine is lost, remove {place.lock}")
+        if not free:
+            _listen(config, place, _MISSED * BEAT_SECONDS)
+        elif not (_has_ended(found) or (old and not _beats(config, place))):
+            # Each container may have a mount of its own (s3fs, gcsfuse), and such a mount knows its own locks only.
+            _listen(config, place, _CONFIRMED * BEAT_SECONDS)
         return _is_still(handle, place)
     finally:
         os.close(handle)
+
+
+def _listen(config: FinetuneConfig, place: RunDir, seconds: float) -> None:
+    """Wait for a beat, and refuse if there is one. Returns earlier if the lock has gone."""
+    first, began, said = _beats(config, place), time.monotonic(), False
+    while time.monotonic() - began < seconds:
+        time.sleep(_LOOK_SECONDS)
+        if not place.lock.exists():
+            return
+        if _beats(config, place) != first:
+            raise _refusal(config, place)
+        if not said and time.monotonic() - began > 2 * BEAT_SECONDS:
+            said = True
+            logger.warning(
+                "run.name=%s: %s has not been heard of; if it stays silent for %.0f s, this command takes the run",
+                config.run.name, _holder(place) or "the command that works on it", seconds,
+            )  # fmt: skip
+
+
+def _has_ended(found: Mapping[str, Any]) -> bool:
+    """Whether the process that has signed a lock of this machine is certainly no more. False also says: not known.
+
+    Namespaces have different numbers at any time. If ours has the number of the holder's, it is that one, where the
+    process would be seen, or that one has ended, and with it every process in it.
+    """
+    pid, namespace = found.get("pid"), found.get("namespace")
+    if not this_node()[1] or namespace is None or namespace != _namespace() or not is_count(pid) or not pid:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        pass
+    return False
+
+
+def _namespace() -> str | None:
+    """In which numbers of processes mean what they mean here."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None
+
+
+def _open_lock(config: FinetuneConfig, place: RunDir) -> int | None:
+    """The lock that is there, open; None if it has gone."""
+    try:
+        try:
+            return open_regular(place.lock, write=True)  # NFS locks nothing that is open for reading only
+        except PermissionError:
+            return open_regular(place.lock)  # another user's, who shares the directory
+    except FileNotFoundError:
+        return None
+    except (OSError, UnsoundError) as error:
+        raise _unusable(config, place.lock, error) from error
 
 
 def _is_still(handle: int, place: RunDir) -> bool:
@@ -211,36 +276,51 @@ def _boot() -> str:
     return boot or name
 
 
-def _lock(handle: int) -> bool:
-    """Lock the open file. False if another process has it, or if the storage has no locks."""
+def _lock(handle: int) -> bool | None:
+    """Lock the open file. False if another process has it, None if the storage has no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
     except OSError as error:
-        if isinstance(error, BlockingIOError) or error.errno in _NO_LOCKS:
-            return False
+        if error.errno in _NO_LOCKS:
+            return None
         raise
     return True
 
 
-def _refusal(config: FinetuneConfig, place: RunDir) -> ConfigError:
+def _refusal(config: FinetuneConfig, place: RunDir, more: str = "") -> ConfigError:
     holder = _holder(place)
     return ConfigError(
         f"run.name={config.run.name}: another command works on {place.path}{holder and ': '}{holder}; wait for its "
-        "end, stop it, or choose another run.name"
+        f"end, stop it, or choose another run.name{more}"
+    )
+
+
+def _unusable(config: FinetuneConfig, path: Path, error: Exception) -> ConfigError:
+    """What has the name of one of our files, but cannot be used as one."""
+    return ConfigError(
+        f"run.name={config.run.name}: {path} says which command works on the run, and cannot be used: {reason(error)}; "
+        "make room if the disk is full; otherwise make sure that no command works on the run, and remove it"
     )
 
 
 def _sign(handle: int, token: str) -> None:
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    content = {"host": socket.gethostname(), "pid": os.getpid(), "since": now, "boot": _boot(), "token": token}
+    content = {"host": socket.gethostname(), "pid": os.getpid(), "since": now}
+    content |= {"boot": _boot(), "namespace": _namespace(), "token": token}
     os.write(handle, json.dumps(content).encode())
     os.fsync(handle)
 
 
-def _beats(place: RunDir) -> bytes:
-    with suppress(OSError, ValueError):
+def _beats(config: FinetuneConfig, place: RunDir) -> bytes:
+    """The last beat, or nothing. Refuses where it cannot be read: that is not the same as silence."""
+    try:
         return read_file(place.beat, limit=MOST_BYTES)
-    return b""
+    except FileNotFoundError:
+        return b""
+    except (OSError, UnsoundError) as error:
+        raise _unusable(config, place.beat, error) from error
 
 
 def _content(path: Path) -> dict[str, Any]:

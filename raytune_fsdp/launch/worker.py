@@ -15,6 +15,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import DataError, HandedOver, Interrupted, TrainingError
 from raytune_fsdp.launch.signals import SignalReceived
 from raytune_fsdp.launch.torchrun import local_rank
+from raytune_fsdp.lease import Lease
 from raytune_fsdp.loop import Parts, train
 from raytune_fsdp.model.compiler import settings_restored
 from raytune_fsdp.out_of_memory import explain, explain_building
@@ -76,10 +77,10 @@ def work(
             parts = assemble(config, prepared, standing, device, hooks)
         except torch.OutOfMemoryError as error:
             raise explain_building(error, config, device, rank=dist.get_rank()) from error
-        return _work(parts, stop)
+        return _work(parts, stop, prepared.lease)
 
 
-def _work(parts: Parts, stop: Stop) -> int:
+def _work(parts: Parts, stop: Stop, lease: Lease | None) -> int:
     status: Status = "failed"
     try:
         state = train(parts, stop)
@@ -103,5 +104,7 @@ def _work(parts: Parts, stop: Stop) -> int:
         ) from error
     finally:
         parts.saves.leave()
+        if lease is not None and lease.lost():
+            status = "handed_over"  # to another command, which says in MLflow how the run ends
         parts.tracker.finish(status)
     return state.step

@@ -60,8 +60,13 @@ class Opened:
 
 
 def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> Opened:
-    """Write the files that describe the run, and remove what earlier attempts left unfinished. Call on rank 0."""
+    """Write the files that describe the run, and remove what earlier attempts left unfinished. Call on rank 0.
+
+    Raises, and changes nothing, if another command has taken over the run.
+    """
     place = prepared.place
+    if prepared.lease is not None:
+        prepared.lease.check()  # a newcomer may be writing the draft that would be removed here
     place.path.mkdir(parents=True, exist_ok=True)
     changed = changed_settings(place, config)
     storage_at(place.checkpoints).clean()  # before the first save of this attempt: nothing else is being written

@@ -93,8 +93,6 @@ class JsonlTracker:
 
     def sync(self) -> None:
         """As above. Also where a commit learns that the run is not this command's any more."""
-        if self._lease is not None:
-            self._lease.check()
         try:
             if self._file is not None:
                 os.fsync(self._file.fileno())
@@ -103,6 +101,8 @@ class JsonlTracker:
                     os.fsync(events.fileno())
         except OSError as error:
             raise _cannot_write(self._metrics_path, error) from error
+        if self._lease is not None:
+            self._lease.check()  # last: what comes before may take long
 
 
 def append_event(path: Path, name: str, *, attempt: int, fields: Mapping[str, object]) -> None:

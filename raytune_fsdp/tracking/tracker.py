@@ -17,7 +17,8 @@ from raytune_fsdp.types import ParameterCount, StepMetrics
 logger = logging.getLogger(__name__)
 
 Status = Literal["finished", "failed", "interrupted", "handed_over"]
-"""How an attempt ended; `handed_over`: for another one of the same command, so the run goes on."""
+"""How an attempt ended; `handed_over`: for another one, of the same command or of one that has taken over the run, so
+the run goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,8 +36,11 @@ def growing(directory: Path) -> Iterator[str]:
     address = f"{get_node_ip_address()}:{port}"
     config = {
         "cluster_name": "growing", "max_workers": 3, "upscaling_speed": 10, "idle_timeout_minutes": 60,
-        "provider": {"type": "fake_multinode", "gcs_address": address},
-        "head_node_type": "ray.head.default", "auth": {},
+        "provider": {
+            "type": "fake_multinode", "gcs_address": address,
+            "disable_node_updaters": True, "disable_launch_config_check": True,
+        },
+        "head_node_type": "ray.head.default", "auth": {"ssh_user": "nobody"},
         "available_node_types": {
             "ray.head.default": {"node_config": {}, "resources": {"CPU": 1}, "max_workers": 0},
             "worker": {"node_config": {}, "resources": {"CPU": 1, "GPU": 1}, "min_workers": 0, "max_workers": 3},

@@ -12,6 +12,7 @@ pytest.importorskip("ray")
 
 from ray.exceptions import ActorUnavailableError, RayActorError
 
+from raytune_fsdp import lease
 from raytune_fsdp.errors import Interrupted, TrainingError
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray import follow
@@ -58,6 +59,8 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tu
     config = make_config(tmp_path, cluster={"launch": "ray", "max_failures": 5}, **sections)
     place = RunDir.of(config)
     place.path.mkdir(parents=True)
+    if options.pop("held", False):
+        monkeypatch.setitem(lease._held, place.lock, lease.Lease(place.lock, "ours"))
     board, said = Silent(), list[str]()
     attempts = Attempts(place, limit=5, step=0, say=said.append)
     known = Follow(
@@ -82,6 +85,30 @@ def test_a_process_of_our_own_ray_that_is_gone_is_named_at_once(
     (failed,) = [line["fields"] for line in read_events(place.events)]
     assert failed["cause"].startswith("Ray's raylet process on this machine died")
     known.end()  # asks nobody: Ray would not answer
+
+
+def test_the_loop_does_not_wait_for_the_storage_of_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*_: object, **__: object) -> bytes:
+        pytest.fail("on a mount that does not answer, this read never ends")
+
+    monkeypatch.setattr(lease, "read_file", hang)
+    signals = Signals()
+    known, _, _, _ = begin(tmp_path, monkeypatch, signals=signals, held=True)
+    signals.count = 2
+    with pytest.raises(Interrupted, match="the same command continues"):
+        known.until(Future(), ASKED)
+
+
+def test_the_run_is_still_ours_when_the_wait_for_room_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, place, _, _ = begin(tmp_path, monkeypatch, held=True)
+
+    def wait(_: object) -> Request:
+        place.lock.write_text('{"token": "theirs"}')
+        return ASKED
+
+    monkeypatch.setattr(known._sizes, "next", wait)
+    with pytest.raises(lease.TakenOverError):
+        known.next()
 
 
 def test_a_stop_before_the_first_step_ends_within_ten_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -75,6 +76,16 @@ try:
 except (ConfigError, TakenOverError):
     print("refused")
 """
+
+HOLD_AS_BEFORE = """
+import fcntl, json, os, sys, time
+handle = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+os.write(handle, json.dumps({"host": "here", "pid": os.getpid(), "since": "2026-01-01T00:00:00+00:00"}).encode())
+print("held", flush=True)
+time.sleep(60)
+"""
+"""As a command of a version without beats holds it."""
 
 
 def config_of(directory: Path) -> FinetuneConfig:
@@ -229,7 +240,117 @@ def test_one_of_several_newcomers_gets_it(tmp_path: Path, quick: None) -> None:
     assert not list(place.path.glob("lock.*"))
 
 
-def test_storage_that_does_not_answer_ends_no_run(tmp_path: Path) -> None:
+def test_a_command_of_a_version_without_beats_is_not_taken_for_silent(tmp_path: Path, quick: None) -> None:
+    config = config_of(tmp_path)
+    place = RunDir.of(config)
+    place.path.mkdir(parents=True)
+    command = [sys.executable, "-c", HOLD_AS_BEFORE, str(place.lock)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        said = f"process {holder.pid} on here.*; if its machine is lost, remove /"
+        with pytest.raises(ConfigError, match=said), locked(config):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+    with locked(config):
+        assert is_locked(place)
+
+
+def put(kind: str, path: Path) -> None:
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a directory":
+        path.mkdir()
+    else:
+        path.symlink_to("elsewhere")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["a pipe", "a directory", "a symbolic link"])
+def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path, quick: None, kind: str) -> None:
+    config = config_of(tmp_path)
+    place = RunDir.of(config)
+    place.path.mkdir(parents=True)
+    put(kind, place.lock)
+    with pytest.raises(ConfigError, match=f"{place.lock} .*: it is {kind}, .*remove it$"), locked(config):
+        pass
+    place.lock.rmdir() if kind == "a directory" else place.lock.unlink()
+    put(kind, place.beat)
+    if kind == "a directory":
+        with pytest.raises(ConfigError, match=f"{place.beat} .*[Dd]irectory.*remove it$"), locked(config):
+            pass
+        assert not place.lock.exists() and not is_locked(place)
+        return
+    with locked(config):
+        assert place.beat.read_text().endswith(f"{0:012d}\n") and not place.beat.is_symlink(), "replaced by ours"
+        put(kind, tmp_path / "other")
+        (tmp_path / "other").rename(place.beat)
+        deadline = time.monotonic() + 10
+        while not place.beat.is_file():
+            assert time.monotonic() < deadline, "no more beats"
+            time.sleep(0.02)
+        while not place.beat.is_dir():  # from then on the holder cannot show that it is alive
+            with contextlib.suppress(OSError):
+                place.beat.unlink()
+                place.beat.mkdir()
+        content = json.loads(place.lock.read_text())
+        place.lock.write_text(json.dumps({**content, "boot": "another machine's"}))
+        with pytest.raises(ConfigError, match=f"{place.beat} .* it is a directory"), locked(config):
+            pass
+        assert is_locked(place)
+        place.beat.rmdir()
+
+
+def test_a_lock_that_a_mount_of_its_own_shows_free_is_not_taken_from_who_beats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    """A container of the same machine, with a mount that does not know the locks of others."""
+    config = config_of(tmp_path)
+    place = RunDir.of(config)
+    with locked(config), monkeypatch.context() as elsewhere:
+        elsewhere.setattr(fcntl, "flock", lambda *_: None)
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match="another command works on"), locked(config):
+            pass
+        assert time.monotonic() - began < 5 * run_lock.BEAT_SECONDS
+        assert is_locked(place)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_after_a_crash_nobody_is_listened_for_where_the_process_is_known_to_be_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool, quick: None
+) -> None:
+    config = config_of(tmp_path)
+    place = RunDir.of(config)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    with locked(config):
+        content = json.loads(place.lock.read_text())
+    place.path.mkdir(parents=True)
+    place.lock.write_text(json.dumps({**content, "pid": gone.pid, **({} if known else {"namespace": "pid:[1]"})}))
+    listened: list[float] = []
+    monkeypatch.setattr(run_lock, "_listen", lambda *given: listened.append(given[-1]))
+    with locked(config):
+        assert listened == [] if known else listened == [1.5 * run_lock.BEAT_SECONDS]
+
+
+def test_the_thread_that_beats_finds_out_for_those_who_cannot_wait(tmp_path: Path, quick: None) -> None:
+    config = config_of(tmp_path)
+    place = RunDir.of(config)
+    with locked(config):
+        lease = lease_of(place.lock)
+        assert lease is not None
+        place.lock.write_text('{"token": "theirs"}')
+        deadline = time.monotonic() + 10
+        with pytest.raises(TakenOverError, match="another one has taken the run over"):
+            while time.monotonic() < deadline:
+                lease.check_known()
+                time.sleep(0.02)
+
+
+def test_storage_that_does_not_answer_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path)
     place = RunDir.of(config)
     with locked(config):
@@ -240,9 +361,15 @@ def test_storage_that_does_not_answer_ends_no_run(tmp_path: Path) -> None:
         place.lock.write_bytes(b"\xff")  # half a file, as a network file system may show it
         lease.check()
         place.lock.write_bytes(content)
-        place.lock.rename(tmp_path / "aside")
-        with pytest.raises(TakenOverError, match="writes nothing more"):
+        place.lock.rename(tmp_path / "aside")  # as under an automounter
+        threading.Timer(1, (tmp_path / "aside").rename, [place.lock]).start()
+        lease.check()
+        monkeypatch.setattr("raytune_fsdp.lease._LOOKS", 2)
+        place.lock.unlink()
+        with pytest.raises(TakenOverError, match="has gone.* writes nothing more; the same command continues"):
             lease.check()
+    with locked(config):  # and does
+        pass
 
 
 def test_what_a_stranger_wrote_into_it_is_not_repeated(tmp_path: Path) -> None:

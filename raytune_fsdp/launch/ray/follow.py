@@ -128,6 +128,8 @@ class Follow:
             time.sleep(_READ_SECONDS)
         if self._demand is not None:
             self._demand.clear()  # what is there now is for this attempt
+        if self._lease is not None:
+            self._lease.check()  # the caller writes to the run's directory now, and the wait may have been long
         self._sizes.began(asked.workers)
         return asked
 
@@ -261,9 +263,12 @@ class Follow:
             self._attempts.failed(f"Ray's {self._lost_process()} process on this machine {DIED}", again=False)
 
     def _check_lease(self) -> None:
-        """Raise if this process was away for so long that another command works on the run now."""
+        """Raise if this process was away for so long that another command works on the run now.
+
+        Reads no file: on a mount that does not answer, no signal would be heard and no hang be found.
+        """
         if self._lease is not None:
-            self._lease.check_now_and_then()
+            self._lease.check_known()
 
     def _check_stop(self) -> None:
         if not self._signals.count:
