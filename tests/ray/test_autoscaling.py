@@ -25,7 +25,7 @@ from tests.runs import trajectory
 
 pytestmark = pytest.mark.slow
 
-TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 150}
+TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 400}
 
 
 @contextmanager

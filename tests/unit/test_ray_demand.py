@@ -56,10 +56,10 @@ def test_each_step_to_a_larger_size_is_asked_for_until_it_is_there(monkeypatch: 
     assert groups.sizes == [2, 4]
     asks.look(8)
     assert groups.sizes == []
-    clock.now = 59.0
+    clock.now = 14.0
     asks.look(2)
     assert groups.sizes == []
-    clock.now = 60.0
+    clock.now = 15.0
     asks.look(2)
     assert groups.sizes == [2, 4], "it was not enough, or is lost again"
     asks.clear()

@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup
 
 from raytune_fsdp.launch.ray.resources import Request, bundle
 
-_PAUSE_SECONDS = 60.0
+_PAUSE_SECONDS = 15.0
 """Until what has come, and was not taken, is asked for again: it did not suffice, or another job has taken it."""
 
 
