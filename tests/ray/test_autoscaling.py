@@ -37,7 +37,7 @@ def growing(directory: Path) -> Iterator[str]:
     config = {
         "cluster_name": "growing", "max_workers": 3, "upscaling_speed": 10, "idle_timeout_minutes": 60,
         "provider": {
-            "type": "fake_multinode", "gcs_address": address,
+            "type": "fake_multinode", "gcs_address": address, "launch_multiple": True,
             "disable_node_updaters": True, "disable_launch_config_check": True,
         },
         "head_node_type": "ray.head.default", "auth": {"ssh_user": "nobody"},
