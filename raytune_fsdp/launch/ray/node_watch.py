@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,17 @@ class _NodeWatch:
     def watch(self, cloud: str, board: Board) -> None:
         """Drain this node as soon as its cloud announces that it will be taken away."""
         this = ray.get_runtime_context()
-        in_thread(lambda: _watch(cloud, board, this.get_node_id(), this.gcs_address), "spot")
+        node_id, gcs_address = this.get_node_id(), this.gcs_address
+
+        def drain(ends_at: float) -> None:
+            reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+            accepted, why = GcsClient(address=gcs_address).drain_node(
+                node_id, reason, f"{cloud} takes it away", int(ends_at * 1000)
+            )
+            if not accepted:
+                raise RuntimeError(f"Ray has refused it: {why}")
+
+        in_thread(lambda: _watch(cloud, board, drain), "spot")
 
     def kill(self, pids: list[int]) -> None:
         for pid in pids:
@@ -147,27 +158,42 @@ class NodeWatches:
         self._actors = {}
 
 
-def _watch(cloud: str, board: Board, node_id: str, gcs_address: str) -> None:
-    failures = 0
+def _watch(cloud: str, board: Board, drain: Callable[[float], None]) -> None:
+    """Ask the cloud until it gives notice, and then Ray until the node drains. Whatever either of them answers, the
+    next look may be the one that matters: no error ends this."""
+    ends_at: float | None = None
+    silent, failed = 0, False
     while True:
         try:
-            left, failures = seconds_left(cloud), 0
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # its answer may be anything
-            left, failures = None, failures + 1
-            if failures == _SILENT_TRIES:
-                board.tell(
-                    Line(
-                        f"cluster.spot_notice={cloud}: the metadata service does not answer on {socket.gethostname()} "
-                        f"({in_one_line(error)}), so its notices are not seen; set the cloud that it runs on, or none"
-                    )
+            left, silent = seconds_left(cloud), 0
+            # The first notice counts: one without a time of its own would begin anew with every look.
+            ends_at = None if left is None else min(time.time() + left, ends_at or math.inf)
+        except Exception as error:
+            silent += 1
+            if silent == _SILENT_TRIES:
+                _say(
+                    board,
+                    f"cluster.spot_notice={cloud}: the metadata service does not answer on {socket.gethostname()} "
+                    f"({in_one_line(error)}), so its notices are not seen; set the cloud that it runs on, or none",
                 )
-        if left is not None:
-            deadline = int((time.time() + left) * 1000)
-            reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-            accepted, _ = GcsClient(address=gcs_address).drain_node(node_id, reason, f"{cloud} takes it away", deadline)
-            if accepted:
+        if ends_at is not None:
+            try:
+                drain(ends_at)
                 return
+            except Exception as error:
+                if not failed:
+                    _say(
+                        board,
+                        f"{cloud} takes the node {socket.gethostname()} away, and it cannot be drained yet "
+                        f"({in_one_line(error)}); this is tried again until it can",
+                    )
+                failed = True
         time.sleep(_ASK_SECONDS)
+
+
+def _say(board: Board, text: str) -> None:
+    with suppress(Exception):  # Ray may be what fails
+        board.tell(Line(text))
 
 
 def _by_node(ranks: Mapping[int, Joined]) -> dict[str, dict[int, int]]:
