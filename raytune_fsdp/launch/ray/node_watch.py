@@ -9,8 +9,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ STACKS_SIGNAL = signal.SIGUSR1
 _ASK_SECONDS = 2.0  # between two questions to the metadata service
 _SILENT_TRIES = 5
 _MEMORY_SECONDS = 5.0
+_LOOK_SECONDS = 1.0  # between two looks at what the ranks of a node have in memory
+_KEPT_LOOKS = 5  # the kernel counts a kill first; the process may take seconds to give back what it has
 _ANSWER_SECONDS = 2.0  # how long a rank may take for that
 _START_SECONDS = 20.0  # how long the actor of a node may take to answer, its start included
 
@@ -40,33 +42,48 @@ _START_SECONDS = 20.0  # how long the actor of a node may take to answer, its st
 class _NodeWatch:
     """Runs in the actor."""
 
-    def __init__(self) -> None:
+    def __init__(self, pids: Iterable[int]) -> None:
+        """`pids`: the processes to look after, as long as they live."""
+        self._processes: dict[int, psutil.Process] = {}
         self._held: dict[int, int] = {}
-        """What each process had in memory when it was last looked at, in bytes."""
-        self._groups: dict[int, tuple[ControlGroup, int] | None] = {}
-        """The control group of each, and how many processes that had lost by then."""
-
-    def look_after(self, pids: list[int]) -> None:
-        """Remember what these processes have in memory, as long as they live."""
+        """What each had in memory when it was last looked at, in bytes."""
+        self._kills: dict[int, tuple[ControlGroup, deque[int]]] = {}
+        """The control group of each, and how many processes that had lost, look by look. Others share it: what it lost
+        long before says nothing about the end of this one."""
         for pid in pids:
-            group = group_of(pid)
-            self._groups[pid] = None if group is None else (group, group.kills())
-        in_thread(lambda: self._measure(pids), "memory")
+            with suppress(psutil.Error):
+                self._processes[pid] = psutil.Process(pid)
+        in_thread(self._look, "memory")
 
-    def _measure(self, pids: list[int]) -> None:
-        while any(map(psutil.pid_exists, pids)):
-            for pid in pids:
-                with suppress(psutil.Error):
-                    self._held[pid] = psutil.Process(pid).memory_info().rss or self._held.get(pid, 0)
-            time.sleep(_ASK_SECONDS / 2)
+    def _look(self) -> None:
+        while sum(map(self._is_there, self._processes, self._processes.values())):
+            time.sleep(_LOOK_SECONDS)
+
+    def _is_there(self, pid: int, process: psutil.Process) -> bool:
+        """Note what a process has in memory, and how often its control group was full; false if it has ended."""
+        try:
+            group = group_of(pid)  # it may be moved to another one
+            kills = 0 if group is None else group.kills()
+            held = process.memory_info().rss if process.is_running() else 0
+        except (psutil.Error, OSError):
+            held = 0
+        if not held:
+            return False  # nothing in memory: it has ended, and what was noted before remains
+        self._held[pid] = held
+        if group is not None:
+            known = self._kills.get(pid)
+            before = known[1] if known is not None and known[0] == group else ()
+            self._kills[pid] = group, deque([*before, kills], maxlen=_KEPT_LOOKS)
+        return True
 
     def out_of_memory(self, pid: int) -> str | None:
         """If the kernel has ended this process for its memory: how much it had, and may have."""
-        known = self._groups.get(pid)
-        if known is None or known[0].kills() <= known[1]:
+        if pid not in self._kills:
             return None
-        held = f"it had {self._held[pid] / 1e9:.2f} GB" if pid in self._held else "what it had is not known"
-        return f"{held}, and its control group may have {known[0].limit / 1e9:.2f} GB"
+        group, kills = self._kills[pid]
+        if group.kills() <= kills[0]:
+            return None
+        return f"it had {self._held[pid] / 1e9:.2f} GB, and its control group may have {group.limit / 1e9:.2f} GB"
 
     def stacks(self, ranks: Mapping[int, int], logs: str) -> dict[int, str]:
         """The stacks of these ranks (their processes by rank), also written below `logs`."""
@@ -119,10 +136,10 @@ class NodeWatches:
         """One on each node of these ranks; their processes start in the background."""
         for node in {rank.node_id for rank in ranks.values()} - self._actors.keys():
             options = {"num_cpus": 0, "label_selector": {"ray.io/node-id": node}}
-            self._actors[node] = ray.remote(**options)(_NodeWatch).remote()
+            pids = list(_by_node(ranks)[node].values())
+            self._actors[node] = ray.remote(**options)(_NodeWatch).remote(pids)
             if self._cloud != "none":
                 self._actors[node].watch.remote(self._cloud, self._board)
-            self._actors[node].look_after.remote(list(_by_node(ranks)[node].values()))
 
     def stacks(self, ranks: Mapping[int, Joined], logs: str) -> dict[int, str]:
         """The stacks of those ranks whose nodes answer."""
