@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,14 +21,22 @@ pytest.importorskip("ray")
 
 from raytune_fsdp import machine
 from raytune_fsdp.launch.ray import node_watch
-from raytune_fsdp.launch.ray.node_watch import _NodeWatch
+from raytune_fsdp.launch.ray.board import Board, Joined
+from raytune_fsdp.launch.ray.node_watch import NodeWatches, _NodeWatch
 
-WAITS = "import sys; sys.stdin.read()"
+RANK = "import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN); print(flush=True); input()"
+
+
+def started() -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-c", RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
 
 
 @pytest.fixture
 def rank() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, "-c", WAITS], stdin=subprocess.PIPE) as process:
+    with started() as process:
         yield process
         process.kill()
 
@@ -80,3 +94,64 @@ def test_a_kill_that_is_counted_before_the_process_has_gone(
     time.sleep(2 * node_watch._KEPT_LOOKS * node_watch._LOOK_SECONDS)
     said = watch.out_of_memory(rank.pid)
     assert said is not None and re.fullmatch(r"it had 0\.0\d GB, and its control group may have 2\.00 GB", said)
+
+
+class Remote:
+    """As Ray runs an actor: so many calls at a time, the others wait."""
+
+    def __init__(self, actor: Any, calls: int) -> None:
+        self._actor, self._threads = actor, ThreadPoolExecutor(calls)
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *given: self._threads.submit(getattr(self._actor, name), *given))
+
+
+def test_ranks_are_ended_while_their_storage_hangs(
+    tmp_path: Path, rank: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever opens this log waits for another process to write to it."""
+    os.mkfifo(tmp_path / "rank-0.log")
+    monkeypatch.setattr(node_watch, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(node_watch, "_START_SECONDS", 0.5)
+
+    def remote(max_concurrency: int = 1, **_: Any) -> Any:
+        return lambda actor: SimpleNamespace(remote=lambda *given: Remote(actor(*given), max_concurrency))
+
+    def wait(asked: list[Future[Any]], num_returns: int, timeout: float) -> Any:
+        done, rest = futures.wait(asked, timeout)
+        return list(done), list(rest)
+
+    monkeypatch.setattr(node_watch, "ray", SimpleNamespace(remote=remote, wait=wait, get=Future.result))
+    watches = NodeWatches("none", Board.__new__(Board))
+    ranks = {0: Joined(0, "here", "node", rank.pid)}
+    assert watches.stacks(ranks, str(tmp_path)) == {}
+    watches.kill(ranks)
+    try:
+        assert rank.wait(timeout=10) == -signal.SIGKILL
+    finally:
+        (tmp_path / "rank-0.log").open("wb").close()  # lets the other call end
+
+
+def test_a_process_that_has_got_the_number_of_a_rank_is_left_alone() -> None:
+    """A kill may come late. The number of the next process can be chosen as root."""
+    last = Path("/proc/sys/kernel/ns_last_pid")
+    rank = subprocess.Popen([sys.executable, "-c", ""])
+    watch = _NodeWatch([rank.pid])
+    rank.wait()
+    for _ in range(50):
+        try:
+            last.write_text(str(rank.pid - 1))
+        except OSError:
+            pytest.skip("only root can choose a process's number")
+        other = started()
+        if other.pid == rank.pid:
+            break
+        other.kill()
+        other.wait()
+    else:
+        pytest.skip("other processes start too often here")
+    watch.kill([rank.pid])
+    with pytest.raises(subprocess.TimeoutExpired):
+        other.wait(timeout=0.5)
+    _NodeWatch([other.pid]).kill([other.pid])
+    assert other.wait(timeout=10) == -signal.SIGKILL

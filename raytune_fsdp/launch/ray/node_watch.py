@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import signal
 import socket
@@ -36,15 +35,17 @@ _MEMORY_SECONDS = 5.0
 _LOOK_SECONDS = 1.0  # between two looks at what the ranks of a node have in memory
 _KEPT_LOOKS = 5  # the kernel counts a kill first; the process may take seconds to give back what it has
 _ANSWER_SECONDS = 2.0  # how long a rank may take for that
+_CALLS = 4  # at the same time: storage that hangs keeps `stacks`, and the ranks must still be ended
 _START_SECONDS = 20.0  # how long the actor of a node may take to answer, its start included
 
 
 class _NodeWatch:
-    """Runs in the actor."""
+    """Runs in the actor, each call in a thread of its own."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         """`pids`: the processes to look after, as long as they live."""
         self._processes: dict[int, psutil.Process] = {}
+        """With when each has begun: by the time a call comes, its number may be another process's."""
         self._held: dict[int, int] = {}
         """What each had in memory when it was last looked at, in bytes."""
         self._kills: dict[int, tuple[ControlGroup, deque[int]]] = {}
@@ -88,9 +89,7 @@ class _NodeWatch:
     def stacks(self, ranks: Mapping[int, int], logs: str) -> dict[int, str]:
         """The stacks of these ranks (their processes by rank), also written below `logs`."""
         sizes = {rank: _size(_log(logs, rank)) for rank in ranks}
-        for pid in ranks.values():
-            with suppress(OSError):
-                os.kill(pid, STACKS_SIGNAL)
+        self._signal(ranks.values(), STACKS_SIGNAL)
         time.sleep(_ANSWER_SECONDS)
         found = {}
         for rank, pid in ranks.items():
@@ -119,9 +118,13 @@ class _NodeWatch:
         in_thread(lambda: _watch(cloud, board, drain), "spot")
 
     def kill(self, pids: list[int]) -> None:
-        for pid in pids:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        self._signal(pids, signal.SIGKILL)
+
+    def _signal(self, pids: Iterable[int], kind: signal.Signals) -> None:
+        """Only to processes that were there when this began."""
+        for pid in self._processes.keys() & set(pids):
+            with suppress(psutil.Error):
+                self._processes[pid].send_signal(kind)
 
 
 class NodeWatches:
@@ -135,7 +138,7 @@ class NodeWatches:
     def start(self, ranks: Mapping[int, Joined]) -> None:
         """One on each node of these ranks; their processes start in the background."""
         for node in {rank.node_id for rank in ranks.values()} - self._actors.keys():
-            options = {"num_cpus": 0, "label_selector": {"ray.io/node-id": node}}
+            options = {"num_cpus": 0, "max_concurrency": _CALLS, "label_selector": {"ray.io/node-id": node}}
             pids = list(_by_node(ranks)[node].values())
             self._actors[node] = ray.remote(**options)(_NodeWatch).remote(pids)
             if self._cloud != "none":
