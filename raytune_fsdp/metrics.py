@@ -19,7 +19,7 @@ import xxhash
 from raytune_fsdp.checkpoint.catalogue import way_out
 from raytune_fsdp.errors import TrainingError
 from raytune_fsdp.estimate.flops import Architecture, mfu, peak_flops, training_flops
-from raytune_fsdp.own_time import OwnTime, SlowRanks
+from raytune_fsdp.own_time import OwnTime, SlowRanks, typical
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.step import StepTensors
 from raytune_fsdp.step_counts import StepCounts
@@ -110,7 +110,7 @@ class Meter:
                 pending.arrival.synchronize()
         now = time.perf_counter()
         seconds = (now - self._since) / len(ready)
-        machines = self._machines(seconds, sum(pending.data_seconds for pending in ready) / len(ready), len(ready))
+        machines = self._machines(seconds, [pending.data_seconds for pending in ready])
         rows = [
             self._metrics(pending, pending.tensors.counts.tolist(), pending.tensors.values.tolist(), seconds, machines)
             for pending in ready
@@ -135,20 +135,22 @@ class Meter:
         found, self._slow = self._slow, []
         return found
 
-    def _machines(self, seconds: float, data_seconds: float, steps: int) -> dict[str, Any]:
+    def _machines(self, seconds: float, data_seconds: Sequence[float]) -> dict[str, Any]:
         """What the ranks' machines say of themselves. Collective."""
         busy = _utilization(self._device)
         used = float(psutil.virtual_memory().used)
         if self._own is None:
             return {"host_memory_bytes": int(used), "gpu_utilization": busy}
-        mine = [seconds, used, math.nan if busy is None else busy, data_seconds, *self._own.fetch(steps)]
+        steps = len(data_seconds)
+        own = np.column_stack([data_seconds, self._own.fetch(steps)])
+        mine = [seconds, used, math.nan if busy is None else busy, *own.mean(0)[:2], *typical(own)]
         world = self._plan.layout.world
         everyone = [torch.empty(len(mine), dtype=torch.float64) for _ in range(world)]
         # On the hosts, which are here together once for every fetch.
         dist.all_gather(everyone, torch.tensor(mine, dtype=torch.float64))
         known = torch.stack(everyone).numpy()
-        each_step, memory, utilization, waits, computed, _ = known.T
-        slow = self._slow_ranks.judge(known[:, 3:], steps=steps, step_seconds=seconds)
+        each_step, memory, utilization, waits, computed = known.T[:5]
+        slow = self._slow_ranks.judge(known[:, 5:], steps=steps, step_seconds=seconds)
         self._slow += [{**fields, "node": _node_of(fields["rank"])} for fields in slow]
         return {
             "rank_seconds": _spread(each_step),

@@ -39,27 +39,27 @@ class OwnTime:
         order in which they were added, and these must run when FSDP's have."""
         self._on_gpu = device.type == "cuda"
         self._storage, self._stored = storage, 0.0
+        """How long training has waited for storage so far, now and at the end of the last step."""
         self._passes = 0
         self._forward: Any = None
         self._backward: dict[nn.Module, Any] = {}
         self._spans: list[tuple[Any, Any]] = []
-        self._steps: list[tuple[list[tuple[Any, Any]], int]] = []
+        self._steps: list[tuple[list[tuple[Any, Any]], int, float]] = []
         for number, module in enumerate(modules):
             module.register_forward_pre_hook(self._first if number == 0 else self._before, with_kwargs=True)
             module.register_forward_hook(self._after)
 
     def end_step(self, micro_batches: int) -> None:
-        self._steps.append((self._spans, micro_batches))
+        before, self._stored = self._stored, self._storage()
+        self._steps.append((self._spans, micro_batches, self._stored - before))
         self._spans, self._passes = [], 0
         self._forward = None
         self._backward.clear()
 
-    def fetch(self, steps: int) -> tuple[float, float]:
-        """Seconds a step of computing and of storage, in the mean of the first `steps` since the last call."""
+    def fetch(self, steps: int) -> list[tuple[float, float]]:
+        """Seconds of computing and of storage, of each of the first `steps` since the last call."""
         done, self._steps = self._steps[:steps], self._steps[steps:]
-        computed = sum(many * sum(self._seconds(*span) for span in spans) for spans, many in done)
-        stored, self._stored = self._stored, self._storage()
-        return computed / steps, (self._stored - stored) / steps
+        return [(many * sum(self._seconds(*span) for span in spans), stored) for spans, many, stored in done]
 
     def _seconds(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end) / 1000 if self._on_gpu else end - begin)
@@ -107,6 +107,13 @@ def _with_gradient(values: Iterable[Any]) -> torch.Tensor | None:
     return next((value for value in values if isinstance(value, torch.Tensor) and value.requires_grad), None)
 
 
+def typical(steps: np.ndarray) -> np.ndarray:
+    """What most steps take at least, column by column: the lower median. In a mean, one slow step of ten would make all
+    of them slow."""
+    lower: np.ndarray = np.sort(steps, axis=0)[(len(steps) - 1) // 2]
+    return lower
+
+
 class SlowRanks:
     """Names a rank that the others wait for, once for as long as it is slow. The same on all ranks."""
 
@@ -117,7 +124,8 @@ class SlowRanks:
         self._named = [False] * world
 
     def judge(self, own: np.ndarray, *, steps: int, step_seconds: float) -> list[dict[str, Any]]:
-        """What is to be said of ranks that are slow since long. `own` is each rank's seconds a step of `WORK`."""
+        """What is to be said of ranks that are slow since long. `own` is what each rank's steps typically
+        spend on `WORK`, in seconds."""
         if len(own) == 1:
             return []
         data, compute, storage = own.T

@@ -138,10 +138,15 @@ def sizes_of(config: FinetuneConfig, hardware: int = 1) -> list[int]:
     step = (parallel.shard_size or 1) if parallel.strategy == "hybrid_shard" else 1
     sizes = [world for world in range(workers.min, workers.max + 1) if world % step == 0]
     if not sizes:
+        below, above = workers.min // step * step, -(-workers.max // step) * step
+        ways = [f"min={below}"] if below else []
+        ways += [f"max={above}"] if above <= _blocks(config) else []
+        # The next larger one, as the model may not fit with a smaller one; `max` itself is always one.
+        larger = (size for size in range(step + 1, workers.max) if workers.max // size * size >= workers.min)
+        ways.append(f"parallel.shard_size={next(larger, workers.max)}")
         raise ConfigError(
             f"cluster.workers={{min: {workers.min}, max: {workers.max}}}: no number in between is a multiple of "
-            f"parallel.shard_size={step}, as hybrid_shard needs it; set max={-(-workers.max // step) * step}, or "
-            "another shard_size"
+            f"parallel.shard_size={step}, as hybrid_shard needs it; set {' or '.join(ways)}"
         )
     return sizes
 
@@ -162,9 +167,13 @@ def layout_of(config: FinetuneConfig, world: int) -> Layout:
     return Layout(world=world, data_ranks=world, replicas=world // shard_size, shard_size=shard_size)
 
 
+def _blocks(config: FinetuneConfig) -> int:
+    """Of a step: no more ranks than that have something to do."""
+    return config.train.global_batch // config.train.micro_batch
+
+
 def _check_blocks(config: FinetuneConfig, world: int) -> None:
-    train = config.train
-    blocks = train.global_batch // train.micro_batch
+    train, blocks = config.train, _blocks(config)
     if blocks < world:
         raise ConfigError(
             f"train.global_batch={train.global_batch} and train.micro_batch={train.micro_batch} make {blocks} block(s) "

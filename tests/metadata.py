@@ -28,6 +28,10 @@ class Service(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         server, path = self.server, self.path
+        if server.nonsense:
+            self.close_connection = True
+            self.wfile.write(server.nonsense.pop(0))
+            return None
         if path.startswith("/latest/"):
             if self.headers.get("X-aws-ec2-metadata-token") != TOKEN:
                 return self._answer(401)
@@ -59,10 +63,16 @@ class Service(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
+    nonsense: list[bytes]
+    """What it answers before anything else, byte by byte."""
     end: datetime | None = None
     """When the machine will be taken away."""
-    machines = (NAME, "worker-8")
+    machines: tuple[str, ...] = (NAME, "worker-8")
     """Those that Azure will take away."""
+
+    def __init__(self, address: tuple[str, int], service: type[Service]) -> None:
+        super().__init__(address, service)
+        self.nonsense = []
 
     @property
     def address(self) -> str:

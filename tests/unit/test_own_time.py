@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from raytune_fsdp.own_time import OwnTime, SlowRanks
+from raytune_fsdp.own_time import OwnTime, SlowRanks, typical
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -59,19 +59,19 @@ def test_what_a_rank_waits_for_is_not_its_own_time() -> None:
     for block in blocks:  # as FSDP does, before
         block.register_forward_pre_hook(waits_in_forward)
         block.register_forward_hook(waits_in_backward)
-    stored = iter((0.5, 0.5))
+    stored = iter((0.1, 0.5, 0.5))
     own = OwnTime(blocks, CPU, storage=lambda: next(stored))
     step(blocks, 3)
     own.end_step(3)
     step(blocks.eval(), 1)  # an evaluation is no part of a step
     step(blocks.train(), 3)
     own.end_step(3)
-    computed, storage = own.fetch(2)
-    assert 3 * 2 * 0.03 <= computed < 3 * 2 * 0.03 + 0.1, "all three micro-batches, by the first of them"
-    assert storage == 0.25
+    for computed, _ in (both := own.fetch(2)):
+        assert 3 * 2 * 0.03 <= computed < 3 * 2 * 0.03 + 0.1, "all three micro-batches, by the first of them"
+    assert [storage for _, storage in both] == [0.1, 0.4]
     step(blocks, 1)
     own.end_step(1)
-    assert own.fetch(1)[1] == 0
+    assert own.fetch(1)[0][1] == 0
 
 
 def test_a_unit_costs_microseconds() -> None:
@@ -107,6 +107,23 @@ def test_a_slow_rank_is_named_once(slow: tuple[float, float, float], on: str) ->
     assert [judged(ranks, uneven, steps=5) for _ in range(4)] == [[], [(1, on)], [], []]
     assert judged(ranks, even) == []
     assert judged(ranks, uneven, steps=10) == [(1, on)], "it is slow again"
+
+
+@pytest.mark.parametrize("log_every", [1, 2, 3, 10, 20])
+def test_one_slow_step_in_ten_makes_no_slow_rank(log_every: int) -> None:
+    """However many steps are fetched at a time: one of them may wait a minute for its data."""
+    fast, slow = np.tile([0.1, 1.0, 0.0], (60, 1)), np.tile([0.1, 1.0, 0.0], (60, 1))
+    slow[4::10, 0] = 60.0
+    ranks, named = SlowRanks(3, CPU), []
+    for first in range(0, 60, log_every):
+        each = [typical(own[first : first + log_every]) for own in (fast, slow, fast)]
+        named += judged(ranks, np.array(each), steps=len(fast[first : first + log_every]))
+    assert not named
+    slow[:, 0] = 2.0
+    for first in range(0, 60, log_every):
+        each = [typical(own[first : first + log_every]) for own in (fast, slow, fast)]
+        named += judged(ranks, np.array(each), steps=log_every)
+    assert named == [(1, "data")]
 
 
 def test_what_nobody_waits_for_is_not_named() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,35 @@ def test_a_number_of_ranks_that_may_change() -> None:
         sizes_of(between(3, 3, **hybrid))
     with pytest.raises(ConfigError, match="use at most 8 rank"):
         sizes_of(between(1, 9))
+
+
+def test_every_way_out_that_is_offered_is_one() -> None:
+    """Of numbers of ranks that hybrid_shard cannot have, and of those for which a step has no blocks."""
+    offered = set()
+    for blocks, most, size in product(range(1, 8), range(1, 8), range(1, 8)):
+        for fewest in range(1, most + 1):
+            asked = {"blocks": blocks, "min": fewest, "max": most, "shard_size": size}
+            try:
+                sizes_with(**asked)
+            except ConfigError as error:
+                if most > blocks:
+                    continue  # the blocks are named first
+                ways = re.findall(r"(min|max|shard_size)=(\d+)", str(error).split("; set ")[1])
+                assert {"shard_size"} < {name for name, _ in ways} or size > blocks, error
+                for name, value in ways:
+                    assert sizes_with(**{**asked, name: int(value)}), error
+                    offered.add(name)
+    assert offered == {"min", "max", "shard_size"}
+
+
+def sizes_with(blocks: int, shard_size: int, **workers: int) -> list[int]:
+    return sizes_of(
+        config(
+            train={"global_batch": blocks, "micro_batch": 1, "max_steps": 1},
+            cluster={"workers": workers},
+            parallel={"strategy": "hybrid_shard", "shard_size": shard_size},
+        )
+    )
 
 
 def test_cadences_end_with_the_run() -> None:

@@ -34,6 +34,7 @@ from raytune_fsdp.launch.ray import attempts
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Failed, Joined
 from raytune_fsdp.launch.ray.resources import Node
+from raytune_fsdp.lease import Lease, TakenOverError, hold, release
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking.jsonl import read_events
 from tests.runs import make_config
@@ -153,6 +154,39 @@ def test_a_message_does_not_wait_for_storage_that_does_not_answer(
         known.failed("it failed")
         assert "The last committed step is 40; the run goes on" in said[-1]
         assert time.monotonic() - began < 1
+
+
+def test_a_full_disk_keeps_the_driver_from_no_attempt(tmp_path: Path) -> None:
+    """What it could not write it writes later, in order and with the time when it happened."""
+    known, said = begin(tmp_path, limit=-1)
+    file = RunDir.of(make_config(tmp_path)).events
+    file.symlink_to("/dev/full")
+    known.ended(of_rank(DEAD))
+    known.number = 2
+    known.ended(raised(TransientError("storage is away")))
+    file.unlink()
+    known.event("first_step", seconds=1)
+    known.event("resized", before=2, after=1)
+    lines = read_events(file)
+    assert [(line["attempt"], line["event"]) for line in lines] == [
+        (1, "attempt_failed"), (2, "attempt_failed"), (2, "first_step"), (2, "resized"),
+    ]  # fmt: skip
+    times = [line["fields"].get("happened") for line in lines]
+    assert times[0] <= times[1] <= lines[0]["time"] and times[2:] == [None, None]
+    (told,) = [line for line in said if "cannot be written" in line]
+    assert told.startswith(f"{file} cannot be written ([Errno 28] No space left on device): what the driver records")
+
+
+def test_a_driver_that_was_replaced_records_nothing(tmp_path: Path) -> None:
+    known, _ = begin(tmp_path)
+    place = RunDir.of(make_config(tmp_path))
+    hold(Lease(place.lock, "another command's lock is there"))
+    try:
+        with pytest.raises(TakenOverError):
+            known.event("first_step", seconds=1)
+    finally:
+        release(place.lock)
+    assert not place.events.exists()
 
 
 def test_a_resize_is_recorded_with_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

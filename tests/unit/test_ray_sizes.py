@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from concurrent.futures import wait
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("ray")
 
-from raytune_fsdp.launch.ray import sizes
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.train.v2.api.exceptions import ControllerError
+
+from raytune_fsdp.launch.ray import driver, sizes
+from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Joined
+from raytune_fsdp.launch.ray.rank import RankJob
 from raytune_fsdp.launch.ray.resources import Node, Request
 from raytune_fsdp.launch.ray.sizes import Sizes
+from raytune_fsdp.rundir import RunDir
 from tests.clock import Clock
+from tests.runs import make_config
 
 
 @pytest.fixture
@@ -71,6 +81,50 @@ def test_what_the_last_ranks_had_may_come_back_for_a_moment(clock: Clock) -> Non
     assert size(known.next(lambda: [node("a", 5, free=4)])) == 3
 
 
+def test_what_does_not_come_is_not_asked_for_again_and_again(clock: Clock) -> None:
+    """Ray says that there is room for four, and does not place them: a hung node, say."""
+    known = Sizes(asked(), [1, 2, 4, 5])
+    here = [node("a", 3), node("b", 2)]
+
+    def ask() -> int | None:
+        found = size(known.next(lambda: here))
+        if found is not None:
+            known.began(found)
+        return found
+
+    sizes_asked = []
+    for _ in range(4):
+        clock.now += 60
+        sizes_asked.append(ask())
+        known.did_not_come(sizes_asked[-1] or 0)
+    assert sizes_asked == [4, 2, 1, 4], "after the smallest, all are tried again"
+    clock.now += 60
+    assert ask() == 2
+    ranks = {rank: Joined(rank, "a", "a", 7) for rank in range(2)}
+    here[0] = node("a", 3, free=1)
+    for _ in range(3):
+        clock.now += 60
+        assert known.growth(lambda: here, ranks) is None, "it would make way for four that do not come"
+    here.append(node("c", 1))
+    assert known.growth(lambda: here, ranks) is None, "it has come just now"
+    clock.now += sizes._SETTLED_SECONDS
+    assert known.growth(lambda: here, ranks) == 5
+
+
+@pytest.mark.parametrize("change", ["a node is lost and replaced", "another job takes a place and gives it back"])
+def test_what_did_not_come_is_asked_for_again_in_another_cluster(clock: Clock, change: str) -> None:
+    known = Sizes(asked(), [2, 3, 4])
+    whole = [node("a", 3), node("b", 2)]
+    clock.now = 60.0
+    assert size(known.next(lambda: whole)) == 4
+    known.did_not_come(4)
+    clock.now += 60
+    less = whole[:1] if change.startswith("a node") else [node("a", 3), node("b", 2, free=1)]
+    assert size(known.next(lambda: less)) == (2 if change.startswith("a node") else 3)
+    clock.now += 60
+    assert size(known.next(lambda: whole)) == 4
+
+
 def test_a_run_grows_once_the_cluster_has_settled(clock: Clock) -> None:
     known = Sizes(asked(), [1, 2, 4])
     ranks = {rank: Joined(rank, "a", "a", 7) for rank in range(2)}
@@ -97,3 +151,35 @@ def test_resources_of_our_own_count_as_free(clock: Clock) -> None:
     assert known.growth(lambda: nodes, ranks) is None
     clock.now = 10
     assert known.growth(lambda: nodes, ranks) == 2
+
+
+def test_a_size_that_ray_train_has_waited_for_in_vain_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, tried = Sizes(asked(), [2, 4]), list[int]()
+
+    def attempt(rank: object, board: object, asked: Request, config: object) -> Any:
+        def fit() -> None:
+            tried.append(asked.workers)
+            if asked.workers == 4:
+                raise ControllerError(WorkerGroupStartupTimeoutError(4))
+
+        return SimpleNamespace(fit=fit)
+
+    monkeypatch.setattr(driver, "repair_registry", lambda run_dir: None)
+    monkeypatch.setattr(driver, "trainer_for", attempt)
+    nothing: Any = SimpleNamespace(begin=lambda: None, clear=lambda: None)
+    follow: Any = SimpleNamespace(
+        next=lambda: known.next(lambda: [node("a", 5)]), until=lambda fit, _: wait([fit]), groups=nothing,
+        out_of_memory=None,
+    )  # fmt: skip
+    job = RankJob(
+        config=make_config(tmp_path),
+        prepared=nothing,
+        first=True,
+        board=nothing,
+        device="cpu",
+        token=nothing,
+        tty=False,
+    )
+    attempts = Attempts(RunDir.of(job.config), limit=0, step=0, say=print)
+    driver._fit(job, tmp_path, follow, attempts, known)
+    assert tried == [4, 2]

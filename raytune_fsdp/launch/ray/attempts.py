@@ -14,7 +14,15 @@ from dataclasses import asdict
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
 from raytune_fsdp.checkpoint.catalogue import committed
-from raytune_fsdp.errors import HandedOver, Interrupted, RepeatedError, TrainingError, UserError
+from raytune_fsdp.errors import (
+    HandedOver,
+    Interrupted,
+    RepeatedError,
+    TrainingError,
+    TransientError,
+    UserError,
+    in_one_line,
+)
 from raytune_fsdp.launch.ray.board import Failed, Joined
 from raytune_fsdp.launch.ray.failures import (
     first_cause,
@@ -31,6 +39,7 @@ from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.threads import in_thread
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import append_event
+from raytune_fsdp.tracking.lines import now
 
 _REPEATS = 3  # so many equal failures from within end the run, whatever `cluster.max_failures` says
 _MORE_MEMORY = (
@@ -69,6 +78,8 @@ class Attempts:
         self._same: list[tuple[str, str, int]] = []
         """Failures from within since the last commit: their kind, place and step."""
         self._same_since = step
+        self._unwritten: list[tuple[str, int, dict[str, object]]] = []
+        """Events that could not be written yet: name, attempt and fields."""
         self._step, self._redone = 0, 0
         """The step that the current attempt trains, as far as is known, 0 before its first one; and how many steps of
         those before were trained and not saved."""
@@ -194,7 +205,20 @@ class Attempts:
     def event(self, name: str, **fields: object) -> None:
         if (lease := lease_of(self._place.lock)) is not None:
             lease.check()
-        append_event(self._place.events, name, attempt=self.number, fields=fields)
+        self._unwritten.append((name, self.number, fields))
+        while self._unwritten:
+            first, number, known = self._unwritten[0]
+            try:
+                append_event(self._place.events, first, attempt=number, fields=known)
+            except TransientError as error:  # a full disk: nothing that the driver does depends on its lines
+                fields["happened"] = now()
+                if len(self._unwritten) == 1:
+                    self._say(
+                        f"{self._place.events} cannot be written ({in_one_line(error.__cause__ or error)}): what the "
+                        "driver records is written with the next line that can be; make room, or make it writable"
+                    )
+                return
+            del self._unwritten[0]
 
     def _described(self, cause: str, rank: int | None) -> str:
         """A failure with everything that helps: which rank, where, why, the last committed step, and the logs."""

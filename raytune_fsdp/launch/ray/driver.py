@@ -18,6 +18,7 @@ from pathlib import Path
 import ray
 from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.counts import WindowCounts
@@ -30,7 +31,7 @@ from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Board
 from raytune_fsdp.launch.ray.demand import Demand
 from raytune_fsdp.launch.ray.exports import Exports
-from raytune_fsdp.launch.ray.failures import ControllerWatch
+from raytune_fsdp.launch.ray.failures import ControllerWatch, underlying
 from raytune_fsdp.launch.ray.follow import Follow
 from raytune_fsdp.launch.ray.rank import RankJob, train_rank
 from raytune_fsdp.launch.ray.resources import Request, check, may_grow, nodes, request, scaling_config
@@ -213,7 +214,10 @@ def _fit(job: RankJob, run_dir: Path, follow: Follow, attempts: Attempts, sizes:
             return
         attempts.ended(error, follow.out_of_memory)
         follow.groups.clear()
-        sizes.ended()
+        if isinstance(underlying(error), WorkerGroupStartupTimeoutError):
+            sizes.did_not_come(asked.workers)
+        else:
+            sizes.ended()
         job = replace(job, first=False)
 
 

@@ -229,8 +229,7 @@ class Follow:
                 self._attempts.ranks[rank] = notice
             case Started(attempt, logs):
                 self._attempts.started(attempt, logs)
-                if self._config.cluster.spot_notice != "none":
-                    self._watches.start(self._attempts.ranks)
+                self._watches.start(self._attempts.ranks)  # before the model is loaded, which takes much memory
             case PhaseFinished(phase):
                 self._reached(phase)
             case Beat(step):
@@ -252,7 +251,6 @@ class Follow:
             return
         self._phases.finished(phase)
         if phase == "step":
-            self._watches.start(self._attempts.ranks)
             self._say(f"first step after {self._phases.total:.1f} s: {self._phases.in_words()}")
             self.exports.make_up()
             self._attempts.event(names.FIRST_STEP, seconds=round(self._phases.total, 2), phases=self._phases.seconds)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import math
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,47 +32,64 @@ STACKS_SIGNAL = signal.SIGUSR1
 _ASK_SECONDS = 2.0  # between two questions to the metadata service
 _SILENT_TRIES = 5
 _MEMORY_SECONDS = 5.0
+_LOOK_SECONDS = 1.0  # between two looks at what the ranks of a node have in memory
+_KEPT_LOOKS = 5  # the kernel counts a kill first; the process may take seconds to give back what it has
 _ANSWER_SECONDS = 2.0  # how long a rank may take for that
+_CALLS = 4  # at the same time: storage that hangs keeps `stacks`, and the ranks must still be ended
 _START_SECONDS = 20.0  # how long the actor of a node may take to answer, its start included
 
 
 class _NodeWatch:
-    """Runs in the actor."""
+    """Runs in the actor, each call in a thread of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, pids: Iterable[int]) -> None:
+        """`pids`: the processes to look after, as long as they live."""
+        self._processes: dict[int, psutil.Process] = {}
+        """With when each has begun: by the time a call comes, its number may be another process's."""
         self._held: dict[int, int] = {}
-        """What each process had in memory when it was last looked at, in bytes."""
-        self._groups: dict[int, tuple[ControlGroup, int] | None] = {}
-        """The control group of each, and how many processes that had lost by then."""
-
-    def look_after(self, pids: list[int]) -> None:
-        """Remember what these processes have in memory, as long as they live."""
+        """What each had in memory when it was last looked at, in bytes."""
+        self._kills: dict[int, tuple[ControlGroup, deque[int]]] = {}
+        """The control group of each, and how many processes that had lost, look by look. Others share it: what it lost
+        long before says nothing about the end of this one."""
         for pid in pids:
-            group = group_of(pid)
-            self._groups[pid] = None if group is None else (group, group.kills())
-        in_thread(lambda: self._measure(pids), "memory")
+            with suppress(psutil.Error):
+                self._processes[pid] = psutil.Process(pid)
+        in_thread(self._look, "memory")
 
-    def _measure(self, pids: list[int]) -> None:
-        while any(map(psutil.pid_exists, pids)):
-            for pid in pids:
-                with suppress(psutil.Error):
-                    self._held[pid] = psutil.Process(pid).memory_info().rss or self._held.get(pid, 0)
-            time.sleep(_ASK_SECONDS / 2)
+    def _look(self) -> None:
+        while sum(map(self._is_there, self._processes, self._processes.values())):
+            time.sleep(_LOOK_SECONDS)
+
+    def _is_there(self, pid: int, process: psutil.Process) -> bool:
+        """Note what a process has in memory, and how often its control group was full; false if it has ended."""
+        try:
+            group = group_of(pid)  # it may be moved to another one
+            kills = 0 if group is None else group.kills()
+            held = process.memory_info().rss if process.is_running() else 0
+        except (psutil.Error, OSError):
+            held = 0
+        if not held:
+            return False  # nothing in memory: it has ended, and what was noted before remains
+        self._held[pid] = held
+        if group is not None:
+            known = self._kills.get(pid)
+            before = known[1] if known is not None and known[0] == group else ()
+            self._kills[pid] = group, deque([*before, kills], maxlen=_KEPT_LOOKS)
+        return True
 
     def out_of_memory(self, pid: int) -> str | None:
         """If the kernel has ended this process for its memory: how much it had, and may have."""
-        known = self._groups.get(pid)
-        if known is None or known[0].kills() <= known[1]:
+        if pid not in self._kills:
             return None
-        held = f"it had {self._held[pid] / 1e9:.2f} GB" if pid in self._held else "what it had is not known"
-        return f"{held}, and its control group may have {known[0].limit / 1e9:.2f} GB"
+        group, kills = self._kills[pid]
+        if group.kills() <= kills[0]:
+            return None
+        return f"it had {self._held[pid] / 1e9:.2f} GB, and its control group may have {group.limit / 1e9:.2f} GB"
 
     def stacks(self, ranks: Mapping[int, int], logs: str) -> dict[int, str]:
         """The stacks of these ranks (their processes by rank), also written below `logs`."""
         sizes = {rank: _size(_log(logs, rank)) for rank in ranks}
-        for pid in ranks.values():
-            with suppress(OSError):
-                os.kill(pid, STACKS_SIGNAL)
+        self._signal(ranks.values(), STACKS_SIGNAL)
         time.sleep(_ANSWER_SECONDS)
         found = {}
         for rank, pid in ranks.items():
@@ -88,12 +105,26 @@ class _NodeWatch:
     def watch(self, cloud: str, board: Board) -> None:
         """Drain this node as soon as its cloud announces that it will be taken away."""
         this = ray.get_runtime_context()
-        in_thread(lambda: _watch(cloud, board, this.get_node_id(), this.gcs_address), "spot")
+        node_id, gcs_address = this.get_node_id(), this.gcs_address
+
+        def drain(ends_at: float) -> None:
+            reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+            accepted, why = GcsClient(address=gcs_address).drain_node(
+                node_id, reason, f"{cloud} takes it away", int(ends_at * 1000)
+            )
+            if not accepted:
+                raise RuntimeError(f"Ray has refused it: {why}")
+
+        in_thread(lambda: _watch(cloud, board, drain), "spot")
 
     def kill(self, pids: list[int]) -> None:
-        for pid in pids:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        self._signal(pids, signal.SIGKILL)
+
+    def _signal(self, pids: Iterable[int], kind: signal.Signals) -> None:
+        """Only to processes that were there when this began."""
+        for pid in self._processes.keys() & set(pids):
+            with suppress(psutil.Error):
+                self._processes[pid].send_signal(kind)
 
 
 class NodeWatches:
@@ -107,11 +138,11 @@ class NodeWatches:
     def start(self, ranks: Mapping[int, Joined]) -> None:
         """One on each node of these ranks; their processes start in the background."""
         for node in {rank.node_id for rank in ranks.values()} - self._actors.keys():
-            options = {"num_cpus": 0, "label_selector": {"ray.io/node-id": node}}
-            self._actors[node] = ray.remote(**options)(_NodeWatch).remote()
+            options = {"num_cpus": 0, "max_concurrency": _CALLS, "label_selector": {"ray.io/node-id": node}}
+            pids = list(_by_node(ranks)[node].values())
+            self._actors[node] = ray.remote(**options)(_NodeWatch).remote(pids)
             if self._cloud != "none":
                 self._actors[node].watch.remote(self._cloud, self._board)
-            self._actors[node].look_after.remote(list(_by_node(ranks)[node].values()))
 
     def stacks(self, ranks: Mapping[int, Joined], logs: str) -> dict[int, str]:
         """The stacks of those ranks whose nodes answer."""
@@ -147,27 +178,42 @@ class NodeWatches:
         self._actors = {}
 
 
-def _watch(cloud: str, board: Board, node_id: str, gcs_address: str) -> None:
-    failures = 0
+def _watch(cloud: str, board: Board, drain: Callable[[float], None]) -> None:
+    """Ask the cloud until it gives notice, and then Ray until the node drains. Whatever either of them answers, the
+    next look may be the one that matters: no error ends this."""
+    ends_at: float | None = None
+    silent, failed = 0, False
     while True:
         try:
-            left, failures = seconds_left(cloud), 0
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # its answer may be anything
-            left, failures = None, failures + 1
-            if failures == _SILENT_TRIES:
-                board.tell(
-                    Line(
-                        f"cluster.spot_notice={cloud}: the metadata service does not answer on {socket.gethostname()} "
-                        f"({in_one_line(error)}), so its notices are not seen; set the cloud that it runs on, or none"
-                    )
+            left, silent = seconds_left(cloud), 0
+            # The first notice counts: one without a time of its own would begin anew with every look.
+            ends_at = None if left is None else min(time.time() + left, ends_at or math.inf)
+        except Exception as error:
+            silent += 1
+            if silent == _SILENT_TRIES:
+                _say(
+                    board,
+                    f"cluster.spot_notice={cloud}: the metadata service does not answer on {socket.gethostname()} "
+                    f"({in_one_line(error)}), so its notices are not seen; set the cloud that it runs on, or none",
                 )
-        if left is not None:
-            deadline = int((time.time() + left) * 1000)
-            reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-            accepted, _ = GcsClient(address=gcs_address).drain_node(node_id, reason, f"{cloud} takes it away", deadline)
-            if accepted:
+        if ends_at is not None:
+            try:
+                drain(ends_at)
                 return
+            except Exception as error:
+                if not failed:
+                    _say(
+                        board,
+                        f"{cloud} takes the node {socket.gethostname()} away, and it cannot be drained yet "
+                        f"({in_one_line(error)}); this is tried again until it can",
+                    )
+                failed = True
         time.sleep(_ASK_SECONDS)
+
+
+def _say(board: Board, text: str) -> None:
+    with suppress(Exception):  # Ray may be what fails
+        board.tell(Line(text))
 
 
 def _by_node(ranks: Mapping[int, Joined]) -> dict[str, dict[int, int]]:

@@ -35,15 +35,44 @@ class Sizes:
         self._since = time.monotonic()
         self._changed = (0, 0.0)
         """What the cluster has room for in total, and since when."""
+        self._room = 0
+        """What there was room for when the last attempt was asked for."""
+        self._in_vain: int | None = None
+        """The size that did not come, although there was this room for it."""
 
     def next(self, nodes: Callable[[], Sequence[Node]]) -> Request | None:
         """What to ask for now; None: wait. `nodes` finds them as they are without the ranks of the last attempt."""
         if len(self._valid) == 1:
             return self.fewest  # Ray Train waits for it
-        size = self._fitting(_free(nodes()))
-        if size is None or (size < self._hoped_for and time.monotonic() - self._since < _RETURN_SECONDS):
+        found = nodes()
+        self._see(found)
+        room = self._fitting(_free(found))
+        if room is None or (room < self._hoped_for and time.monotonic() - self._since < _RETURN_SECONDS):
             return None
-        return replace(self._asked, workers=size)
+        if room != self._room:
+            self._room, self._in_vain = room, None
+        return replace(self._asked, workers=self._that_may_come(room))
+
+    def did_not_come(self, size: int) -> None:
+        """Ray Train has waited for these ranks as long as it does (60 s; RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S).
+
+        A node may hang, or others may have what Ray has just called free. So a smaller size is next, until the cluster
+        changes. After the smallest all are tried again.
+        """
+        self._in_vain = size if size > self._valid[0] else None
+        self.ended()
+
+    def _that_may_come(self, room: int) -> int:
+        if self._in_vain is None or room != self._room:
+            return room
+        return max(size for size in self._valid if size < self._in_vain)
+
+    def _see(self, nodes: Sequence[Node]) -> int:
+        """What the cluster has room for in total; notes whether that has changed."""
+        most = self._fitting(nodes) or 0
+        if most != self._changed[0]:
+            self._changed, self._in_vain = (most, time.monotonic()), None
+        return most
 
     def began(self, size: int) -> None:
         self._hoped_for = size
@@ -57,17 +86,14 @@ class Sizes:
         if len(ranks) >= self._valid[-1]:
             return None
         nodes = look()
-        now, most = time.monotonic(), self._fitting(nodes) or 0
-        if most != self._changed[0]:
-            self._changed = most, now
-        if most <= len(ranks) or now - self._changed[1] < _SETTLED_SECONDS:
+        if self._see(nodes) <= len(ranks) or time.monotonic() - self._changed[1] < _SETTLED_SECONDS:
             return None
         here = Counter(rank.node_id for rank in ranks.values())
         each = self._asked.per_worker
         taken = {node: {name: count * amount for name, amount in each.items()} for node, count in here.items()}
-        size = self._fitting(_free(nodes, taken)) or 0
+        size = self._that_may_come(self._fitting(_free(nodes, taken)) or 0)
         if size <= len(ranks):
-            return None  # others use what has been added
+            return None  # others use what has been added, or it does not come
         self._hoped_for = size
         return size
 

@@ -29,8 +29,8 @@ _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def seconds_left(cloud: str) -> float | None:
-    """How long this machine still has; None if it is not about to be taken away. Raises OSError or ValueError if the
-    service does not answer as it should."""
+    """How long this machine still has; None if it is not about to be taken away. Raises anything if the service
+    does not answer as it should."""
     return _CLOUDS[cloud]()
 
 

@@ -1,0 +1,157 @@
+"""What a node's actor knows of the ranks there. No Ray is started: the processes are real, the actor is an object."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from raytune_fsdp import machine
+from raytune_fsdp.launch.ray import node_watch
+from raytune_fsdp.launch.ray.board import Board, Joined
+from raytune_fsdp.launch.ray.node_watch import NodeWatches, _NodeWatch
+
+RANK = "import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN); print(flush=True); input()"
+
+
+def started() -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-c", RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+@pytest.fixture
+def rank() -> Iterator[subprocess.Popen[bytes]]:
+    with started() as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Says how many processes the control group of every process here has lost, in either version."""
+    monkeypatch.setattr(node_watch, "_LOOK_SECONDS", 0.05)
+    names = {"_V2": ("memory.max", "memory.events"), "_V1": ("memory.limit_in_bytes", "memory.oom_control")}
+    for version, (limit, _) in names.items():
+        monkeypatch.setattr(machine, version, tmp_path / version)
+        (tmp_path / version).mkdir()
+        (tmp_path / version / limit).write_text("2000000000\n")
+
+    def lost(count: int) -> None:
+        for version, (_, kills) in names.items():
+            (tmp_path / version / kills).write_text(f"oom_kill {count}\n")
+
+    lost(0)
+    return lost
+
+
+def looked_at(watch: _NodeWatch, pid: int) -> None:
+    """Wait until all looks that are kept are newer than now."""
+    last = watch._kills.get(pid)
+    for _ in range(node_watch._KEPT_LOOKS + 1):
+        while watch._kills.get(pid) is last:
+            time.sleep(0.01)
+        last = watch._kills[pid]
+
+
+def test_a_kill_long_before_says_nothing_about_a_death(
+    rank: subprocess.Popen[bytes], full: Callable[[int], None]
+) -> None:
+    """The kernel ends a process of the data, hours before an operator ends the rank."""
+    watch = _NodeWatch([rank.pid])
+    looked_at(watch, rank.pid)
+    full(1)
+    looked_at(watch, rank.pid)
+    rank.kill()
+    rank.wait()
+    assert watch.out_of_memory(rank.pid) is None
+
+
+def test_a_kill_that_is_counted_before_the_process_has_gone(
+    rank: subprocess.Popen[bytes], full: Callable[[int], None]
+) -> None:
+    """One of many GB takes a while to end after the kernel has counted it; nothing counts after that."""
+    watch = _NodeWatch([rank.pid])
+    looked_at(watch, rank.pid)
+    full(1)
+    time.sleep(2 * node_watch._LOOK_SECONDS)
+    rank.kill()
+    rank.wait()
+    time.sleep(2 * node_watch._KEPT_LOOKS * node_watch._LOOK_SECONDS)
+    said = watch.out_of_memory(rank.pid)
+    assert said is not None and re.fullmatch(r"it had 0\.0\d GB, and its control group may have 2\.00 GB", said)
+
+
+class Remote:
+    """As Ray runs an actor: so many calls at a time, the others wait."""
+
+    def __init__(self, actor: Any, calls: int) -> None:
+        self._actor, self._threads = actor, ThreadPoolExecutor(calls)
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *given: self._threads.submit(getattr(self._actor, name), *given))
+
+
+def test_ranks_are_ended_while_their_storage_hangs(
+    tmp_path: Path, rank: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever opens this log waits for another process to write to it."""
+    os.mkfifo(tmp_path / "rank-0.log")
+    monkeypatch.setattr(node_watch, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(node_watch, "_START_SECONDS", 0.5)
+
+    def remote(max_concurrency: int = 1, **_: Any) -> Any:
+        return lambda actor: SimpleNamespace(remote=lambda *given: Remote(actor(*given), max_concurrency))
+
+    def wait(asked: list[Future[Any]], num_returns: int, timeout: float) -> Any:
+        done, rest = futures.wait(asked, timeout)
+        return list(done), list(rest)
+
+    monkeypatch.setattr(node_watch, "ray", SimpleNamespace(remote=remote, wait=wait, get=Future.result))
+    watches = NodeWatches("none", Board.__new__(Board))
+    ranks = {0: Joined(0, "here", "node", rank.pid)}
+    assert watches.stacks(ranks, str(tmp_path)) == {}
+    watches.kill(ranks)
+    try:
+        assert rank.wait(timeout=10) == -signal.SIGKILL
+    finally:
+        (tmp_path / "rank-0.log").open("wb").close()  # lets the other call end
+
+
+def test_a_process_that_has_got_the_number_of_a_rank_is_left_alone() -> None:
+    """A kill may come late. The number of the next process can be chosen as root."""
+    last = Path("/proc/sys/kernel/ns_last_pid")
+    rank = subprocess.Popen([sys.executable, "-c", ""])
+    watch = _NodeWatch([rank.pid])
+    rank.wait()
+    for _ in range(50):
+        try:
+            last.write_text(str(rank.pid - 1))
+        except OSError:
+            pytest.skip("only root can choose a process's number")
+        other = started()
+        if other.pid == rank.pid:
+            break
+        other.kill()
+        other.wait()
+    else:
+        pytest.skip("other processes start too often here")
+    watch.kill([rank.pid])
+    with pytest.raises(subprocess.TimeoutExpired):
+        other.wait(timeout=0.5)
+    _NodeWatch([other.pid]).kill([other.pid])
+    assert other.wait(timeout=10) == -signal.SIGKILL
