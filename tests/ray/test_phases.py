@@ -51,6 +51,8 @@ class Story:
             self.line(what, killed, events(self.run.run_dir, "attempt_failed")[-1]["time"])
         self.run.until(lambda: len(events(self.run.run_dir, "first_step")) > trained)
         self.line("  next step", killed, events(self.run.run_dir, "first_step")[-1]["time"])
+        saved = len(events(self.run.run_dir, "saved"))
+        self.run.until(lambda: len(events(self.run.run_dir, "saved")) > saved)  # else nothing is ever saved
 
     def line(self, what: str, since: datetime, until: str) -> None:
         self.lines.append(f"{what:30} {(datetime.fromisoformat(until) - since).total_seconds():6.1f} s")

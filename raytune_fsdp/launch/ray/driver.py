@@ -42,7 +42,7 @@ from raytune_fsdp.launch.ray.train_registry import repair_registry
 from raytune_fsdp.launch.run_lock import is_locked
 from raytune_fsdp.launch.shared_storage import TOKEN_PREFIX, put_token
 from raytune_fsdp.launch.signals import Signals
-from raytune_fsdp.lease import TakenOverError
+from raytune_fsdp.lease import TakenOverError, lease_of
 from raytune_fsdp.plan import sizes_of
 from raytune_fsdp.run.checks import check_device
 from raytune_fsdp.run.prepare import prepare
@@ -161,7 +161,8 @@ def _train(
     except RaytuneError as error:
         if follow is not None:
             follow.exports.cancel()
-        if isinstance(error, TakenOverError):
+        lease = lease_of(place.lock)
+        if isinstance(error, TakenOverError) or (lease is not None and lease.lost()):
             pass  # nothing of the run is this command's to close
         elif attempts.number:
             _close_mlflow(config, prepared, standing, attempts, error, say)
