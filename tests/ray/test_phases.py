@@ -30,7 +30,6 @@ class Story:
     def __init__(self, run: Command) -> None:
         self.run = run
         self.attempts = 0
-        self.lines: list[str] = []
 
     def fails(self, what: str, faults: list[str], strike: Callable[[], object] = lambda: None) -> None:
         """Arm one fault after another, each for the next attempt; the attempt after the last one trains."""
@@ -55,8 +54,7 @@ class Story:
         self.run.until(lambda: len(events(self.run.run_dir, "saved")) > saved)  # else nothing is ever saved
 
     def line(self, what: str, since: datetime, until: str) -> None:
-        self.lines.append(f"{what:30} {(datetime.fromisoformat(until) - since).total_seconds():6.1f} s")
-        print(self.lines[-1], flush=True)
+        print(f"{what:30} {(datetime.fromisoformat(until) - since).total_seconds():6.1f} s", flush=True)
 
 
 def killed(run: Command, name: str) -> int:
@@ -96,12 +94,11 @@ def test_a_kill_in_every_phase(tmp_path: Path) -> None:
         assert killed(run, process) >= 1, process
         run.until(lambda: run.steps() > before + 20)  # noqa: B023
         story.attempts = len(events(run.run_dir, "attempt_failed"))
-        story.lines.append(f"{process} killed: {story.attempts} attempts failed until then")
+        print(f"{process} killed: {story.attempts} attempts failed until then", flush=True)
     (run.faults / "pace").unlink()
     run.until(lambda: killed(run, "_export") > 0)  # the driver waits for it when all steps are done
     code, said = run.end()
     assert code == 0, said
-    print("\n".join(story.lines))
     whole = trajectory(config_of(tmp_path, run={"name": "whole"}, **sections), 2)
     assert read_trajectory(run.run_dir / "metrics.jsonl") == whole
     assert (run.run_dir / "exports" / "step-00000400").exists() and (run.run_dir / "export").exists()
