@@ -19,7 +19,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, TrainingError
 from raytune_fsdp.launch.environment import environment
 from raytune_fsdp.launch.shared_storage import check_shared
-from raytune_fsdp.launch.signals import Signals, StopFlag
+from raytune_fsdp.launch.signals import Signals, StopFlag, stacks_at_signal
 from raytune_fsdp.launch.torchrun import ranks_here, under_torchrun, world_of_torchrun
 from raytune_fsdp.launch.worker import choose_device, join, work
 from raytune_fsdp.run.checks import check_device
@@ -71,6 +71,7 @@ def run(config: FinetuneConfig, progress: Progress | None = None) -> tuple[Prepa
     return prepared, standing
 
 
+@stacks_at_signal()
 def _alone(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> None:
     device = choose_device(config.cluster.device, 1)
     stop = StopFlag()
@@ -117,6 +118,7 @@ def _start_ranks(config: FinetuneConfig, prepared: Prepared, standing: Standing,
 
 
 @record
+@stacks_at_signal()
 def _rank_main(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> int:
     """The main function of a process that elastic_launch started."""
     # Without `insist`: Ctrl-C reaches this process twice, from the terminal and from elastic_launch.
@@ -129,6 +131,7 @@ def _rank_main(config: FinetuneConfig, prepared: Prepared, standing: Standing) -
         return step
 
 
+@stacks_at_signal()
 def _run_rank(config: FinetuneConfig) -> tuple[Prepared, Standing]:
     """Run in a process that torchrun started: rank 0 prepares for all."""
     device = choose_device(config.cluster.device, ranks_here())

@@ -1,11 +1,17 @@
-"""SIGTERM and SIGINT, in the process that a person or a scheduler stops: the driver, or a rank that no Ray started."""
+"""SIGTERM and SIGINT, in the process that a person or a scheduler stops: the driver, or a rank that no Ray started.
+
+And SIGUSR1, at which a rank says what it is doing.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Self
 
@@ -14,6 +20,28 @@ from raytune_fsdp.types import StopReason
 
 _TOGETHER_SECONDS = 1.0  # Ctrl-C and some schedulers signal the process and its group: one press arrives twice
 _KINDS = (signal.SIGTERM, signal.SIGINT)
+
+STACKS_SIGNAL = signal.SIGUSR1
+"""At this, a rank writes the stacks of all its threads to its standard error, whatever it is doing."""
+
+
+def answer_with_stacks() -> None:
+    """From now on this process does so. By default the signal would end it."""
+    # By C, so also while Python's lock is held. To the file's number: a log may take its place.
+    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+
+
+@contextmanager
+def stacks_at_signal() -> Iterator[None]:
+    """The same, in a process that may be a caller's: until the end of the block, unless it has a handler of its own."""
+    if signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
+        yield
+        return
+    answer_with_stacks()
+    try:
+        yield
+    finally:
+        faulthandler.unregister(STACKS_SIGNAL)
 
 
 class SignalReceived(BaseException):

@@ -154,3 +154,52 @@ def test_outside_of_the_main_thread_nothing_is_touched() -> None:
     thread.start()
     thread.join()
     assert inside == [before]
+
+
+ASKED = """
+import os, signal, sys
+from types import SimpleNamespace
+config = SimpleNamespace(cluster=SimpleNamespace(device="cpu"))
+def ask(*_):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    raise EOFError
+def begin(rank, *given):
+    try:
+        rank(*given)
+    except EOFError:
+        print("goes on", file=sys.stderr)
+"""
+LOCAL = """
+from raytune_fsdp.launch import local
+local.choose_device = ask
+begin(local._alone, config, None, None)
+begin(local._rank_main, config, None, None)
+begin(local._run_rank, config)
+"""
+ON_RAY = """
+from raytune_fsdp.launch.ray import rank
+rank.ray.train.get_context = ask
+begin(rank.train_rank, None)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("ranks", "count"), [(LOCAL, 3), (ON_RAY, 1)], ids=["local", "Ray"])
+def test_a_rank_answers_with_its_stacks_from_its_first_line_on(ranks: str, count: int) -> None:
+    """By default the signal ends a process."""
+    if ranks == ON_RAY:
+        pytest.importorskip("ray")
+    done = subprocess.run([sys.executable, "-c", ASKED + ranks], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(" in ask") == done.stderr.count("goes on") == count
+
+
+def test_a_caller_keeps_its_own_handler() -> None:
+    heard = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+    try:
+        with signals.stacks_at_signal():
+            send(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert heard

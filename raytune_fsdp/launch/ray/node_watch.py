@@ -23,11 +23,9 @@ from ray.exceptions import RayError
 from raytune_fsdp.errors import in_one_line
 from raytune_fsdp.launch.ray.board import Board, Joined, Line
 from raytune_fsdp.launch.ray.spot import seconds_left
+from raytune_fsdp.launch.signals import STACKS_SIGNAL
 from raytune_fsdp.machine import ControlGroup, group_of
 from raytune_fsdp.threads import in_thread
-
-STACKS_SIGNAL = signal.SIGUSR1
-"""At this, a rank writes the stacks of all its threads into its log, whatever it is doing (rank.py)."""
 
 _ASK_SECONDS = 2.0  # between two questions to the metadata service
 _SILENT_TRIES = 5

@@ -32,7 +32,7 @@ from raytune_fsdp.launch.ray.board import (
     Started,
     StopFromBoard,
 )
-from raytune_fsdp.launch.ray.node_watch import STACKS_SIGNAL
+from raytune_fsdp.launch.signals import answer_with_stacks
 from raytune_fsdp.pulse import pulse
 from raytune_fsdp.threads import in_thread
 
@@ -71,6 +71,7 @@ class RankJob:
 
 def train_rank(job: RankJob) -> None:
     """One rank of one attempt. Raises what stopped it; the driver decides whether the run goes on."""
+    answer_with_stacks()
     try:
         _train(job)
     except (HandedOver, Interrupted):
@@ -276,4 +277,3 @@ def _log_to(path: Path) -> None:
     os.dup2(file, 2)
     os.close(file)
     faulthandler.enable(file=2)
-    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)  # by C, so also while Python's lock is held
