@@ -13,7 +13,7 @@ from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, Worker
 from ray.train.v2.api.exceptions import ControllerError
 
 from raytune_fsdp.errors import DataError, Interrupted, RowError, TrainingError, TransientError
-from raytune_fsdp.launch.ray.failures import first_cause, in_words, is_final, underlying
+from raytune_fsdp.launch.ray.failures import MORE_MEMORY, first_cause, in_words, is_final, underlying
 
 DEAD = WorkerHealthCheckFailedError(
     "A worker failed a health check", RayActorError(error_msg="exit code 2. End of file")
@@ -77,6 +77,38 @@ def test_cause(errors: dict[int, BaseException], rank: int, words: str, final: b
 )
 def test_cause_of_death(text: str, words: str) -> None:
     assert in_words(WorkerHealthCheckFailedError("lost", RayActorError(error_msg=text))).startswith(words)
+
+
+BEFORE = (
+    "Task was killed due to the node running low on memory.\nMemory on the node (IP: 10.0.6.2, ID: e5) where the task "
+    "(actor ID: 43, name=Rank, pid=7, memory used=1.25GB) was running was 27.71GB / 28.80GB (0.962273), which exceeds "
+    "the memory usage threshold of 0.95. Ray killed this worker (ID: 6f) as it was scheduled last"
+)
+SINCE_2_56 = (
+    "{count} worker(s) were killed due to the node running low on memory.\nMemory on the node (IP: 10.2.1.4, ID: e5) "
+    "was 27.71GB used / 28.80GB limit (0.962273)\nSelected to kill: {killed}\nTop 10 memory users: 20 0.19 gcs_server"
+)
+ONE = "(Task: task name=Rank, actual memory used=1.25GB)"
+
+
+@pytest.mark.parametrize(
+    ("text", "amounts"),
+    [
+        (BEFORE, ": it had 1.25 GB, and the node had 27.71 of 28.80 GB in use"),
+        (SINCE_2_56.format(count=1, killed=ONE), ": it had 1.25 GB, and the node had 27.71 of 28.80 GB in use"),
+        (SINCE_2_56.format(count=2, killed=f"{ONE} {ONE}"), ": the node had 27.71 of 28.80 GB in use"),
+        ("The node was low on memory", ""),
+    ],
+)
+def test_what_ray_kills_for_its_memory_is_said_with_the_amounts_and_a_way_out(text: str, amounts: str) -> None:
+    for death in (OutOfMemoryError(text), RayActorError(error_msg=f"{text} NODE_OUT_OF_MEMORY")):
+        assert in_words(WorkerHealthCheckFailedError("lost", death)) == (
+            f"Ray killed its process because the node ran out of memory{amounts}. {MORE_MEMORY}"
+        )
+    assert in_words(OutOfMemoryError(text)) == (
+        f"Ray killed a process of the run because the node ran out of memory{amounts}. Start fewer workers on a node "
+        "(cluster.placement=spread), or, in a new run, lower data.window"
+    )
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from raytune_fsdp.errors import (
 )
 from raytune_fsdp.launch.ray.board import Failed, Joined
 from raytune_fsdp.launch.ray.failures import (
+    MORE_MEMORY,
     first_cause,
     in_words,
     is_death,
@@ -42,10 +43,6 @@ from raytune_fsdp.tracking.jsonl import append_event
 from raytune_fsdp.tracking.lines import now
 
 _REPEATS = 3  # so many equal failures from within end the run, whatever `cluster.max_failures` says
-_MORE_MEMORY = (
-    "Give the workers more, start fewer on a node (cluster.cpus_per_worker, cluster.placement=spread), or, in a new "
-    "run, lower train.micro_batch or data.seq_len"
-)
 _STORAGE_SECONDS = 5.0  # how long a message waits for the number of the last committed step
 
 
@@ -145,7 +142,7 @@ class Attempts:
         if not is_ours(cause) and (lost := self._on_a_lost_node()) is not None:
             rank, words = lost, "its node was lost"
         elif rank is not None and is_death(cause) and (memory := out_of_memory(rank)) is not None:
-            words = f"the kernel ended its process for its memory: {memory}. {_MORE_MEMORY}"
+            words = f"the kernel ended its process for its memory: {memory}. {MORE_MEMORY}"
             self._repeated("memory", rank, words)
         elif is_from_within(cause):
             self._repeated(type(inner).__name__, rank, words)

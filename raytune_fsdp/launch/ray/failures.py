@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
 _ASKING = (WorkerGroupStartupFailedError, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError)
 """What Ray Train raises where ranks do not start, or do not answer."""
-_OUT_OF_MEMORY = "because the node ran out of memory"
+MORE_MEMORY = (
+    "Give the workers more, start fewer on a node (cluster.cpus_per_worker, cluster.placement=spread), or, in a new "
+    "run, lower train.micro_batch or data.seq_len"
+)
+_MORE_FOR_DATA = "Start fewer workers on a node (cluster.placement=spread), or, in a new run, lower data.window"
 DIED = "died (killed, out of memory, or crashed)"
 _ACTORS = {
     "_Board": "the message board between the driver and the ranks",
@@ -119,7 +123,10 @@ def in_words(error: BaseException) -> str:
     """One line about a failure."""
     death = _death(error)
     if _out_of_memory(error):
-        return f"Ray killed {'a process of the run' if death is None else 'its process'} {_OUT_OF_MEMORY}"
+        who, text, way_out = "a process of the run", str(underlying(error)), _MORE_FOR_DATA
+        if death is not None:
+            who, text, way_out = "its process", str(death), MORE_MEMORY
+        return f"Ray killed {who} because the node ran out of memory{_amounts(text)}. {way_out}"
     if death is not None:
         lost = any(phrase in str(death) for phrase in ("node has died", "node was terminated", "node is dead"))
         return "its node was lost" if lost else f"its process {DIED}"
@@ -136,6 +143,16 @@ def in_words(error: BaseException) -> str:
     if isinstance(inner, LocalRayletDiedError):
         return "Ray's raylet on its node died"
     return in_one_line(inner)
+
+
+def _amounts(text: str) -> str:
+    """What the process and the node had, where Ray's message has it. Its form has changed with Ray 2.56, which may kill
+    several processes at a time."""
+    held = re.findall(r"memory used=([\d.]+) ?GB", text)
+    node = re.search(r"was ([\d.]+) ?GB(?: used)? / ([\d.]+) ?GB", text)
+    parts = [f"it had {held[0]} GB"] if len(held) == 1 else []
+    parts += [f"the node had {node[1]} of {node[2]} GB in use"] if node else []
+    return ": " * bool(parts) + ", and ".join(parts)
 
 
 def _death(error: BaseException) -> BaseException | None:
