@@ -72,18 +72,17 @@ class RankJob:
 def train_rank(job: RankJob) -> None:
     """One rank of one attempt. Raises what stopped it; the driver decides whether the run goes on."""
     answer_with_stacks()
+    context = ray.train.get_context()
     try:
-        _train(job)
+        _train(job, context.get_world_rank(), context.get_world_size())
     except (HandedOver, Interrupted):
         raise
     except Exception as error:
-        job.board.tell(_failed(ray.train.get_context().get_world_rank(), error))
+        job.board.tell(_failed(context.get_world_rank(), error))
         raise
 
 
-def _train(job: RankJob) -> None:
-    context = ray.train.get_context()
-    rank, world = context.get_world_rank(), context.get_world_size()
+def _train(job: RankJob, rank: int, world: int) -> None:
     node = f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"
     job.board.tell(_joined(rank, node))
 
