@@ -18,7 +18,7 @@ _UNLIMITED = 1 << 60  # version 1 says "no limit" by a number of about this size
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """The group of a process that has the lowest limit: itself, or one that it is in."""
+    """One with a limit of memory that a process is in."""
 
     limit: int
     """Bytes."""
@@ -60,7 +60,7 @@ def free_memory() -> int:
 
 
 def group_of(pid: int) -> ControlGroup | None:
-    """That of a process; None if no limit is set, or none can be read."""
+    """That of a process with the lowest limit; None if no limit is set, or none can be read."""
     return min(_groups_of(pid), key=lambda group: group.limit, default=None)
 
 

@@ -8,7 +8,7 @@ pytest.importorskip("ray")
 
 from raytune_fsdp.launch.ray import hangs
 from raytune_fsdp.launch.ray.board import Beat
-from raytune_fsdp.launch.ray.hangs import Hang, culprit, in_words
+from raytune_fsdp.launch.ray.hangs import Hang, culprit, what_all_do
 from tests.clock import Clock
 
 
@@ -110,4 +110,4 @@ def test_who_is_waited_for(stacks: dict[int, str], expected: tuple[int, str] | N
 )
 def test_where_none_stands_out(stacks: dict[int, str], words: str) -> None:
     assert culprit(stacks) is None
-    assert in_words(stacks) == words
+    assert what_all_do(stacks) == words

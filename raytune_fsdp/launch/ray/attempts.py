@@ -152,7 +152,7 @@ class Attempts:
         """Count a failure from within; raise if it was the third of its kind at this step, without a commit."""
         report = self.reports.get(rank) if rank is not None else None
         # One that was killed has said nothing; the others know the step, in which they have lost it.
-        step = report.step if report else max([self._step, *(each.step for each in self.reports.values())])
+        step = report.step if report else self._reached()
         self._same = [] if self.last_step() != self._same_since else self._same
         self._same_since = self._committed
         self._same.append((kind, report.place if report else "", step))
@@ -188,9 +188,12 @@ class Attempts:
             logs=self.logs,
         )
         self.failures += 1
-        reached = max([self._step, *(report.step for report in self.reports.values())])
         # The attempt before may have trained more than this one, which has failed before its first step.
-        self._cause, self._redone = cause, max(self._redone, reached - 1 - self._committed)
+        self._cause, self._redone = cause, max(self._redone, self._reached() - 1 - self._committed)
+
+    def _reached(self) -> int:
+        """The step of the current attempt, as far as the driver or a rank that has failed knows."""
+        return max([self._step, *(report.step for report in self.reports.values())])
 
     def last_step(self) -> int:
         """The newest committed step, 0 if there is none. Where storage does not answer: as the ranks have said."""

@@ -30,9 +30,8 @@ from raytune_fsdp.launch.ray.board import (
 )
 from raytune_fsdp.launch.ray.demand import Demand
 from raytune_fsdp.launch.ray.exports import Exports
-from raytune_fsdp.launch.ray.failures import DIED
-from raytune_fsdp.launch.ray.failures import in_words as failure_in_words
-from raytune_fsdp.launch.ray.hangs import Hang, culprit, in_words
+from raytune_fsdp.launch.ray.failures import DIED, in_words
+from raytune_fsdp.launch.ray.hangs import Hang, culprit, what_all_do
 from raytune_fsdp.launch.ray.node_watch import NodeWatches
 from raytune_fsdp.launch.ray.placement_groups import Groups
 from raytune_fsdp.launch.ray.resources import Request, answering, draining, nodes, shortage, waiting_for
@@ -174,7 +173,7 @@ class Follow:
 
     def _give_board_up(self, error: RayError) -> None:
         """Without the board no rank can be asked to stop: the next attempt has another one."""
-        self._attempts.killed(failure_in_words(error), None)
+        self._attempts.killed(in_words(error), None)
         self._end_controller()
 
     def _begin(self) -> None:
@@ -317,7 +316,7 @@ class Follow:
         ranks = self._attempts.ranks
         stacks = self._watches.stacks(ranks, logs)
         found = culprit(stacks)
-        rank, why = found or (None, in_words(stacks))
+        rank, why = found or (None, what_all_do(stacks))
         cause = f"no rank got on for {silent:.0f} s: {why}; the stacks are in {logs}/stacks"
         self._attempts.killed(cause, rank, hang=True)
         self._watches.kill(ranks)

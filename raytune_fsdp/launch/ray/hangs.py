@@ -65,7 +65,7 @@ def culprit(stacks: Mapping[int, str]) -> tuple[int, str] | None:
     return None
 
 
-def in_words(stacks: Mapping[int, str]) -> str:
+def what_all_do(stacks: Mapping[int, str]) -> str:
     """What the ranks are doing where none stands out."""
     busy = _busy(stacks)
     if not any(map(_training, stacks.values())):
