@@ -9,23 +9,26 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp.collectives import on_all_ranks
-from raytune_fsdp.data.batches import eval_batches
+from raytune_fsdp.data.batches import eval_batches, to_batch
 from raytune_fsdp.data.rows.templates import ChatTemplate, Refused
 from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ConfigError, DataError, ModelError
 from raytune_fsdp.model.attention import SIXTEEN_BITS, positions_of, without_borders
+from raytune_fsdp.model.loss import block_loss
 from raytune_fsdp.model.network import class_name
 from raytune_fsdp.model.proof import error_of_kernel, error_of_loss, leak_between_documents
 from raytune_fsdp.parallel import release_gathered
 from raytune_fsdp.pulse import beat
 from raytune_fsdp.step import eval_step
 from raytune_fsdp.tracking.names import evaluation_accuracy, evaluation_loss
+from raytune_fsdp.types import PADDING, Cursor, PackedSample
 
 # Separates rounding, far below, from another document's tokens, far above. The same products with other tokens beside
 # them give the same bits, but experts in 16 bits get batches of other sizes.
@@ -62,6 +65,29 @@ def losses(
             total, right, targets = sums.tolist()
             results |= {evaluation_loss(name): total / targets, evaluation_accuracy(name): right / targets}
     return results
+
+
+def document_losses(
+    model: PreTrainedModel, samples: Sequence[PackedSample], *, micro_batch: int, device: torch.device
+) -> list[list[tuple[float, int]]]:
+    """Of each document of each packed sample, the sum of the losses of its target tokens, and how many those are.
+    Collective."""
+    found: list[list[tuple[float, int]]] = []
+    with evaluating(model):
+        for first in range(0, len(samples), micro_batch):
+            some = samples[first : first + micro_batch]
+            (block,) = to_device([to_batch(some, index=0, after=Cursor())], device)
+            each = block_loss(model, block).each.double().cpu().numpy()
+            starts = block.borders.starts.cpu().numpy()
+            # Of each target the segment that it is in: a document or, without targets, the padding of a sample.
+            segment = np.searchsorted(starts, block.targets.places.cpu().numpy(), side="right") - 1
+            sums = np.bincount(segment, weights=each, minlength=len(starts))
+            targets = np.bincount(segment, minlength=len(starts))
+            real = np.stack([sample.source_ids for sample in some]) != PADDING
+            for row in range(len(some)):
+                here = (starts // real.shape[1] == row) & np.append(real.reshape(-1)[starts[:-1]], False)
+                found.append(list(zip(sums[here].tolist(), targets[here].tolist(), strict=True)))
+    return found
 
 
 def score(values: Mapping[str, float], best: str | None) -> float | None:

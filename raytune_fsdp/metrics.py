@@ -14,7 +14,6 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-import xxhash
 
 from raytune_fsdp.checkpoint.catalogue import way_out
 from raytune_fsdp.errors import TrainingError
@@ -22,7 +21,7 @@ from raytune_fsdp.estimate.flops import Architecture, mfu, peak_flops, training_
 from raytune_fsdp.own_time import OwnTime, SlowRanks, typical
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.step import StepTensors
-from raytune_fsdp.step_counts import StepCounts
+from raytune_fsdp.step_counts import StepCounts, digest_of
 from raytune_fsdp.types import Cursor, StepBatches, StepMetrics
 
 
@@ -179,8 +178,7 @@ class Meter:
         return StepMetrics(
             step=pending.step,
             epoch=self._epoch(pending.step),
-            # Two steps with this hash have trained on the same samples in the same order.
-            samples=xxhash.xxh3_64_hexdigest(np.array(counts.sample_ids, dtype="<i8").tobytes()),
+            samples=digest_of(counts.sample_ids),
             tokens=counts.tokens,
             target_tokens=counts.target_tokens,
             loss=loss,

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import xxhash
+
 from raytune_fsdp.division import Division
 from raytune_fsdp.types import Batch, Cursor
 
@@ -64,3 +67,8 @@ class StepCounts:
             sample_ids=tuple(counts[_FIRST_ID : _FIRST_ID + division.samples_of(step)]),
             by_dataset=tuple(counts[_FIRST_ID + division.global_batch :]),
         )
+
+
+def digest_of(sample_ids: Sequence[int]) -> str:
+    """The samples of a step as one hash: two steps that share it have trained on the same ones in the same order."""
+    return xxhash.xxh3_64_hexdigest(np.array(sample_ids, dtype="<i8").tobytes())

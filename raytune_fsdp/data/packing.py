@@ -171,6 +171,40 @@ def _lay_out(lengths: Int32Array, sources: Int32Array, borders: Int64Array, *, o
     return document_starts
 
 
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Which documents, or pieces of documents, are in which packed sample."""
+
+    pieces: Sequence[Document]
+    parents: Sequence[int]
+    """Of each piece, the number of the document that it is, or was cut from. Pieces of one document are in order."""
+    bins: list[list[int]]
+    """The pieces of each sample."""
+
+
+def arrange(
+    documents: Sequence[Document],
+    *,
+    seq_len: int,
+    packing: Packing,
+    reorder: Callable[[int], Callable[[int], int]] | None = None,
+    in_order: bool = False,
+) -> Arrangement:
+    """Divide documents among packed samples. See `pack`."""
+    parents: Sequence[int] = range(len(documents))
+    if packing == "concat":
+        documents, parents, bins = _cut(documents, seq_len)
+    elif packing == "none":
+        bins = [[index] for index in range(len(documents))]
+    else:
+        fit = best_fit_in_order if in_order else best_fit
+        bins = fit([len(document.input_ids) for document in documents], seq_len)
+    if reorder is not None:
+        order = reorder(len(bins))
+        bins = [bins[order(i)] for i in range(len(bins))]
+    return Arrangement(documents, parents, bins)
+
+
 def pack(
     documents: Sequence[Document],
     *,
@@ -186,40 +220,35 @@ def pack(
     No document is longer than `seq_len`, unless packing is `concat`. `reorder(n)` is the order of n samples. With
     `in_order` best fit keeps to the order of the documents.
     """
-    if packing == "concat":
-        documents, sources, bins = _cut(documents, sources, seq_len)
-    elif packing == "none":
-        bins = [[index] for index in range(len(documents))]
-    else:
-        fit = best_fit_in_order if in_order else best_fit
-        bins = fit([len(document.input_ids) for document in documents], seq_len)
-    if reorder is not None:
-        order = reorder(len(bins))
-        bins = [bins[order(i)] for i in range(len(bins))]
+    arranged = arrange(documents, seq_len=seq_len, packing=packing, reorder=reorder, in_order=in_order)
+    return fill_samples(arranged, sources=sources, seq_len=seq_len, pad_id=pad_id)
+
+
+def fill_samples(arranged: Arrangement, *, sources: Sequence[int], seq_len: int, pad_id: int) -> PackedSamples:
+    """The packed samples of documents that have been divided; `sources[i]` is document i's dataset."""
+    pieces, parents, bins = arranged.pieces, arranged.parents, arranged.bins
     placed = [index for members in bins for index in members]
     samples = PackedSamples(
         input_ids=np.empty((len(bins), seq_len), dtype=np.int32),
         trained=np.empty((len(bins), seq_len), dtype=np.bool_),
         ids=np.empty(len(bins), dtype=np.int64),
         first_document=np.cumsum([0, *map(len, bins)], dtype=np.int64),
-        lengths=np.array([len(documents[index].input_ids) for index in placed], dtype=np.int32),
-        sources=np.array([sources[index] for index in placed], dtype=np.int32),
+        lengths=np.array([len(pieces[index].input_ids) for index in placed], dtype=np.int32),
+        sources=np.array([sources[parents[index]] for index in placed], dtype=np.int32),
     )
     pads = np.full(seq_len, pad_id, dtype=np.int32), np.full(seq_len, IGNORE, dtype=np.int32)
     for first in range(0, len(bins), _SAMPLES_AT_ONCE):
-        _fill(samples, documents, bins[first : first + _SAMPLES_AT_ONCE], first, pads)
+        _fill(samples, pieces, bins[first : first + _SAMPLES_AT_ONCE], first, pads)
     return samples
 
 
-def _cut(
-    documents: Sequence[Document], sources: Sequence[int], seq_len: int
-) -> tuple[list[Document], list[int], list[list[int]]]:
+def _cut(documents: Sequence[Document], seq_len: int) -> tuple[list[Document], list[int], list[list[int]]]:
     """Documents one after the other, cut where a sample is full; every piece is a document of its own."""
     pieces: list[Document] = []
-    origins: list[int] = []
+    parents: list[int] = []
     bins: list[list[int]] = []
     room = 0
-    for document, source in zip(documents, sources, strict=True):
+    for number, document in enumerate(documents):
         start = 0
         while start < len(document.input_ids):
             if not room:
@@ -228,10 +257,10 @@ def _cut(
             piece = Document(document.input_ids[start : start + room], document.labels[start : start + room])
             bins[-1].append(len(pieces))
             pieces.append(piece)
-            origins.append(source)
+            parents.append(number)
             start += len(piece.input_ids)
             room -= len(piece.input_ids)
-    return pieces, origins, bins
+    return pieces, parents, bins
 
 
 def _fill(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from raytune_fsdp.data.order import Permutation
+from raytune_fsdp.data.origins import Origin
 from raytune_fsdp.data.packed_window import Window
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import DataError, ResumeError
@@ -56,6 +57,14 @@ class Stream:
         window, built = self._load(cursor, number)
         return self._section(cursor, number, window, built)
 
+    def origins(self, epoch: int, place: int) -> list[list[Origin]]:
+        """The documents of each sample of the window at this place, in the order of the stream. Reads its rows
+        again."""
+        k = self.window_at(epoch, place)
+        found = self.windows.origins(epoch, k)
+        inside = self._order(len(found), "samples", epoch, k)
+        return [found[inside(index)] for index in range(len(found))]
+
     def first_window(self, cursor: Cursor) -> tuple[Window, bool]:
         """The window that contains the cursor, and whether it had to be built."""
         return self._load(cursor, 0)
@@ -68,6 +77,19 @@ class Stream:
                 f"{self.windows.data.bad_rows} and data.long_documents={self.windows.data.long_documents} leave out "
                 f"(data.seq_len={self.windows.seq_len}); `raytune-fsdp data stats` lists the reasons"
             )
+
+    def seek(self, cursor: Cursor, samples: int) -> Cursor:
+        """The place `samples` samples after the cursor. Reads the windows in between, but unpacks no sample."""
+        left, empty = cursor.index + samples, 0
+        for number in count():
+            epoch, place = self.place(cursor, number)
+            many = len(self.windows.get(epoch, self.window_at(epoch, place))[0].samples)
+            if left < many:
+                return Cursor(epoch=epoch, window=place, index=left)
+            left -= many
+            empty = 0 if many else empty + 1
+            self.check_not_empty(empty)
+        raise AssertionError("the stream has no end")
 
     def place(self, cursor: Cursor, number: int) -> tuple[int, int]:
         """Epoch, and place in it, of the window `number` windows after the cursor's own one."""

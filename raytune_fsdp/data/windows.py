@@ -24,8 +24,9 @@ from raytune_fsdp.data.cache import WindowCache
 from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows
 from raytune_fsdp.data.mixture import Mixture, weights_of
 from raytune_fsdp.data.order import OLDEST_ORDER, ORDER_VERSION, Permutation
+from raytune_fsdp.data.origins import Gathered, Origin, origins
 from raytune_fsdp.data.packed_window import Window, finish_counts
-from raytune_fsdp.data.packing import pack
+from raytune_fsdp.data.packing import Arrangement, arrange, fill_samples
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.sources import Source, dataset_names, open_source
@@ -197,34 +198,49 @@ class Windows:
                 )  # fmt: skip
 
     def _build(self, epoch: int, k: int) -> Window:
+        rows = self._gather(epoch, k)
+        samples = fill_samples(
+            self._arrange(rows, epoch, k), sources=rows.sources, seq_len=self.seq_len, pad_id=self.pad_id
+        )
+        return Window(samples=samples, counts=finish_counts(samples, rows.counts, rows.skipped))
+
+    def origins(self, epoch: int, k: int) -> list[list[Origin]]:
+        """Of each packed sample of a window, where its documents come from, in their order. Reads the rows again."""
+        key = (0 if self.repeats else epoch, k)
+        rows = self._gather(*key)
+        return origins(rows, self._arrange(rows, *key))
+
+    def _gather(self, epoch: int, k: int) -> Gathered:
+        """Read and tokenize the rows of a window."""
         for source in self.sources:
             source.touch()
         rows = list(self._mixture.rows(epoch, k * self.data.window, (k + 1) * self.data.window))
-        counts = [DatasetCount() for _ in self.sources]
-        skipped: list[SkippedRow] = []
-        documents: list[Document] = []
-        sources: list[int] = []
-        for dataset, document, where in self._documents(rows):
-            count = counts[dataset]
+        found = Gathered(counts=[DatasetCount() for _ in self.sources])
+        for number, (dataset, document, where) in enumerate(self._documents(rows)):
+            count = found.counts[dataset]
             count.rows += 1
             if isinstance(document, RowError):
-                self._skip(document, where, count, skipped)
+                self._skip(document, where, count, found.skipped)
                 continue
-            for part in self._fit(document, where, count, skipped):
-                documents.append(part)
-                sources.append(dataset)
-        self._check_size(documents)
+            for part in self._fit(document, where, count, found.skipped):
+                found.documents.append(part)
+                found.sources.append(dataset)
+                found.wheres.append(where)
+                found.rows.append(number)
+        self._check_size(found.documents)
+        return found
+
+    def _arrange(self, found: Gathered, epoch: int, k: int) -> Arrangement:
         order = None
         if self.shuffled:
             # The packer starts with the longest documents: without this, long ones would be trained on first.
             def order(n: int) -> Permutation:
                 return Permutation(n, key=derive_key("packed", self.seed, epoch, k))
 
-        samples = pack(
-            documents, sources=sources, seq_len=self.seq_len, pad_id=self.pad_id, packing=self.data.packing,
+        return arrange(
+            found.documents, seq_len=self.seq_len, packing=self.data.packing,
             reorder=order, in_order=not self.shuffled and self.order_version > OLDEST_ORDER,
         )  # fmt: skip
-        return Window(samples=samples, counts=finish_counts(samples, counts, skipped))
 
     def _check_size(self, documents: Sequence[Document]) -> None:
         """Warn about a huge window: it is held in memory while it is built, and out of memory kills without a word."""

@@ -26,18 +26,39 @@ def preview(
     sample: PackedSample, tokenizer: PreTrainedTokenizerBase, names: Sequence[str], *, title: str, colours: bool
 ) -> Iterator[str]:
     """A packed sample as lines: every document with its dataset; trained tokens are green, or between « and »."""
+    documents = documents_of(sample)
+    yield headline(sample, title, colours=colours)
+    for number, document in enumerate(documents, start=1):
+        name = names[int(sample.source_ids[document.start])]
+        trained = int((sample.labels[document] != IGNORE).sum())
+        yield f"  -- document {number}, {name}: {document.stop - document.start:,} tokens, {trained:,} trained"
+        yield from text_of(sample, document, tokenizer, colours=colours)
+
+
+def documents_of(sample: PackedSample) -> list[slice]:
+    """The tokens of each document of a packed sample."""
+    real = sample.source_ids != PADDING
+    starts = np.flatnonzero((sample.position_ids == 0) & real).tolist()
+    return [slice(start, end) for start, end in zip(starts, [*starts[1:], int(real.sum())], strict=False)]
+
+
+def headline(sample: PackedSample, title: str, *, colours: bool) -> str:
+    """The first line about a packed sample."""
     real = sample.source_ids != PADDING
     targets = int((sample.labels != IGNORE).sum())
-    starts = np.flatnonzero((sample.position_ids == 0) & real)
-    ends = np.append(starts[1:], real.sum()) if len(starts) else starts
-    head = f"{title}: {len(starts)} document(s), {real.sum():,} of {len(real):,} tokens, {targets:,} trained"
-    yield f"{_HEAD}{head}{_RESET}" if colours else head
-    for number, (start, end) in enumerate(zip(starts, ends, strict=True), start=1):
-        trained = sample.labels[start:end] != IGNORE
-        name = names[int(sample.source_ids[start])]
-        yield f"  -- document {number}, {name}: {end - start:,} tokens, {trained.sum():,} trained"
-        text = "".join(_marked(tokenizer, sample.input_ids[start:end], trained, colours=colours))
-        yield from (f"  {line}" for line in text.split("\n"))
+    head = (
+        f"{title}: {len(documents_of(sample))} document(s), {real.sum():,} of {len(real):,} tokens, {targets:,} trained"
+    )
+    return f"{_HEAD}{head}{_RESET}" if colours else head
+
+
+def text_of(
+    sample: PackedSample, document: slice, tokenizer: PreTrainedTokenizerBase, *, colours: bool
+) -> Iterator[str]:
+    """A document's text as lines, marked as in `preview`."""
+    trained = sample.labels[document] != IGNORE
+    text = "".join(_marked(tokenizer, sample.input_ids[document], trained, colours=colours))
+    yield from (f"  {line}" for line in text.split("\n"))
 
 
 def _marked(

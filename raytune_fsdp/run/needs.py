@@ -18,13 +18,14 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config import FinetuneConfig, FullMethod
 from raytune_fsdp.errors import in_one_line
-from raytune_fsdp.model.attention import Heads, Needs, logits_of, takes_position_ids
+from raytune_fsdp.model.attention import Heads, Needs, choose, logits_of, takes_position_ids, use
 from raytune_fsdp.model.blocks import ends_of
 from raytune_fsdp.model.calls import PREFIX, Call, Kernel, Unfit, attend, reference
 from raytune_fsdp.model.head import has_plain_head, install
 from raytune_fsdp.model.proof import LENGTHS, WINDOW, documents, error_of_loss
+from raytune_fsdp.model.trial import why_kernel_fails
 from raytune_fsdp.run.probe import small_network
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,17 @@ def network_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: 
         plain_loss=plain_loss,
         ends=ends,
     )
+
+
+def use_attention_for_packed(config: FinetuneConfig, network: PreTrainedModel, device: torch.device) -> None:
+    """Give a loaded model the attention that a run would choose: transformers' own lets packed documents of some
+    networks (gpt-oss) see each other."""
+    needs = network_needs(config.model_copy(update={"method": FullMethod()}), network.config, network)
+    dtype = network.dtype
+    use(network, choose(
+        "auto", needs, kept=None, device=device, dtype=dtype,
+        fails=lambda name: why_kernel_fails(name, needs, device, dtype),
+    ))  # fmt: skip
 
 
 @torch.no_grad()

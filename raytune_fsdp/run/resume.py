@@ -56,9 +56,18 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
         "run.seed": config.run.seed,
         "parallel.precision": config.parallel.precision,
         **{f"train.{key}": value for key, value in named("train", config.train, exclude=_LENGTH).items()},
-        **{_data_key(key): value for key, value in train.identity.items() if key != "seed"},
+        **data_identity_of(train),
     }
-    # As a checkpoint will return it, and without what may not be in one.
+    return _normal(identity)
+
+
+def data_identity_of(train: Windows) -> dict[str, Any]:
+    """The part of it that decides the order of the samples, but for the seed."""
+    return _normal({_data_key(key): value for key, value in train.identity.items() if key != "seed"})
+
+
+def _normal(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """As a checkpoint will return it, and without what may not be in one."""
     normal: dict[str, Any] = redact_shapes(json.loads(json.dumps(identity, default=str)))
     return normal
 

@@ -17,7 +17,15 @@ from raytune_fsdp.errors import RaytuneError, ResumeError, TrainingError, Transi
 from raytune_fsdp.lease import Lease, TakenOverError
 from raytune_fsdp.redaction import redact
 from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE
-from raytune_fsdp.tracking.lines import evaluation_line, from_bytes, now, read_line, step_lines, to_bytes
+from raytune_fsdp.tracking.lines import (
+    WHOLE_STEP,
+    evaluation_line,
+    from_bytes,
+    now,
+    read_line,
+    step_lines,
+    to_bytes,
+)
 from raytune_fsdp.tracking.repair import cut
 from raytune_fsdp.tracking.tracker import RunStart, Status
 from raytune_fsdp.types import StepMetrics
@@ -146,6 +154,18 @@ def read_evaluations(path: Path, last_step: int) -> dict[int, dict[str, float]]:
         if line["kind"] == "eval" and line["step"] <= last_step:
             found.setdefault(line["step"], {}).update(line["values"])
     return found
+
+
+def read_step(path: Path, step: int) -> dict[str, Any] | None:
+    """The line of a step; None if it is not on record."""
+    for raw in _finished(path):
+        known = WHOLE_STEP.fullmatch(raw)
+        if known is not None and int(known[1]) != step:  # most lines: they are not parsed
+            continue
+        line = _known(path, raw)
+        if line["kind"] == "step" and line["trajectory"]["step"] == step:
+            return line
+    return None
 
 
 def read_trajectory(path: Path) -> list[dict[str, Any]]:

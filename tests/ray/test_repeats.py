@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
+from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
 from tests.checkpoints import checkpoints
 from tests.control_groups import limited
@@ -27,7 +29,7 @@ def config_for(directory: Path) -> FinetuneConfig:
     )
 
 
-def test_a_step_that_fails_three_times(tmp_path: Path) -> None:
+def test_a_step_that_fails_three_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """After three kills from outside between two commits, which end nothing."""
     run = Command(config_for(tmp_path), tmp_path)
     (run.faults / "pace").write_text("0.1")
@@ -45,6 +47,9 @@ def test_a_step_that_fails_three_times(tmp_path: Path) -> None:
     ), said
     assert "ArithmeticError: step 21 cannot be computed. The last committed step is 16" in error
     assert len(events(run.run_dir, "attempt_failed")) == 6
+    named = re.search(r"\(raytune-fsdp (step .*) shows its rows\)", error)
+    assert named and main(named[1].split()) == 0
+    assert capsys.readouterr().out.startswith("step 21 is not on record: these ")
 
 
 def test_a_process_that_the_kernel_ends_for_its_memory_each_time(tmp_path: Path) -> None:

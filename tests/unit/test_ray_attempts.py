@@ -228,7 +228,10 @@ def test_three_equal_failures_from_within_end_the_run(tmp_path: Path) -> None:
     fail(known, POISON, 18)  # another step
     fail(known, raised(ValueError("other")), 17)
     fail(known, POISON, 17)
-    with pytest.raises(RepeatedError, match="step 17 has failed 3 times in the same way.*device-side assert") as ended:
+    with pytest.raises(
+        RepeatedError,
+        match=r"step 17 has failed 3 times in the same way.*device-side assert.*raytune-fsdp step \S+ 17 --text",
+    ) as ended:
         fail(known, POISON, 17)
     assert ended.value.exit_code == 3
     assert len(events(tmp_path, "attempt_failed")) == known.failures == 6

@@ -160,9 +160,10 @@ class Attempts:
             return
         self._record(words, rank)
         what = f"step {step}" if step else "what comes before the first step"
+        rows = f" (raytune-fsdp step {self._place.path} {step} --text shows its rows)" if step else ""
         raise RepeatedError(
             f"{what} has failed {_REPEATS} times in the same way, with no checkpoint in between: "
-            f"{self._described(words, rank)}; the same command would fail there again"
+            f"{self._described(words, rank)}; the same command would fail there again{rows}"
         )
 
     def _on_a_lost_node(self) -> int | None:

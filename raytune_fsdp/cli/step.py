@@ -1,0 +1,172 @@
+"""`raytune-fsdp step`: which rows a step of a run trained on, and how the model did on each of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raytune_fsdp.cli.common import BASE, ConfigParser, exit_code
+from raytune_fsdp.cli.progress import shown
+from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.rundir import CONFIG_FILE
+
+if TYPE_CHECKING:
+    from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
+    from raytune_fsdp.config import FinetuneConfig
+    from raytune_fsdp.run.past import PastStep
+
+Losses = Sequence[Sequence[tuple[float, int]]]
+"""Of each document of each sample: the sum of the losses of its target tokens, and how many those are."""
+
+_CODE = "the run's config may name Python code (of its model, or to read rows); only for code you have read"
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp step") -> int:
+    """Show a step; returns the exit code."""
+    parser = ConfigParser(
+        prog,
+        "Show which rows were in a step of a run, from the run directory and the data; the record proves that they are "
+        "the ones.",
+    )
+    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("step", type=int, help="number of the step, as in metrics.jsonl")
+    parser.add_argument("--text", action="store_true", help="show the text, with the tokens that are trained on marked")
+    parser.add_argument(
+        "--loss",
+        action="store_true",
+        help="measure each document with the weights of the nearest kept checkpoint before the step",
+    )
+    parser.add_argument("--json", action="store_true", help="print one line of JSON for every document")
+    parser.add_argument("--base", metavar="PATH", help=BASE)
+    parser.add_argument("--trust-remote-code", action="store_true", help=_CODE)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _step(parser, arguments))
+
+
+def _step(parser: ConfigParser, arguments: list[str]) -> int:
+    if not {"-h", "--help"} & set(arguments):
+        if len(arguments) < 2 or arguments[0].startswith("-"):
+            # Else the value of a field before them would be taken for the run.
+            parser.error(f"the run and the step come first: {parser.prog} RUN STEP [arguments]")
+        parser.default_config = config_of_run(Path(arguments[0]))
+    found, config = parser.parse_with_config(arguments)
+    if found.step < 1:
+        parser.error(f"step {found.step}: steps count from 1")
+    from raytune_fsdp.launch.quiet import quiet
+
+    quiet()
+    from raytune_fsdp.run.past import check_code, checkpoint_before, past_place, past_step
+
+    check_code(config, trusted=found.trust_remote_code)
+    place = past_place(found.run)
+    checkpoint = checkpoint_before(place, found.step) if found.loss else None
+    if found.loss and checkpoint is None:
+        raise ConfigError(
+            f"--loss: {place.checkpoints} has no checkpoint from before step {found.step} any more; leave --loss out, or "
+            "keep more checkpoints (checkpoint.keep_every)"
+        )
+    with shown() as progress:
+        past = past_step(config, place, found.step, progress)
+    losses = None
+    if checkpoint is not None:
+        losses = _losses(config, past, checkpoint, trust=found.trust_remote_code, base=found.base)
+    lines = _as_json(past, losses) if found.json else _lines(past, losses, checkpoint, text=found.text)
+    for line in lines:
+        print(line)
+    return 0
+
+
+def config_of_run(run: Path) -> Path:
+    """The config of a run directory."""
+    if not (run / CONFIG_FILE).is_file():
+        raise ConfigError(f"{run} is not a run directory: it has no {CONFIG_FILE}; give <run.storage>/<run.name>")
+    return run / CONFIG_FILE
+
+
+def _losses(
+    config: FinetuneConfig, past: PastStep, checkpoint: CommittedCheckpoint, *, trust: bool, base: str | None
+) -> Losses:
+    import torch.distributed as dist
+
+    from raytune_fsdp.checkpoint.model_files import load_for_inference
+    from raytune_fsdp.evaluate import document_losses
+    from raytune_fsdp.launch.worker import choose_device, join
+    from raytune_fsdp.run.needs import use_attention_for_packed
+
+    device = choose_device(config.cluster.device, 1)
+    model, _ = load_for_inference(Path(checkpoint.path), device, trust_remote_code=trust, base=base)
+    use_attention_for_packed(config, model, device)
+    join(device, alone=True)
+    try:
+        samples = [each.sample for each in past.samples]
+        return document_losses(model, samples, micro_batch=config.train.micro_batch, device=device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _documents(past: PastStep, losses: Losses | None) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Number of the sample and of the document in it, and what there is to say about it."""
+    from raytune_fsdp.report.data import documents_of
+    from raytune_fsdp.types import IGNORE
+
+    for number, each in enumerate(past.samples):
+        sample = each.sample
+        for index, (document, origin) in enumerate(zip(documents_of(sample), each.origins, strict=True)):
+            about: dict[str, Any] = {
+                "step": past.step,
+                "sample": number + 1,
+                "dataset": past.names[origin.dataset],
+                "row": origin.where,
+                "first_token": origin.first_token,
+                "tokens": document.stop - document.start,
+                "trained": int((sample.labels[document] != IGNORE).sum()),
+            }
+            if losses is not None:
+                total, targets = losses[number][index]
+                about["loss"] = total / targets if targets else None
+            yield number, index, about
+
+
+def _headline(past: PastStep) -> str:
+    if past.line is None:
+        return f"step {past.step} is not on record: these {len(past.samples)} packed samples are what it will train on"
+    line = past.line["trajectory"]
+    return (
+        f"step {past.step}: {len(past.samples)} packed samples, {line['tokens']:,} tokens, {line['target_tokens']:,} "
+        f"trained; loss {line['loss']:.4f}, gradient norm {line['grad_norm']:.4g}, learning rate {line['lr']:.3e}"
+    )
+
+
+def _as_json(past: PastStep, losses: Losses | None) -> Iterator[str]:
+    for _, _, about in _documents(past, losses):
+        yield json.dumps(about, ensure_ascii=False)
+
+
+def _lines(
+    past: PastStep, losses: Losses | None, checkpoint: CommittedCheckpoint | None, *, text: bool
+) -> Iterator[str]:
+    from raytune_fsdp.report.data import documents_of, headline, text_of
+
+    colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    yield _headline(past)
+    if checkpoint is not None:
+        yield f"losses by document under the weights of step {checkpoint.step} ({checkpoint.path})"
+    for number, index, about in _documents(past, losses):
+        each = past.samples[number]
+        if index == 0:
+            at = f"epoch {each.at.epoch}, window {each.at.window}, place {each.at.index}"
+            yield headline(each.sample, f"sample {number + 1} ({at})", colours=colours)
+        cut = f", from its token {about['first_token']:,} on" if about["first_token"] else ""
+        loss = f", loss {about['loss']:.4f}" if about.get("loss") is not None else ""
+        counts = f"{about['tokens']:,} tokens, {about['trained']:,} trained{loss}"
+        yield f"  -- {about['dataset']}, {about['row']}{cut}: {counts}"
+        if text:
+            yield from text_of(each.sample, documents_of(each.sample)[index], past.tokenizer, colours=colours)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

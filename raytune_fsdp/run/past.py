@@ -1,0 +1,173 @@
+"""A step of a run, looked at afterwards: which rows it trained on.
+
+Nothing is recorded for this: the order is a pure function of data, tokenizer and seed, so it is looked up again. The
+hash of the samples in `metrics.jsonl` proves that they are the ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed
+from raytune_fsdp.checkpoint.state import RunState, read_state
+from raytune_fsdp.config import FinetuneConfig, HeldOutConfig
+from raytune_fsdp.config.formats import PythonFormat
+from raytune_fsdp.data.open_data import open_data
+from raytune_fsdp.data.origins import Origin
+from raytune_fsdp.data.stream import Stream
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.division import Division
+from raytune_fsdp.errors import ConfigError, RaytuneError, ResumeError
+from raytune_fsdp.identity import check_identity
+from raytune_fsdp.model.known_files import CONFIG_FILE, travelling
+from raytune_fsdp.model.network import load_architecture
+from raytune_fsdp.run.prepare import load_tokenizer
+from raytune_fsdp.run.resume import data_identity_of, files_of
+from raytune_fsdp.rundir import RunDir, checkpoints_of
+from raytune_fsdp.step_counts import digest_of
+from raytune_fsdp.tracking.jsonl import read_step
+from raytune_fsdp.types import Cursor, PackedSample, Progress
+from raytune_fsdp.untrusted import is_count, read_json
+
+_PLAN_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastSample:
+    """A packed sample of a step, and where it is from."""
+
+    sample: PackedSample
+    at: Cursor
+    origins: Sequence[Origin]
+    """Of its documents, in their order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastStep:
+    """What a step has trained on."""
+
+    step: int
+    line: Mapping[str, Any] | None
+    """The step in `metrics.jsonl`; None: it has not been trained yet, so nothing proves that these are its samples."""
+    samples: Sequence[PastSample]
+    names: Sequence[str]
+    """Of the datasets."""
+    tokenizer: PreTrainedTokenizerBase
+
+
+def past_place(run: Path) -> RunDir:
+    """The places of an existing run, wherever its directory is now."""
+    path = run.absolute()
+    return RunDir(path, checkpoints_of(path))
+
+
+def check_code(config: FinetuneConfig, *, trusted: bool) -> None:
+    """Refuse to run code that a run's config names, unless its reader has said that it may."""
+    functions = [each.format.function for each in config.data.train if isinstance(each.format, PythonFormat)]
+    named = [*functions, *(["model.trust_remote_code=true"] if config.model.trust_remote_code else [])]
+    if named and not trusted:
+        raise ConfigError(
+            f"this run's config names Python code ({', '.join(named)}), which reading its data would run: "
+            "look at it, then add --trust-remote-code"
+        )
+
+
+def past_step(config: FinetuneConfig, place: RunDir, step: int, progress: Progress | None = None) -> PastStep:
+    """The samples of a step. ResumeError if the data is not what the run was trained on."""
+    division, steps = _division(config, place)
+    line = read_step(place.metrics, step)
+    if step > steps:
+        raise ResumeError(f"{place.plan}: the run has {steps} steps, so there is no step {step}")
+    newest, before = _states(place, step)
+    tokenizer, windows = _own_data(config, place, newest, progress)
+    stream = Stream(windows, seed=config.run.seed)
+    first = stream.seek(before.cursor, division.samples_before(step) - before.samples)
+    places = [stream.seek(first, number) for number in range(division.samples_of(step))]
+    samples = [next(stream.section(at, 0)).sample for at in places]
+    if line is not None and digest_of([sample.id for sample in samples]) != line["trajectory"]["samples"]:
+        raise ResumeError(
+            f"{place.metrics}: step {step} was trained on other samples than these; {_why(newest, windows)}"
+        )
+    origins: dict[tuple[int, int], list[list[Origin]]] = {}
+    for at in places:
+        if (at.epoch, at.window) not in origins:
+            if progress is not None:
+                progress("reading the rows again", len(origins), len({(each.epoch, each.window) for each in places}))
+            origins[at.epoch, at.window] = stream.origins(at.epoch, at.window)
+    return PastStep(
+        step=step,
+        line=line,
+        samples=[
+            PastSample(sample=sample, at=at, origins=origins[at.epoch, at.window][at.index])
+            for sample, at in zip(samples, places, strict=True)
+        ],
+        names=windows.names,
+        tokenizer=tokenizer,
+    )
+
+
+def checkpoint_before(place: RunDir, step: int) -> CommittedCheckpoint | None:
+    """The newest kept checkpoint that was there when this step began; None: there is none any more."""
+    return max((each for each in committed(place.checkpoints) if each.step < step), default=None)
+
+
+def _states(place: RunDir, step: int) -> tuple[RunState | None, RunState]:
+    """The state of the newest checkpoint, which says what run it is; and the nearest one before the step."""
+    there = committed(place.checkpoints)
+    nearest = checkpoint_before(place, step)
+    return (read_state(there[-1]) if there else None), RunState() if nearest is None else read_state(nearest)
+
+
+def _own_data(
+    config: FinetuneConfig, place: RunDir, newest: RunState | None, progress: Progress | None
+) -> tuple[PreTrainedTokenizerBase, Windows]:
+    """The tokenizer that the run has kept, and the data that its config names, in its order."""
+    own = place.model_files
+    if not (own / CONFIG_FILE).is_file():
+        raise ResumeError(f"{own} has no {CONFIG_FILE}: it holds the run's tokenizer, so the data cannot be read again")
+    travelling(own, code=True)  # none of them is a link
+    model = config.model.model_copy(
+        update={"path": str(own), "tokenizer": None, "architecture": None, "overrides": {}, "init": "random"}
+    )
+    tokenizer = load_tokenizer(config.model_copy(update={"model": model}), own)
+    vocab_size = load_architecture(model, own).get_text_config().vocab_size
+    if not isinstance(config.data.eval, HeldOutConfig):  # its files need not be there
+        config = config.model_copy(update={"data": config.data.model_copy(update={"eval": []})})
+    version = None if newest is None else newest.identity.get("data.order_version")
+    windows, _ = open_data(config, tokenizer, vocab_size, progress, order_version=version)
+    return tokenizer, windows
+
+
+def _division(config: FinetuneConfig, place: RunDir) -> tuple[Division, int]:
+    """How the run is divided into steps, whatever the number of ranks; and how many there are."""
+    try:
+        plan = read_json(place.plan, limit=_PLAN_BYTES)
+    except (OSError, ValueError) as error:
+        raise ResumeError(f"{place.plan} cannot be read ({error}): it says how long the run is") from error
+    total, steps = (plan.get("total_samples"), plan.get("steps")) if isinstance(plan, dict) else (None, None)
+    if not is_count(steps) or not (total is None or is_count(total)):
+        raise ResumeError(f"{place.plan} is not the plan of a run: it has no steps and total_samples")
+    train = config.train
+    division = Division(
+        global_batch=train.global_batch, micro_batch=train.micro_batch, total_samples=total, data_ranks=1
+    )
+    return division, steps
+
+
+def _why(newest: RunState | None, windows: Windows) -> str:
+    """What differs between the data as it was and as it is."""
+    if newest is not None:
+        before = {key: value for key, value in newest.identity.items() if key.startswith("data.")}
+        try:
+            check_identity(
+                before, data_identity_of(windows), "its newest checkpoint",
+                files_before=newest.files, files_now=files_of(windows),
+            )  # fmt: skip
+        except RaytuneError as error:
+            return str(error)
+    return "its data, tokenizer and seed are those of its newest checkpoint, so this step was not trained as recorded"
