@@ -66,8 +66,8 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
     checkpoint = checkpoint_before(place, found.step) if found.loss else None
     if found.loss and checkpoint is None:
         raise ConfigError(
-            f"--loss: {place.checkpoints} has no checkpoint from before step {found.step} any more; leave --loss out, or "
-            "keep more checkpoints (checkpoint.keep_every)"
+            f"--loss: {place.checkpoints} has no checkpoint from before step {found.step} any more; leave --loss out, "
+            "or keep more checkpoints (checkpoint.keep_every)"
         )
     with shown() as progress:
         past = past_step(config, place, found.step, progress)
