@@ -103,7 +103,7 @@ def assemble(
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")
-    tracker = start_tracker(config, prepared, standing, opened, learner.kernels, hooks.console)
+    tracker = start_tracker(config, prepared, standing, opened, learner.kernels, device, hooks.console)
     stream = Stream(prepared.train, seed=config.run.seed)
     batches = hooks.batches or rank_batches(
         stream, plan.division, standing.steps_left,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 import torch.distributed as dist
 
 from raytune_fsdp.checkpoint.catalogue import set_aside
@@ -85,7 +88,7 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
     if prepared.generation_config is not None:
         # Not save_pretrained: it refuses combinations of settings that well-known models ship with.
         prepared.generation_config.to_json_file(place.model_files / "generation_config.json")
-    recipe = recipe_of(redact(config.model_dump(mode="json")), _version(), place.path, prepared.parameters)
+    recipe = recipe_of(redact(config.model_dump(mode="json")), _versions(), place.path, prepared.parameters)
     replace_durably(place.model_files / RECIPE_FILE, recipe)
     put_model_files(place.model_files, place.checkpoints)
     return Opened(changed=changed, aside=aside)
@@ -101,11 +104,28 @@ def clean_config(place: RunDir) -> None:
             replace_durably(place.config, dump(clean), private=True)
 
 
-def _version() -> str | None:
-    try:
-        return version("raytune-fsdp")
-    except PackageNotFoundError:  # run from a source tree that is not installed
-        return None
+def _versions() -> dict[str, str | None]:
+    """Of what decides the bits of a result."""
+    found: dict[str, str | None] = {}
+    for package in ("raytune-fsdp", "torch", "transformers"):
+        found[package] = None
+        with suppress(PackageNotFoundError):  # run from a source tree that is not installed
+            found[package] = version(package)
+    return found
+
+
+def computed_on(device: torch.device) -> dict[str, object]:
+    """What the bits of an attempt's results depend on besides its config: the same again are the same bits."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return {"device": f"{device.type}: {name}", "threads": torch.get_num_threads(), "versions": _versions()}
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def start_tracker(
@@ -114,6 +134,7 @@ def start_tracker(
     standing: Standing,
     opened: Opened,
     kernels: Mapping[str, Choice],
+    device: torch.device,
     console: TextIO | None,
 ) -> Tracker:
     """Rank 0's trackers; the other ranks get one that does nothing."""
@@ -135,6 +156,7 @@ def start_tracker(
         world_size=plan.layout.world,
         resumed_from=standing.state.step,
         **plan.spread(),
+        **computed_on(device),
     )
     _report_kernels(tracker, kernels, standing.state.kernels)
     if config.tracking.mlflow.enabled and not mlflow_installed():

@@ -28,7 +28,8 @@ RANKS = ("fastest", "median", "slowest")
 """perf/step_seconds/<rank>, and of data_seconds and compute_seconds, where there are several."""
 
 ATTEMPT_STARTED = "attempt_started"
-"""Fields: world_size, resumed_from, and the part of the plan that depends on the world size."""
+"""Fields: world_size, resumed_from, the part of the plan that depends on the world size, and what else the bits of the
+results depend on: device, threads and versions of rank 0."""
 KERNELS = "kernels"
 """What an attempt computes with, where there is a choice. Fields: attention, loss, blocks (compiled or eager), and why
 it is this one of each."""
