@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": "show what a config amounts to, without starting anything",
     "generate": "ask a trained model",
     "eval": "measure a model on evaluation data",
+    "report": "make the page about a run, or one that compares several",
     "checkpoint": "commit one now, list them, verify them",
     "export": "write a checkpoint as a Hugging Face model directory",
     "average": "write the mean of a run's checkpoints as a Hugging Face model directory",
