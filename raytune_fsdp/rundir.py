@@ -2,12 +2,13 @@
 
 <run.storage>/<run.name>/
   config.yaml, plan.json       the config of the last attempt; what follows from it
+  data.json                    what became of the rows, if they were counted before training (counts.py)
   metrics.jsonl, events.jsonl  the history of the run; metrics.jsonl.aN.damaged as attempt N found it, if it was broken
   checkpoints/                 or elsewhere; then the file checkpoints_at names the place
   model/                       config and tokenizer: everything an export needs besides the weights
   export/, exports/step-N/     model directories: the one at the end, and those made during training
   logs/attempt-N/rank-R.log    the output of each rank, under Ray
-  report/loss.png              the loss curve
+  report/index.html, loss.png  the run on a page; the loss curve
   profile/                     traces and tables of the steps in profile.steps; what held the memory when it ran out
   mlflow_run_id                the run's id in MLflow
   lock, lock.beat              while a command works on the run: which one, and that it is alive (launch/run_lock.py)
@@ -28,6 +29,7 @@ from raytune_fsdp.urls import is_url
 
 CONFIG_FILE = "config.yaml"
 PLAN_FILE = "plan.json"
+DATA_FILE = "data.json"
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 MLFLOW_ID_FILE = "mlflow_run_id"
@@ -66,6 +68,10 @@ class RunDir:
         return self.path / PLAN_FILE
 
     @property
+    def data(self) -> Path:
+        return self.path / DATA_FILE
+
+    @property
     def metrics(self) -> Path:
         return self.path / METRICS_FILE
 
@@ -100,10 +106,6 @@ class RunDir:
     @property
     def exports(self) -> Path:
         return self.path / "exports"
-
-    @property
-    def loss_curve(self) -> Path:
-        return self.path / "report" / "loss.png"
 
     @property
     def mlflow_id(self) -> Path:
@@ -145,6 +147,16 @@ def checkpoints_of(run_dir: Path) -> str:
 def checkpoints_below(url: str) -> str:
     """The same for a run named by the URL above its checkpoints."""
     return f"{url}/{CHECKPOINTS}"
+
+
+def report_of(run_dir: Path) -> Path:
+    """The page about an existing run."""
+    return run_dir / "report" / "index.html"
+
+
+def curve_of(run_dir: Path) -> Path:
+    """The picture of its loss."""
+    return run_dir / "report" / "loss.png"
 
 
 def is_run(path: Path) -> bool:

@@ -71,6 +71,7 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
                 export=result.export,
                 pushed=result.pushed,
                 curve=result.curve,
+                report=result.report,
             )
         )
         print()

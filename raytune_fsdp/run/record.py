@@ -34,6 +34,7 @@ from raytune_fsdp.model.attention import Choice
 from raytune_fsdp.model.network import build_network
 from raytune_fsdp.redaction import redact
 from raytune_fsdp.report.card import recipe_of
+from raytune_fsdp.report.census import data_of
 from raytune_fsdp.run.resume import changed_settings, last_config
 from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.rundir import RECIPE_FILE, RunDir, mlflow_database
@@ -81,6 +82,8 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
     if config.checkpoint.storage is not None:
         replace_durably(place.checkpoints_at, place.checkpoints)
     replace_durably(place.plan, json.dumps(_plan_in_full(prepared, standing), indent=1))
+    if prepared.census is not None:
+        replace_durably(place.data, data_of(prepared.census))
     prepared.hf_config.save_pretrained(place.model_files)
     prepared.tokenizer.save_pretrained(place.model_files)
     if isinstance(config.method, AdapterMethod):
