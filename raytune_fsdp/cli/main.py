@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": "show what a config amounts to, without starting anything",
     "generate": "ask a trained model",
     "eval": "measure a model on evaluation data",
+    "diff": "name the first step at which two runs part, and why",
     "step": "show which rows a step of a run trained on",
     "audit": "train a segment of a run again, and compare",
     "report": "make the page about a run, or one that compares several",

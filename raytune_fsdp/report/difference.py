@@ -46,12 +46,19 @@ _FIRST_WEIGHTS: tuple[str, ...] = ("model.path", "method.adapter")
 _RATE = ("optim.lr", "optim.schedule", "optim.warmup", "optim.min_lr", "plan.")
 
 
+_COMPUTED = {
+    names.KERNELS: {key: f"the kernel of {key}" for key in ("attention", "loss", "blocks")},
+    names.ATTEMPT_STARTED: {"device": "the device", "threads": "the threads of a rank", "versions": "the versions"},
+}
+"""What of the events of an attempt decides rounding, in words."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
     """Something in which two runs differ, and which may have parted them."""
 
     kind: str
-    """`data`, `config`, `plan`, `code`, `kernels` or `ranks`."""
+    """`data`, `config`, `plan`, `code`, `kernels` (device, threads and versions too) or `ranks`."""
     key: str
     values: tuple[Any, Any]
     words: str
@@ -193,11 +200,13 @@ class _Facts:
         self.version = _read(json_map, run / MODEL_FILES / RECIPE_FILE, unknown).get("version")
         self.state = _newest_state(run, unknown)
 
-    def kernels(self, attempt: object) -> dict[str, Any]:
-        """What an attempt computed with."""
-        events = (each for each in each_event(self.run / EVENTS_FILE) if each["event"] == names.KERNELS)
-        fields: dict[str, Any] = next((each["fields"] for each in events if each["attempt"] == attempt), {})
-        return {key: fields.get(key) for key in ("attention", "loss", "blocks") if key in fields}
+    def computed(self, attempt: object) -> dict[str, Any]:
+        """What an attempt computed with, and on."""
+        found: dict[str, Any] = {}
+        for each in each_event(self.run / EVENTS_FILE):
+            of_event = _COMPUTED.get(each["event"], {}) if each["attempt"] == attempt else {}
+            found |= {words: each["fields"][key] for key, words in of_event.items() if key in each["fields"]}
+        return found
 
 
 def _newest_state(run: Path, unknown: list[str]) -> RunState | None:
@@ -250,10 +259,10 @@ def _of_attempts(facts: tuple[_Facts, _Facts], lines: tuple[Line, Line]) -> Iter
     sizes = [line.get("world_size") for line in lines]
     if sizes[0] != sizes[1]:
         yield _cause("ranks", "the number of ranks", *sizes)
-    kernels = [each.kernels(line.get("attempt")) for each, line in zip(facts, lines, strict=True)]
-    for key in sorted(kernels[0].keys() & kernels[1].keys()):
-        if kernels[0][key] != kernels[1][key]:
-            yield _cause("kernels", f"the kernel of {key}", kernels[0][key], kernels[1][key])
+    left, right = (each.computed(line.get("attempt")) for each, line in zip(facts, lines, strict=True))
+    for words in sorted(left.keys() & right.keys()):
+        if left[words] != right[words]:
+            yield _cause("kernels", words, left[words], right[words])
 
 
 def _unlikely(cause: Cause, keys: Mapping[str, Any], rounding: bool) -> int:

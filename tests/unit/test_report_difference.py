@@ -11,9 +11,12 @@ import pytest
 from raytune_fsdp.checkpoint.catalogue import directory_name
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, STATE_FILE
+from raytune_fsdp.cli.main import main
 from raytune_fsdp.errors import UserError
 from raytune_fsdp.report.difference import difference
 from raytune_fsdp.report.page import page
+from raytune_fsdp.tracking import names
+from raytune_fsdp.tracking.jsonl import append_event
 from tests.records import make_config, write_run
 
 
@@ -105,3 +108,19 @@ def test_causes_come_with_the_likeliest_first(tmp_path: Path) -> None:
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a run directory"):
         difference(write_run(tmp_path / "a", 1), tmp_path)
+
+
+def test_the_command_says_it_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write_run(tmp_path / "a", 10, loss=falling), write_run(tmp_path / "b", 10, loss=falling)
+    c = write_run(tmp_path / "c", 10, loss=lambda step: falling(step) + (step > 6))
+    for run, threads in ((a, 4), (c, 2)):
+        fields = {"world_size": 1, "threads": threads, "versions": {"torch": "2.13.0"}}
+        append_event(run / "events.jsonl", names.ATTEMPT_STARTED, attempt=2, fields=fields)
+    assert main(["diff", str(a), str(b)]) == 0
+    assert capsys.readouterr().out == "The trajectories of all 10 steps that both have are equal, bit by bit.\n"
+    assert main(["diff", str(a), str(c)]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("6 steps are equal, bit by bit. The trajectories part at step 7: loss ")
+    assert "what differs, the likeliest cause first:\n  the threads of a rank: 4 and 2\n" in said
+    assert main(["diff", str(a), str(tmp_path / "none")]) == 2
+    assert str(tmp_path / "none") in capsys.readouterr().err
