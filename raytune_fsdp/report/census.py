@@ -38,7 +38,9 @@ def _is_census(values: Any) -> bool:
     if not all(isinstance(each, list) for each in (names, datasets, epochs)) or len(names) != len(datasets):
         return False
     known = is_count(values["seq_len"]) and is_count(values["windows"]) and all(map(is_count, epochs))
-    return known and all(isinstance(name, str) for name in names) and all(map(_is_dataset, datasets))
+    return (
+        known and all(isinstance(name, str) and len(name) <= 300 for name in names) and all(map(_is_dataset, datasets))
+    )
 
 
 def _is_dataset(values: Any) -> bool:

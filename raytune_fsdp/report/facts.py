@@ -55,7 +55,7 @@ def standing(history: History) -> Iterator[Fact]:
     found = best(history)
     if found is not None:
         yield Fact("best evaluation", f"{found.value:.4f} at step {found.step:,}")
-    yield Fact("attempts", str(len(_started(history)) or len(set(columns["attempt"].tolist()))))
+    yield Fact("attempts", str(len(_started(history)) or int(steps > 0)))
     if steps:
         yield Fact("tokens", f"{short(float(columns['tokens'].sum()))}, {_trained(history)} of them trained")
     seconds = columns["step_seconds"]
@@ -206,8 +206,9 @@ def settings(history: History) -> list[tuple[str, str, str]]:
     try:
         found = differing(FinetuneConfig.model_validate(tree))
     except ValidationError:  # of another version
-        return [(path, shown_value(value), "?") for path, value in flatten(history.config).items()][:_MOST_ROWS]
-    return [(path, shown_value(value), shown_value(default)) for path, (value, default) in found.items()]
+        found = {path: (value, "?") for path, value in flatten(history.config).items()}
+    rows = [(path[:_VALUE], shown_value(value), shown_value(default)) for path, (value, default) in found.items()]
+    return rows[:_MOST_ROWS]
 
 
 def shown_value(value: object) -> str:
@@ -220,9 +221,10 @@ def shown_value(value: object) -> str:
 
 def moment(seconds: float) -> str:
     """A time in UTC, to the second; nothing if it is not known."""
-    if not math.isfinite(seconds):
+    try:
+        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (ValueError, OverflowError):  # NaN, or after the year 9999 in UTC
         return ""
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _time_in(event: Mapping[str, Any]) -> str:

@@ -33,7 +33,7 @@ from raytune_fsdp.rundir import (
 )
 from raytune_fsdp.tracking.jsonl import each_event, each_line
 from raytune_fsdp.tracking.lines import is_number, time_of
-from raytune_fsdp.untrusted import MIB, UnsoundError, read_file, read_json, reason
+from raytune_fsdp.untrusted import MIB, UnsoundError, is_count, read_file, read_json, reason
 
 T = TypeVar("T")
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
@@ -48,6 +48,9 @@ RANKS = ("rank_seconds", "rank_data_seconds", "rank_compute_seconds")
 
 _MOST_DATASETS, _MOST_METRICS = 64, 256
 """That are drawn. Each takes memory for every step; the names come from a file."""
+_LONGEST_NAME = 300
+_LAST_STEP = 1 << 53
+"""Every number up to it is a float, and one of the script's."""
 _MOST_EVENTS, _EVENT_BYTES = 100_000, 64 * MIB
 _SMALL_FILE = 4 * MIB
 
@@ -129,7 +132,7 @@ def read_history(path: Path) -> History:
     version = recipe.get("version")
     return History(
         path=path,
-        name=name if isinstance(name, str) and name else path.resolve().name,
+        name=name if isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME else path.resolve().name,
         columns={name: np.array(values) for name, values in record.columns.items()},
         # A clock that was set back must not turn the axis around.
         time=np.fmax.accumulate(np.array(record.time)) if record.time else np.array([]),
@@ -178,7 +181,7 @@ class _Record:
             self.unread += 1
         elif line["kind"] == "eval":
             self._add_evaluation(line)
-        elif line["trajectory"]["step"] <= self._last:
+        elif not self._last < line["trajectory"]["step"] <= _LAST_STEP:
             self.unread += 1  # two records put together, say: no step is drawn twice
         else:
             self._last = line["trajectory"]["step"]
@@ -210,11 +213,11 @@ class _Record:
             if not (isinstance(entry, list) and len(entry) == 4 and isinstance(entry[0], str)):
                 continue
             name, loss, _, targets = entry
-            if name not in self.datasets and len(self.datasets) < _MOST_DATASETS:
+            if name not in self.datasets and len(self.datasets) < _MOST_DATASETS and len(name) <= _LONGEST_NAME:
                 self.datasets[name] = _Dataset(before)
             if name in self.datasets and len(self.datasets[name].loss) == before:
                 self.datasets[name].loss.append(loss if is_number(loss) else math.nan)
-                self.datasets[name].targets.append(targets if is_number(targets) else 0)
+                self.datasets[name].targets.append(targets if is_count(targets) else 0)
         for each in self.datasets.values():
             if len(each.loss) == before:  # a step without a token of it
                 each.loss.append(math.nan)
@@ -223,7 +226,8 @@ class _Record:
     def _add_evaluation(self, line: dict[str, Any]) -> None:
         when = time_of(line)
         for name, value in line["values"].items():
-            if name in self.evaluations or len(self.evaluations) < _MOST_METRICS:
+            fits = len(self.evaluations) < _MOST_METRICS and len(name) <= _LONGEST_NAME
+            if name in self.evaluations or fits:
                 point = (line["step"], float(value), math.nan if when is None else when / 1000)
                 self.evaluations.setdefault(name, []).append(point)
 

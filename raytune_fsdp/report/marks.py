@@ -51,7 +51,10 @@ class AxisMark:
     @property
     def words(self) -> str:
         """Short, and without secrets."""
-        text = event_in_words(self.event, redact(dict(self.fields)))
+        try:
+            text = event_in_words(self.event, redact(dict(self.fields)))
+        except (TypeError, ValueError, LookupError, OverflowError):  # fields that no version of ours has written
+            text = f"{self.event}, with fields that have no meaning"
         return text if len(text) <= _WORDS else f"{text[:_WORDS]}…"
 
 

@@ -4,7 +4,7 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const state = { time: false, log: false, hidden: new Set(), at: null };
-const LEFT = 62, RIGHT = 10, TOP = 8, AXIS = 22, LANE = 15;
+const LEFT = 66, RIGHT = 10, TOP = 8, AXIS = 22, LANE = 15;
 const charts = [];
 
 function svg(name, attributes, text) {
@@ -135,14 +135,14 @@ function area(xs, tops, bottoms) {
   }).join("");
 }
 
-function drawSeries(plot, series, toX, toY) {
+function drawSeries(plot, series, width, toX, toY) {
   const xs = along(series).map((place) => (place === null ? null : toX(place)));
   const ys = (values) => values.map((value) => (value === null ? null : toY(value)));
   if (series.points) {
     const values = ys(series.points.map((point) => point[2]));
     const there = xs.map((_, i) => i).filter((i) => xs[i] !== null && values[i] !== null && Number.isFinite(values[i]));
     plot.append(svg("path", { class: `curve s${series.colour}`, d: line(there.map((i) => xs[i]), there.map((i) => values[i])) }));
-    if (there.length <= 120)
+    if (there.length * 10 <= width)
       for (const i of there) plot.append(svg("circle", { class: `f${series.colour}`, cx: xs[i].toFixed(1), cy: values[i].toFixed(1), r: 2.5 }));
     return;
   }
@@ -178,7 +178,10 @@ function drawLanes(plot, chart, width, toX) {
       const x = Math.min(Math.max(toX(place), LEFT), width - RIGHT);
       if (lane.name === "attempts" && lane.marks.length < 60)
         plot.append(svg("line", { class: "attempt", x1: x, x2: x, y1: TOP, y2: TOP + chart.height }));
-      const mark = svg("circle", { class: `mark ${lane.name}`, cx: x, cy: y, r: 3.5 });
+      const many = lane.marks.length > 60; // a row of saves would be a bar
+      const mark = many
+        ? svg("rect", { class: `mark ${lane.name}`, x: x - 0.5, y: y - 3, width: 1, height: 6 })
+        : svg("circle", { class: `mark ${lane.name}`, cx: x, cy: y, r: 3.5 });
       mark.append(svg("title", {}, words));
       plot.append(mark);
       chart.places.push({ x, y, words });
@@ -202,7 +205,7 @@ function draw(chart) {
   const height = TOP + chart.height + AXIS + lanes * LANE;
   const plot = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": spec.title, tabindex: 0 });
   drawAxes(plot, chart, width, chart.height, toX, toY, across, up);
-  for (const series of visible) drawSeries(plot, series, toX, toY);
+  for (const series of visible) drawSeries(plot, series, width, toX, toY);
   if (lanes) drawLanes(plot, chart, width, toX);
   chart.cursor = svg("line", { class: "cursor", y1: TOP, y2: TOP + chart.height, visibility: "hidden" });
   plot.append(chart.cursor);

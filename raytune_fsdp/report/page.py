@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
@@ -69,10 +70,10 @@ def page(run_dirs: Sequence[Path]) -> str:
     if len(run_dirs) > _MOST_RUNS:
         raise UserError(f"{len(run_dirs)} runs: a page compares {_MOST_RUNS} at most; give fewer")
     histories = [read_history(path.absolute()) for path in run_dirs]
-    drawn = charts_of(histories)
-    if len(histories) == 1:
-        return _render(drawn, **_of_one(histories[0], drawn))
-    return _render(drawn, **_of_several(histories, drawn))
+    with np.errstate(all="ignore"):  # a record may have numbers whose sum is infinite
+        drawn = charts_of(histories)
+        said = _of_one(histories[0], drawn) if len(histories) == 1 else _of_several(histories, drawn)
+    return _render(drawn, **said)
 
 
 def write_page(path: Path, text: str) -> None:

@@ -33,7 +33,8 @@ def spikes(steps: Numbers, loss: Numbers) -> tuple[list[Spike], int]:
     """The `MOST` highest in the order of steps, and how many there are. A loss that is not finite is the highest."""
     if len(loss) <= WINDOW:
         return [], 0
-    before, height = _heights(loss)
+    with np.errstate(all="ignore"):  # losses near the greatest float
+        before, height = _heights(loss)
     out = np.flatnonzero(height > DEVIATIONS)
     groups = np.split(out, np.flatnonzero(np.diff(out) > WINDOW) + 1) if len(out) else []
     worst = [int(group[np.argmax(height[group])]) for group in groups]
@@ -56,8 +57,7 @@ def _heights(loss: Numbers) -> tuple[Numbers, Numbers]:
     scale = np.maximum(deviations, np.maximum(_LEAST / DEVIATIONS * np.abs(medians), 1e-12))
     before, height = np.full(len(loss), math.nan), np.zeros(len(loss))
     before[WINDOW:] = medians[place]
-    with np.errstate(all="ignore"):
-        height[WINDOW:] = (filled[WINDOW:] - medians[place]) / scale[place]
+    height[WINDOW:] = (filled[WINDOW:] - medians[place]) / scale[place]
     height[~np.isfinite(loss)] = math.inf
     return before, height
 

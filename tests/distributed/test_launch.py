@@ -83,12 +83,13 @@ def test_one_command_trains_exports_and_says_what_it_left(tmp_path: Path, capsys
     done = run(*job("--config", str(config)), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / "runs" / "run"
-    for expected in ("step 6/6", "w5 w6", "export ", "next:", "mlflow ui"):
+    for expected in ("step 6/6", "w5 w6", "export ", "next:", "mlflow ui", "report      runs/run/report/index.html"):
         assert expected in done.stdout, done.stdout
     assert {path.name for path in run_dir.iterdir()} >= {
         "config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "checkpoints", "model", "export", "report",
     }  # fmt: skip
     assert (run_dir / "report" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "All 6 steps are trained." in (run_dir / "report" / "index.html").read_text()
     assert json.loads((run_dir / "plan.json").read_text())["steps"] == 6
     assert mlflow_runs(tmp_path) == [("run", "FINISHED", 6)]
     again = run(*job("--config", str(config), "--train.max_steps", "8"), cwd=tmp_path)

@@ -44,7 +44,8 @@ if (figures.length) {
   const first = () => plot(figures[0]);
   paths = first().all().filter((each) => each.tag === "path").map((each) => [each.attributes.class, each.attributes.d]);
   for (const mark of first().all().filter((each) => /^mark/.test(each.attributes.class || ""))) {
-    first().listeners.pointermove({ clientX: Number(mark.attributes.cx), clientY: Number(mark.attributes.cy) });
+    const [x, y] = mark.tag === "circle" ? ["cx", "cy"] : ["x", "y"];
+    first().listeners.pointermove({ clientX: Number(mark.attributes[x]), clientY: Number(mark.attributes[y]) });
     marks.push([mark.attributes.class, byId.words.textContent]);
   }
   first().listeners.pointermove({ clientX: width / 2, clientY: 40 });

@@ -102,6 +102,8 @@ def test_causes_come_with_the_likeliest_first(tmp_path: Path) -> None:
     keys = [cause.key for cause in found.causes]
     assert keys[0].startswith("method.") and keys.index("run.seed") > keys.index("method.type")
     assert keys[-1] == "the version of raytune_fsdp" and "plan.schedule_steps" in keys
+    c = write_run(tmp_path / "c", 10, loss=falling, config=other, lr=lambda step: 1e-4 if step < 4 else 9e-5)
+    assert difference(a, c).step == 4 and difference(a, c).causes[0].key == "plan.schedule_steps"
     assert "train.max_steps" not in keys, "the length alone changes nothing; the schedule that follows from it does"
 
 

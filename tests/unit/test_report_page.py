@@ -22,6 +22,8 @@ from raytune_fsdp.cli import main
 from raytune_fsdp.counts import Census, DatasetCount, SkippedRow
 from raytune_fsdp.report.census import census_of
 from raytune_fsdp.report.census import data_of as data_of_census
+from raytune_fsdp.report.facts import settings
+from raytune_fsdp.report.history import read_history
 from raytune_fsdp.report.page import make_report, page
 from raytune_fsdp.report.spikes import spikes
 from raytune_fsdp.report.thin import buckets, thinned
@@ -238,6 +240,52 @@ def test_an_old_record_and_a_damaged_one_have_a_page(tmp_path: Path) -> None:
     assert "hf_abcdef" not in found, "older versions wrote secrets"
     assert [each["id"] for each in data_of(found)["charts"]] == ["loss", "lr"]
     assert 'id="by-time"' not in found, "no line has a time"
+
+
+def test_whatever_a_stranger_has_written_the_page_is_made_and_small(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 90)
+    odd = [1e308, -1e308, 10**400, "Infinity", "NaN", None, [1], {"a": [1]}, HOSTILE, True, "x" * 100_000, 1 << 60]
+    events = [
+        {"time": time, "attempt": 1, "event": name, "fields": dict.fromkeys(
+            ("step", "seconds", "bytes", "rows", "reasons", "problem", "world_size", "resumed_from", "cause", "answer",
+             "prompt", "last_step", "rank", "x" * 1000), value)}
+        for name in ("saved", "answered", "rows_skipped", "attempt_started", "attempt_failed", "slow_rank", "x" * 5000)
+        for value in odd for time in ("9999-12-31T23:59:59-12:00", value)
+    ]  # fmt: skip
+    (run / "events.jsonl").write_bytes(b"".join(json.dumps(each).encode() + b"\n" for each in events))
+    line = json.loads((run / "metrics.jsonl").read_bytes().splitlines()[-1])
+    with open(run / "metrics.jsonl", "ab") as file:
+        for step, value in enumerate([*odd, 2**53, 2**62], start=100):
+            step = value if isinstance(value, int) and value > step and value < 2**63 else step
+            beside = dict.fromkeys([key for key in line if key not in ("kind", "values", "trajectory")], value)
+            numbers = dict.fromkeys(("epoch", "tokens", "target_tokens", "loss", "grad_norm", "lr"), 1e308)
+            step_line = {"kind": "step", "trajectory": {"step": step, "samples": "", **numbers}, **beside}
+            file.write(
+                json.dumps(step_line | {"datasets": [[value] * 4, [HOSTILE, value, value, value]]}).encode() + b"\n"
+            )
+            file.write(json.dumps({"kind": "eval", "step": 2**62, "values": {f"eval/{step}" + "x" * 9999: 1}}).encode())
+            file.write(b"\n")
+    for file in ("plan.json", "model/recipe.json"):
+        (run / file).write_text(json.dumps(dict.fromkeys(("steps", "global_batch", "version"), HOSTILE)))
+    (run / "config.yaml").write_text("data: {seq_len: 1e309}\nrun: [x]\ncheckpoint: {best: [1]}\n" + "x: y\n" * 2)
+    text = page([run])
+    read(text)
+    assert len(text) < 2_000_000
+    (tmp_path / "page.html").write_text(text)
+    browse(tmp_path / "page.html", 400)
+
+
+def test_settings_are_those_that_are_not_at_their_defaults(tmp_path: Path) -> None:
+    config = make_config(
+        cluster={"env": {"HF_TOKEN": "hf_abcdefghijklmnopqrst"}}, optim={"lr": 3e-4}, method={"type": "lora"}
+    )
+    found = {
+        path: (value, default)
+        for path, value, default in settings(read_history(write_run(tmp_path / "run", 1, config=config)))
+    }
+    assert found["optim.lr"] == ("0.0003", "5e-05") and found["method.type"] == ("lora", "full")
+    assert found["data.train.1.name"] == ("code", "null") and found["train.global_batch"] == ("8", "(required)")
+    assert "optim.beta1" not in found and "method.lora.rank" not in found and "hf_abc" not in str(found)
 
 
 def test_a_spike_is_above_its_noise_and_named_once() -> None:
