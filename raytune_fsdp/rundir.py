@@ -35,6 +35,7 @@ MODEL_FILES = "model"
 RECIPE_FILE = "recipe.json"
 """In MODEL_FILES: how the model was trained, for the model card."""
 CHECKPOINTS = "checkpoints"
+REPORT = "report"
 _CHECKPOINTS_AT = "checkpoints_at"
 _PLACE_BYTES = 16 << 10  # a path has up to 4 KiB
 
@@ -103,7 +104,7 @@ class RunDir:
 
     @property
     def loss_curve(self) -> Path:
-        return self.path / "report" / "loss.png"
+        return self.path / REPORT / "loss.png"
 
     @property
     def mlflow_id(self) -> Path:

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 
 class Server:
@@ -58,3 +59,8 @@ def until(condition: Callable[[], bool], seconds: float, problem: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, problem
         time.sleep(0.2)
+
+
+def whole(runs: Iterable[Any]) -> list[Any]:
+    """Those of MLflow's runs that are not an attempt's."""
+    return [run for run in runs if "mlflow.parentRunId" not in run.data.tags]

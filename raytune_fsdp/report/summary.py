@@ -18,7 +18,13 @@ from raytune_fsdp.urls import is_url
 
 
 def summary(
-    run_dir: Path, *, checkpoint: str, export: Path | None, curve: Path | None, pushed: str | None = None
+    run_dir: Path,
+    *,
+    checkpoint: str,
+    export: Path | None,
+    curve: Path | None,
+    pushed: str | None = None,
+    registered: str | None = None,
 ) -> str:
     """A few lines about a finished run, from its files."""
     lines = read_metrics(run_dir / METRICS_FILE)
@@ -41,6 +47,8 @@ def summary(
         parts.append(f"export      {_short(export)}")
     if pushed is not None:
         parts.append(f"pushed to   {pushed}")
+    if registered is not None:
+        parts.append(f"registered  {registered}")
     parts.append(f"loss curve  {_short(curve) if curve is not None else f'none, {NOT_INSTALLED}'}")
     return "\n".join(parts)
 

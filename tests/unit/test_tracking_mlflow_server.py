@@ -18,7 +18,7 @@ from raytune_fsdp.launch.quiet import quiet
 from raytune_fsdp.tracking import Composite, RunStart
 from raytune_fsdp.tracking.jsonl import JsonlTracker, read_trajectory
 from raytune_fsdp.tracking.mlflow import MlflowTracker, mlflow_installed
-from tests.mlflow_server import Server, until
+from tests.mlflow_server import Server, until, whole
 from tests.unit.fake_mlflow import on_record, step
 
 pytestmark = pytest.mark.skipif(not mlflow_installed(), reason="MLflow is not installed")
@@ -119,7 +119,7 @@ def check(run: Path, uri: str, story: Story) -> None:
 
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("story")
-    (found,) = client.search_runs([experiment.experiment_id])
+    (found,) = whole(client.search_runs([experiment.experiment_id]))
     values: dict[tuple[str, int], list[float | None]] = defaultdict(list)
     for key in found.data.metrics:
         for point in client.get_metric_history(found.info.run_id, key):
