@@ -10,6 +10,8 @@
   report/loss.png              the loss curve
   profile/                     traces and tables of the steps in profile.steps; what held the memory when it ran out
   mlflow_run_id                the run's id in MLflow
+  wandb_run_id, wandb/         its id in Weights & Biases, and how far it is there; what its library spools
+  tensorboard/                 curves for TensorBoard
   lock, lock.beat              while a command works on the run: which one, and that it is alive (launch/run_lock.py)
   checkpoint-now.*             requests for a checkpoint now (checkpoint/on_demand.py)
 <run.storage>/cache/           prepared rows and packed windows of all runs
@@ -36,6 +38,8 @@ RECIPE_FILE = "recipe.json"
 """In MODEL_FILES: how the model was trained, for the model card."""
 CHECKPOINTS = "checkpoints"
 REPORT = "report"
+TENSORBOARD = "tensorboard"
+WANDB_ID_FILE = "wandb_run_id"
 _CHECKPOINTS_AT = "checkpoints_at"
 _PLACE_BYTES = 16 << 10  # a path has up to 4 KiB
 

@@ -34,9 +34,39 @@ with warnings.catch_warnings():
             return self
 
 
+class WandbConfig(Section):
+    enabled: bool = False
+    """Send the run to Weights & Biases (`pip install wandb`). The key is taken from the environment (WANDB_API_KEY), and so is all else that its library asks there: WANDB_MODE=offline, WANDB_BASE_URL."""
+
+    project: str = "raytune_fsdp"
+    """Project the run belongs to."""
+
+    entity: str | None = None
+    """User or team of the project. Null: the default of the key."""
+
+
+class TensorboardConfig(Section):
+    enabled: bool = False
+    """Write curves for TensorBoard to `<run>/tensorboard`."""
+
+
+class PrometheusConfig(Section):
+    enabled: bool = False
+    """Ray: offer the newest step among Ray's metrics, as `raytune_fsdp_train_loss` and so on."""
+
+
 class TrackingConfig(Section):
     console: bool = True
     """Print a line per step."""
 
     mlflow: MlflowConfig = Field(default_factory=MlflowConfig)
     """MLflow."""
+
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    """Weights & Biases."""
+
+    tensorboard: TensorboardConfig = Field(default_factory=TensorboardConfig)
+    """TensorBoard."""
+
+    prometheus: PrometheusConfig = Field(default_factory=PrometheusConfig)
+    """Prometheus."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
-from importlib.util import find_spec
 from pathlib import Path
 
 from raytune_fsdp.config import FinetuneConfig
@@ -18,6 +17,9 @@ from raytune_fsdp.errors import ConfigError, ResumeError, pip_install
 from raytune_fsdp.model.exported import check_replaceable
 from raytune_fsdp.plan import Plan, layout_of, resolve
 from raytune_fsdp.rundir import RunDir, is_place_of_exports
+from raytune_fsdp.tracking.mlflow import mlflow_installed
+from raytune_fsdp.tracking.tensorboard import tensorboard_installed
+from raytune_fsdp.tracking.wandb import wandb_installed
 from raytune_fsdp.urls import is_url
 
 logger = logging.getLogger(__name__)
@@ -52,10 +54,19 @@ def check_config(config: FinetuneConfig, world: int | None) -> None:
 def check_trackers(config: FinetuneConfig) -> None:
     """Refuse trackers whose libraries are missing. Without MLflow a run goes on: it is on by default."""
     mlflow = config.tracking.mlflow
-    if mlflow.register is not None and find_spec("mlflow") is None:
+    if mlflow.register is not None and not mlflow_installed():
         raise ConfigError(
             f"tracking.mlflow.register={mlflow.register}, but MLflow is not installed: {pip_install('mlflow')}, or "
             "leave register out"
+        )
+    if config.tracking.wandb.enabled and not wandb_installed():
+        raise ConfigError(
+            "tracking.wandb.enabled=true, but wandb is not installed: pip install wandb, or set it to false"
+        )
+    if config.tracking.tensorboard.enabled and not tensorboard_installed():
+        raise ConfigError(
+            "tracking.tensorboard.enabled=true, but nothing here writes its files: pip install tensorboardX, or set it "
+            "to false"
         )
 
 

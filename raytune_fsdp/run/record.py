@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -42,7 +42,9 @@ from raytune_fsdp.tracking.jsonl import JsonlTracker, append_event, read_events,
 from raytune_fsdp.tracking.mlflow import MlflowTracker, mlflow_installed
 from raytune_fsdp.tracking.mlflow_model import register
 from raytune_fsdp.tracking.repair import cut, is_whole
+from raytune_fsdp.tracking.tensorboard import TensorboardTracker
 from raytune_fsdp.tracking.tracker import Composite, NullTracker, RunStart, Tracker, flatten
+from raytune_fsdp.tracking.wandb import WandbTracker
 from raytune_fsdp.types import Progress
 from raytune_fsdp.untrusted import read_file
 
@@ -119,17 +121,13 @@ def start_tracker(
     opened: Opened,
     kernels: Mapping[str, Choice],
     console: TextIO | None,
+    more: Sequence[Tracker] = (),
 ) -> Tracker:
-    """Rank 0's trackers; the other ranks get one that does nothing."""
+    """Rank 0's trackers, those of the config and `more`; the other ranks get one that does nothing."""
     if dist.get_rank() != 0:
         return NullTracker()
     record = JsonlTracker(prepared.place.path, prepared.lease)
-    trackers: list[Tracker] = []
-    if config.tracking.console:
-        trackers.append(ConsoleTracker(console))
-    if config.tracking.mlflow.enabled and mlflow_installed():
-        trackers.append(mlflow_tracker(config, prepared.place))
-    tracker = Composite(trackers, record=record)
+    tracker = Composite([*more, *_trackers_of(config, prepared.place, console)], record=record)
     tracker.start(run_start(config, prepared, standing, standing.attempt))
     if record.repaired:
         tracker.event(names.RECORD_REPAIRED, **record.repaired)
@@ -156,6 +154,18 @@ def start_tracker(
     if prepared.census is not None and standing.state.step == 0:
         _report_lost_rows(tracker, prepared.census)
     return tracker
+
+
+def _trackers_of(config: FinetuneConfig, place: RunDir, console: TextIO | None) -> Iterator[Tracker]:
+    chosen = config.tracking
+    if chosen.console:
+        yield ConsoleTracker(console)
+    if chosen.mlflow.enabled and mlflow_installed():
+        yield mlflow_tracker(config, place)
+    if chosen.wandb.enabled:
+        yield WandbTracker(place.path, project=chosen.wandb.project, entity=chosen.wandb.entity)
+    if chosen.tensorboard.enabled:
+        yield TensorboardTracker(place.path)
 
 
 def _report_kernels(tracker: Tracker, kernels: Mapping[str, Choice], before: Mapping[str, str]) -> None:

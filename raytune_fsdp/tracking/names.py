@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -127,6 +128,15 @@ def perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:  # a loss over 709
         return math.inf
+
+
+def labelled(key: str) -> tuple[str, str]:
+    """The key in characters of Prometheus, and the name that it holds, of a dataset or a node: "" if it holds none."""
+    kind, _, rest = key.partition("/")
+    of, _, figure = rest.rpartition("/")
+    if kind == "perf" or key in EXPERT_LOAD:
+        of, figure = "", rest
+    return re.sub(r"\W", "_", f"{kind}_{figure}", flags=re.ASCII), of
 
 
 def _of_datasets(datasets: Any) -> dict[str, Any]:
