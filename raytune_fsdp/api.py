@@ -34,6 +34,8 @@ class FinetuneResult:
     """Loss curve as PNG; None where matplotlib is not installed, and on ranks other than 0."""
     report: Path | None = None
     """The page about the run; None if it could not be made, and on ranks other than 0."""
+    registered: str | None = None
+    """The export as a version of a model in MLflow; None unless `tracking.mlflow.register`, or if that failed."""
     unsent: str | None = None
     """What MLflow has not got, in a sentence; None if it has everything, or is not used."""
 
@@ -70,19 +72,19 @@ def _result(
     from raytune_fsdp.launch.torchrun import is_rank0
     from raytune_fsdp.report.page import make_curve, make_report
     from raytune_fsdp.run.publish import publish
-    from raytune_fsdp.run.record import clean_config, make_up_tracking, mend_record
+    from raytune_fsdp.run.record import clean_config, last_tracking, mend_record, register_export
 
     place = prepared.place  # as rank 0 sees it: under torchrun another node may resolve a relative path differently
     newest = before.checkpoint if before.complete else committed(place.checkpoints)[-1]
     assert newest is not None, "a complete run has a checkpoint"
     export = place.export if config.export.at_end else None
-    curve, report, pushed, unsent = None, None, None, None
+    curve, report, pushed, registered, unsent = None, None, None, None, None
     if is_rank0():
         if before.complete:
             clean_config(place)
             mend_record(place, before)
         # It sends while the export is written.
-        tracker = make_up_tracking(config, prepared, before, seconds=wait_for_tracking, progress=progress)
+        tracker = last_tracking(config, prepared, before, seconds=wait_for_tracking, progress=progress)
         if export is not None:
             with Signals("during the export: training is complete, and the same command makes the export"):
                 pushed = publish(newest, export, config.export, trust_remote_code=config.model.trust_remote_code)
@@ -90,6 +92,9 @@ def _result(
         if tracker is not None:
             tracker.finish("finished")
             unsent = tracker.unsent
+            if unsent is None:
+                with Signals("before the export was registered: training is complete, and the same command does it"):
+                    registered = register_export(config, place, newest.step)
     return FinetuneResult(
         run_dir=place.path,
         steps=before.plan.steps,
@@ -99,5 +104,6 @@ def _result(
         pushed=pushed,
         curve=curve,
         report=report,
+        registered=registered,
         unsent=unsent,
     )

@@ -11,6 +11,8 @@
   report/index.html, loss.png  the run on a page; the loss curve
   profile/                     traces and tables of the steps in profile.steps; what held the memory when it ran out
   mlflow_run_id                the run's id in MLflow
+  wandb_run_id, wandb/         its id in Weights & Biases, and how far it is there; what its library spools
+  tensorboard/                 curves for TensorBoard
   lock, lock.beat              while a command works on the run: which one, and that it is alive (launch/run_lock.py)
   checkpoint-now.*             requests for a checkpoint now (checkpoint/on_demand.py)
 <run.storage>/cache/           prepared rows and packed windows of all runs
@@ -37,6 +39,9 @@ MODEL_FILES = "model"
 RECIPE_FILE = "recipe.json"
 """In MODEL_FILES: how the model was trained, for the model card."""
 CHECKPOINTS = "checkpoints"
+REPORT = "report"
+TENSORBOARD = "tensorboard"
+WANDB_ID_FILE = "wandb_run_id"
 _CHECKPOINTS_AT = "checkpoints_at"
 _PLACE_BYTES = 16 << 10  # a path has up to 4 KiB
 
@@ -151,12 +156,12 @@ def checkpoints_below(url: str) -> str:
 
 def report_of(run_dir: Path) -> Path:
     """The page about an existing run."""
-    return run_dir / "report" / "index.html"
+    return run_dir / REPORT / "index.html"
 
 
 def curve_of(run_dir: Path) -> Path:
     """The picture of its loss."""
-    return run_dir / "report" / "loss.png"
+    return run_dir / REPORT / "loss.png"
 
 
 def is_run(path: Path) -> bool:

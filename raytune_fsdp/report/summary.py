@@ -25,6 +25,7 @@ def summary(
     curve: Path | None,
     report: Path | None = None,
     pushed: str | None = None,
+    registered: str | None = None,
 ) -> str:
     """A few lines about a finished run, from its files."""
     lines = read_metrics(run_dir / METRICS_FILE)
@@ -47,6 +48,8 @@ def summary(
         parts.append(f"export      {_short(export)}")
     if pushed is not None:
         parts.append(f"pushed to   {pushed}")
+    if registered is not None:
+        parts.append(f"registered  {registered}")
     why = "it could not be drawn" if can_draw() else NOT_INSTALLED
     if report is not None:
         parts.append(f"report      {_short(report)}")

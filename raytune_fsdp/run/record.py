@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +20,7 @@ from raytune_fsdp.checkpoint.catalogue import set_aside
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.model_files import put_model_files
 from raytune_fsdp.config import FinetuneConfig, HeldOutConfig
+from raytune_fsdp.config.differing import differing
 from raytune_fsdp.config.load import recorded_text
 from raytune_fsdp.config.method import AdapterMethod
 from raytune_fsdp.config.recorded import recorded
@@ -28,13 +29,14 @@ from raytune_fsdp.counts import Census
 from raytune_fsdp.data.open_data import HELD_OUT
 from raytune_fsdp.data.skipped import events_of_rows
 from raytune_fsdp.durable import replace_durably
-from raytune_fsdp.errors import pip_install
+from raytune_fsdp.errors import in_one_line, pip_install
 from raytune_fsdp.model.adapter_config import put_adapter_config
 from raytune_fsdp.model.attention import Choice
 from raytune_fsdp.model.network import build_network
-from raytune_fsdp.redaction import redact
+from raytune_fsdp.redaction import redact, redact_text
 from raytune_fsdp.report.card import recipe_of
 from raytune_fsdp.report.census import data_of
+from raytune_fsdp.run.described import used_data
 from raytune_fsdp.run.resume import changed_settings, last_config
 from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.rundir import RECIPE_FILE, RunDir, mlflow_database
@@ -42,9 +44,13 @@ from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.console import ConsoleTracker, event_in_words
 from raytune_fsdp.tracking.jsonl import JsonlTracker, append_event, read_events, repair_event
 from raytune_fsdp.tracking.mlflow import MlflowTracker, mlflow_installed
+from raytune_fsdp.tracking.mlflow_model import register
 from raytune_fsdp.tracking.repair import cut, is_whole
+from raytune_fsdp.tracking.tensorboard import TensorboardTracker
 from raytune_fsdp.tracking.tracker import Composite, NullTracker, RunStart, Tracker, flatten
+from raytune_fsdp.tracking.wandb import WandbTracker
 from raytune_fsdp.types import Progress
+from raytune_fsdp.untrusted import read_file
 
 logger = logging.getLogger(__name__)
 
@@ -139,17 +145,13 @@ def start_tracker(
     kernels: Mapping[str, Choice],
     device: torch.device,
     console: TextIO | None,
+    more: Sequence[Tracker] = (),
 ) -> Tracker:
-    """Rank 0's trackers; the other ranks get one that does nothing."""
+    """Rank 0's trackers, those of the config and `more`; the other ranks get one that does nothing."""
     if dist.get_rank() != 0:
         return NullTracker()
     record = JsonlTracker(prepared.place.path, prepared.lease)
-    trackers: list[Tracker] = []
-    if config.tracking.console:
-        trackers.append(ConsoleTracker(console))
-    if config.tracking.mlflow.enabled and mlflow_installed():
-        trackers.append(mlflow_tracker(config, prepared.place))
-    tracker = Composite(trackers, record=record)
+    tracker = Composite([*more, *_trackers_of(config, prepared.place, console)], record=record)
     tracker.start(run_start(config, prepared, standing, standing.attempt))
     if record.repaired:
         tracker.event(names.RECORD_REPAIRED, **record.repaired)
@@ -179,12 +181,34 @@ def start_tracker(
     return tracker
 
 
+def _trackers_of(config: FinetuneConfig, place: RunDir, console: TextIO | None) -> Iterator[Tracker]:
+    chosen = config.tracking
+    if chosen.console:
+        yield ConsoleTracker(console)
+    if chosen.mlflow.enabled and mlflow_installed():
+        yield mlflow_tracker(config, place)
+    if chosen.wandb.enabled:
+        yield WandbTracker(place.path, project=chosen.wandb.project, entity=chosen.wandb.entity)
+    if chosen.tensorboard.enabled:
+        yield TensorboardTracker(place.path)
+
+
 def _report_kernels(tracker: Tracker, kernels: Mapping[str, Choice], before: Mapping[str, str]) -> None:
     chosen = {what: choice.name for what, choice in kernels.items()}
     tracker.event(names.KERNELS, **chosen, **{f"{what}_why": choice.why for what, choice in kernels.items()})
     for what, choice in kernels.items():
         if before.get(what, choice.name) != choice.name:
             tracker.event(names.KERNELS_CHANGED, what=what, was=before[what], now=choice.name, why=choice.why)
+
+
+def params_of(config: FinetuneConfig) -> dict[str, object]:
+    """What is not at its default, by dotted path, without secrets."""
+    changed = differing(config)
+    return {
+        key: value
+        for key, value in flatten(recorded(config.model_dump())).items()
+        if any(key == path or key.startswith(f"{path}.") for path in changed)
+    }
 
 
 def mlflow_tracker(
@@ -212,7 +236,9 @@ def run_start(config: FinetuneConfig, prepared: Prepared, standing: Standing, at
         total_steps=standing.plan.steps,
         config=recorded_text(config),
         plan=_plan_in_full(prepared, standing),
-        params=flatten(recorded(config.model_dump())),
+        params=params_of(config),
+        datasets=used_data(config, prepared.train, prepared.evals),
+        commit=prepared.commit,
         state=standing.state.tracking,
         parameters=prepared.parameters,
     )
@@ -228,29 +254,37 @@ def mend_record(place: RunDir, standing: Standing) -> None:
         logger.warning("%s", event_in_words(names.RECORD_REPAIRED, fields))
 
 
-def make_up_tracking(
+def last_tracking(
     config: FinetuneConfig, prepared: Prepared, before: Standing, *, seconds: float, progress: Progress | None
 ) -> MlflowTracker | None:
-    """A tracker that sends what MLflow has not got of a run that is complete, from now on; None if it has everything.
+    """A tracker of a run that is complete: it sends what MLflow has not got, and at its end the report.
 
-    `before` is where the run stood when the command began. If it was complete then, MLflow is asked what it has; if
-    not, rank 0 has recorded whether it could send everything, unless it died meanwhile, and asking would cost the
-    seconds of importing MLflow.
+    `before` is where the run stood when the command began. The seconds of importing MLflow pass in the tracker's
+    thread, while the export is written.
     """
     if not (config.tracking.mlflow.enabled and mlflow_installed()):
         return None
     events = read_events(prepared.place.events)
     attempt = max((event["attempt"] for event in events), default=0)
-    # An attempt that found the run complete has trained nothing, and sent nothing.
-    trained = max((event["attempt"] for event in events if event["event"] == names.ATTEMPT_STARTED), default=0)
-    signs = (names.NOT_SENT_TO_MLFLOW, names.ATTEMPT_FAILED)
-    missed = any(event["event"] in signs and event["attempt"] == trained for event in events)
-    if not (before.complete or missed):
-        return None
     tracker = mlflow_tracker(config, prepared.place, seconds=seconds, progress=progress)
     start = run_start(config, prepared, before, attempt)
     tracker.start(replace(start, over=True, committed=before.plan.steps))
     return tracker
+
+
+def register_export(config: FinetuneConfig, place: RunDir, step: int) -> str | None:
+    """Register the export in MLflow, if that is asked for. Returns the model and its version; None if there is none."""
+    name = config.tracking.mlflow.register
+    if name is None:
+        return None
+    uri = config.tracking.mlflow.uri or mlflow_database(place.path.parent)[0]
+    try:
+        run_id = read_file(place.mlflow_id, limit=1024).decode().strip()
+        return f"{name}, version {register(uri, run_id, place.export, name, step)}"
+    except Exception as error:  # the run is complete, whatever a registry says
+        problem = redact_text(in_one_line(error))
+        logger.warning("the export is not registered as %s: %s; the same command tries it again", name, problem)
+        return None
 
 
 def _plan_in_full(prepared: Prepared, standing: Standing) -> dict[str, Any]:

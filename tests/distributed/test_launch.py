@@ -19,6 +19,7 @@ from raytune_fsdp.config.load import dump_config, load_config
 from raytune_fsdp.tracking.jsonl import read_evaluations, read_events, read_trajectory
 from raytune_fsdp.tracking.names import with_perplexity
 from tests.checkpoints import checkpoints
+from tests.mlflow_server import whole
 from tests.runs import GPT2, make_config, trajectory
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +114,7 @@ def mlflow_runs(directory: Path) -> list[tuple[str, str, int]]:
 
     client = MlflowClient(tracking_uri=f"sqlite:///{directory}/runs/mlflow.db")
     ids = [experiment.experiment_id for experiment in client.search_experiments()]
-    runs = client.search_runs(ids)
+    runs = whole(client.search_runs(ids))
     steps = [max(point.step for point in client.get_metric_history(r.info.run_id, "train/loss")) for r in runs]
     return [(r.info.run_name, r.info.status, step) for r, step in zip(runs, steps, strict=True)]
 
