@@ -64,13 +64,6 @@ def losses(
     return results
 
 
-def score(values: Mapping[str, float], best: str | None) -> float | None:
-    """An evaluation as one number: the value named `best`, or the mean loss. None if that is missing or not finite."""
-    losses = [value for name, value in values.items() if name.endswith("/loss")]
-    found = values.get(best, math.nan) if best else sum(losses) / len(losses) if losses else math.nan
-    return found if math.isfinite(found) else None
-
-
 def answers(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

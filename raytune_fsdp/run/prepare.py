@@ -7,7 +7,7 @@ need not see the model's files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,10 @@ from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.model.routers import check_routers
 from raytune_fsdp.optim import check_groups, check_matrices
 from raytune_fsdp.parallel import describe, is_wrapped, units_of
-from raytune_fsdp.plan import layout_of
+from raytune_fsdp.plan import Plan, layout_of
 from raytune_fsdp.run.added_tokens import add_tokens
 from raytune_fsdp.run.base import Base, begun_with, check_base
-from raytune_fsdp.run.checks import check_best, check_export, check_first, warn_of_method
+from raytune_fsdp.run.checks import check_best, check_early_stop, check_export, check_first, warn_of_method
 from raytune_fsdp.run.initial_weights import Origin, find_adapter, find_origin, model_directory, own_model_files
 from raytune_fsdp.run.needs import network_needs
 from raytune_fsdp.run.probe import check_step
@@ -120,9 +120,16 @@ def prepare(
         added=tuple(added),
     )
     standing = stand(config, prepared, world, found, windows_built=built)
-    check_best(config, standing.plan, [name(each) for each in evals for name in (evaluation_loss, evaluation_accuracy)])
-    check_export(config, standing.plan)
+    _check_plan(config, standing.plan, evals)
     return prepared, confirm_complete(config, prepared, standing)
+
+
+def _check_plan(config: FinetuneConfig, plan: Plan, evals: Iterable[str]) -> None:
+    """What can be refused once the length of the run is known, and the names of its evaluations."""
+    metrics = [name(each) for each in evals for name in (evaluation_loss, evaluation_accuracy)]
+    check_best(config, plan, metrics)
+    check_early_stop(config, metrics)
+    check_export(config, plan)
 
 
 def _origin(

@@ -204,9 +204,15 @@ def mend_record(place: RunDir, standing: Standing) -> None:
 
 
 def make_up_tracking(
-    config: FinetuneConfig, prepared: Prepared, before: Standing, *, seconds: float, progress: Progress | None
+    config: FinetuneConfig,
+    prepared: Prepared,
+    before: Standing,
+    step: int,
+    *,
+    seconds: float,
+    progress: Progress | None,
 ) -> MlflowTracker | None:
-    """A tracker that sends what MLflow has not got of a run that is complete, from now on; None if it has everything.
+    """A tracker that sends what MLflow has not got of a run that is complete at `step`; None if it has everything.
 
     `before` is where the run stood when the command began. If it was complete then, MLflow is asked what it has; if
     not, rank 0 has recorded whether it could send everything, unless it died meanwhile, and asking would cost the
@@ -224,7 +230,7 @@ def make_up_tracking(
         return None
     tracker = mlflow_tracker(config, prepared.place, seconds=seconds, progress=progress)
     start = run_start(config, prepared, before, attempt)
-    tracker.start(replace(start, over=True, committed=before.plan.steps))
+    tracker.start(replace(start, over=True, committed=step))
     return tracker
 
 

@@ -30,6 +30,7 @@ _WORDS = {
     names.WINDOWS_BUILT: "tokenized {windows} windows of data",
     names.NOT_SENT_TO_MLFLOW: "not sent to MLflow: {because}",
     names.KERNELS_CHANGED: "{what} is {now} ({why}), and was {was} until here",
+    names.STOPPED_EARLY: "step {step}: {metric} has not improved since step {best_step} ({best}), so the run ends here",
     names.RESIZED: "resized from {before} to {after} workers",
 }
 # Bits of a braille character, by dot: left and right column, from the top.

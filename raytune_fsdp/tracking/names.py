@@ -92,6 +92,9 @@ to the end of the first step of this one; steps_redone, which had been trained a
 SLOW_RANK = "slow_rank"
 """The others have been waiting for a rank. Fields: step, rank, node, seconds (a step of its own work), others (the
 median of theirs), spends_it_on (data, compute or storage)."""
+STOPPED_EARLY = "stopped_early"
+"""The evaluations have not improved for `eval.early_stop.patience` times, so the run is complete. Fields: step, metric,
+best (its value) and best_step."""
 DRAINED = "drained"
 """A node of the run is about to be taken away. Fields: node, seconds_left (null: not known)."""
 
@@ -102,6 +105,11 @@ def evaluation_loss(dataset: str) -> str:
 
 def evaluation_accuracy(dataset: str) -> str:
     return f"eval/{dataset}/accuracy"
+
+
+def higher_is_better(metric: str | None) -> bool:
+    """Whether the highest value of a metric is the best one, by its name. None, the mean loss, is best when lowest."""
+    return metric is not None and metric.rpartition("/")[2] in ("accuracy", "accuracy_normalised", "exact_match")
 
 
 def with_perplexity(values: Mapping[str, float]) -> dict[str, float]:

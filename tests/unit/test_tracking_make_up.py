@@ -101,5 +101,5 @@ def test_mlflow_is_asked_after_an_attempt_that_cannot_have_sent_everything(
     monkeypatch.setattr(record, "run_start", lambda *_: RunStart(name="run", attempt=1))
     prepared: Any = SimpleNamespace(place=place)
     before: Any = SimpleNamespace(complete=False, plan=SimpleNamespace(steps=6))
-    found = record.make_up_tracking(config, prepared, before, seconds=1, progress=None)
+    found = record.make_up_tracking(config, prepared, before, 6, seconds=1, progress=None)
     assert (found is asked) == asks
