@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp import evaluate
+from raytune_fsdp.answers import answers
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.data.skipped import SkippedRows
@@ -148,14 +149,12 @@ def _evaluate(parts: Parts, step: int) -> None:
         ended = parts.early_stop.add(step, values)
         if ended is not None and step < parts.plan.steps:
             parts.tracker.event(names.STOPPED_EARLY, **ended)
-    prompts = config.eval.prompts
-    if prompts:
-        answers = evaluate.answers(
-            parts.model, parts.tokenizer, prompts,
+    if config.eval.prompts:
+        for answered in answers(
+            parts.model, parts.tokenizer, config.eval.prompts,
             max_new_tokens=config.eval.max_new_tokens, device=parts.device, attention=parts.generates_with,
-        )  # fmt: skip
-        for prompt, answer in zip(prompts, answers, strict=True):
-            parts.tracker.event(names.ANSWERED, step=step, prompt=prompt, answer=answer)
+        ):  # fmt: skip
+            parts.tracker.event(names.ANSWERED, step=step, **answered)
     parts.meter.restart_clock()
 
 

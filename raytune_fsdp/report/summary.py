@@ -71,10 +71,12 @@ def _program(name: str) -> str:
 
 def _before_and_after(answers: list[Mapping[str, Any]]) -> Iterator[str]:
     """Each question with its first and its last answer."""
-    for prompt in dict.fromkeys(answer["prompt"] for answer in answers):
-        said = [answer for answer in answers if answer["prompt"] == prompt]
+    series: dict[str, list[Mapping[str, Any]]] = {}
+    for answer in answers:  # the same question may end several conversations
+        series.setdefault(repr((answer["prompt"], answer.get("messages"))), []).append(answer)
+    for said in series.values():
         yield ""
-        yield f"  {prompt}"
+        yield f"  {said[0]['prompt']}"
         yield f"    step {said[0]['step']:>5}: {_readable(said[0]['answer'])}"
         if len(said) > 1:
             yield f"    step {said[-1]['step']:>5}: {_readable(said[-1]['answer'])}"

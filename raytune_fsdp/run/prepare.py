@@ -16,6 +16,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from raytune_fsdp.answers import check_prompts
 from raytune_fsdp.checkpoint.state import RunState, check_size
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.method import LoraMethod, QloraMethod
@@ -25,7 +26,6 @@ from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ConfigError, ModelError, RaytuneError, first_line, is_panic
-from raytune_fsdp.evaluate import encode_prompt
 from raytune_fsdp.lease import lease_of
 from raytune_fsdp.model.adapters import base_name, frozen_experts, is_adapted, left_out
 from raytune_fsdp.model.added_rows import why_not_alone
@@ -84,8 +84,7 @@ def prepare(
     needs = network_needs(config, hf_config, network)
     check_step(config, hf_config, network, needs)
     origin = _origin(config, network, added, found.state.base) if own is None or is_adapted(network) else None
-    for prompt in config.eval.prompts:
-        encode_prompt(tokenizer, prompt, positions=positions_of(hf_config))
+    check_prompts(config, tokenizer, positions_of(hf_config))
     train, evals = open_data(
         config, tokenizer, hf_config.get_text_config().vocab_size, progress, order_version=found.order_version
     )
