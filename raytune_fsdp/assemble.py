@@ -133,6 +133,7 @@ def assemble(
         ),
         batches=to_device(batches, device),
         evals=prepared.evals,
+        tasks=prepared.tasks,
         meter=_meter(config, prepared, standing, learner, device, own),
         profiler=StepProfiler(config.profile.steps, prepared.place.profile, device, dist.get_rank()),
         skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
@@ -179,7 +180,7 @@ def _not_evaluated(config: FinetuneConfig, prepared: Prepared, standing: Standin
     step, plan = standing.state.step, standing.plan
     if step == 0:
         return config.eval.at_start
-    if not prepared.evals or not plan.due(step, plan.eval_every):
+    if not (prepared.evals or prepared.tasks) or not plan.due(step, plan.eval_every):
         return False
     return on_rank0(lambda: step not in read_evaluations(prepared.place.metrics, step), what="read metrics.jsonl")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,7 @@ from raytune_fsdp import evaluate
 from raytune_fsdp.answers import answers
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
+from raytune_fsdp.data.questions import Questions
 from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.early_stop import EarlyStop, score
@@ -25,6 +26,7 @@ from raytune_fsdp.profiling import StepProfiler
 from raytune_fsdp.pulse import beat
 from raytune_fsdp.saving import Saves, stopped
 from raytune_fsdp.step import LossScale, train_step
+from raytune_fsdp.tasks import measure
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.tracker import Tracker
 from raytune_fsdp.types import StepBatches, Stop
@@ -50,6 +52,7 @@ class Parts:
     scale: LossScale
     batches: Iterator[StepBatches]
     evals: Mapping[str, Windows]
+    tasks: Sequence[Questions]
     meter: Meter
     profiler: StepProfiler
     skipped: SkippedRows
@@ -142,6 +145,10 @@ def _evaluate(parts: Parts, step: int) -> None:
     values = evaluate.losses(
         parts.model, parts.evals,
         micro_batch=division.micro_batch, data_ranks=division.data_ranks, device=parts.device,
+    )  # fmt: skip
+    values |= measure(
+        parts.model, parts.tokenizer, parts.tasks,
+        micro_batch=division.micro_batch, device=parts.device, attention=parts.generates_with,
     )  # fmt: skip
     if values:
         parts.tracker.evaluation(step, values)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import re
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from raytune_fsdp.config.base import Section
+from raytune_fsdp.config.data import SourceConfig
+from raytune_fsdp.config.rules import check_expression
 
 
 class EarlyStopConfig(Section):
@@ -42,6 +45,72 @@ class ConversationConfig(Section):
         return self
 
 
+class QuestionsConfig(SourceConfig):
+    split: str = "test"
+    """Split of the hub dataset, or of a folder that holds several."""
+
+    question: str = "question"
+    """Column with the question."""
+
+    answer: str = "answer"
+    """Column with the right answer. Of `choices`: its letter (A is the first), its index (0 is the first), its label or its text. Of `exact`: the answer itself, or a solution that ends with it."""
+
+    subject: str | None = "subject"
+    """Column with the subject, each of which gets a curve of its own. Rows without it are fine. Null: the column is not read."""
+
+    style: Literal["auto", "chat", "plain"] = "auto"
+    """`chat`: the question is a message of the user, by the chat template; `plain`: `Question: … Answer:`, without a template. `auto`: `chat` where there is a chat template."""
+
+    system: str | None = None
+    """What comes before the questions: a system message, or in `plain` a text."""
+
+    shots: int = Field(default=0, ge=0)
+    """The first N rows are examples, put before every other question with their answers. They are not measured."""
+
+
+class ChoicesTask(QuestionsConfig):
+    type: Literal["choices"]
+    """Multiple choice, as in MMLU and ARC: is the right answer the one that the model finds most likely?"""
+
+    choices: str | list[str] = "choices"
+    """Column with the list of answers, as texts or as ARC's map of `text` and `label`; or the columns of the single answers: `[A, B, C, D]`."""
+
+
+class ExactTask(QuestionsConfig):
+    type: Literal["exact"]
+    """The end of an answer that the model writes, as in GSM8K and MATH: is it the right one?"""
+
+    find: Literal["number", "boxed", "regex"] = "number"
+    """What of an answer counts: its last number, what is in its last `\\boxed{}`, or what the group of `regex` matches, the last time it does."""
+
+    regex: str | None = None
+    """With `find: regex`: a regular expression with one group, such as `Answer: (.*)`."""
+
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Maximum length of an answer, in tokens."""
+
+    batch: int = Field(default=8, ge=1)
+    """Questions that a rank answers at once."""
+
+    @model_validator(mode="after")
+    def _expression(self) -> Self:
+        if (self.find == "regex") != (self.regex is not None):
+            raise ValueError(
+                f"find={self.find} and regex={self.regex!r}: set both, with find=regex, or leave regex out"
+            )
+        if self.regex is not None:
+            check_expression("regex", self.regex)
+            if re.compile(self.regex).groups != 1:
+                raise ValueError(
+                    f"regex: {self.regex!r} has {re.compile(self.regex).groups} groups; it must have one, around what "
+                    "counts: write (?:…) for the others"
+                )
+        return self
+
+
+Task = Annotated[ChoicesTask | ExactTask, Field(discriminator="type")]
+
+
 class EvalConfig(Section):
     every: int | None = Field(default=None, ge=1)
     """Steps between two evaluations. Null: only at the end."""
@@ -51,6 +120,9 @@ class EvalConfig(Section):
 
     early_stop: EarlyStopConfig | None = None
     """End the run when its evaluations no longer improve: at the same step on any number of ranks, whatever happens in between. Null: it trains to its last step."""
+
+    tasks: list[Task] = Field(default_factory=list)
+    """Questions with known answers that the model is asked at every evaluation: multiple choice, or answers that it writes."""
 
     prompts: list[str | ConversationConfig] = Field(default_factory=list)
     """What the model answers at every evaluation: texts, or conversations such as `{messages: [{role: system, content: Be brief.}, {role: user, content: Who was Ada?}]}`."""

@@ -97,9 +97,14 @@ def check_best(config: FinetuneConfig, plan: Plan, evaluations: Iterable[str] | 
     """
     keep, best = config.checkpoint.keep_best, config.checkpoint.best
     known = None if evaluations is None else list(evaluations)
-    if keep and not config.data.eval:
+    if keep and not (config.data.eval or config.eval.tasks):
         raise ConfigError(
             f"checkpoint.keep_best={keep}, but nothing is evaluated: set data.eval, or set checkpoint.keep_best to 0"
+        )
+    if keep and best is None and not config.data.eval:
+        raise ConfigError(
+            f"checkpoint.keep_best={keep} goes by the mean loss, and without data.eval there is none: set "
+            f"checkpoint.best to {_one_of(known, 'a metric of eval.tasks')}"
         )
     if keep and best is not None and known is not None and best not in known:
         raise ConfigError(f"checkpoint.best={best} is not a metric of an evaluation: choose one of {', '.join(known)}")
@@ -110,6 +115,10 @@ def check_best(config: FinetuneConfig, plan: Plan, evaluations: Iterable[str] | 
         )
 
 
+def _one_of(known: list[str] | None, otherwise: str) -> str:
+    return otherwise if not known else f"one of {', '.join(known)}"
+
+
 def check_early_stop(config: FinetuneConfig, evaluations: Iterable[str] | None = None) -> None:
     """Refuse to end a run by evaluations that are not made, or by a metric that none has.
 
@@ -118,8 +127,13 @@ def check_early_stop(config: FinetuneConfig, evaluations: Iterable[str] | None =
     rule, known = config.eval.early_stop, None if evaluations is None else list(evaluations)
     if rule is None:
         return
-    if not config.data.eval:
+    if not (config.data.eval or config.eval.tasks):
         raise ConfigError("eval.early_stop is set, but nothing is evaluated: set data.eval, or leave early_stop out")
+    if rule.metric is None and not config.data.eval:
+        raise ConfigError(
+            "eval.early_stop goes by the mean loss, and without data.eval there is none: set eval.early_stop.metric to "
+            f"{_one_of(known, 'a metric of eval.tasks')}"
+        )
     if config.eval.every is None:
         raise ConfigError(
             "eval.early_stop is set, but eval.every is not, so the only evaluation is at the end: set eval.every to a "

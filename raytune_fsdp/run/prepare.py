@@ -22,6 +22,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.method import LoraMethod, QloraMethod
 from raytune_fsdp.data.census import Builder, build_here, census
 from raytune_fsdp.data.open_data import open_data
+from raytune_fsdp.data.questions import Questions, check_names, open_tasks
 from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
@@ -57,6 +58,7 @@ from raytune_fsdp.run.probe import check_step
 from raytune_fsdp.run.resume import check_same_run, files_of, find_resume, identity_of
 from raytune_fsdp.run.standing import Prepared, Standing, confirm_complete, stand
 from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.tasks import metrics_of
 from raytune_fsdp.tracking.names import evaluation_accuracy, evaluation_loss
 from raytune_fsdp.types import Progress
 from raytune_fsdp.urls import is_url
@@ -84,10 +86,11 @@ def prepare(
     needs = network_needs(config, hf_config, network)
     check_step(config, hf_config, network, needs)
     origin = _origin(config, network, added, found.state.base) if own is None or is_adapted(network) else None
-    check_prompts(config, tokenizer, positions_of(hf_config))
-    train, evals = open_data(
-        config, tokenizer, hf_config.get_text_config().vocab_size, progress, order_version=found.order_version
-    )
+    check_prompts(config, tokenizer, positions := positions_of(hf_config))
+    vocabulary = hf_config.get_text_config().vocab_size
+    train, evals = open_data(config, tokenizer, vocabulary, progress, order_version=found.order_version)
+    tasks = open_tasks(config, tokenizer, vocabulary, positions=positions, pad_id=train.pad_id, progress=progress)
+    check_names(tasks, evals)
     identity, files_of_data = identity_of(config, hf_config, train), files_of(train)
     # Before the census, which may take an hour, so that a run that cannot continue is refused in seconds.
     check_size(RunState(identity=identity, files=files_of_data))
@@ -108,6 +111,7 @@ def prepare(
         tokenizer=tokenizer,
         train=train,
         evals=evals,
+        tasks=tasks,
         census=counted,
         origin=origin,
         adapter=find_adapter(config, network) if found.checkpoint is None else None,
@@ -119,13 +123,14 @@ def prepare(
         added=tuple(added),
     )
     standing = stand(config, prepared, world, found, windows_built=built)
-    _check_plan(config, standing.plan, evals)
+    _check_plan(config, standing.plan, evals, tasks)
     return prepared, confirm_complete(config, prepared, standing)
 
 
-def _check_plan(config: FinetuneConfig, plan: Plan, evals: Iterable[str]) -> None:
+def _check_plan(config: FinetuneConfig, plan: Plan, evals: Iterable[str], tasks: Sequence[Questions]) -> None:
     """What can be refused once the length of the run is known, and the names of its evaluations."""
     metrics = [name(each) for each in evals for name in (evaluation_loss, evaluation_accuracy)]
+    metrics += [name for task in tasks for name in metrics_of(task)]
     check_best(config, plan, metrics)
     check_early_stop(config, metrics)
     check_export(config, plan)

@@ -20,6 +20,7 @@ from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.counts import Census
+from raytune_fsdp.data.questions import Questions
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.early_stop import ended_by
 from raytune_fsdp.errors import RaytuneError, ResumeError
@@ -60,6 +61,8 @@ class Prepared:
     """What it needs of its attention."""
     lease: Lease | None
     """Whether the run is still this command's; None where nothing says whose it is."""
+    tasks: Sequence[Questions] = ()
+    """What evaluations ask."""
     added: Collection[int] = ()
     """The ids of new tokens."""
 

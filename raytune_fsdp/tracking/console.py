@@ -70,6 +70,7 @@ class ConsoleTracker:
             f"{key.removeprefix('eval/')} {value:.4f}"
             + (f" (perplexity {names.perplexity(value):.4g})" if key.endswith("/loss") else "")
             for key, value in values.items()
+            if not names.is_of_subject(key)
         )
         self._print(f"eval {self._place(step)}  {shown}", _BOLD)
 

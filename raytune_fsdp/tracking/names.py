@@ -107,9 +107,24 @@ def evaluation_accuracy(dataset: str) -> str:
     return f"eval/{dataset}/accuracy"
 
 
+ACCURACY_OF_CHOICES = ("accuracy", "accuracy_normalised")
+"""Of multiple choice: by the probability of each choice, and by its logarithm for each character."""
+EXACT_MATCH = "exact_match"
+
+
+def evaluation_of(task: str, kind: str, subject: str | None) -> str:
+    """A share of right answers, over all questions of a task or over those of a subject."""
+    return f"eval/{task}/{kind}" if subject is None else f"eval/{task}/{subject}/{kind}"
+
+
+def is_of_subject(metric: str) -> bool:
+    """Whether it is one of a task's many subjects, which are for curves and not for lines of text."""
+    return metric.startswith("eval/") and metric.count("/") > 2
+
+
 def higher_is_better(metric: str | None) -> bool:
     """Whether the highest value of a metric is the best one, by its name. None, the mean loss, is best when lowest."""
-    return metric is not None and metric.rpartition("/")[2] in ("accuracy", "accuracy_normalised", "exact_match")
+    return metric is not None and metric.rpartition("/")[2] in (*ACCURACY_OF_CHOICES, EXACT_MATCH)
 
 
 def with_perplexity(values: Mapping[str, float]) -> dict[str, float]:
