@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal, InvalidOperation
 
-import regex  # type: ignore[import-untyped]
+import regex
 
 _MOST_CHARACTERS = 20_000
 """Of an answer's end that are looked at: some 5,000 tokens."""

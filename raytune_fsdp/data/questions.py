@@ -21,6 +21,7 @@ from raytune_fsdp.data.rows.formats import Document
 from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, as_templates_see, chat_template
 from raytune_fsdp.data.sources import Source, dataset_name, open_source, shorten
 from raytune_fsdp.data.sources.source import Columns
+from raytune_fsdp.data.windows import pad_id_of
 from raytune_fsdp.errors import DataError, RowError
 from raytune_fsdp.final_answer import TooSlowError, find
 from raytune_fsdp.rundir import cache_of
@@ -93,7 +94,6 @@ def open_tasks(
     vocab_size: int,
     *,
     positions: int,
-    pad_id: int,
     progress: Progress | None = None,
 ) -> tuple[Questions, ...]:
     """The tasks of `eval.tasks`. Raises DataError for whatever cannot be asked."""
@@ -110,7 +110,7 @@ def open_tasks(
         if not rows:
             raise DataError(f"{field}.shots={task.shots}: {source.label} has no more rows than that; lower it")
         if isinstance(task, ChoicesTask):
-            found.append(_choices(config, name, rows, prompter, vocab_size, pad_id))
+            found.append(_choices(config, name, rows, prompter, vocab_size, pad_id_of(tokenizer, vocab_size)))
         else:
             found.append(_written(task, name, rows, prompter, positions=positions, vocab_size=vocab_size, field=field))
     return tuple(found)

@@ -32,7 +32,7 @@ def config_of(directory: Path, rows: list[dict[str, Any]] | str, **task: Any) ->
 
 def opened(directory: Path, rows: Any, tokenizer: Any = None, **task: Any) -> Any:
     config = config_of(directory, rows, **task)
-    (found,) = open_tasks(config, tokenizer or demo(), 2000, positions=100, pad_id=0)
+    (found,) = open_tasks(config, tokenizer or demo(), 2000, positions=100)
     return found
 
 
