@@ -22,6 +22,9 @@ class FinetuneResult:
 
     run_dir: Path
     steps: int
+    """The step at which the run ended."""
+    ended_early: bool
+    """Whether its evaluations ended it (`eval.early_stop`), before its last step."""
     trained: int
     """Steps trained by this call; 0 if the run was complete already."""
     checkpoint: str
@@ -84,7 +87,7 @@ def _result(
             clean_config(place)
             mend_record(place, before)
         # It sends while the export is written.
-        tracker = last_tracking(config, prepared, before, seconds=wait_for_tracking, progress=progress)
+        tracker = last_tracking(config, prepared, before, newest.step, seconds=wait_for_tracking, progress=progress)
         if export is not None:
             with Signals("during the export: training is complete, and the same command makes the export"):
                 pushed = publish(newest, export, config.export, trust_remote_code=config.model.trust_remote_code)
@@ -97,8 +100,9 @@ def _result(
                     registered = register_export(config, place, newest.step)
     return FinetuneResult(
         run_dir=place.path,
-        steps=before.plan.steps,
-        trained=max(0, before.plan.steps - before.state.step),
+        steps=newest.step,
+        ended_early=newest.step < before.plan.steps,
+        trained=newest.step - before.state.step,
         checkpoint=newest.path,
         export=export,
         pushed=pushed,

@@ -26,8 +26,9 @@ from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.to_device import to_device
+from raytune_fsdp.early_stop import EarlyStop, ended_by, score
 from raytune_fsdp.estimate.flops import Architecture
-from raytune_fsdp.evaluate import check_network, score
+from raytune_fsdp.evaluate import check_network
 from raytune_fsdp.loop import Parts
 from raytune_fsdp.metrics import Meter
 from raytune_fsdp.model.adapters import is_adapted, keep_beginning, why_not_compiled
@@ -65,6 +66,7 @@ from raytune_fsdp.saving import Saves
 from raytune_fsdp.step import FIRST_SCALE, LossScale
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import read_evaluations
+from raytune_fsdp.tracking.names import higher_is_better
 from raytune_fsdp.tracking.tracker import Tracker
 from raytune_fsdp.types import Saved, StepBatches
 
@@ -114,12 +116,6 @@ def assemble(
     saver = _saver(config, prepared, standing, learner)
     _report(tracker, learner, saver)
     own = OwnTime(learner.units, device, storage=lambda: saver.own_seconds) if plan.layout.world > 1 else None
-    meter = Meter(
-        plan, learner.architecture, device,
-        windows=prepared.train.count, cursor=state.cursor, datasets=prepared.train.names,
-        max_skipped=config.optim.max_skipped, checkpoints=prepared.place.checkpoints,
-        skipped_in_row=state.skipped_in_row, experts=learner.objective.experts, own=own,
-    )  # fmt: skip
     return Parts(
         config=config,
         plan=plan,
@@ -139,14 +135,38 @@ def assemble(
         ),
         batches=to_device(batches, device),
         evals=prepared.evals,
-        meter=meter,
+        tasks=prepared.tasks,
+        meter=_meter(config, prepared, standing, learner, device, own),
         profiler=StepProfiler(config.profile.steps, prepared.place.profile, device, dist.get_rank()),
         skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
-        saves=Saves(saver=saver, tracker=tracker, requests=Requests(prepared.place.path), saved=hooks.saved),
+        saves=Saves(
+            saver=saver,
+            tracker=tracker,
+            requests=Requests(prepared.place.path),
+            saved=hooks.saved,
+            committed=state.step,
+        ),
         tracker=tracker,
         state=_next_state(prepared, standing, learner),
         not_evaluated=_not_evaluated(config, prepared, standing),
+        early_stop=_early_stop(config, prepared, standing),
     )
+
+
+def _meter(
+    config: FinetuneConfig,
+    prepared: Prepared,
+    standing: Standing,
+    learner: _Learner,
+    device: torch.device,
+    own: OwnTime | None,
+) -> Meter:
+    return Meter(
+        standing.plan, learner.architecture, device,
+        windows=prepared.train.count, cursor=standing.state.cursor, datasets=prepared.train.names,
+        max_skipped=config.optim.max_skipped, checkpoints=prepared.place.checkpoints,
+        skipped_in_row=standing.state.skipped_in_row, experts=learner.objective.experts, own=own,
+    )  # fmt: skip
 
 
 def _report(tracker: Tracker, learner: _Learner, saver: Saver) -> None:
@@ -162,9 +182,18 @@ def _not_evaluated(config: FinetuneConfig, prepared: Prepared, standing: Standin
     step, plan = standing.state.step, standing.plan
     if step == 0:
         return config.eval.at_start
-    if not prepared.evals or not plan.due(step, plan.eval_every):
+    if not (prepared.evals or prepared.tasks) or not plan.due(step, plan.eval_every):
         return False
     return on_rank0(lambda: step not in read_evaluations(prepared.place.metrics, step), what="read metrics.jsonl")
+
+
+def _early_stop(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> EarlyStop:
+    """What the evaluations of earlier attempts say, the same on every rank. Collective."""
+    rule, step = config.eval.early_stop, standing.state.step
+    if rule is None:
+        return EarlyStop(None)
+    found = on_rank0(lambda: read_evaluations(prepared.place.metrics, step), what="read metrics.jsonl")
+    return EarlyStop(rule, found, ended_by(rule, found))
 
 
 def _next_state(prepared: Prepared, standing: Standing, learner: _Learner) -> RunState:
@@ -302,7 +331,7 @@ def _saver(config: FinetuneConfig, prepared: Prepared, standing: Standing, learn
         last=chosen.keep_last,
         every=chosen.keep_every,
         best=chosen.keep_best,
-        lower_is_better=chosen.best_is == "lowest",
+        lower_is_better=not higher_is_better(chosen.best) if chosen.best_is == "auto" else chosen.best_is == "lowest",
     )
     scores = {}  # of earlier attempts too, or their best checkpoints would be pruned
     if dist.get_rank() == 0 and chosen.keep_best:

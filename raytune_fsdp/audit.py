@@ -19,7 +19,7 @@ from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed, ve
 from raytune_fsdp.checkpoint.compare import TensorDifference, compare_tensors
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.checkpoint.tensors import MODEL
-from raytune_fsdp.config import FinetuneConfig, HeldOutConfig, ProfileConfig, TrackingConfig
+from raytune_fsdp.config import EvalConfig, FinetuneConfig, HeldOutConfig, ProfileConfig, TrackingConfig
 from raytune_fsdp.config.tracking import MlflowConfig
 from raytune_fsdp.errors import ConfigError, ResumeError
 from raytune_fsdp.run.past import plan_on_record
@@ -141,7 +141,6 @@ def _repeat_of(config: FinetuneConfig, place: RunDir, segment: Segment, director
             "cache": config.data.cache.model_copy(update={"path": str(cache_of(config))}),
             **({} if held_out else {"eval": []}),
         },
-        "eval": {"every": None, "at_start": False, "prompts": []},
         "checkpoint": {
             "storage": None,
             "every": None,
@@ -158,7 +157,7 @@ def _repeat_of(config: FinetuneConfig, place: RunDir, segment: Segment, director
         sections["train"] = {"max_steps": segment.last, "epochs": None}
     changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     tracking = TrackingConfig(console=config.tracking.console, mlflow=MlflowConfig(enabled=False))
-    return config.model_copy(update={**changed, "tracking": tracking, "profile": ProfileConfig()})
+    return config.model_copy(update={**changed, "eval": EvalConfig(), "tracking": tracking, "profile": ProfileConfig()})
 
 
 def _take(checkpoint: CommittedCheckpoint, root: Path) -> None:

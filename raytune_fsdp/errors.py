@@ -84,7 +84,7 @@ class Interrupted(RaytuneError):
     exit_code = 130
 
 
-_EXTRAS = {"lora": "peft", "mlflow": "mlflow", "plots": "matplotlib"}
+_EXTRAS = {"lora": "peft", "mlflow": "mlflow", "plots": "matplotlib", "large": "accelerate"}
 
 
 def pip_install(extra: str) -> str:

@@ -1,4 +1,4 @@
-"""Measure a model without changing it: the loss on each evaluation dataset, and answers to a few questions.
+"""Measure a model without changing it: the loss on each evaluation dataset, and whether it computes what it should.
 
 All ranks must call these together: a sharded model needs every rank for a forward pass.
 """
@@ -6,26 +6,23 @@ All ranks must call these together: a sharded model needs every rank for a forwa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from raytune_fsdp.collectives import on_all_ranks
 from raytune_fsdp.data.batches import eval_batches, to_batch
-from raytune_fsdp.data.rows.templates import ChatTemplate, Refused
 from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import ConfigError, DataError, ModelError
-from raytune_fsdp.model.attention import SIXTEEN_BITS, positions_of, without_borders
+from raytune_fsdp.errors import ConfigError, ModelError
+from raytune_fsdp.model.attention import SIXTEEN_BITS
 from raytune_fsdp.model.loss import block_loss
 from raytune_fsdp.model.network import class_name
 from raytune_fsdp.model.proof import error_of_kernel, error_of_loss, leak_between_documents
-from raytune_fsdp.parallel import release_gathered
-from raytune_fsdp.pulse import beat
+from raytune_fsdp.parallel import evaluating
 from raytune_fsdp.step import eval_step
 from raytune_fsdp.tracking.names import evaluation_accuracy, evaluation_loss
 from raytune_fsdp.types import PADDING, Cursor, PackedSample
@@ -36,18 +33,6 @@ _LEAK, _LEAK_OF_EXPERTS = 1e-5, 2e-2
 
 _ERROR = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """A kernel's largest error, relative to its largest value. One that leaks, or ignores a window, is off by 1."""
-
-
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Switch to evaluation mode, and back afterwards. Random state needs no restoring: every block sets its own."""
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train()
-        release_gathered(model)
 
 
 def losses(
@@ -88,84 +73,6 @@ def document_losses(
                 here = (starts // real.shape[1] == row) & np.append(real.reshape(-1)[starts[:-1]], False)
                 found.append(list(zip(sums[here].tolist(), targets[here].tolist(), strict=True)))
     return found
-
-
-def score(values: Mapping[str, float], best: str | None) -> float | None:
-    """An evaluation as one number: the value named `best`, or the mean loss. None if that is missing or not finite."""
-    losses = [value for name, value in values.items() if name.endswith("/loss")]
-    found = values.get(best, math.nan) if best else sum(losses) / len(losses) if losses else math.nan
-    return found if math.isfinite(found) else None
-
-
-def answers(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
-    *,
-    max_new_tokens: int,
-    device: torch.device,
-    attention: str,
-) -> list[str]:
-    """The model's answer to each prompt, by greedy decoding with transformers' `attention`. Collective."""
-    with evaluating(model), without_borders(model, attention), _beating(model):
-        return [answer(model, tokenizer, prompt, max_new_tokens=max_new_tokens, device=device) for prompt in prompts]
-
-
-@contextmanager
-def _beating(model: PreTrainedModel) -> Iterator[None]:
-    """Every token is a sign of life: many long answers take longer than any step."""
-    hook = model.register_forward_pre_hook(lambda *_: beat())
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def answer(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    *,
-    max_new_tokens: int,
-    device: torch.device,
-    temperature: float = 0.0,
-) -> str:
-    """The answer to one prompt. With a chat template the prompt is a user's message; without one it is continued."""
-    ids = encode_prompt(tokenizer, prompt, positions=positions_of(model.config)).to(device)
-    room = positions_of(model.config) - ids.shape[1]
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    output = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=min(max_new_tokens, room),
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=pad,
-        use_cache=True,
-        **sampling,
-    )
-    text: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
-    return text.strip()
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, positions: int) -> torch.Tensor:
-    """Token ids of a prompt, as a batch of one. DataError if it is empty or leaves no position for an answer."""
-    if tokenizer.chat_template:
-        try:
-            template = ChatTemplate(tokenizer.get_chat_template(), tokenizer.special_tokens_map)
-            text, _ = template.render([{"role": "user", "content": prompt}], None, prompt=True)
-        except Refused as error:
-            raise DataError(f"the chat template refuses the prompt {prompt[:40]!r}: {error}") from error
-        encoded = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-    else:
-        encoded = tokenizer(prompt, return_tensors="pt")
-    ids: torch.Tensor = encoded["input_ids"].long()
-    if not 0 < ids.shape[1] < positions:
-        raise DataError(
-            f"the prompt {prompt[:40]!r} has {ids.shape[1]} tokens; it needs at least 1, and fewer than the "
-            f"{positions} positions the model knows"
-        )
-    return ids
 
 
 def check_network(model: PreTrainedModel, packing: str, device: torch.device, dtype: torch.dtype) -> None:

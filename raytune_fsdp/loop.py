@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp import evaluate
+from raytune_fsdp.answers import answers
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
+from raytune_fsdp.data.questions import Questions
 from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.early_stop import EarlyStop, score
 from raytune_fsdp.metrics import Meter
 from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler
 from raytune_fsdp.model.objective import Objective
@@ -23,6 +26,7 @@ from raytune_fsdp.profiling import StepProfiler
 from raytune_fsdp.pulse import beat
 from raytune_fsdp.saving import Saves, stopped
 from raytune_fsdp.step import LossScale, train_step
+from raytune_fsdp.tasks import measure
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.tracker import Tracker
 from raytune_fsdp.types import StepBatches, Stop
@@ -48,6 +52,7 @@ class Parts:
     scale: LossScale
     batches: Iterator[StepBatches]
     evals: Mapping[str, Windows]
+    tasks: Sequence[Questions]
     meter: Meter
     profiler: StepProfiler
     skipped: SkippedRows
@@ -57,16 +62,20 @@ class Parts:
     """Where the run stands before its next batch."""
     not_evaluated: bool
     """The evaluation that is due at the step where it stands is not on record."""
+    early_stop: EarlyStop
 
 
 def train(parts: Parts, stop: Stop) -> RunState:
-    """Train to the end of the plan. If a rank has a reason to `stop`, commit and raise Interrupted. Collective."""
+    """Train to the end of the plan, or until evaluations no longer improve (`eval.early_stop`).
+
+    If a rank has a reason to `stop`, commit and raise Interrupted. Collective.
+    """
     plan, meter, state = parts.plan, parts.meter, parts.state
     if parts.not_evaluated:
         _evaluate(parts, step=state.step)
     meter.restart_clock()
     waiting_since = time.perf_counter()
-    for batches in parts.batches:
+    for batches in parts.early_stop.until(parts.batches):
         data_seconds = time.perf_counter() - waiting_since
         # On hosts only, before the step is queued: the ranks agree while the device still works on the step before.
         boundary = parts.saves.agree(stop())
@@ -97,7 +106,7 @@ def train(parts: Parts, stop: Stop) -> RunState:
         if evaluating:
             _evaluate(parts, step)
         waiting_since = time.perf_counter()
-    return state
+    return state if parts.early_stop.over is None else _saved(parts, state, parts.early_stop.over["step"])
 
 
 def _log(parts: Parts, step: int, *, last: bool) -> None:
@@ -137,18 +146,31 @@ def _evaluate(parts: Parts, step: int) -> None:
         parts.model, parts.evals,
         micro_batch=division.micro_batch, data_ranks=division.data_ranks, device=parts.device,
     )  # fmt: skip
+    values |= measure(
+        parts.model, parts.tokenizer, parts.tasks,
+        micro_batch=division.micro_batch, device=parts.device, attention=parts.generates_with,
+    )  # fmt: skip
     if values:
         parts.tracker.evaluation(step, values)
-        parts.saves.scored(step, evaluate.score(values, config.checkpoint.best))
-    prompts = config.eval.prompts
-    if prompts:
-        answers = evaluate.answers(
-            parts.model, parts.tokenizer, prompts,
+        parts.saves.scored(step, score(values, config.checkpoint.best))
+        ended = parts.early_stop.add(step, values)
+        if ended is not None and step < parts.plan.steps:
+            parts.tracker.event(names.STOPPED_EARLY, **ended)
+    if config.eval.prompts:
+        for answered in answers(
+            parts.model, parts.tokenizer, config.eval.prompts,
             max_new_tokens=config.eval.max_new_tokens, device=parts.device, attention=parts.generates_with,
-        )  # fmt: skip
-        for prompt, answer in zip(prompts, answers, strict=True):
-            parts.tracker.event(names.ANSWERED, step=step, prompt=prompt, answer=answer)
+        ):  # fmt: skip
+            parts.tracker.event(names.ANSWERED, step=step, **answered)
     parts.meter.restart_clock()
+
+
+def _saved(parts: Parts, state: RunState, step: int) -> RunState:
+    """The state after the step whose evaluation has ended the run, saved unless it is already. Collective."""
+    if state.step < step:
+        state = _state_after(parts, state, step)
+    parts.saves.last(state)
+    return state
 
 
 def _state_after(parts: Parts, before: RunState, step: int) -> RunState:

@@ -53,6 +53,8 @@ class Saves:
     """Where people ask for a checkpoint now. Only rank 0 looks there."""
     saved: Callable[[Saved], None]
     """Called on every rank for every committed checkpoint."""
+    committed: int = 0
+    """The newest step that is committed; 0 if none is."""
     _due: bool = False
     """A checkpoint was due while the previous one was still being written."""
     _stop: StopReason | None = None
@@ -110,6 +112,8 @@ class Saves:
 
     def _save_last(self, state: RunState) -> None:
         self._finish()
+        if self.committed == state.step:
+            return  # it was due there anyway
         self._wait_until_free()
         self._start(state)
         outcome = self._finish()
@@ -158,6 +162,7 @@ class Saves:
             self.requests.answer(outcome.step, outcome.saved.path if outcome.saved else None, outcome.problem)
         if outcome.saved is not None:
             saved = outcome.saved
+            self.committed = saved.step
             self.tracker.event(names.SAVED, step=saved.step, path=saved.path, seconds=saved.seconds, bytes=saved.bytes)
             self.saved(saved)
         elif outcome.ending == "not_finite":

@@ -22,6 +22,7 @@ from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, is_known, travelling
 from raytune_fsdp.model.network import stored_network
+from raytune_fsdp.model.placement import place
 from raytune_fsdp.model.quantization import forget_quantization
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.rundir import MODEL_FILES, RECIPE_FILE, checkpoints_below, checkpoints_of
@@ -101,7 +102,8 @@ def put_model_files(model: Path, checkpoints: str) -> None:
 def load_for_inference(
     path: Path, device: torch.device, *, trust_remote_code: bool = False, base: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer of a run, a checkpoint or a Hugging Face directory, in the stored type.
+    """Model and tokenizer of a run, a checkpoint or a Hugging Face directory, in the stored type. One that is too large
+    for the device is spread over all of them.
 
     `base`: where the model is now that the run's adapters were trained beside.
     """
@@ -122,7 +124,7 @@ def load_for_inference(
         files = model_files(checkpoint)
         weights = whole_weights(checkpoint, files, base_of(checkpoint, base))
         tokenizer, model = _tokenizer(files, trust), _built(weights, files, trust, checkpoint.path)
-    return model.to(device).eval(), tokenizer
+    return place(model, device).eval(), tokenizer
 
 
 def _model_at(path: Path, trust: bool) -> PreTrainedModel:

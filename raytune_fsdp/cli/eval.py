@@ -1,4 +1,4 @@
-"""`raytune-fsdp eval`: the loss of any model on the evaluation data of a config, by one process on one device."""
+"""`raytune-fsdp eval`: what a run measures of its model at an evaluation, of any model and by one process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.cli.common import BASE, TRUST, ConfigParser, exit_code
 from raytune_fsdp.cli.progress import shown
 from raytune_fsdp.rundir import CONFIG_FILE, EVENTS_FILE
-from raytune_fsdp.tracking.names import with_perplexity
+from raytune_fsdp.tracking.console import event_in_words
+from raytune_fsdp.tracking.names import ANSWERED, with_perplexity
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -22,7 +23,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp eval") -> 
     """Measure a model; returns the exit code."""
     parser = ConfigParser(
         prog,
-        "Measure a model on the datasets of data.eval; without --config, on those of the run that it belongs to.",
+        "Measure a model on the datasets of data.eval and the questions of eval.tasks, and let it answer eval.prompts; "
+        "without --config, on those of the run that it belongs to.",
     )
     parser.add_argument("model", type=Path, help="run directory, checkpoint, export, or Hugging Face model directory")
     parser.add_argument("--json", action="store_true", help="print one line of JSON; null is for what is not finite")
@@ -41,15 +43,22 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
         if parser.default_config is None and "--config" not in [word.partition("=")[0] for word in arguments]:
             parser.error(f"{arguments[0]} belongs to no run: name the data with --config FILE")
     found, config = parser.parse_with_config(arguments)
-    if not config.data.eval:
-        parser.error("data.eval names no dataset: set data.eval.0.path to a file of rows, or data.eval.fraction")
-    values = with_perplexity(_measure(config, found.model, trust=found.trust_remote_code, base=found.base))
+    if not (config.data.eval or config.eval.tasks or config.eval.prompts):
+        parser.error(
+            "data.eval names no dataset: set data.eval.0.path to a file of rows, or data.eval.fraction; or ask "
+            "questions (eval.tasks, eval.prompts)"
+        )
+    measured, answered = _measure(config, found.model, trust=found.trust_remote_code, base=found.base)
+    values = with_perplexity(measured)
     if found.json:
         # JSON has no numbers for what is not finite.
-        print(json.dumps({key: value if math.isfinite(value) else None for key, value in values.items()}))
+        finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
+        print(json.dumps({**finite, **({"answers": answered} if answered else {})}))
         return 0
     for key, value in values.items():
         print(f"{key} {value:.6g}")
+    for fields in answered:
+        print(event_in_words(ANSWERED, fields))
     return 0
 
 
@@ -63,41 +72,49 @@ def _config_of(model: Path) -> Path | None:
     return None
 
 
-def _measure(config: FinetuneConfig, model: Path, *, trust: bool, base: str | None) -> Mapping[str, float]:
+def _measure(
+    config: FinetuneConfig, model: Path, *, trust: bool, base: str | None
+) -> tuple[Mapping[str, float], list[dict[str, Any]]]:
+    """The values of an evaluation, and what was asked and answered."""
     from raytune_fsdp.launch.quiet import quiet
 
     quiet()
     import torch.distributed as dist
 
+    from raytune_fsdp.answers import answers, check_prompts
     from raytune_fsdp.checkpoint.model_files import load_for_inference
-    from raytune_fsdp.config import FullMethod
     from raytune_fsdp.data.open_data import open_evals
+    from raytune_fsdp.data.questions import check_names, open_tasks
     from raytune_fsdp.evaluate import check_network, losses
     from raytune_fsdp.launch.local import check_gpus
     from raytune_fsdp.launch.worker import choose_device, join
-    from raytune_fsdp.model.attention import choose, use
-    from raytune_fsdp.model.trial import why_kernel_fails
-    from raytune_fsdp.run.needs import network_needs
+    from raytune_fsdp.model.attention import generating, positions_of
+    from raytune_fsdp.run.needs import use_attention_for_packed
     from raytune_fsdp.run.prepare import check_lengths, set_template
+    from raytune_fsdp.tasks import measure
 
     check_gpus(config)
     device = choose_device(config.cluster.device, 1)
     network, tokenizer = load_for_inference(model, device, trust_remote_code=trust, base=base)
     check_lengths(config, network)
-    # As a run chooses it: transformers' own lets packed documents of some networks (gpt-oss) see each other.
-    needs = network_needs(config.model_copy(update={"method": FullMethod()}), network.config, network)
-    dtype = network.dtype
-    use(network, choose(
-        "auto", needs, kept=None, device=device, dtype=dtype,
-        fails=lambda name: why_kernel_fails(name, needs, device, dtype),
-    ))  # fmt: skip
+    needs = use_attention_for_packed(config, network, device)
     set_template(config, tokenizer)
+    vocabulary, positions = network.config.get_text_config().vocab_size, positions_of(network.config)
+    check_prompts(config, tokenizer, positions)
     with shown() as progress:
-        evals = open_evals(config, tokenizer, network.config.get_text_config().vocab_size, progress)
+        evals = open_evals(config, tokenizer, vocabulary, progress)
+        tasks = open_tasks(config, tokenizer, vocabulary, positions=positions, progress=progress)
+    check_names(tasks, evals)
     join(device, alone=True)
     try:
-        check_network(network, config.data.packing, device, dtype)
-        return losses(network, evals, micro_batch=config.train.micro_batch, data_ranks=1, device=device)
+        check_network(network, config.data.packing, device, network.dtype)
+        size, attention = config.train.micro_batch, generating(network, needs)
+        values = losses(network, evals, micro_batch=size, data_ranks=1, device=device)
+        values |= measure(network, tokenizer, tasks, micro_batch=size, device=device, attention=attention)
+        longest = config.eval.max_new_tokens
+        return values, answers(
+            network, tokenizer, config.eval.prompts, max_new_tokens=longest, device=device, attention=attention
+        )
     finally:
         dist.destroy_process_group()
 

@@ -33,8 +33,8 @@ def _generate(parser: Parser, arguments: Sequence[str]) -> int:
     quiet()
     import torch
 
+    from raytune_fsdp.answers import answer
     from raytune_fsdp.checkpoint.model_files import load_for_inference
-    from raytune_fsdp.evaluate import answer
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_for_inference(

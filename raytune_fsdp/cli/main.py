@@ -21,6 +21,7 @@ COMMANDS = {
     "data": "look at the data, count it, remove old prepared data",
     "plan": "show what a config amounts to, without starting anything",
     "generate": "ask a trained model",
+    "chat": "talk with a trained model",
     "eval": "measure a model on evaluation data",
     "diff": "name the first step at which two runs part, and why",
     "step": "show which rows a step of a run trained on",

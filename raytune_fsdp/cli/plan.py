@@ -86,7 +86,7 @@ def plan_in_words(config: FinetuneConfig, plan: Plan, run_dir: Path) -> str:
         f"{plan.warmup_steps} of warmup",
         "saved": f"every {plan.save_every:,} steps, and at the end",
         "evaluated": f"every {plan.eval_every:,} steps, and at the end"
-        if data.eval or config.eval.prompts
+        if data.eval or config.eval.tasks or config.eval.prompts
         else "never",
     }
     return "\n".join(f"{name:10} {value}" for name, value in rows.items())

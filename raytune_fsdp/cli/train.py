@@ -61,7 +61,12 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
         mlflow, uri = config.tracking.mlflow, None
         if mlflow.enabled and mlflow_installed():
             uri = mlflow.uri or mlflow_database(result.run_dir.parent)[0]
-        if not result.trained:
+        if not result.trained and result.ended_early:
+            print(
+                f"{config.run.name} is already complete: its evaluations have ended it after step {result.steps}. To "
+                "train on, raise eval.early_stop.patience or leave eval.early_stop out"
+            )
+        elif not result.trained:
             print(f"{config.run.name} is already complete: choose another run.name, or ask for more steps")
         print()
         print(

@@ -39,5 +39,5 @@ class CheckpointConfig(Section):
     best: str | None = None
     """The metric that decides which evaluation is best, such as `eval/<dataset>/loss`. Null: the mean loss over all datasets."""
 
-    best_is: Literal["lowest", "highest"] = "lowest"
-    """Whether the lowest or the highest value of that metric is best."""
+    best_is: Literal["auto", "lowest", "highest"] = "auto"
+    """Whether the lowest or the highest value of that metric is best. `auto`: the highest of metrics whose names end in `accuracy`, `accuracy_normalised` or `exact_match`, the lowest of all others."""

@@ -50,7 +50,9 @@ def _exactly_one(**fields: float | None) -> None:
         raise ValueError(f"{given or 'nothing is set'}: set exactly one of {', '.join(fields)}")
 
 
-class DatasetConfig(Section):
+class SourceConfig(Section):
+    """Where rows come from."""
+
     name: Annotated[str, AfterValidator(safe_name)] | None = None
     """Name in metrics and messages. Default: the file's, directory's or hub dataset's name."""
 
@@ -73,11 +75,21 @@ class DatasetConfig(Section):
     file_type: Literal["auto", "jsonl", "json", "csv", "text", "parquet", "arrow"] = "auto"
     """Type of the files. `auto`: by their extension. Files that also end in `.gz` or `.zst` are decompressed."""
 
-    format: Format = Field(default_factory=ChatFormat)
-    """How a row becomes a document."""
-
     rows: RowsConfig | None = None
     """Only some of the dataset's rows."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if (self.path is None) == (self.hub is None) or self.hub == "":
+            raise ValueError(f"path={self.path!r} and hub={self.hub!r}: set exactly one of the two")
+        if self.path is not None and (self.subset is not None or self.revision is not None):
+            raise ValueError("subset and revision belong to a hub dataset: set hub instead of path, or leave them out")
+        return self
+
+
+class DatasetConfig(SourceConfig):
+    format: Format = Field(default_factory=ChatFormat)
+    """How a row becomes a document."""
 
     weight: float | None = Field(default=None, ge=0)
     """How often each row is seen in an epoch: 3 for three times, 0.25 for a quarter of the rows, a different quarter in
@@ -88,11 +100,7 @@ class DatasetConfig(Section):
     datasets together. If one dataset has a share, all need one."""
 
     @model_validator(mode="after")
-    def _one_place(self) -> Self:
-        if (self.path is None) == (self.hub is None) or self.hub == "":
-            raise ValueError(f"path={self.path!r} and hub={self.hub!r}: set exactly one of the two")
-        if self.path is not None and (self.subset is not None or self.revision is not None):
-            raise ValueError("subset and revision belong to a hub dataset: set hub instead of path, or leave them out")
+    def _one_measure(self) -> Self:
         if self.weight is not None and self.share is not None:
             raise ValueError(f"weight={self.weight} and share={self.share}: set at most one of the two")
         return self

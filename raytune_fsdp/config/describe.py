@@ -88,7 +88,9 @@ _NAMES = {bool: "true or false", int: "integer", float: "number", str: "text"}
 def _option_in_words(option: Option) -> str:
     if get_origin(option.type) is list:
         item = place_of(get_args(option.type)[0])
-        what = "maps" if item.sections else type_in_words(item)
+        others = Place(tuple(option for option in item.options if not is_section(option.type)))
+        what = type_in_words(item) if not item.sections else "maps"
+        what = f"{type_in_words(others)} or maps" if item.mixed else what
         least = [bound.min_length for bound in option.bounds if isinstance(bound, bounds.MinLen)]
         return f"list of {what} (at least {least[0]})" if least else f"list of {what}"
     if is_section(option.type):

@@ -93,7 +93,7 @@ class Windows:
         ]  # fmt: skip
         _try_functions(formatters, self.sources)
         self._formatters: list[Formatter] | bytes = formatters
-        self.pad_id = _pad_id(tokenizer, vocab_size)
+        self.pad_id = pad_id_of(tokenizer, vocab_size)
         rows = [len(source) for source in self.sources]
         weights = weights_of([each.weight for each in datasets], [each.share for each in datasets], rows)
         blocks = [source.blocks for source in self.sources]
@@ -370,8 +370,8 @@ def open_sources(
     ]  # fmt: skip
 
 
-def _pad_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
-    # Padding is masked everywhere, so any id will do, as long as the embedding has a row for it.
+def pad_id_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
+    """The id of padding. It is masked everywhere, so any will do, as long as the embedding has a row for it."""
     for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if candidate is not None and 0 <= candidate < vocab_size:
             return int(candidate)

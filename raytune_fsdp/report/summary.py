@@ -13,7 +13,7 @@ from raytune_fsdp.config.recorded import shown_uri
 from raytune_fsdp.report.figure import NOT_INSTALLED, can_draw
 from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE
 from raytune_fsdp.tracking.jsonl import read_events, read_metrics
-from raytune_fsdp.tracking.names import ANSWERED, perplexity
+from raytune_fsdp.tracking.names import ANSWERED, is_of_subject, perplexity
 from raytune_fsdp.urls import is_url
 
 
@@ -34,7 +34,7 @@ def summary(
     answers = [e["fields"] for e in read_events(run_dir / EVENTS_FILE) if e["event"] == ANSWERED]
     answers = [fields for fields in answers if {"prompt", "answer", "step"} <= fields.keys()]
     parts = [f"loss {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f} in {len(steps)} steps"]
-    for name in dict.fromkeys(name for values in evals for name in values):
+    for name in dict.fromkeys(name for values in evals for name in values if not is_of_subject(name)):
         series = [values[name] for values in evals if name in values]
         also = f" (perplexity {perplexity(series[0]):.4g} -> {perplexity(series[-1]):.4g})"
         parts.append(f"{name} {series[0]:.4f} -> {series[-1]:.4f}{also if name.endswith('/loss') else ''}")
@@ -83,10 +83,12 @@ def _program(name: str) -> str:
 
 def _before_and_after(answers: list[Mapping[str, Any]]) -> Iterator[str]:
     """Each question with its first and its last answer."""
-    for prompt in dict.fromkeys(answer["prompt"] for answer in answers):
-        said = [answer for answer in answers if answer["prompt"] == prompt]
+    series: dict[str, list[Mapping[str, Any]]] = {}
+    for answer in answers:  # the same question may end several conversations
+        series.setdefault(repr((answer["prompt"], answer.get("messages"))), []).append(answer)
+    for said in series.values():
         yield ""
-        yield f"  {prompt}"
+        yield f"  {said[0]['prompt']}"
         yield f"    step {said[0]['step']:>5}: {_readable(said[0]['answer'])}"
         if len(said) > 1:
             yield f"    step {said[-1]['step']:>5}: {_readable(said[-1]['answer'])}"

@@ -42,6 +42,7 @@ def check_config(config: FinetuneConfig, world: int | None) -> None:
     """The part of `check_first` that has the same outcome in every process of a run."""
     check_device(config, config.cluster.device)
     check_trackers(config)
+    check_early_stop(config)
     if config.train.max_steps is None:
         if world is not None:
             layout_of(config, world)
@@ -119,9 +120,14 @@ def check_best(config: FinetuneConfig, plan: Plan, evaluations: Iterable[str] | 
     """
     keep, best = config.checkpoint.keep_best, config.checkpoint.best
     known = None if evaluations is None else list(evaluations)
-    if keep and not config.data.eval:
+    if keep and not (config.data.eval or config.eval.tasks):
         raise ConfigError(
             f"checkpoint.keep_best={keep}, but nothing is evaluated: set data.eval, or set checkpoint.keep_best to 0"
+        )
+    if keep and best is None and not config.data.eval:
+        raise ConfigError(
+            f"checkpoint.keep_best={keep} goes by the mean loss, and without data.eval there is none: set "
+            f"checkpoint.best to {_one_of(known, 'a metric of eval.tasks')}"
         )
     if keep and best is not None and known is not None and best not in known:
         raise ConfigError(f"checkpoint.best={best} is not a metric of an evaluation: choose one of {', '.join(known)}")
@@ -129,6 +135,36 @@ def check_best(config: FinetuneConfig, plan: Plan, evaluations: Iterable[str] | 
         raise ConfigError(
             f"checkpoint.keep_best={keep}, but only some of the checkpoints (every {plan.save_every} steps) would be "
             f"evaluated (every {plan.eval_every} steps): make checkpoint.every a multiple of eval.every"
+        )
+
+
+def _one_of(known: list[str] | None, otherwise: str) -> str:
+    return otherwise if not known else f"one of {', '.join(known)}"
+
+
+def check_early_stop(config: FinetuneConfig, evaluations: Iterable[str] | None = None) -> None:
+    """Refuse to end a run by evaluations that are not made, or by a metric that none has.
+
+    `evaluations` are the metrics, None as long as they are not known.
+    """
+    rule, known = config.eval.early_stop, None if evaluations is None else list(evaluations)
+    if rule is None:
+        return
+    if not (config.data.eval or config.eval.tasks):
+        raise ConfigError("eval.early_stop is set, but nothing is evaluated: set data.eval, or leave early_stop out")
+    if rule.metric is None and not config.data.eval:
+        raise ConfigError(
+            "eval.early_stop goes by the mean loss, and without data.eval there is none: set eval.early_stop.metric to "
+            f"{_one_of(known, 'a metric of eval.tasks')}"
+        )
+    if config.eval.every is None:
+        raise ConfigError(
+            "eval.early_stop is set, but eval.every is not, so the only evaluation is at the end: set eval.every to a "
+            "number of steps, or leave early_stop out"
+        )
+    if rule.metric is not None and known is not None and rule.metric not in known:
+        raise ConfigError(
+            f"eval.early_stop.metric={rule.metric} is not a metric of an evaluation: choose one of {', '.join(known)}"
         )
 
 

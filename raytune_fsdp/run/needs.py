@@ -73,15 +73,16 @@ def network_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: 
     )
 
 
-def use_attention_for_packed(config: FinetuneConfig, network: PreTrainedModel, device: torch.device) -> None:
-    """Give a loaded model the attention that a run would choose: transformers' own lets packed documents of some
-    networks (gpt-oss) see each other."""
+def use_attention_for_packed(config: FinetuneConfig, network: PreTrainedModel, device: torch.device) -> Needs:
+    """Give a loaded model the attention that a run would choose, and say what it needs of one: transformers' own lets
+    packed documents of some networks (gpt-oss) see each other."""
     needs = network_needs(config.model_copy(update={"method": FullMethod()}), network.config, network)
     dtype = network.dtype
     use(network, choose(
         "auto", needs, kept=None, device=device, dtype=dtype,
         fails=lambda name: why_kernel_fails(name, needs, device, dtype),
     ))  # fmt: skip
+    return needs
 
 
 @torch.no_grad()

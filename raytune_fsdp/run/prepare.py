@@ -7,7 +7,7 @@ need not see the model's files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,17 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from raytune_fsdp.answers import check_prompts
 from raytune_fsdp.checkpoint.state import RunState, check_size
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.method import LoraMethod, QloraMethod
 from raytune_fsdp.data.census import Builder, build_here, census
 from raytune_fsdp.data.open_data import open_data
+from raytune_fsdp.data.questions import Questions, check_names, open_tasks
 from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ConfigError, ModelError, RaytuneError, first_line, is_panic
-from raytune_fsdp.evaluate import encode_prompt
 from raytune_fsdp.lease import lease_of
 from raytune_fsdp.model.adapters import base_name, frozen_experts, is_adapted, left_out
 from raytune_fsdp.model.added_rows import why_not_alone
@@ -47,10 +48,10 @@ from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.model.routers import check_routers
 from raytune_fsdp.optim import check_groups, check_matrices
 from raytune_fsdp.parallel import describe, is_wrapped, units_of
-from raytune_fsdp.plan import layout_of
+from raytune_fsdp.plan import Plan, layout_of
 from raytune_fsdp.run.added_tokens import add_tokens
 from raytune_fsdp.run.base import Base, begun_with, check_base
-from raytune_fsdp.run.checks import check_best, check_export, check_first, warn_of_method
+from raytune_fsdp.run.checks import check_best, check_early_stop, check_export, check_first, warn_of_method
 from raytune_fsdp.run.described import commit_here
 from raytune_fsdp.run.initial_weights import Origin, find_adapter, find_origin, model_directory, own_model_files
 from raytune_fsdp.run.needs import network_needs
@@ -58,6 +59,7 @@ from raytune_fsdp.run.probe import check_step
 from raytune_fsdp.run.resume import check_same_run, files_of, find_resume, identity_of
 from raytune_fsdp.run.standing import Prepared, Standing, confirm_complete, stand
 from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.tasks import metrics_of
 from raytune_fsdp.tracking.names import evaluation_accuracy, evaluation_loss
 from raytune_fsdp.types import Progress
 from raytune_fsdp.urls import is_url
@@ -85,11 +87,11 @@ def prepare(
     needs = network_needs(config, hf_config, network)
     check_step(config, hf_config, network, needs)
     origin = _origin(config, network, added, found.state.base) if own is None or is_adapted(network) else None
-    for prompt in config.eval.prompts:
-        encode_prompt(tokenizer, prompt, positions=positions_of(hf_config))
-    train, evals = open_data(
-        config, tokenizer, hf_config.get_text_config().vocab_size, progress, order_version=found.order_version
-    )
+    check_prompts(config, tokenizer, positions := positions_of(hf_config))
+    vocabulary = hf_config.get_text_config().vocab_size
+    train, evals = open_data(config, tokenizer, vocabulary, progress, order_version=found.order_version)
+    tasks = open_tasks(config, tokenizer, vocabulary, positions=positions, progress=progress)
+    check_names(tasks, evals)
     identity, files_of_data = identity_of(config, hf_config, train), files_of(train)
     # Before the census, which may take an hour, so that a run that cannot continue is refused in seconds.
     check_size(RunState(identity=identity, files=files_of_data))
@@ -110,6 +112,7 @@ def prepare(
         tokenizer=tokenizer,
         train=train,
         evals=evals,
+        tasks=tasks,
         census=counted,
         origin=origin,
         adapter=find_adapter(config, network) if found.checkpoint is None else None,
@@ -122,9 +125,17 @@ def prepare(
         commit=commit_here(),
     )
     standing = stand(config, prepared, world, found, windows_built=built)
-    check_best(config, standing.plan, [name(each) for each in evals for name in (evaluation_loss, evaluation_accuracy)])
-    check_export(config, standing.plan)
+    _check_plan(config, standing.plan, evals, tasks)
     return prepared, confirm_complete(config, prepared, standing)
+
+
+def _check_plan(config: FinetuneConfig, plan: Plan, evals: Iterable[str], tasks: Sequence[Questions]) -> None:
+    """What can be refused once the length of the run is known, and the names of its evaluations."""
+    metrics = [name(each) for each in evals for name in (evaluation_loss, evaluation_accuracy)]
+    metrics += [name for task in tasks for name in metrics_of(task)]
+    check_best(config, plan, metrics)
+    check_early_stop(config, metrics)
+    check_export(config, plan)
 
 
 def _origin(

@@ -255,9 +255,15 @@ def mend_record(place: RunDir, standing: Standing) -> None:
 
 
 def last_tracking(
-    config: FinetuneConfig, prepared: Prepared, before: Standing, *, seconds: float, progress: Progress | None
+    config: FinetuneConfig,
+    prepared: Prepared,
+    before: Standing,
+    step: int,
+    *,
+    seconds: float,
+    progress: Progress | None,
 ) -> MlflowTracker | None:
-    """A tracker of a run that is complete: it sends what MLflow has not got, and at its end the report.
+    """A tracker of a run that is complete at `step`: it sends what MLflow has not got, and at its end the report.
 
     `before` is where the run stood when the command began. The seconds of importing MLflow pass in the tracker's
     thread, while the export is written.
@@ -268,7 +274,7 @@ def last_tracking(
     attempt = max((event["attempt"] for event in events), default=0)
     tracker = mlflow_tracker(config, prepared.place, seconds=seconds, progress=progress)
     start = run_start(config, prepared, before, attempt)
-    tracker.start(replace(start, over=True, committed=before.plan.steps))
+    tracker.start(replace(start, over=True, committed=step))
     return tracker
 
 

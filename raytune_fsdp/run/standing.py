@@ -20,15 +20,17 @@ from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.counts import Census
+from raytune_fsdp.data.questions import Questions
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.early_stop import ended_by
+from raytune_fsdp.errors import RaytuneError, ResumeError
 from raytune_fsdp.lease import Lease
 from raytune_fsdp.model.attention import Needs
 from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.run.initial_weights import AdapterFiles, Origin
 from raytune_fsdp.run.resume import Resumed, check_same_run, find_resume
 from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking.jsonl import read_events
+from raytune_fsdp.tracking.jsonl import read_evaluations, read_events
 from raytune_fsdp.types import ParameterCount
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,8 @@ class Prepared:
     """What it needs of its attention."""
     lease: Lease | None
     """Whether the run is still this command's; None where nothing says whose it is."""
+    tasks: Sequence[Questions] = ()
+    """What evaluations ask."""
     added: Collection[int] = ()
     """The ids of new tokens."""
     commit: str | None = None
@@ -79,13 +83,15 @@ class Standing:
     """The plan for the attempt's number of ranks."""
     attempt: int = 0
     """The number of the attempt that begins here, from 1; 0 until the ranks `agree`."""
+    ended_early: bool = False
+    """Whether the run's evaluations have ended it (`eval.early_stop`)."""
     windows_built: int = 0
     """Windows that were tokenized while the run was prepared."""
 
     @property
     def steps_left(self) -> range:
-        """The steps from here to the end of the plan; steps count from 1."""
-        return range(self.state.step + 1, self.plan.steps + 1)
+        """The steps from here to the end of the run; steps count from 1."""
+        return range(self.state.step + 1, (self.state.step if self.ended_early else self.plan.steps) + 1)
 
     @property
     def complete(self) -> bool:
@@ -103,6 +109,7 @@ def stand(
         state=found.state,
         damaged=found.damaged,
         plan=plan,
+        ended_early=_ended_early(config, prepared, found.state.step),
         windows_built=windows_built,
     )
 
@@ -164,6 +171,18 @@ def _look_without(config: FinetuneConfig, prepared: Prepared, standing: Standing
     logger.warning("checkpoint %s is damaged (%s); looking for an older one", found.path, problem)
     again = look(config, prepared, standing.plan.layout.world, {**standing.damaged, found: problem})
     return replace(again, attempt=standing.attempt, windows_built=standing.windows_built)
+
+
+def _ended_early(config: FinetuneConfig, prepared: Prepared, step: int) -> bool:
+    """Whether the evaluations up to the checkpoint of this step end the run. Only of a run that has one: what earlier
+    attempts have measured after it is cut from the record."""
+    if config.eval.early_stop is None or step == 0:
+        return False
+    try:
+        found = read_evaluations(prepared.place.metrics, step)
+    except RaytuneError:  # a broken record: the next attempt mends it, and then looks again
+        return False
+    return ended_by(config.eval.early_stop, found) is not None
 
 
 def _check_extension(config: FinetuneConfig, plan: Plan, state: RunState) -> None:

@@ -30,6 +30,7 @@ _WORDS = {
     names.WINDOWS_BUILT: "tokenized {windows} windows of data",
     names.NOT_SENT_TO_MLFLOW: "not sent to MLflow: {because}",
     names.KERNELS_CHANGED: "{what} is {now} ({why}), and was {was} until here",
+    names.STOPPED_EARLY: "step {step}: {metric} has not improved since step {best_step} ({best}), so the run ends here",
     names.RESIZED: "resized from {before} to {after} workers",
 }
 # Bits of a braille character, by dot: left and right column, from the top.
@@ -69,6 +70,7 @@ class ConsoleTracker:
             f"{key.removeprefix('eval/')} {value:.4f}"
             + (f" (perplexity {names.perplexity(value):.4g})" if key.endswith("/loss") else "")
             for key, value in values.items()
+            if not names.is_of_subject(key)
         )
         self._print(f"eval {self._place(step)}  {shown}", _BOLD)
 

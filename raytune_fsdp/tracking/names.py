@@ -68,7 +68,7 @@ EXPORT_FAILED = "export_failed"
 SKIPPED_UPDATE = "skipped_update"
 """Fields: step, loss, grad_norm."""
 ANSWERED = "answered"
-"""Fields: step, prompt, answer."""
+"""Fields: step, prompt, answer, and of a conversation its messages."""
 ROWS_DROPPED = "rows_dropped"
 """Rows did not become a document. Fields: counts by reason; truncated, cut, rows."""
 ROWS_HELD_OUT = "rows_held_out"
@@ -101,6 +101,9 @@ to the end of the first step of this one; steps_redone, which had been trained a
 SLOW_RANK = "slow_rank"
 """The others have been waiting for a rank. Fields: step, rank, node, seconds (a step of its own work), others (the
 median of theirs), spends_it_on (data, compute or storage)."""
+STOPPED_EARLY = "stopped_early"
+"""The evaluations have not improved for `eval.early_stop.patience` times, so the run is complete. Fields: step, metric,
+best (its value) and best_step."""
 DRAINED = "drained"
 """A node of the run is about to be taken away. Fields: node, seconds_left (null: not known)."""
 
@@ -111,6 +114,26 @@ def evaluation_loss(dataset: str) -> str:
 
 def evaluation_accuracy(dataset: str) -> str:
     return f"eval/{dataset}/accuracy"
+
+
+ACCURACY_OF_CHOICES = ("accuracy", "accuracy_normalised")
+"""Of multiple choice: by the probability of each choice, and by its logarithm for each character."""
+EXACT_MATCH = "exact_match"
+
+
+def evaluation_of(task: str, kind: str, subject: str | None) -> str:
+    """A share of right answers, over all questions of a task or over those of a subject."""
+    return f"eval/{task}/{kind}" if subject is None else f"eval/{task}/{subject}/{kind}"
+
+
+def is_of_subject(metric: str) -> bool:
+    """Whether it is one of a task's many subjects, which are for curves and not for lines of text."""
+    return metric.startswith("eval/") and metric.count("/") > 2
+
+
+def higher_is_better(metric: str | None) -> bool:
+    """Whether the highest value of a metric is the best one, by its name. None, the mean loss, is best when lowest."""
+    return metric is not None and metric.rpartition("/")[2] in (*ACCURACY_OF_CHOICES, EXACT_MATCH)
 
 
 def with_perplexity(values: Mapping[str, float]) -> dict[str, float]:

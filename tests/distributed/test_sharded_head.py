@@ -63,9 +63,9 @@ def gathered_when(values: Mapping[str, Any]) -> list[dict[str, bool]]:
 
     from raytune_fsdp.assemble import assemble
     from raytune_fsdp.config import FinetuneConfig
-    from raytune_fsdp.evaluate import evaluating
     from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.model.loss import block_loss
+    from raytune_fsdp.parallel import evaluating
 
     config = FinetuneConfig.model_validate(values)
     parts = assemble(config, *prepare_on_rank0(config), torch.device("cpu"))

@@ -75,7 +75,7 @@ def test_json_has_what_the_text_has_and_null_for_what_is_not_finite(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.yaml").write_text(dump_config(make_config(tmp_path)))
     measured = {"eval/rows/loss": 800.0, "eval/rows/accuracy": 0.5, "eval/other/loss": float("nan")}
-    monkeypatch.setattr("raytune_fsdp.cli.eval._measure", lambda *_, **__: measured)
+    monkeypatch.setattr("raytune_fsdp.cli.eval._measure", lambda *_, **__: (measured, []))
     command = ["eval", "model", "--config", "config.yaml", "--data.eval.0.path", "tokens.jsonl"]
     assert main(command) == 0
     keys = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
@@ -101,3 +101,26 @@ def test_packed_documents_are_measured_as_if_alone_also_where_transformers_lets_
         assert main(["eval", "model", "--json", *arguments, "--data.eval.0.format.type", "tokens"]) == 0
         found[packing] = json.loads(capsys.readouterr().out)["eval/tokens/loss"]
     assert found["best_fit"] == pytest.approx(found["none"], rel=1e-5)
+
+
+def test_questions_and_prompts_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint(tmp_path / "model", "llama", tokenizer=True, vocab_size=1024)
+    (tmp_path / "config.yaml").write_text(dump_config(make_config(tmp_path)))
+    (tmp_path / "mmlu.jsonl").write_text('{"question": "Who?", "choices": ["Ada", "Bob"], "answer": "A"}\n')
+    (tmp_path / "sums.jsonl").write_text('{"question": "How many?", "answer": "4"}\n')
+    prompt = [{"messages": [{"role": "user", "content": "Who?"}]}]
+    command = [
+        "eval", "model", "--config", "config.yaml", "--eval.prompts", json.dumps(prompt), "--eval.max_new_tokens", "3",
+        "--eval.tasks.0.type", "choices", "--eval.tasks.0.path", "mmlu.jsonl",
+        "--eval.tasks.1.type", "exact", "--eval.tasks.1.path", "sums.jsonl", "--eval.tasks.1.max_new_tokens", "3",
+    ]  # fmt: skip
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (answered,) = found.pop("answers")
+    assert answered["messages"] == prompt[0]["messages"] and "answer" in answered
+    assert found.keys() == {"eval/mmlu/accuracy", "eval/mmlu/accuracy_normalised", "eval/sums/exact_match"}
+    assert main(command) == 0
+    assert "asked: Who?\n     answered: " in capsys.readouterr().out

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from raytune_fsdp.evaluate import answers
+from raytune_fsdp.answers import answers
 from raytune_fsdp.pulse import pulse
 from tests.runs import GPT2, write_tokenizer
 

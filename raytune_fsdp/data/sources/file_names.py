@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from raytune_fsdp.config.data import DatasetConfig
+from raytune_fsdp.config.data import DatasetConfig, SourceConfig
 from raytune_fsdp.errors import DataError
 from raytune_fsdp.urls import is_url, split_query, without_secrets
 
@@ -91,7 +91,7 @@ def is_wanted(path: str, pattern: str) -> bool:
     return parts[-1].startswith((".", "_")) or not is_hidden("/".join(path.split("/")[fixed:]))
 
 
-def dataset_name(dataset: DatasetConfig) -> str:
+def dataset_name(dataset: SourceConfig) -> str:
     """The name in metrics and messages: the given one, otherwise that of the file, directory or hub dataset."""
     if dataset.name is not None:
         return dataset.name

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from raytune_fsdp.config.data import DatasetConfig
+from raytune_fsdp.config.data import SourceConfig
 from raytune_fsdp.data.sources.arrow import (
     BATCH_ROWS,
     ArrowRows,
@@ -32,7 +32,7 @@ from raytune_fsdp.types import Progress
 _ASK_SECONDS = 10.0
 
 
-def open_hub(dataset: DatasetConfig, *, cache: Path, columns: Columns, progress: Progress | None) -> ArrowRows:
+def open_hub(dataset: SourceConfig, *, cache: Path, columns: Columns, progress: Progress | None) -> ArrowRows:
     """The rows of a dataset of the hub, at the commit that its revision names now.
 
     If the hub cannot be reached, its last answer counts: noted in this cache, or in the cache of the datasets library.
@@ -58,7 +58,7 @@ def open_hub(dataset: DatasetConfig, *, cache: Path, columns: Columns, progress:
     return prepared_rows(made, shown=name, columns=columns)
 
 
-def _ask(dataset: DatasetConfig) -> str | None:
+def _ask(dataset: SourceConfig) -> str | None:
     """The commit that the revision names on the hub; None if the hub cannot be reached."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
@@ -88,7 +88,7 @@ def _note(path: Path, commit: str) -> None:
         replace_at_once(path, json.dumps({"commit": commit}).encode())
 
 
-def _load(dataset: DatasetConfig, commit: str | None) -> Any:
+def _load(dataset: SourceConfig, commit: str | None) -> Any:
     import datasets
 
     try:
@@ -114,13 +114,13 @@ def _way_out(error: Exception) -> str:
     return "correct hub, subset, split or revision"
 
 
-def _refused(dataset: DatasetConfig, error: Exception, way_out: str) -> DataError:
+def _refused(dataset: SourceConfig, error: Exception, way_out: str) -> DataError:
     asked = {"hub": dataset.hub, "subset": dataset.subset, "split": dataset.split, "revision": dataset.revision}
     text = ", ".join(f"{key}={value}" for key, value in asked.items() if value is not None)
     return DataError(f"{text}: cannot be loaded ({shorten(' '.join(str(error).split()), limit=300)}); {way_out}")
 
 
-def _check_revision(dataset: DatasetConfig, loaded: Any) -> None:
+def _check_revision(dataset: SourceConfig, loaded: Any) -> None:
     # Offline, the library takes the newest dataset in its cache, whatever revision was asked for. Directories there are
     # named after the commit.
     commits = {Path(file["filename"]).parent.name for file in loaded.cache_files}

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from raytune_fsdp.config.data import DatasetConfig
+from raytune_fsdp.config.data import DatasetConfig, SourceConfig
 from raytune_fsdp.config.formats import COLUMNS, Format, PythonFormat, TemplateFormat, parts_of
 from raytune_fsdp.data.order import OLDEST_ORDER
 from raytune_fsdp.data.sources.arrow import open_arrow
@@ -37,32 +37,36 @@ _COMPARED_BYTES = 1 << 30
 
 
 def open_source(
-    dataset: DatasetConfig,
+    dataset: SourceConfig,
     *,
     cache: Path,
     in_place: bool,
     progress: Progress | None = None,
     old_order: bool = False,
     max_row_bytes: int | None = None,
+    columns: Columns | None = None,
 ) -> Source:
     """Open a dataset. What is prepared for it is kept in `cache`, for all nodes.
 
     With `in_place`, Parquet files are read by row group where they are: for data that is too large to copy, in an order
     that keeps blocks together. Otherwise they are written once as Arrow, which can be read in any order. `old_order`:
-    see `find_files`.
+    see `find_files`. `columns`: those to read; None: those that the dataset's format names.
     """
+    if columns is None:
+        assert isinstance(dataset, DatasetConfig), "only a dataset has a format"
+        columns = _columns(dataset.format)
     cache = Path(cache).absolute()
     columnar, order_version = True, OLDEST_ORDER
     if dataset.hub is not None:
         label = dataset.hub
-        parts: tuple[Part, ...] = (open_hub(dataset, cache=cache, columns=_columns(dataset.format), progress=progress),)
+        parts: tuple[Part, ...] = (open_hub(dataset, cache=cache, columns=columns, progress=progress),)
     else:
         label = without_secrets(dataset.path or "")
         found = find_files(dataset, old_order=old_order)
         order_version = found.order_version
         kind = one_kind(found.files, dataset)
         columnar = kind in ("arrow", "parquet")
-        parts = _open_files(found.files, kind, dataset, cache=cache, in_place=in_place, progress=progress)
+        parts = _open_files(found.files, kind, columns, cache=cache, in_place=in_place, progress=progress)
     limited: tuple[Any, ...] = parts
     parts = tuple(replace(part, most=max_row_bytes) for part in limited)
     source = Files(label, parts, columnar, order_version)
@@ -87,13 +91,12 @@ def _columns(format: Format) -> Columns:
 def _open_files(
     files: Sequence[File],
     kind: str,
-    dataset: DatasetConfig,
+    columns: Columns,
     *,
     cache: Path,
     in_place: bool,
     progress: Progress | None,
 ) -> tuple[Part, ...]:
-    columns = _columns(dataset.format)
     lock = Lock()
     every = max(1, -(-sum(file.size for file in files if not file.remote) // _COMPARED_BYTES))
 

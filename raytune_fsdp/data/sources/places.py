@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 from fsspec.utils import glob_translate
 
-from raytune_fsdp.config.data import DatasetConfig
+from raytune_fsdp.config.data import SourceConfig
 from raytune_fsdp.data.order import OLDEST_ORDER, ORDER_VERSION
 from raytune_fsdp.data.sources.file_names import (
     compression_of,
@@ -46,7 +46,7 @@ class Found:
     """The lowest that finds these files: see `order`."""
 
 
-def find_files(dataset: DatasetConfig, *, old_order: bool = False) -> Found:
+def find_files(dataset: SourceConfig, *, old_order: bool = False) -> Found:
     """All files of the dataset. Raises DataError if there are none.
 
     With `old_order` as version 2 of the order found them, for a run that was begun with it.
@@ -70,7 +70,7 @@ def find_files(dataset: DatasetConfig, *, old_order: bool = False) -> Found:
     return found
 
 
-def one_kind(files: list[File], dataset: DatasetConfig) -> str:
+def one_kind(files: list[File], dataset: SourceConfig) -> str:
     """The kind of all files, from the config or their endings."""
     if dataset.file_type != "auto":
         return dataset.file_type
@@ -239,9 +239,7 @@ def _walk_as_before(top: str, *, shown: str) -> list[str]:
     return names
 
 
-def _files_with_rows(
-    names: list[str], read: Callable[[str], bytes], *, dataset: DatasetConfig, shown: str
-) -> list[str]:
+def _files_with_rows(names: list[str], read: Callable[[str], bytes], *, dataset: SourceConfig, shown: str) -> list[str]:
     # Names are relative to the directory `shown`.
     def saved(name: str, key: str) -> Any:
         # A file that Dataset.save_to_disk of the datasets library wrote. It writes only the selected rows, in their

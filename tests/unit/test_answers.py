@@ -1,0 +1,176 @@
+"""What a model is given when it is asked: the tokens that its chat template gives, and no others."""
+
+from __future__ import annotations
+
+import copy
+import io
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from raytune_fsdp.answers import Talk, asked, check_prompts, encode_prompt, ends
+from raytune_fsdp.cli.main import main
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.eval import EvalConfig
+from raytune_fsdp.data.rows.templates import load_template
+from raytune_fsdp.errors import ConfigError, DataError
+from tests.models import save_checkpoint
+from tests.runs import make_config
+from tests.unit.made_tokenizers import chat, demo
+
+CPU = torch.device("cpu")
+
+
+class Parrot:
+    """A model that gives the answers it is made with, and keeps what it was given."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, answers: list[str], positions: int = 4096) -> None:
+        self.tokenizer, self.answers, self.given = tokenizer, answers, []  # type: ignore[var-annotated]
+        text = SimpleNamespace(max_position_embeddings=positions)
+        self.config = SimpleNamespace(get_text_config=lambda: text)
+
+    def generate(self, input_ids: torch.Tensor, streamer: Any, max_new_tokens: int, **_: Any) -> torch.Tensor:
+        self.given.append(input_ids[0].tolist())
+        said = self.tokenizer(self.answers[len(self.given) - 1], add_special_tokens=False)["input_ids"]
+        streamer.put(input_ids)
+        for token in said:
+            streamer.put(torch.tensor([token]))
+            if self.tokenizer.decode([token]).endswith("!"):
+                raise KeyboardInterrupt
+        streamer.end()
+        return torch.cat([input_ids, torch.tensor([said])], 1)
+
+
+def tokenizer_with(template: str) -> PreTrainedTokenizerBase:
+    tokenizer = copy.deepcopy(chat())
+    tokenizer.chat_template = load_template(template)
+    return tokenizer
+
+
+def talk_with(model: Parrot, **settings: Any) -> Talk:
+    made: Any = model
+    return Talk(made, model.tokenizer, CPU, **{"max_new_tokens": 50, **settings})
+
+
+def said(talk: Talk, text: str) -> tuple[str, list[str]]:
+    """What is shown of the answer to a text, and the notes."""
+    shown: list[str] = []
+    notes: list[str] = []
+    talk.ask(text, show=shown.append, note=notes.append)
+    return "".join(shown), notes
+
+
+@pytest.mark.parametrize("template", ["chatml", "llama-2", "llama-3", "openassistant"])
+def test_three_turns_with_a_system_prompt_are_the_tokens_of_the_chat_template(template: str) -> None:
+    tokenizer = tokenizer_with(template)
+    model = Parrot(tokenizer, ["A  girl.\n\nTwo lines, é", " In London.", "Yes"])
+    talk = talk_with(model, system="You are brief.")
+    messages = [{"role": "system", "content": "You are brief."}]
+    for question, answer in zip(["Who was Ada?", "Where?", "Is it?"], model.answers, strict=True):
+        messages.append({"role": "user", "content": question})
+        shown, notes = said(talk, question)
+        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert model.given[-1] == expected
+        assert shown == answer and not notes
+        messages.append({"role": "assistant", "content": answer.strip()})
+    assert talk.messages == messages
+
+
+def test_two_turns_in_the_form_of_open_assistant() -> None:
+    tokenizer = tokenizer_with("openassistant")
+    model = Parrot(tokenizer, ["Shards.", "Yes."])
+    talk = talk_with(model, system="You help.")
+    said(talk, "What does FSDP shard?")
+    said(talk, "All of them?")
+    assert tokenizer.decode(model.given[1]) == (
+        "<|system|>You help.<|endoftext|><|prompter|>What does FSDP shard?<|endoftext|>"
+        "<|assistant|>Shards.<|endoftext|><|prompter|>All of them?<|endoftext|><|assistant|>"
+    )
+
+
+def test_an_answer_that_is_broken_off_is_kept_as_far_as_it_was_shown() -> None:
+    model = Parrot(tokenizer_with("chatml"), ["Stop there! And more.", "Yes."])
+    talk = talk_with(model)
+    assert said(talk, "Go on")[0] == "Stop there!"
+    assert talk.turns[-1] == {"role": "assistant", "content": "Stop there!"}
+    said(talk, "Really?")
+    assert "Stop there!" in model.tokenizer.decode(model.given[1]) and "And more" not in str(talk.turns)
+
+
+def test_the_oldest_turns_are_forgotten_when_the_model_is_full() -> None:
+    model = Parrot(tokenizer_with("chatml"), ["Yes."] * 9, positions=120)
+    talk = talk_with(model, system="Be brief.")
+    notes = [said(talk, f"Is {n} the number of it?")[1] for n in range(4)]
+    assert notes[0] == [] and notes[-1] == [
+        "the conversation is longer than the model can read: forgot its first 2 message(s)"
+    ]
+    given = model.tokenizer.decode(model.given[-1])
+    assert "Be brief." in given and "Is 3 the" in given and "Is 0 the" not in given
+    assert max(map(len, model.given)) + 50 <= 120
+    before = talk.messages
+    with pytest.raises(DataError, match="fewer than the 120 positions"):
+        said(talk, "long " * 200)
+    assert talk.messages == before
+
+
+def test_the_token_that_ends_a_turn_ends_an_answer() -> None:
+    tokenizer = tokenizer_with("llama-3")
+    assert ends(tokenizer)["eos_token_id"] == tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|eot_id|>"])
+    assert ends(tokenizer_with("openassistant"))["eos_token_id"] == [tokenizer.eos_token_id]
+    assert ends(chat())["eos_token_id"] == [tokenizer.eos_token_id], "no template"
+
+
+CONVERSATION = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Is it?"}]}
+
+
+def config_of(directory: Any, *prompts: Any) -> FinetuneConfig:
+    return make_config(directory, eval={"prompts": list(prompts)})
+
+
+def test_prompts_of_a_config_are_texts_or_conversations(tmp_path: Any) -> None:
+    text, conversation = config_of(tmp_path, "Is it?", CONVERSATION).eval.prompts
+    assert asked(text) == {"prompt": "Is it?"}
+    assert asked(conversation) == {"prompt": "Is it?", **CONVERSATION}
+    tokenizer = tokenizer_with("chatml")
+    given = encode_prompt(tokenizer, CONVERSATION["messages"], positions=100)[0].tolist()
+    assert given == tokenizer.apply_chat_template(
+        CONVERSATION["messages"], add_generation_prompt=True, return_dict=False
+    )  # fmt: skip
+    check_prompts(config_of(tmp_path, "Is it?", CONVERSATION), tokenizer, 100)
+    with pytest.raises(DataError, match=r"eval.prompts.1: .*'Is it\?' is a conversation.* no chat template"):
+        check_prompts(config_of(tmp_path, "Is it?", CONVERSATION), chat(), 100)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "the last message is one of the"),
+        ([{"role": "bot", "content": "a"}], "role"),
+        ([], "messages"),
+    ],
+)
+def test_conversations_that_nobody_can_answer_are_refused(messages: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EvalConfig.model_validate({"prompts": [{"messages": messages}]})
+
+
+def test_chat_through_a_pipe(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    save_checkpoint(tmp_path / "model", "llama", tokenizer=True, vocab_size=len(demo()))
+    capsys.readouterr()
+    lines = "Who?\n\n/system Be brief.\nWhere?\n/nothing\n/reset\nWho?\n/exit\nnever asked\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    assert main(["chat", str(tmp_path / "model"), "--max-new-tokens", "4"]) == 0
+    found = capsys.readouterr()
+    notes = [line for line in found.err.splitlines() if line.startswith("(")]
+    assert len(notes) == 1 and notes[0].startswith("(there is no /nothing; /reset forgets what was said, /system TEXT")
+    assert found.out.count("\n") >= 3 and not found.out.startswith("> ")
+
+
+def test_chat_needs_a_chat_template(tmp_path: Any, capsys: Any) -> None:
+    save_checkpoint(tmp_path / "model", "llama", tokenizer=True, vocab_size=len(demo()))
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    assert main(["chat", str(tmp_path / "model")]) == ConfigError.exit_code
+    assert "has no chat template" in capsys.readouterr().err
