@@ -315,6 +315,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == f"{run}/report/index.html\n"
     assert main.main(["report", str(run), str(other), "--out", str(tmp_path / "new" / "both.html")]) == 0
     assert "one and two" in read((tmp_path / "new" / "both.html").read_text()).words
+    compared = browse(tmp_path / "new" / "both.html", 400)
+    assert compared["wrong"] == [] and "two: eval code" in compared["seen"][0]
     assert main.main(["report", str(tmp_path / "none")]) == 2
     assert main.main(["report", str(tmp_path)]) == 2
     assert main.main(["report", str(run), "--out", "/dev/null/x.html"]) == 2
