@@ -83,7 +83,9 @@ class Follower(NullTracker, ABC):
         if status == "handed_over":
             # The run goes on at the receiver, too: the next attempt sends what is left, and a node may be gone in
             # seconds.
-            self._abandoned = True
+            with self._changed:
+                self._abandoned = True
+                self._changed.notify_all()
             return
         with self._changed:
             self._status = status
@@ -166,13 +168,14 @@ class Follower(NullTracker, ABC):
     def _pause(self, seconds: float) -> None:
         """Wait, but not once the run has ended."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed, timeout=seconds)
+            self._changed.wait_for(lambda: self._closed or self._abandoned, timeout=seconds)
 
     def _wait(self, committed: int, seconds: float | None = None) -> None:
         """Wait until there is something to do: another commit, an event, the end; or for so long."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or self._happened or self._committed != committed, timeout=seconds
+                lambda: self._closed or self._abandoned or self._happened or self._committed != committed,
+                timeout=seconds,
             )
 
 

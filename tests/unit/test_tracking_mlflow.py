@@ -427,6 +427,37 @@ def test_a_line_that_the_server_refuses_holds_up_no_other(
     assert caplog.text.count("does not take a line of step 13") == 1
 
 
+@pytest.mark.parametrize("tags", [{}, {"mlflow.experimentKind": "genai_development"}])
+def test_an_experiment_keeps_what_it_says_it_is_for(tmp_path: Path, server: FakeServer, tags: dict[str, str]) -> None:
+    server.create_experiment("e", tags=tags)
+    Attempt(tmp_path, start_of(1, 0, total_steps=10)).train(1, 10).finish()
+    assert server.experiments["e"].tags == {"mlflow.experimentKind": "custom_model_development", **tags}
+
+
+def test_what_is_refused_beside_them_holds_up_no_metrics(
+    tmp_path: Path, server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A store of artifacts without credentials, and a server that has no runs below runs."""
+    server.fault = lambda call: PermissionError("no") if call in ("log_text", "log_inputs", "search_runs") else None
+    data = UsedData(name="x", digest="0", kind="local", place={}, rows=7, purpose="training")
+    attempt = Attempt(tmp_path, start_of(1, 0, total_steps=300, datasets=(data,))).train(1, 300)
+    assert attempt.finish().unsent is None
+    run = server.runs[the_run(server)]
+    assert server.values(the_run(server)) == on_record(tmp_path / "metrics.jsonl") and run.info.status == "FINISHED"
+    for what in ("the datasets", "the config", "the plan", "the attempt", "the events", "figures of nodes"):
+        assert caplog.text.count(f"MLflow did not take {what}") == 1, what
+
+
+def test_tables_are_sent_now_and_then_and_whole_at_the_end(tmp_path: Path, server: FakeServer) -> None:
+    """Sixty events in a row are not sixty tables."""
+    attempt = Attempt(tmp_path, start_of(1, 0, total_steps=60))
+    attempt.train(1, 60, every=1, evaluate=False).finish()
+    sent = [call for call in server.calls if call == "log_text"]
+    assert len(sent) <= 2 + 4, "the config, the plan, and two tables twice at most"
+    rows = json.loads(server.texts[the_run(server), "events.json"])["data"]
+    assert [row[3] for row in rows] == list(range(1, 61))
+
+
 def test_a_server_that_needs_long_for_a_request_gets_smaller_ones(tmp_path: Path, server: FakeServer) -> None:
     """Otherwise a slow server and a short timeout would never come to an end."""
     takes = server.log_batch

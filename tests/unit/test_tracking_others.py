@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.launch.start import run
@@ -176,6 +177,10 @@ def test_a_library_that_is_missing_is_said_before_anything_starts(
         check_trackers(chosen(tensorboard={"enabled": True}))
     with pytest.raises(ConfigError, match="this run is without Ray"):
         run(chosen(prometheus={"enabled": True}))
+    with pytest.raises(ValidationError, match="registers the export at the end: set export.at_end=true"):
+        chosen(mlflow={"register": "tiny"})
+    with pytest.raises(ValidationError, match="needs MLflow: set enabled=true"):
+        chosen(mlflow={"enabled": False, "register": "tiny"})
     assert not (tmp_path / "runs").exists()
 
 
