@@ -19,7 +19,7 @@ from raytune_fsdp.checkpoint.room import node_without_room
 from raytune_fsdp.checkpoint.saver import Saver, open_saver
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.collectives import on_rank0, why_on_any_rank
-from raytune_fsdp.config import FinetuneConfig, ParallelConfig
+from raytune_fsdp.config import CheckpointConfig, FinetuneConfig, ParallelConfig
 from raytune_fsdp.config.method import QloraMethod
 from raytune_fsdp.config.optimizers import state_bytes
 from raytune_fsdp.data.batches import rank_batches
@@ -325,14 +325,14 @@ def _computes_in(config: FinetuneConfig) -> torch.dtype:
     return COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])
 
 
+def keep_of(chosen: CheckpointConfig) -> Keep:
+    """Which checkpoints a config keeps."""
+    highest = higher_is_better(chosen.best) if chosen.best_is == "auto" else chosen.best_is == "highest"
+    return Keep(last=chosen.keep_last, every=chosen.keep_every, best=chosen.keep_best, lower_is_better=not highest)
+
+
 def _saver(config: FinetuneConfig, prepared: Prepared, standing: Standing, learner: _Learner) -> Saver:
     chosen = config.checkpoint
-    keep = Keep(
-        last=chosen.keep_last,
-        every=chosen.keep_every,
-        best=chosen.keep_best,
-        lower_is_better=not higher_is_better(chosen.best) if chosen.best_is == "auto" else chosen.best_is == "lowest",
-    )
     scores = {}  # of earlier attempts too, or their best checkpoints would be pruned
     if dist.get_rank() == 0 and chosen.keep_best:
         found = read_evaluations(prepared.place.metrics, standing.state.step)
@@ -342,7 +342,7 @@ def _saver(config: FinetuneConfig, prepared: Prepared, standing: Standing, learn
         learner.model,
         learner.optimizer,
         attempt=standing.attempt,
-        keep=keep,
+        keep=keep_of(chosen),
         seconds=chosen.timeout_minutes * 60,
         asynchronous=chosen.asynchronous,
         scores={step: value for step, value in scores.items() if value is not None},

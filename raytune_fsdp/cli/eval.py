@@ -27,7 +27,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp eval") -> 
         "without --config, on those of the run that it belongs to.",
     )
     parser.add_argument("model", type=Path, help="run directory, checkpoint, export, or Hugging Face model directory")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON; null is for what is not finite")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the numbers alone as one line of JSON; null is for what is not finite",
+    )
     parser.add_argument("--base", metavar="PATH", help=BASE)
     parser.add_argument("--trust-remote-code", action="store_true", help=TRUST)
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -48,12 +52,14 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
             "data.eval names no dataset: set data.eval.0.path to a file of rows, or data.eval.fraction; or ask "
             "questions (eval.tasks, eval.prompts)"
         )
+    # Programs are given numbers, as before there were answers.
+    prompts = [] if found.json else config.eval.prompts
+    config = config.model_copy(update={"eval": config.eval.model_copy(update={"prompts": prompts})})
     measured, answered = _measure(config, found.model, trust=found.trust_remote_code, base=found.base)
     values = with_perplexity(measured)
     if found.json:
         # JSON has no numbers for what is not finite.
-        finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
-        print(json.dumps({**finite, **({"answers": answered} if answered else {})}))
+        print(json.dumps({key: value if math.isfinite(value) else None for key, value in values.items()}))
         return 0
     for key, value in values.items():
         print(f"{key} {value:.6g}")

@@ -17,7 +17,7 @@ END = 18
 """Measured: random tokens are learned by heart, so the loss on others rises from step 12 on."""
 
 
-def config_of(directory: Path, name: str, **early_stop: Any) -> FinetuneConfig:
+def config_of(directory: Path, name: str, *, save_every: int = 5, **early_stop: Any) -> FinetuneConfig:
     config = make_config(directory)  # writes the tokens to train on
     if not (directory / "others.jsonl").exists():
         write_tokens(directory / "others.jsonl", rows=20, seed=1)
@@ -26,7 +26,7 @@ def config_of(directory: Path, name: str, **early_stop: Any) -> FinetuneConfig:
     }
     return make_config(
         directory, run={"name": name}, data=data, optim={"lr": 2e-2},
-        checkpoint={"every": 5, "keep_last": None},
+        checkpoint={"every": save_every, "keep_last": None},
         eval={"every": 2, "early_stop": {"metric": "eval/others/loss", "patience": 3, **early_stop}},
     )  # fmt: skip
 
@@ -51,6 +51,7 @@ def test_a_run_ends_early_is_complete_then_and_goes_on_with_more_patience(tmp_pa
     ]  # fmt: skip
     again = finetune(config)
     assert (again.steps, again.trained, again.ended_early) == (END, 0, True)
+    assert sum(event["event"] == "attempt_started" for event in read_events(run / "events.jsonl")) == 1
     more = config_of(tmp_path, "run", patience=4)
     assert finetune(more).trained == 2, "one evaluation more"
     patient = config_of(tmp_path, "patient", patience=4)
@@ -59,8 +60,9 @@ def test_a_run_ends_early_is_complete_then_and_goes_on_with_more_patience(tmp_pa
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_at_the_same_step_on_any_number_of_ranks(tmp_path: Path, world: int) -> None:
-    rows = trajectory(config_of(tmp_path, "run"), world)
-    assert len(rows) == END and checkpoints(tmp_path / "runs" / "run")[-1].step == END
+    """Where a checkpoint is due at that step anyway."""
+    rows = trajectory(config_of(tmp_path, "run", save_every=6), world)
+    assert len(rows) == END and [found.step for found in checkpoints(tmp_path / "runs" / "run")] == [6, 12, END]
 
 
 @pytest.mark.parametrize("stop_after", [7, pytest.param(16, marks=pytest.mark.slow), END])

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from raytune_fsdp.assemble import keep_of
+from raytune_fsdp.config import CheckpointConfig
 from raytune_fsdp.config.eval import EarlyStopConfig
 from raytune_fsdp.early_stop import EarlyStop, ended_by, score
 from raytune_fsdp.errors import ConfigError
@@ -91,3 +93,14 @@ def test_what_cannot_end_a_run_is_refused(
     data = {"data": {**make_config(tmp_path).model_dump()["data"], **sections.get("data", {})}}
     with pytest.raises(ConfigError, match=message):
         check_early_stop(make_config(tmp_path, eval=evaluated, **data), metrics)
+
+
+@pytest.mark.parametrize(
+    ("best", "best_is", "lowest"),
+    [
+        (None, "auto", True), (LOSS, "auto", True), (RIGHT, "auto", False), ("eval/a/exact_match", "auto", False),
+        (RIGHT, "lowest", True), (LOSS, "highest", False),
+    ],
+)  # fmt: skip
+def test_the_best_checkpoints_by_the_name_of_their_metric(best: str | None, best_is: Any, lowest: bool) -> None:
+    assert keep_of(CheckpointConfig(keep_best=1, best=best, best_is=best_is)).lower_is_better is lowest
