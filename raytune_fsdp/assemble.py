@@ -83,7 +83,7 @@ class LauncherHooks:
     """Where the progress of the run is printed. None: stdout."""
     saved: Callable[[Saved], None] = _nobody
     """Called on every rank for every committed checkpoint."""
-    reached: Callable[[str], None] = _nobody
+    reached: Callable[[str], object] = _nobody
     """Called with the name of each phase before the first step, when this rank has finished it."""
 
 

@@ -2,7 +2,9 @@
 
     main.py        finds the command
     common.py      what all of them share: arguments that fail in one line, config files with overrides, exit codes
-    progress.py    how far long work has come, on stderr
+    progress.py    how far long work has come: in a region of the terminal, or in lines
+    screen.py      the process that owns the terminal meanwhile, and
+    region.py      what it writes there
 
     data.py        look at the data, count it, remove old prepared data
     plan.py        what a config amounts to

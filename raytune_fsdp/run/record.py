@@ -122,7 +122,7 @@ def start_tracker(
     record = JsonlTracker(prepared.place.path, prepared.lease)
     trackers: list[Tracker] = []
     if config.tracking.console:
-        trackers.append(ConsoleTracker(console))
+        trackers.append(ConsoleTracker(console, every=config.tracking.console_every))
     if config.tracking.mlflow.enabled and mlflow_installed():
         trackers.append(mlflow_tracker(config, prepared.place))
     tracker = Composite(trackers, record=record)

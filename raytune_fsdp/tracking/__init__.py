@@ -6,7 +6,8 @@
     lines.py        what a line of metrics.jsonl looks like
     repair.py       what a metrics.jsonl is worth, and mending it
     cursor.py       how far a tracker has sent metrics.jsonl, and what comes next
-    console.py      lines in the terminal
+    console.py      lines in the terminal, and
+    live.py         what a region of a terminal is told, that shows how far the run is
     mlflow.py       the run in MLflow, sent from metrics.jsonl by a thread, with
     mlflow_run.py   the run as the server has it, and
     muted.py        silence for what its libraries print

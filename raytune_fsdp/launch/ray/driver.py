@@ -52,6 +52,7 @@ from raytune_fsdp.rundir import RunDir, storage_of
 from raytune_fsdp.threads import in_thread
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import append_event
+from raytune_fsdp.tracking.live import Looks
 from raytune_fsdp.tracking.mlflow import mlflow_installed
 from raytune_fsdp.types import Progress
 
@@ -152,7 +153,7 @@ def _train(
             board=board,
             device=sizes.fewest.device,
             token=token,
-            tty=sys.stdout.isatty(),
+            looks=Looks.of(sys.stdout),
         )
         try:
             _fit(job, run_dir, follow, attempts, sizes)

@@ -35,6 +35,7 @@ from raytune_fsdp.launch.ray.board import (
 from raytune_fsdp.launch.signals import answer_with_stacks
 from raytune_fsdp.pulse import pulse
 from raytune_fsdp.threads import in_thread
+from raytune_fsdp.tracking.live import Looks
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -65,8 +66,8 @@ class RankJob:
     device: Literal["cpu", "cuda"]
     token: Token
     """The token that the driver left in the run's storage."""
-    tty: bool
-    """Whether the driver prints to a terminal."""
+    looks: Looks
+    """Of what the driver prints."""
 
 
 def train_rank(job: RankJob) -> None:
@@ -120,7 +121,7 @@ def _train(job: RankJob, rank: int, world: int) -> None:
 
     hooks = LauncherHooks(
         batches=_batches(job, prepared, standing, rank=rank, reached=reached),
-        console=cast(TextIO, BoardStream(job.board, tty=job.tty)),
+        console=cast(TextIO, BoardStream(job.board, job.looks)),
         saved=saved,
         reached=reached,
     )
