@@ -9,6 +9,7 @@
     data.py        look at the data, count it, remove old prepared data
     plan.py        what a config amounts to
     train.py       fine-tune a model
+    runs.py        list the runs of a storage directory
     checkpoint.py  ask a run for a checkpoint now, list its checkpoints, verify them
     generate.py    ask a trained model
     export.py      a checkpoint -> a model directory

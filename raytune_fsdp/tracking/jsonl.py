@@ -17,6 +17,7 @@ from raytune_fsdp.errors import RaytuneError, ResumeError, TrainingError, Transi
 from raytune_fsdp.lease import Lease, TakenOverError
 from raytune_fsdp.redaction import redact
 from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE
+from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.lines import (
     WHOLE_STEP,
     evaluation_line,
@@ -88,6 +89,9 @@ class JsonlTracker:
     def finish(self, status: Status) -> None:
         with suppress(TakenOverError):  # said before, or too late to matter
             self.sync()
+            if self._file is not None:
+                with suppress(TransientError):  # a full disk: what ends the attempt is said elsewhere, too
+                    self.event(names.ATTEMPT_ENDED, status=status)
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -12,18 +12,8 @@ from raytune_fsdp.tracking import RunStart
 from raytune_fsdp.tracking.console import ConsoleTracker, curve, duration, event_in_words, short
 from raytune_fsdp.tracking.live import Looks, read_message
 from raytune_fsdp.tracking.names import perplexity, with_perplexity
-from raytune_fsdp.types import ParameterCount, StepMetrics
-
-
-def step(
-    number: int, *, loss: float = 2.5, mfu: float | None = 0.412, skipped: bool = False, seconds: float = 2.0,
-    waited: float = 0.01,
-) -> StepMetrics:  # fmt: skip
-    return StepMetrics(
-        step=number, epoch=0.1, samples="0" * 16, tokens=4096, target_tokens=1000, loss=loss, grad_norm=1.25,
-        lr=1e-4, skipped=skipped, step_seconds=seconds, data_seconds=waited, tokens_per_second=12345.0, mfu=mfu,
-        memory_bytes=3 * 2**29,
-    )  # fmt: skip
+from raytune_fsdp.types import ParameterCount
+from tests.records import step
 
 
 class Terminal(io.StringIO):
