@@ -10,6 +10,7 @@
     plan.py        what a config amounts to
     train.py       fine-tune a model
     runs.py        list the runs of a storage directory
+    watch.py       follow a run that another command trains
     checkpoint.py  ask a run for a checkpoint now, list its checkpoints, verify them
     generate.py    ask a trained model
     export.py      a checkpoint -> a model directory

@@ -24,6 +24,7 @@ COMMANDS = {
     "eval": "measure a model on evaluation data",
     "step": "show which rows a step of a run trained on",
     "runs": "list the runs of a storage directory",
+    "watch": "follow a run that another command trains",
     "checkpoint": "commit one now, list them, verify them",
     "export": "write a checkpoint as a Hugging Face model directory",
     "average": "write the mean of a run's checkpoints as a Hugging Face model directory",

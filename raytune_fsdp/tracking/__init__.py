@@ -6,6 +6,7 @@
     lines.py        what a line of metrics.jsonl looks like
     repair.py       what a metrics.jsonl is worth, and mending it
     cursor.py       how far a tracker has sent metrics.jsonl, and what comes next
+    follow.py       the record of a run, followed while it grows
     console.py      lines in the terminal, and
     live.py         what a region of a terminal is told, that shows how far the run is
     mlflow.py       the run in MLflow, sent from metrics.jsonl by a thread, with

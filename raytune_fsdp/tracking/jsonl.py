@@ -179,14 +179,17 @@ def read_trajectory(path: Path) -> list[dict[str, Any]]:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Every event on record, except lines that a crash left unfinished, and any that nobody here has written."""
-    return [line for line in map(from_bytes, _finished(path)) if _is_event(line)]
+    return [event for event in map(event_of, _finished(path)) if event is not None]
 
 
-def _is_event(line: Any) -> bool:
+def event_of(raw: bytes) -> dict[str, Any] | None:
+    """A line of `events.jsonl`; None if it is not an event."""
+    line = from_bytes(raw)
     if not isinstance(line, dict) or not isinstance(line.get("event"), str):
-        return False
+        return None
     # The next attempt has the next number, which is part of the name of a directory.
-    return is_count(line.get("attempt")) and line["attempt"] < 1 << 31 and isinstance(line.get("fields"), dict)
+    known = is_count(line.get("attempt")) and line["attempt"] < 1 << 31 and isinstance(line.get("fields"), dict)
+    return line if known else None
 
 
 def _finished(path: Path) -> Iterator[bytes]:
