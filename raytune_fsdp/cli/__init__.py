@@ -11,6 +11,7 @@
     train.py       fine-tune a model
     runs.py        list the runs of a storage directory
     watch.py       follow a run that another command trains
+    logs.py        what the ranks of a run have printed
     checkpoint.py  ask a run for a checkpoint now, list its checkpoints, verify them
     generate.py    ask a trained model
     export.py      a checkpoint -> a model directory

@@ -25,6 +25,7 @@ COMMANDS = {
     "step": "show which rows a step of a run trained on",
     "runs": "list the runs of a storage directory",
     "watch": "follow a run that another command trains",
+    "logs": "show what the ranks of a run have printed",
     "checkpoint": "commit one now, list them, verify them",
     "export": "write a checkpoint as a Hugging Face model directory",
     "average": "write the mean of a run's checkpoints as a Hugging Face model directory",
