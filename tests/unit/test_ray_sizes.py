@@ -180,6 +180,7 @@ def test_a_size_that_ray_train_has_waited_for_in_vain_is_noted(tmp_path: Path, m
         device="cpu",
         token=nothing,
         looks=Looks(live=False, colours=False),
+        verbose=False,
     )
     attempts = Attempts(RunDir.of(job.config), limit=0, step=0, say=print)
     driver._fit(job, tmp_path, follow, attempts, known)

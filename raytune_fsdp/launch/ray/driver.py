@@ -27,6 +27,7 @@ from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import Interrupted, RaytuneError
 from raytune_fsdp.launch.environment import environment
 from raytune_fsdp.launch.phases import Phases
+from raytune_fsdp.launch.quiet import is_verbose
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Board
 from raytune_fsdp.launch.ray.demand import Demand
@@ -154,6 +155,7 @@ def _train(
             device=sizes.fewest.device,
             token=token,
             looks=Looks.of(sys.stdout),
+            verbose=is_verbose(),
         )
         try:
             _fit(job, run_dir, follow, attempts, sizes)

@@ -68,6 +68,8 @@ class RankJob:
     """The token that the driver left in the run's storage."""
     looks: Looks
     """Of what the driver prints."""
+    verbose: bool
+    """Whether libraries may print what they like."""
 
 
 def train_rank(job: RankJob) -> None:
@@ -93,8 +95,10 @@ def _train(job: RankJob, rank: int, world: int) -> None:
 
     reached("workers")
     # Only after the notice: importing transformers takes seconds, and the driver should know that the rank is there.
-    from raytune_fsdp.launch.quiet import quiet
+    from raytune_fsdp.launch.quiet import VERBOSE, quiet
 
+    if job.verbose:
+        os.environ[VERBOSE] = "1"  # a process of our own, which the driver's variables do not reach
     quiet()
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     from raytune_fsdp.assemble import LauncherHooks
@@ -127,7 +131,7 @@ def _train(job: RankJob, rank: int, world: int) -> None:
     )
     stop: Stop = StopFromBoard(job.board) if rank == 0 else lambda: None
     try:
-        work(job.config, prepared, standing, device, stop, hooks)
+        work(job.config, prepared, standing, device, stop, hooks, own_log=True)
     except (Interrupted, HandedOver):
         reports.finish()
         raise
