@@ -22,7 +22,7 @@ The files, in the order in which a run's data flows. Each folder's `__init__.py`
     checkpoint/      what is saved, how it is committed, found, verified, pruned
     run/             checks before the start, where the run stands, its first weights, its record, its export
     tracking/        where metrics go: metrics.jsonl, console, MLflow
-    report/          what a person reads afterwards: summary, loss curve, model card
+    report/          what a person reads afterwards: summary, page about a run, model card
     estimate/        floating-point operations, for MFU
     assemble.py      a prepared run becomes objects on a rank, the only place where they are made
     launch/          processes, with or without Ray

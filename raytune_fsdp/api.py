@@ -32,6 +32,10 @@ class FinetuneResult:
     """Address of the export on the hub; None if it was not pushed."""
     curve: Path | None
     """Loss curve as PNG; None where matplotlib is not installed, and on ranks other than 0."""
+    report: Path | None = None
+    """The page about the run; None if it could not be made, and on ranks other than 0."""
+    registered: str | None = None
+    """The export as a version of a model in MLflow; None unless `tracking.mlflow.register`, or if that failed."""
     unsent: str | None = None
     """What MLflow has not got, in a sentence; None if it has everything, or is not used."""
 
@@ -39,7 +43,7 @@ class FinetuneResult:
 def finetune(
     config: FinetuneConfig, progress: Progress | None = None, *, wait_for_tracking: float = WAIT_FOR_TRACKING
 ) -> FinetuneResult:
-    """Train to the end, from the newest checkpoint if there is one, export, and draw the curve. Raises RaytuneError.
+    """Train to the end, from the newest checkpoint if there is one, export, and make the report. Raises RaytuneError.
 
     `progress(what, done, total)` is called while the data is prepared and counted, and while this waits for MLflow to
     take what it has missed: at most `wait_for_tracking` seconds. Under torchrun every rank calls this.
@@ -61,36 +65,36 @@ def finetune(
 def _result(
     config: FinetuneConfig, prepared: Prepared, before: Standing, wait_for_tracking: float, progress: Progress | None
 ) -> FinetuneResult:
-    """What a complete run leaves; the export and the curve are made here."""
+    """What a complete run leaves; the export and the report are made here."""
     # Not at the top: they bring torch and transformers, and what is wrong in the config alone is said within a second.
     from raytune_fsdp.checkpoint.catalogue import committed
     from raytune_fsdp.launch.signals import Signals
     from raytune_fsdp.launch.torchrun import is_rank0
-    from raytune_fsdp.report.curves import plot
-    from raytune_fsdp.report.figure import can_draw
+    from raytune_fsdp.report.page import make_curve, make_report
     from raytune_fsdp.run.publish import publish
-    from raytune_fsdp.run.record import clean_config, make_up_tracking, mend_record
+    from raytune_fsdp.run.record import clean_config, last_tracking, mend_record, register_export
 
     place = prepared.place  # as rank 0 sees it: under torchrun another node may resolve a relative path differently
     newest = before.checkpoint if before.complete else committed(place.checkpoints)[-1]
     assert newest is not None, "a complete run has a checkpoint"
     export = place.export if config.export.at_end else None
-    curve, pushed, unsent = None, None, None
+    curve, report, pushed, registered, unsent = None, None, None, None, None
     if is_rank0():
         if before.complete:
             clean_config(place)
             mend_record(place, before)
         # It sends while the export is written.
-        tracker = make_up_tracking(config, prepared, before, seconds=wait_for_tracking, progress=progress)
+        tracker = last_tracking(config, prepared, before, seconds=wait_for_tracking, progress=progress)
         if export is not None:
             with Signals("during the export: training is complete, and the same command makes the export"):
                 pushed = publish(newest, export, config.export, trust_remote_code=config.model.trust_remote_code)
-        if can_draw():
-            curve = place.loss_curve
-            plot(place.metrics, curve, title=config.run.name)
+        curve, report = make_curve(place.path), make_report(place.path)
         if tracker is not None:
             tracker.finish("finished")
             unsent = tracker.unsent
+            if unsent is None:
+                with Signals("before the export was registered: training is complete, and the same command does it"):
+                    registered = register_export(config, place, newest.step)
     return FinetuneResult(
         run_dir=place.path,
         steps=before.plan.steps,
@@ -99,5 +103,7 @@ def _result(
         export=export,
         pushed=pushed,
         curve=curve,
+        report=report,
+        registered=registered,
         unsent=unsent,
     )

@@ -81,6 +81,8 @@ class LauncherHooks:
     """This rank's batches on the host, starting with the next step. None: the rank makes them itself."""
     console: TextIO | None = None
     """Where the progress of the run is printed. None: stdout."""
+    trackers: Sequence[Tracker] = ()
+    """Rank 0's, besides those of the config."""
     saved: Callable[[Saved], None] = _nobody
     """Called on every rank for every committed checkpoint."""
     reached: Callable[[str], object] = _nobody
@@ -103,7 +105,7 @@ def assemble(
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")
-    tracker = start_tracker(config, prepared, standing, opened, learner.kernels, hooks.console)
+    tracker = start_tracker(config, prepared, standing, opened, learner.kernels, device, hooks.console, hooks.trackers)
     stream = Stream(prepared.train, seed=config.run.seed)
     batches = hooks.batches or rank_batches(
         stream, plan.division, standing.steps_left,

@@ -81,7 +81,7 @@ def check_identity(
                 "raytune_fsdp that began it, or start anew under another run.name"
             )
     differences = [
-        f"{key}: {_changed_files(before.get(key), now.get(key), files_before[key], files_now[key])}"
+        f"{key}: {changed_files(before.get(key), now.get(key), files_before[key], files_now[key])}"
         if key in files_before and key in files_now
         else f"{key}: was {_short(before.get(key, 'not set'))}, is {_short(now.get(key, 'not set'))}"
         for key in sorted({*before, *now})
@@ -99,10 +99,10 @@ def _short(value: Any) -> str:
     return text if len(text) <= 500 else f"{text[:250]} ... {text[-250:]}"
 
 
-def _changed_files(
+def changed_files(
     before: Sequence[str] | None, now: Sequence[str] | None, old_names: Sequence[str], new_names: Sequence[str]
 ) -> str:
-    """Which files were added, removed or changed."""
+    """Which files were added, removed or changed, from their hashes and names."""
     old, new = dict(zip(old_names, before or (), strict=False)), dict(zip(new_names, now or (), strict=False))
     found = {
         "changed": [name for name in new if name in old and old[name] != new[name]],

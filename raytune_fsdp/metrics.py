@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import resource
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 
 from raytune_fsdp.checkpoint.catalogue import way_out
 from raytune_fsdp.errors import TrainingError
 from raytune_fsdp.estimate.flops import Architecture, mfu, peak_flops, training_flops
+from raytune_fsdp.node_figures import NodeFigures, known
 from raytune_fsdp.own_time import OwnTime, SlowRanks, typical
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.step import StepTensors
@@ -80,6 +78,7 @@ class Meter:
         self._pending: list[_Pending] = []
         self._own = own
         """None: this rank is alone."""
+        self._figures = NodeFigures(device, plan.layout.world)
         self._slow_ranks = SlowRanks(plan.layout.world, device)
         self._slow: list[dict[str, Any]] = []
         self._since = time.perf_counter()
@@ -110,10 +109,12 @@ class Meter:
         now = time.perf_counter()
         seconds = (now - self._since) / len(ready)
         machines = self._machines(seconds, [pending.data_seconds for pending in ready])
+        nodes = machines.pop("nodes")
         rows = [
             self._metrics(pending, pending.tensors.counts.tolist(), pending.tensors.values.tolist(), seconds, machines)
             for pending in ready
         ]
+        rows[-1] = replace(rows[-1], nodes=nodes)
         self._pending = self._pending[len(ready) :]
         self._since = now
         return rows
@@ -136,27 +137,29 @@ class Meter:
 
     def _machines(self, seconds: float, data_seconds: Sequence[float]) -> dict[str, Any]:
         """What the ranks' machines say of themselves. Collective."""
-        busy = _utilization(self._device)
-        used = float(psutil.virtual_memory().used)
+        seen = self._figures.mine()
         if self._own is None:
-            return {"host_memory_bytes": int(used), "gpu_utilization": busy}
+            used, busy = seen[:2]
+            nodes = self._figures.of_nodes(np.array([seen]))
+            return {"host_memory_bytes": int(used), "gpu_utilization": known(busy), "nodes": nodes}
         steps = len(data_seconds)
         own = np.column_stack([data_seconds, self._own.fetch(steps)])
-        mine = [seconds, used, math.nan if busy is None else busy, *own.mean(0)[:2], *typical(own)]
+        mine = [seconds, *seen, *own.mean(0)[:2], *typical(own)]
         world = self._plan.layout.world
         everyone = [torch.empty(len(mine), dtype=torch.float64) for _ in range(world)]
         # On the hosts, which are here together once for every fetch.
         dist.all_gather(everyone, torch.tensor(mine, dtype=torch.float64))
-        known = torch.stack(everyone).numpy()
-        each_step, memory, utilization, waits, computed = known.T[:5]
-        slow = self._slow_ranks.judge(known[:, 5:], steps=steps, step_seconds=seconds)
-        self._slow += [{**fields, "node": _node_of(fields["rank"])} for fields in slow]
+        found = torch.stack(everyone).numpy()
+        each_step, memory, utilization, _, _, _, waits, computed = found.T[:8]
+        slow = self._slow_ranks.judge(found[:, 8:], steps=steps, step_seconds=seconds)
+        self._slow += [{**fields, "node": self._figures.nodes[fields["rank"]]} for fields in slow]
         return {
             "rank_seconds": _spread(each_step),
             "rank_data_seconds": _spread(waits),
             "rank_compute_seconds": _spread(computed),
             "host_memory_bytes": int(memory.max()),
-            "gpu_utilization": None if np.isnan(utilization).any() else float(utilization.min()),
+            "gpu_utilization": known(utilization.min()),
+            "nodes": self._figures.of_nodes(found[:, 1:6]),
         }
 
     def _metrics(
@@ -224,22 +227,5 @@ def to_host(tensors: StepTensors) -> tuple[StepTensors, _Arrival | None]:
     return StepTensors(counts=counts, values=values), torch.cuda.current_stream(tensors.values.device).record_event()
 
 
-def _node_of(rank: int) -> str:
-    """The machine that a rank is on. Collective."""
-    name = [socket.gethostname()]
-    dist.broadcast_object_list(name, src=rank)
-    return name[0]
-
-
 def _spread(values: Any) -> tuple[float, float, float]:
     return float(values.min()), float(np.median(values)), float(values.max())
-
-
-def _utilization(device: torch.device) -> float | None:
-    """Percent of the last moments in which the GPU computed; None where nothing can say it."""
-    if device.type != "cuda":
-        return None
-    try:
-        return float(torch.cuda.utilization(device))
-    except Exception:  # no nvidia-ml-py, or it does not support this device, which it says with errors of its own
-        return None

@@ -2,14 +2,17 @@
 
 <run.storage>/<run.name>/
   config.yaml, plan.json       the config of the last attempt; what follows from it
+  data.json                    what became of the rows, if they were counted before training (counts.py)
   metrics.jsonl, events.jsonl  the history of the run; metrics.jsonl.aN.damaged as attempt N found it, if it was broken
   checkpoints/                 or elsewhere; then the file checkpoints_at names the place
   model/                       config and tokenizer: everything an export needs besides the weights
   export/, exports/step-N/     model directories: the one at the end, and those made during training
   logs/attempt-N/rank-R.log    the output of each rank, under Ray
-  report/loss.png              the loss curve
+  report/index.html, loss.png  the run on a page; the loss curve
   profile/                     traces and tables of the steps in profile.steps; what held the memory when it ran out
   mlflow_run_id                the run's id in MLflow
+  wandb_run_id, wandb/         its id in Weights & Biases, and how far it is there; what its library spools
+  tensorboard/                 curves for TensorBoard
   lock, lock.beat              while a command works on the run: which one, and that it is alive (launch/run_lock.py)
   checkpoint-now.*             requests for a checkpoint now (checkpoint/on_demand.py)
 <run.storage>/cache/           prepared rows and packed windows of all runs
@@ -28,6 +31,7 @@ from raytune_fsdp.urls import is_url
 
 CONFIG_FILE = "config.yaml"
 PLAN_FILE = "plan.json"
+DATA_FILE = "data.json"
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 MLFLOW_ID_FILE = "mlflow_run_id"
@@ -35,6 +39,9 @@ MODEL_FILES = "model"
 RECIPE_FILE = "recipe.json"
 """In MODEL_FILES: how the model was trained, for the model card."""
 CHECKPOINTS = "checkpoints"
+REPORT = "report"
+TENSORBOARD = "tensorboard"
+WANDB_ID_FILE = "wandb_run_id"
 _CHECKPOINTS_AT = "checkpoints_at"
 _PLACE_BYTES = 16 << 10  # a path has up to 4 KiB
 
@@ -64,6 +71,10 @@ class RunDir:
     @property
     def plan(self) -> Path:
         return self.path / PLAN_FILE
+
+    @property
+    def data(self) -> Path:
+        return self.path / DATA_FILE
 
     @property
     def metrics(self) -> Path:
@@ -100,10 +111,6 @@ class RunDir:
     @property
     def exports(self) -> Path:
         return self.path / "exports"
-
-    @property
-    def loss_curve(self) -> Path:
-        return self.path / "report" / "loss.png"
 
     @property
     def mlflow_id(self) -> Path:
@@ -145,6 +152,16 @@ def checkpoints_of(run_dir: Path) -> str:
 def checkpoints_below(url: str) -> str:
     """The same for a run named by the URL above its checkpoints."""
     return f"{url}/{CHECKPOINTS}"
+
+
+def report_of(run_dir: Path) -> Path:
+    """The page about an existing run."""
+    return run_dir / REPORT / "index.html"
+
+
+def curve_of(run_dir: Path) -> Path:
+    """The picture of its loss."""
+    return run_dir / REPORT / "loss.png"
 
 
 def is_run(path: Path) -> bool:

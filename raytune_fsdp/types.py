@@ -158,6 +158,8 @@ class StepMetrics:
     """Memory in use on the node that uses most."""
     gpu_utilization: float | None = None
     """Percent, of the GPU that is used least; None without NVIDIA's library for it (nvidia-ml-py)."""
+    nodes: tuple[tuple[str, float | None, float | None, float | None, float | None], ...] = ()
+    """A line for each node, in one step of ten seconds at most (`node_figures.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

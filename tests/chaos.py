@@ -31,7 +31,7 @@ import psutil
 from benchmarks.record import write_result
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.tracking.jsonl import read_metrics
-from tests.mlflow_server import Server
+from tests.mlflow_server import Server, whole
 from tests.ray.jobs import TEMPORARY, Command, Nodes, config_of, events
 from tests.runs import trajectory
 
@@ -249,7 +249,7 @@ def compare_mlflow(uri: str, lines: list[dict[str, Any]]) -> list[str]:
 
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("raytune_fsdp")
-    runs = client.search_runs([experiment.experiment_id])
+    runs = whole(client.search_runs([experiment.experiment_id]))
     if len(runs) != 1:
         return [f"MLflow has {len(runs)} runs"]
     points = client.get_metric_history(runs[0].info.run_id, "train/loss")

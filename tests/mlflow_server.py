@@ -1,16 +1,20 @@
-"""A real MLflow server that tests may kill, stop and start again."""
+"""A real MLflow server that tests may kill, stop and start again, and what may be between it and its clients."""
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 
 class Server:
@@ -53,8 +57,70 @@ class Server:
         self._process.wait()
 
 
+class Proxy:
+    """Passes requests on to a server: late, not at all, or only with a password, as it is told."""
+
+    def __init__(self, port: int) -> None:
+        self.seconds = 0.0
+        """How long every request takes at least."""
+        self.fails = False
+        """Answers every request with 500."""
+        self.wanted: str | None = None
+        """The Authorization that a request must have; None: any."""
+        self.asked: list[str] = []
+        """Method and path of every request that was passed on."""
+        self._server_port = port
+        self._port = 0
+        self.open()
+        self.uri = f"http://127.0.0.1:{self._port}"
+
+    def open(self) -> None:
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                proxy._answer(self)
+
+            do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._listening = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
+        self._port = self._listening.server_address[1]
+        threading.Thread(target=self._listening.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self) -> None:
+        """From now on connections are refused."""
+        self._listening.shutdown()
+        self._listening.server_close()
+
+    def _answer(self, asked: BaseHTTPRequestHandler) -> None:
+        time.sleep(self.seconds)
+        body = asked.rfile.read(int(asked.headers.get("Content-Length") or 0))
+        status, answer, kind = 500, b"broken", "text/plain"
+        if self.wanted is not None and asked.headers.get("Authorization") != self.wanted:
+            status, answer = 401, b"who are you?"
+        elif not self.fails:
+            connection = http.client.HTTPConnection("127.0.0.1", self._server_port, timeout=60)
+            connection.request(asked.command, asked.path, body, dict(asked.headers))
+            found = connection.getresponse()  # if the server is gone this raises, and the client gets no answer
+            status, answer, kind = found.status, found.read(), found.getheader("Content-Type") or kind
+            self.asked.append(f"{asked.command} {asked.path}")
+        asked.send_response(status)
+        asked.send_header("Content-Type", kind)
+        asked.send_header("Content-Length", str(len(answer)))
+        asked.end_headers()
+        asked.wfile.write(answer)
+
+
 def until(condition: Callable[[], bool], seconds: float, problem: str) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, problem
         time.sleep(0.2)
+
+
+def whole(runs: Iterable[Any]) -> list[Any]:
+    """Those of MLflow's runs that are not an attempt's."""
+    return [run for run in runs if "mlflow.parentRunId" not in run.data.tags]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, UserError
 from raytune_fsdp.launch.torchrun import is_rank0
 from raytune_fsdp.redaction import redact_shapes
+from raytune_fsdp.rundir import CONFIG_FILE
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 BASE = "where the model is now that a run's adapters were trained beside; default: where the run found it"
 TRUST = "the model may bring Python code of its own; only for models whose code you have read"
+
+RUNS_CODE = "the run's config may name Python code (of its model, or to read rows); only for code you have read"
 
 
 def exit_code(work: Callable[[], int]) -> int:
@@ -120,3 +123,10 @@ def write_new(path: Path, text: str) -> None:
         raise ConfigError(f"{path} exists already; name another file, or remove it") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file") from None
+
+
+def config_of_run(run: Path) -> Path:
+    """The config of a run directory."""
+    if not (run / CONFIG_FILE).is_file():
+        raise ConfigError(f"{run} is not a run directory: it has no {CONFIG_FILE}; give <run.storage>/<run.name>")
+    return run / CONFIG_FILE

@@ -133,6 +133,8 @@ class _Screen:
                 self._draw()
                 drawn, dirty = time.monotonic(), False
         self._above += [clean(self._rest)] if self._rest else []
+        if select.select([interrupted], [], [], 0)[0]:  # Ctrl-C has ended the command before it was heard here
+            self._hide()
         if self._ended == "killed":
             self._write("".join(f"\r\n{line}" for line in self._above))
         else:
@@ -145,7 +147,7 @@ class _Screen:
 
     def _hide(self) -> None:
         if not self._hidden:
-            self._above.append("^C")
+            self._above.insert(0, "^C")
             self._hidden = True
             self._draw()
 

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytune_fsdp.cli.common import BASE, ConfigParser, exit_code
+from raytune_fsdp.cli.common import BASE, RUNS_CODE, ConfigParser, config_of_run, exit_code
 from raytune_fsdp.cli.progress import shown
 from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.rundir import CONFIG_FILE
 
 if TYPE_CHECKING:
     from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 Losses = Sequence[Sequence[tuple[float, int]]]
 """Of each document of each sample: the sum of the losses of its target tokens, and how many those are."""
-
-_CODE = "the run's config may name Python code (of its model, or to read rows); only for code you have read"
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp step") -> int:
@@ -42,7 +39,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp step") -> 
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON for every document")
     parser.add_argument("--base", metavar="PATH", help=BASE)
-    parser.add_argument("--trust-remote-code", action="store_true", help=_CODE)
+    parser.add_argument("--trust-remote-code", action="store_true", help=RUNS_CODE)
     arguments = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _step(parser, arguments))
 
@@ -59,10 +56,11 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
     from raytune_fsdp.launch.quiet import quiet
 
     quiet()
-    from raytune_fsdp.run.past import check_code, checkpoint_before, past_place, past_step
+    from raytune_fsdp.run.past import check_code, checkpoint_before, past_place, past_step, placed
 
     check_code(config, trusted=found.trust_remote_code)
     place = past_place(found.run)
+    config = placed(config, place)
     checkpoint = checkpoint_before(place, found.step) if found.loss else None
     if found.loss and checkpoint is None:
         raise ConfigError(
@@ -78,13 +76,6 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
     for line in lines:
         print(line)
     return 0
-
-
-def config_of_run(run: Path) -> Path:
-    """The config of a run directory."""
-    if not (run / CONFIG_FILE).is_file():
-        raise ConfigError(f"{run} is not a run directory: it has no {CONFIG_FILE}; give <run.storage>/<run.name>")
-    return run / CONFIG_FILE
 
 
 def _losses(

@@ -75,7 +75,9 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
                 checkpoint=result.checkpoint,
                 export=result.export,
                 pushed=result.pushed,
+                registered=result.registered,
                 curve=result.curve,
+                report=result.report,
             )
         )
         print()

@@ -15,9 +15,9 @@ from raytune_fsdp.cli.runs import check_run
 from raytune_fsdp.errors import Interrupted, TrainingError
 from raytune_fsdp.tracking import RunStart, names
 from raytune_fsdp.tracking.console import ConsoleTracker
-from raytune_fsdp.tracking.follow import EventFollower, RecordFollower
 from raytune_fsdp.tracking.lines import metrics_of, step_of
 from raytune_fsdp.tracking.live import tell
+from raytune_fsdp.tracking.tail import EventFollower, RecordFollower
 from raytune_fsdp.types import StepMetrics
 
 if TYPE_CHECKING:

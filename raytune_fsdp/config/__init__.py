@@ -111,6 +111,15 @@ class FinetuneConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _something_to_register(self) -> Self:
+        if self.tracking.mlflow.register is not None and not self.export.at_end:
+            raise ValueError(
+                f"tracking.mlflow.register={self.tracking.mlflow.register} registers the export at the end: set "
+                "export.at_end=true, or leave register out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _no_marks(self) -> Self:
         check_no_marks(self.model_dump())
         return self

@@ -2,20 +2,57 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+import warnings
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, Field, model_validator
 
 from raytune_fsdp.config.base import Section
+from raytune_fsdp.config.rules import safe_name
+
+with warnings.catch_warnings():
+    # Every class of pydantic has a method of this name, from ABCMeta, for classes; a section has no use for it.
+    warnings.filterwarnings("ignore", 'Field name "register"', UserWarning)
+
+    class MlflowConfig(Section):
+        enabled: bool = True
+        """Send the run to MLflow, where it is installed (`pip install 'raytune-fsdp[mlflow]'`). It gets the steps up to the newest checkpoint, so it lags by `checkpoint.every` at most."""
+
+        uri: str | None = Field(default=None, repr=False)
+        """Tracking server or database. Default: an SQLite file `mlflow.db` in `run.storage`. It is shown and written without its user and password, which are better set in the environment: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
+
+        experiment: str = "raytune_fsdp"
+        """Experiment the run belongs to."""
+
+        register: Annotated[str, AfterValidator(safe_name)] | None = None
+        """Register the export at the end as a version of this model. A server gets a copy of its files; a database has the path of `export/`."""
+
+        @model_validator(mode="after")
+        def _somewhere_to_register(self) -> Self:
+            if self.register is not None and not self.enabled:
+                raise ValueError(f"register={self.register} needs MLflow: set enabled=true, or leave register out")
+            return self
 
 
-class MlflowConfig(Section):
-    enabled: bool = True
-    """Send the run to MLflow, where it is installed (`pip install 'raytune-fsdp[mlflow]'`). It gets the steps up to the newest checkpoint, so it lags by `checkpoint.every` at most."""
+class WandbConfig(Section):
+    enabled: bool = False
+    """Send the run to Weights & Biases (`pip install wandb`). The key is taken from the environment (WANDB_API_KEY), and so is all else that its library asks there: WANDB_MODE=offline, WANDB_BASE_URL."""
 
-    uri: str | None = Field(default=None, repr=False)
-    """Tracking server or database. Default: an SQLite file `mlflow.db` in `run.storage`. It is shown and written without its user and password, which are better set in the environment: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
+    project: str = "raytune_fsdp"
+    """Project the run belongs to."""
 
-    experiment: str = "raytune_fsdp"
-    """Experiment the run belongs to."""
+    entity: str | None = None
+    """User or team of the project. Null: the default of the key."""
+
+
+class TensorboardConfig(Section):
+    enabled: bool = False
+    """Write curves for TensorBoard to `<run>/tensorboard`."""
+
+
+class PrometheusConfig(Section):
+    enabled: bool = False
+    """Ray: offer the newest step among Ray's metrics, as `raytune_fsdp_train_loss` and so on."""
 
 
 class TrackingConfig(Section):
@@ -27,3 +64,12 @@ class TrackingConfig(Section):
 
     mlflow: MlflowConfig = Field(default_factory=MlflowConfig)
     """MLflow."""
+
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    """Weights & Biases."""
+
+    tensorboard: TensorboardConfig = Field(default_factory=TensorboardConfig)
+    """TensorBoard."""
+
+    prometheus: PrometheusConfig = Field(default_factory=PrometheusConfig)
+    """Prometheus."""

@@ -10,7 +10,7 @@ from raytune_fsdp.data.rows.formats import Document
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class RowOrigin:
     """Where a document of a packed sample comes from."""
 
     dataset: int
@@ -35,7 +35,7 @@ class Gathered:
     """And the number of its row in the window."""
 
 
-def origins(found: Gathered, arranged: Arrangement) -> list[list[Origin]]:
+def origins(found: Gathered, arranged: Arrangement) -> list[list[RowOrigin]]:
     """Of each packed sample, where its documents come from, in their order."""
     first_tokens: list[int] = []
     for number, parent in enumerate(arranged.parents):
@@ -44,8 +44,8 @@ def origins(found: Gathered, arranged: Arrangement) -> list[list[Origin]]:
         before = number - 1
         first_tokens.append(first_tokens[before] + len(arranged.pieces[before].input_ids) if goes_on else 0)
 
-    def origin(piece: int) -> Origin:
+    def origin(piece: int) -> RowOrigin:
         parent = arranged.parents[piece]
-        return Origin(found.sources[parent], found.wheres[parent], first_tokens[piece])
+        return RowOrigin(found.sources[parent], found.wheres[parent], first_tokens[piece])
 
     return [[origin(piece) for piece in members] for members in arranged.bins]

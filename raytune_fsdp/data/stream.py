@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from raytune_fsdp.data.order import Permutation
-from raytune_fsdp.data.origins import Origin
+from raytune_fsdp.data.origins import RowOrigin
 from raytune_fsdp.data.packed_window import Window
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import DataError, ResumeError
@@ -57,7 +57,7 @@ class Stream:
         window, built = self._load(cursor, number)
         return self._section(cursor, number, window, built)
 
-    def origins(self, epoch: int, place: int) -> list[list[Origin]]:
+    def origins(self, epoch: int, place: int) -> list[list[RowOrigin]]:
         """The documents of each sample of the window at this place, in the order of the stream. Reads its rows
         again."""
         k = self.window_at(epoch, place)

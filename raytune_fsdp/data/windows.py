@@ -24,7 +24,7 @@ from raytune_fsdp.data.cache import WindowCache
 from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows
 from raytune_fsdp.data.mixture import Mixture, weights_of
 from raytune_fsdp.data.order import OLDEST_ORDER, ORDER_VERSION, Permutation
-from raytune_fsdp.data.origins import Gathered, Origin, origins
+from raytune_fsdp.data.origins import Gathered, RowOrigin, origins
 from raytune_fsdp.data.packed_window import Window, finish_counts
 from raytune_fsdp.data.packing import Arrangement, arrange, fill_samples
 from raytune_fsdp.data.rows.formats import Document, Formatter
@@ -204,7 +204,7 @@ class Windows:
         )
         return Window(samples=samples, counts=finish_counts(samples, rows.counts, rows.skipped))
 
-    def origins(self, epoch: int, k: int) -> list[list[Origin]]:
+    def origins(self, epoch: int, k: int) -> list[list[RowOrigin]]:
         """Of each packed sample of a window, where its documents come from, in their order. Reads the rows again."""
         key = (0 if self.repeats else epoch, k)
         rows = self._gather(*key)

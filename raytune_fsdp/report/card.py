@@ -36,7 +36,9 @@ RECIPE = ("run", "model", "data", "method", "parallel", "optim", "train")
 """The sections of a config that decide what is learned. From `run`, only the name and the seed are shown."""
 
 
-def recipe_of(config: Mapping[str, Any], version: str | None, run_dir: Path, parameters: ParameterCount) -> str:
+def recipe_of(
+    config: Mapping[str, Any], versions: Mapping[str, str | None], run_dir: Path, parameters: ParameterCount
+) -> str:
     """What a card will say about the run, as JSON to store beside its config and tokenizer. `config` has no secrets."""
     chosen = {section: config[section] for section in RECIPE if section in config}
     chosen["run"] = {key: config["run"][key] for key in ("name", "seed")}
@@ -44,7 +46,8 @@ def recipe_of(config: Mapping[str, Any], version: str | None, run_dir: Path, par
     # Decided here, where the run reads it: where a card is written, another directory may have the name of a hub model.
     on_hub = path is not None and not is_url(path) and not Path(path).expanduser().exists()
     recipe = {
-        "version": version,
+        "version": versions["raytune-fsdp"],
+        "versions": versions,
         "run_dir": str(run_dir),
         "model_on_hub": on_hub,
         "parameters": asdict(parameters),
@@ -87,7 +90,7 @@ def model_card(
     parts += ["", "## Data", "", *_data(config, state)]
     if config:
         shown = yaml.safe_dump(_shortened(config), sort_keys=False, allow_unicode=True).rstrip()
-        parts += ["", "## Recipe", "", "```yaml", shown, "```"]
+        parts += ["", "## Recipe", "", "```yaml", shown, "```", "", "## Audit", "", *_audit(recipe)]
     return "\n".join(parts) + "\n"
 
 
@@ -123,6 +126,8 @@ def _check_recipe(recipe: Any) -> None:
         raise UnsoundError("has no config")
     texts = [recipe.get("version"), recipe.get("run_dir"), config.get("model", {}).get("path")]
     rows = config.get("data", {}).get("train", [])
+    versions = recipe.get("versions", {})
+    texts += versions.values() if isinstance(versions, dict) else [0]
     if not all(isinstance(text, str | None) for text in texts) or not isinstance(recipe.get("model_on_hub"), bool):
         raise UnsoundError("has numbers where names belong")
     if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows) or "model" not in config:
@@ -205,6 +210,20 @@ def _data(config: Mapping[str, Any], state: RunState) -> Iterator[str]:
         place = int(number)
         name = _shown(listed[place].get("path") or listed[place].get("hub")) if place < len(listed) else number
         yield f"| {name} | `{_fingerprint(own)}` |"
+
+
+def _audit(recipe: Mapping[str, Any]) -> Iterator[str]:
+    """What a third party needs to train a part of the run again and compare."""
+    versions = {name: version for name, version in recipe.get("versions", {}).items() if version}
+    yield (
+        "Any steps between two kept checkpoints can be trained again and compared, at any number of ranks: "
+        "`raytune-fsdp audit RUN --from STEP --to STEP`. It needs the run's directory, the data of the fingerprints "
+        "above and the model that the training began with, and refuses others."
+    )
+    if versions:
+        with_versions = ", ".join(f"{name} {version}" for name, version in versions.items())
+        yield ""
+        yield f"Trained with {with_versions}: with the same versions, on the same kind of machine, the same bits."
 
 
 def _fingerprint(values: Mapping[str, Any]) -> str:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.errors import UserError
 from raytune_fsdp.report.figure import new_figure, save_png
-from raytune_fsdp.tracking.jsonl import read_metrics
+from raytune_fsdp.rundir import METRICS_FILE
+from raytune_fsdp.tracking.jsonl import read_metrics, read_trajectory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SMOOTH_FROM_STEPS = 100
+SMOOTH_FROM_STEPS = 100
 """Shorter runs are drawn without smoothing."""
 
 
@@ -31,6 +33,26 @@ def plot(metrics_path: Path, png_path: Path, *, title: str = "") -> None:
     _draw_line(grad_norm, steps, "grad_norm", "gradient norm")
     _draw_line(lr, steps, "lr", "learning rate")
     lr.set_xlabel("step")
+    save_png(figure, png_path)
+
+
+def plot_runs(run_dirs: Sequence[Path], png_path: Path) -> None:
+    """The same of one run; of several only their losses, in one picture."""
+    if len(run_dirs) == 1:
+        plot(run_dirs[0] / METRICS_FILE, png_path)
+        return
+    runs = [(path.resolve().name, read_trajectory(path / METRICS_FILE)) for path in run_dirs]
+    if not any(steps for _, steps in runs):
+        raise UserError(f"{', '.join(map(str, run_dirs))}: no run has steps yet, so there is nothing to draw")
+    figure = new_figure(9, 5)
+    axes = figure.subplots()
+    for index, (name, steps) in enumerate(runs):
+        y = smoothed([step["loss"] for step in steps], len(steps) // SMOOTH_FROM_STEPS)
+        axes.plot([step["step"] for step in steps], y, color=f"C{index % 10}", label=name)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
     save_png(figure, png_path)
 
 
@@ -63,7 +85,7 @@ def smoothed(values: list[float], reach: int) -> list[float]:
 
 def _draw_loss(axes: Axes, steps: list[dict[str, Any]], evals: list[dict[str, Any]]) -> None:
     x, y = [step["step"] for step in steps], [step["loss"] for step in steps]
-    if len(x) >= _SMOOTH_FROM_STEPS:
+    if len(x) >= SMOOTH_FROM_STEPS:
         # About 2 % of the run, so that long and short runs look equally smooth.
         reach = len(x) // 100
         axes.plot(x, y, color="0.75", linewidth=0.8)

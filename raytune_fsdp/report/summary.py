@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raytune_fsdp.config.recorded import shown_uri
-from raytune_fsdp.report.figure import NOT_INSTALLED
+from raytune_fsdp.report.figure import NOT_INSTALLED, can_draw
 from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE
 from raytune_fsdp.tracking.jsonl import read_events, read_metrics
 from raytune_fsdp.tracking.names import ANSWERED, perplexity
@@ -18,7 +18,14 @@ from raytune_fsdp.urls import is_url
 
 
 def summary(
-    run_dir: Path, *, checkpoint: str, export: Path | None, curve: Path | None, pushed: str | None = None
+    run_dir: Path,
+    *,
+    checkpoint: str,
+    export: Path | None,
+    curve: Path | None,
+    report: Path | None = None,
+    pushed: str | None = None,
+    registered: str | None = None,
 ) -> str:
     """A few lines about a finished run, from its files."""
     lines = read_metrics(run_dir / METRICS_FILE)
@@ -41,7 +48,12 @@ def summary(
         parts.append(f"export      {_short(export)}")
     if pushed is not None:
         parts.append(f"pushed to   {pushed}")
-    parts.append(f"loss curve  {_short(curve) if curve is not None else f'none, {NOT_INSTALLED}'}")
+    if registered is not None:
+        parts.append(f"registered  {registered}")
+    why = "it could not be drawn" if can_draw() else NOT_INSTALLED
+    if report is not None:
+        parts.append(f"report      {_short(report)}")
+    parts.append(f"loss curve  {_short(curve) if curve is not None else f'none, {why}'}")
     return "\n".join(parts)
 
 

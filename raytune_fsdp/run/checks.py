@@ -13,10 +13,13 @@ from pathlib import Path
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.method import AdapterMethod
-from raytune_fsdp.errors import ConfigError, ResumeError
+from raytune_fsdp.errors import ConfigError, ResumeError, pip_install
 from raytune_fsdp.model.exported import check_replaceable
 from raytune_fsdp.plan import Plan, layout_of, resolve
 from raytune_fsdp.rundir import RunDir, is_place_of_exports
+from raytune_fsdp.tracking.mlflow import mlflow_installed
+from raytune_fsdp.tracking.tensorboard import tensorboard_installed
+from raytune_fsdp.tracking.wandb import wandb_installed
 from raytune_fsdp.urls import is_url
 
 logger = logging.getLogger(__name__)
@@ -38,6 +41,7 @@ def check_first(config: FinetuneConfig, world: int | None) -> RunDir:
 def check_config(config: FinetuneConfig, world: int | None) -> None:
     """The part of `check_first` that has the same outcome in every process of a run."""
     check_device(config, config.cluster.device)
+    check_trackers(config)
     if config.train.max_steps is None:
         if world is not None:
             layout_of(config, world)
@@ -45,6 +49,25 @@ def check_config(config: FinetuneConfig, world: int | None) -> None:
         plan = resolve(config, world or 1)  # of one rank the least is asked
         check_best(config, plan)
         check_export(config, plan)
+
+
+def check_trackers(config: FinetuneConfig) -> None:
+    """Refuse trackers whose libraries are missing. Without MLflow a run goes on: it is on by default."""
+    mlflow = config.tracking.mlflow
+    if mlflow.register is not None and not mlflow_installed():
+        raise ConfigError(
+            f"tracking.mlflow.register={mlflow.register}, but MLflow is not installed: {pip_install('mlflow')}, or "
+            "leave register out"
+        )
+    if config.tracking.wandb.enabled and not wandb_installed():
+        raise ConfigError(
+            "tracking.wandb.enabled=true, but wandb is not installed: pip install wandb, or set it to false"
+        )
+    if config.tracking.tensorboard.enabled and not tensorboard_installed():
+        raise ConfigError(
+            "tracking.tensorboard.enabled=true, but nothing here writes its files: pip install tensorboardX, or set it "
+            "to false"
+        )
 
 
 def _check_places(config: FinetuneConfig, place: RunDir) -> None:

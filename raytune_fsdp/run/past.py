@@ -18,7 +18,7 @@ from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.config import FinetuneConfig, HeldOutConfig
 from raytune_fsdp.config.formats import PythonFormat
 from raytune_fsdp.data.open_data import open_data
-from raytune_fsdp.data.origins import Origin
+from raytune_fsdp.data.origins import RowOrigin
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.division import Division
@@ -43,7 +43,7 @@ class PastSample:
 
     sample: PackedSample
     at: Cursor
-    origins: Sequence[Origin]
+    origins: Sequence[RowOrigin]
     """Of its documents, in their order."""
 
 
@@ -66,6 +66,12 @@ def past_place(run: Path) -> RunDir:
     return RunDir(path, checkpoints_of(path))
 
 
+def placed(config: FinetuneConfig, place: RunDir) -> FinetuneConfig:
+    """A run's config, with the run where it is now: its directory may have been moved, or be named from elsewhere."""
+    run = config.run.model_copy(update={"storage": str(place.path.parent), "name": place.path.name})
+    return config.model_copy(update={"run": run})
+
+
 def check_code(config: FinetuneConfig, *, trusted: bool) -> None:
     """Refuse to run code that a run's config names, unless its reader has said that it may."""
     functions = [each.format.function for each in config.data.train if isinstance(each.format, PythonFormat)]
@@ -79,10 +85,11 @@ def check_code(config: FinetuneConfig, *, trusted: bool) -> None:
 
 def past_step(config: FinetuneConfig, place: RunDir, step: int, progress: Progress | None = None) -> PastStep:
     """The samples of a step. ResumeError if the data is not what the run was trained on."""
-    division, steps = _division(config, place)
+    plan = plan_on_record(place)
+    division = _division(config, plan)
     line = read_step(place.metrics, step)
-    if step > steps:
-        raise ResumeError(f"{place.plan}: the run has {steps} steps, so there is no step {step}")
+    if step > plan.steps:
+        raise ResumeError(f"{place.plan}: the run has {plan.steps} steps, so there is no step {step}")
     newest, before = _states(place, step)
     tokenizer, windows = _own_data(config, place, newest, progress)
     stream = Stream(windows, seed=config.run.seed)
@@ -93,7 +100,7 @@ def past_step(config: FinetuneConfig, place: RunDir, step: int, progress: Progre
         raise ResumeError(
             f"{place.metrics}: step {step} was trained on other samples than these; {_why(newest, windows)}"
         )
-    origins: dict[tuple[int, int], list[list[Origin]]] = {}
+    origins: dict[tuple[int, int], list[list[RowOrigin]]] = {}
     for at in places:
         if (at.epoch, at.window) not in origins:
             if progress is not None:
@@ -143,20 +150,33 @@ def _own_data(
     return tokenizer, windows
 
 
-def _division(config: FinetuneConfig, place: RunDir) -> tuple[Division, int]:
-    """How the run is divided into steps, whatever the number of ranks; and how many there are."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOnRecord:
+    """What a run's plan.json says of its length."""
+
+    steps: int
+    total_samples: int | None
+    schedule_steps: int
+
+
+def plan_on_record(place: RunDir) -> PlanOnRecord:
     try:
         plan = read_json(place.plan, limit=_PLAN_BYTES)
     except (OSError, ValueError) as error:
         raise ResumeError(f"{place.plan} cannot be read ({error}): it says how long the run is") from error
-    total, steps = (plan.get("total_samples"), plan.get("steps")) if isinstance(plan, dict) else (None, None)
-    if not is_count(steps) or not (total is None or is_count(total)):
-        raise ResumeError(f"{place.plan} is not the plan of a run: it has no steps and total_samples")
+    names = ("total_samples", "steps", "schedule_steps")
+    total, steps, schedule = (plan.get(name) if isinstance(plan, dict) else None for name in names)
+    if not (is_count(steps) and is_count(schedule) and (total is None or is_count(total))):
+        raise ResumeError(f"{place.plan} is not the plan of a run: it does not say how long the run is")
+    return PlanOnRecord(steps=steps, total_samples=total, schedule_steps=schedule)
+
+
+def _division(config: FinetuneConfig, plan: PlanOnRecord) -> Division:
+    """How the run is divided into steps, whatever the number of ranks."""
     train = config.train
-    division = Division(
-        global_batch=train.global_batch, micro_batch=train.micro_batch, total_samples=total, data_ranks=1
+    return Division(
+        global_batch=train.global_batch, micro_batch=train.micro_batch, total_samples=plan.total_samples, data_ranks=1
     )
-    return division, steps
 
 
 def _why(newest: RunState | None, windows: Windows) -> str:

@@ -51,6 +51,7 @@ from raytune_fsdp.plan import layout_of
 from raytune_fsdp.run.added_tokens import add_tokens
 from raytune_fsdp.run.base import Base, begun_with, check_base
 from raytune_fsdp.run.checks import check_best, check_export, check_first, warn_of_method
+from raytune_fsdp.run.described import commit_here
 from raytune_fsdp.run.initial_weights import Origin, find_adapter, find_origin, model_directory, own_model_files
 from raytune_fsdp.run.needs import network_needs
 from raytune_fsdp.run.probe import check_step
@@ -118,6 +119,7 @@ def prepare(
         needs=needs,
         lease=lease_of(place.lock),
         added=tuple(added),
+        commit=commit_here(),
     )
     standing = stand(config, prepared, world, found, windows_built=built)
     check_best(config, standing.plan, [name(each) for each in evals for name in (evaluation_loss, evaluation_accuracy)])

@@ -5,18 +5,22 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import platform
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 import torch.distributed as dist
 
 from raytune_fsdp.checkpoint.catalogue import set_aside
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.model_files import put_model_files
 from raytune_fsdp.config import FinetuneConfig, HeldOutConfig
+from raytune_fsdp.config.differing import differing
 from raytune_fsdp.config.load import recorded_text
 from raytune_fsdp.config.method import AdapterMethod
 from raytune_fsdp.config.recorded import recorded
@@ -25,12 +29,14 @@ from raytune_fsdp.counts import Census
 from raytune_fsdp.data.open_data import HELD_OUT
 from raytune_fsdp.data.skipped import events_of_rows
 from raytune_fsdp.durable import replace_durably
-from raytune_fsdp.errors import pip_install
+from raytune_fsdp.errors import in_one_line, pip_install
 from raytune_fsdp.model.adapter_config import put_adapter_config
 from raytune_fsdp.model.attention import Choice
 from raytune_fsdp.model.network import build_network
-from raytune_fsdp.redaction import redact
+from raytune_fsdp.redaction import redact, redact_text
 from raytune_fsdp.report.card import recipe_of
+from raytune_fsdp.report.census import data_of
+from raytune_fsdp.run.described import used_data
 from raytune_fsdp.run.resume import changed_settings, last_config
 from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.rundir import RECIPE_FILE, RunDir, mlflow_database
@@ -38,9 +44,13 @@ from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.console import ConsoleTracker, event_in_words
 from raytune_fsdp.tracking.jsonl import JsonlTracker, append_event, read_events, repair_event
 from raytune_fsdp.tracking.mlflow import MlflowTracker, mlflow_installed
+from raytune_fsdp.tracking.mlflow_model import register
 from raytune_fsdp.tracking.repair import cut, is_whole
+from raytune_fsdp.tracking.tensorboard import TensorboardTracker
 from raytune_fsdp.tracking.tracker import Composite, NullTracker, RunStart, Tracker, flatten
+from raytune_fsdp.tracking.wandb import WandbTracker
 from raytune_fsdp.types import Progress
+from raytune_fsdp.untrusted import read_file
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +88,8 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
     if config.checkpoint.storage is not None:
         replace_durably(place.checkpoints_at, place.checkpoints)
     replace_durably(place.plan, json.dumps(_plan_in_full(prepared, standing), indent=1))
+    if prepared.census is not None:
+        replace_durably(place.data, data_of(prepared.census))
     prepared.hf_config.save_pretrained(place.model_files)
     prepared.tokenizer.save_pretrained(place.model_files)
     if isinstance(config.method, AdapterMethod):
@@ -85,7 +97,7 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
     if prepared.generation_config is not None:
         # Not save_pretrained: it refuses combinations of settings that well-known models ship with.
         prepared.generation_config.to_json_file(place.model_files / "generation_config.json")
-    recipe = recipe_of(redact(config.model_dump(mode="json")), _version(), place.path, prepared.parameters)
+    recipe = recipe_of(redact(config.model_dump(mode="json")), _versions(), place.path, prepared.parameters)
     replace_durably(place.model_files / RECIPE_FILE, recipe)
     put_model_files(place.model_files, place.checkpoints)
     return Opened(changed=changed, aside=aside)
@@ -101,11 +113,28 @@ def clean_config(place: RunDir) -> None:
             replace_durably(place.config, dump(clean), private=True)
 
 
-def _version() -> str | None:
-    try:
-        return version("raytune-fsdp")
-    except PackageNotFoundError:  # run from a source tree that is not installed
-        return None
+def _versions() -> dict[str, str | None]:
+    """Of what decides the bits of a result."""
+    found: dict[str, str | None] = {}
+    for package in ("raytune-fsdp", "torch", "transformers"):
+        found[package] = None
+        with suppress(PackageNotFoundError):  # run from a source tree that is not installed
+            found[package] = version(package)
+    return found
+
+
+def computed_on(device: torch.device) -> dict[str, object]:
+    """What the bits of an attempt's results depend on besides its config: the same again are the same bits."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return {"device": f"{device.type}: {name}", "threads": torch.get_num_threads(), "versions": _versions()}
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def start_tracker(
@@ -114,18 +143,15 @@ def start_tracker(
     standing: Standing,
     opened: Opened,
     kernels: Mapping[str, Choice],
+    device: torch.device,
     console: TextIO | None,
+    more: Sequence[Tracker] = (),
 ) -> Tracker:
-    """Rank 0's trackers; the other ranks get one that does nothing."""
+    """Rank 0's trackers, those of the config and `more`; the other ranks get one that does nothing."""
     if dist.get_rank() != 0:
         return NullTracker()
     record = JsonlTracker(prepared.place.path, prepared.lease)
-    trackers: list[Tracker] = []
-    if config.tracking.console:
-        trackers.append(ConsoleTracker(console, every=config.tracking.console_every))
-    if config.tracking.mlflow.enabled and mlflow_installed():
-        trackers.append(mlflow_tracker(config, prepared.place))
-    tracker = Composite(trackers, record=record)
+    tracker = Composite([*more, *_trackers_of(config, prepared.place, console)], record=record)
     tracker.start(run_start(config, prepared, standing, standing.attempt))
     if record.repaired:
         tracker.event(names.RECORD_REPAIRED, **record.repaired)
@@ -135,6 +161,7 @@ def start_tracker(
         world_size=plan.layout.world,
         resumed_from=standing.state.step,
         **plan.spread(),
+        **computed_on(device),
     )
     _report_kernels(tracker, kernels, standing.state.kernels)
     if config.tracking.mlflow.enabled and not mlflow_installed():
@@ -154,12 +181,34 @@ def start_tracker(
     return tracker
 
 
+def _trackers_of(config: FinetuneConfig, place: RunDir, console: TextIO | None) -> Iterator[Tracker]:
+    chosen = config.tracking
+    if chosen.console:
+        yield ConsoleTracker(console, every=config.tracking.console_every)
+    if chosen.mlflow.enabled and mlflow_installed():
+        yield mlflow_tracker(config, place)
+    if chosen.wandb.enabled:
+        yield WandbTracker(place.path, project=chosen.wandb.project, entity=chosen.wandb.entity)
+    if chosen.tensorboard.enabled:
+        yield TensorboardTracker(place.path)
+
+
 def _report_kernels(tracker: Tracker, kernels: Mapping[str, Choice], before: Mapping[str, str]) -> None:
     chosen = {what: choice.name for what, choice in kernels.items()}
     tracker.event(names.KERNELS, **chosen, **{f"{what}_why": choice.why for what, choice in kernels.items()})
     for what, choice in kernels.items():
         if before.get(what, choice.name) != choice.name:
             tracker.event(names.KERNELS_CHANGED, what=what, was=before[what], now=choice.name, why=choice.why)
+
+
+def params_of(config: FinetuneConfig) -> dict[str, object]:
+    """What is not at its default, by dotted path, without secrets."""
+    changed = differing(config)
+    return {
+        key: value
+        for key, value in flatten(recorded(config.model_dump())).items()
+        if any(key == path or key.startswith(f"{path}.") for path in changed)
+    }
 
 
 def mlflow_tracker(
@@ -187,7 +236,9 @@ def run_start(config: FinetuneConfig, prepared: Prepared, standing: Standing, at
         total_steps=standing.plan.steps,
         config=recorded_text(config),
         plan=_plan_in_full(prepared, standing),
-        params=flatten(recorded(config.model_dump())),
+        params=params_of(config),
+        datasets=used_data(config, prepared.train, prepared.evals),
+        commit=prepared.commit,
         state=standing.state.tracking,
         parameters=prepared.parameters,
     )
@@ -203,29 +254,37 @@ def mend_record(place: RunDir, standing: Standing) -> None:
         logger.warning("%s", event_in_words(names.RECORD_REPAIRED, fields))
 
 
-def make_up_tracking(
+def last_tracking(
     config: FinetuneConfig, prepared: Prepared, before: Standing, *, seconds: float, progress: Progress | None
 ) -> MlflowTracker | None:
-    """A tracker that sends what MLflow has not got of a run that is complete, from now on; None if it has everything.
+    """A tracker of a run that is complete: it sends what MLflow has not got, and at its end the report.
 
-    `before` is where the run stood when the command began. If it was complete then, MLflow is asked what it has; if
-    not, rank 0 has recorded whether it could send everything, unless it died meanwhile, and asking would cost the
-    seconds of importing MLflow.
+    `before` is where the run stood when the command began. The seconds of importing MLflow pass in the tracker's
+    thread, while the export is written.
     """
     if not (config.tracking.mlflow.enabled and mlflow_installed()):
         return None
     events = read_events(prepared.place.events)
     attempt = max((event["attempt"] for event in events), default=0)
-    # An attempt that found the run complete has trained nothing, and sent nothing.
-    trained = max((event["attempt"] for event in events if event["event"] == names.ATTEMPT_STARTED), default=0)
-    signs = (names.NOT_SENT_TO_MLFLOW, names.ATTEMPT_FAILED)
-    missed = any(event["event"] in signs and event["attempt"] == trained for event in events)
-    if not (before.complete or missed):
-        return None
     tracker = mlflow_tracker(config, prepared.place, seconds=seconds, progress=progress)
     start = run_start(config, prepared, before, attempt)
     tracker.start(replace(start, over=True, committed=before.plan.steps))
     return tracker
+
+
+def register_export(config: FinetuneConfig, place: RunDir, step: int) -> str | None:
+    """Register the export in MLflow, if that is asked for. Returns the model and its version; None if there is none."""
+    name = config.tracking.mlflow.register
+    if name is None:
+        return None
+    uri = config.tracking.mlflow.uri or mlflow_database(place.path.parent)[0]
+    try:
+        run_id = read_file(place.mlflow_id, limit=1024).decode().strip()
+        return f"{name}, version {register(uri, run_id, place.export, name, step)}"
+    except Exception as error:  # the run is complete, whatever a registry says
+        problem = redact_text(in_one_line(error))
+        logger.warning("the export is not registered as %s: %s; the same command tries it again", name, problem)
+        return None
 
 
 def _plan_in_full(prepared: Prepared, standing: Standing) -> dict[str, Any]:

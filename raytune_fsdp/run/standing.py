@@ -61,6 +61,8 @@ class Prepared:
     """Whether the run is still this command's; None where nothing says whose it is."""
     added: Collection[int] = ()
     """The ids of new tokens."""
+    commit: str | None = None
+    """The git commit of the directory in which the command was started, if that is in a repository."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

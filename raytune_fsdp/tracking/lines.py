@@ -23,7 +23,7 @@ _TRAJECTORY = ("step", "epoch", "samples", "tokens", "target_tokens", "loss", "g
 _BESIDE = (
     "accuracy", "datasets", "step_seconds", "data_seconds", "tokens_per_second", "mfu", "memory_bytes",
     "rank_seconds", "rank_data_seconds", "rank_compute_seconds", "host_memory_bytes", "gpu_utilization",
-    "windows_built", "skipped", "expert_load", "experts_idle",
+    "windows_built", "skipped", "expert_load", "experts_idle", "nodes",
 )  # fmt: skip
 
 _NUMBER = rb'(?:-?[0-9][0-9.eE+-]*+|"NaN"|"-?Infinity")'

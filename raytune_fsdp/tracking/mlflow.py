@@ -1,24 +1,26 @@
-"""The run in MLflow: params, metrics by step, the config and the plan.
+"""The run in MLflow: params, metrics by step, data, the config, the plan, and what happened.
 
-`metrics.jsonl` is the record, and MLflow gets a copy of it. A call to a server that is down can block for minutes, so
-training only says how far its record is committed; one daemon thread opens the run and sends what is missing, in order.
-How far it is stands in a tag of the MLflow run, which is in the same request as the points before it: a server that was
-away gets everything when it is back, however long that was, from this process or from the next one.
+`metrics.jsonl` is the record, and MLflow gets a copy of it (see `following.py`). How far it is stands in a tag of the
+MLflow run, which is in the same request as the points before it: a server that was away gets everything when it is
+back, however long that was, from this process or from the next one.
 
 MLflow keeps a point for every (key, time, step, value), and takes none back. So the time of a point is the one in its
 line, which makes a point that is sent twice the same point; and only lines up to the newest checkpoint are sent, as a
 resume cuts the others.
+
+The run has every metric. Below it is a run for each attempt, with the figures of its nodes and its events alone.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,10 +28,13 @@ from raytune_fsdp.config.recorded import shown_uri
 from raytune_fsdp.durable import replace_at_once
 from raytune_fsdp.errors import RaytuneError, in_one_line
 from raytune_fsdp.redaction import redact, redact_text, redact_yaml
-from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE, MLFLOW_ID_FILE
-from raytune_fsdp.tracking.cursor import Position, RecordReader, Sent
-from raytune_fsdp.tracking.jsonl import append_event, read_events
+from raytune_fsdp.rundir import EVENTS_FILE, MLFLOW_ID_FILE
+from raytune_fsdp.tracking.cursor import Position, Sent
+from raytune_fsdp.tracking.following import ALL, Follower
+from raytune_fsdp.tracking.jsonl import append_event
+from raytune_fsdp.tracking.mlflow_beside import AttemptRuns, Tables, send_report
 from raytune_fsdp.tracking.mlflow_run import (
+    ATTEMPT,
     MAX_POINTS,
     NOISY_LOGGERS,
     GoneError,
@@ -39,12 +44,11 @@ from raytune_fsdp.tracking.mlflow_run import (
     create_run,
     find_run,
 )
-from raytune_fsdp.tracking.muted import muted
-from raytune_fsdp.tracking.names import NOT_SENT_TO_MLFLOW, SAVED
-from raytune_fsdp.tracking.points import Point, event_tag, mlflow_name, points_of
-from raytune_fsdp.tracking.tracker import RunStart, Status
-from raytune_fsdp.types import Progress, StepMetrics
-from raytune_fsdp.untrusted import read_file
+from raytune_fsdp.tracking.names import NOT_SENT_TO_MLFLOW
+from raytune_fsdp.tracking.points import Point, mlflow_name, node_points_of, points_of
+from raytune_fsdp.tracking.tracker import Status
+from raytune_fsdp.types import Progress
+from raytune_fsdp.untrusted import is_count, read_file
 
 logger = logging.getLogger(__name__)
 
@@ -54,25 +58,38 @@ CURSOR = "raytune_fsdp.sent"
 """Tag with the cursor."""
 _ASKED_FOR = "?"
 """Before a token, in the file of the run's id: a run with it was asked for."""
-_ATTEMPT, _RESUMED_FROM = "raytune_fsdp.attempt", "raytune_fsdp.resumed_from"
+_RESUMED_FROM, _COMMIT = "raytune_fsdp.resumed_from", "mlflow.source.git.commit"
 _MAX_PARAM_CHARS = 6000
-_MAX_PAUSE_SECONDS = 60.0  # pauses after failures double from two seconds up to this
-_LAST_PAUSES_SECONDS, _LAST_TRIES = 1.0, 5  # after the end of a run
-_ALL = 2**62  # a step that no run reaches
+_TRIES_BESIDE = 3
 
-_STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+_STATUS: dict[Status, str] = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 
 def mlflow_installed() -> bool:
     return find_spec("mlflow") is not None
 
 
-class MlflowTracker:
-    """Keeps one MLflow run per run, however often that is resumed. Never raises, and waits only in `finish`.
+@dataclass(slots=True)
+class _Batch:
+    """What comes next of the record."""
+
+    points: list[Point] = field(default_factory=list)
+    nodes: dict[int, list[Point]] = field(default_factory=dict)
+    """By attempt, the figures of its nodes."""
+    sent: Sent = field(default_factory=Sent)
+    """Where these end."""
+    num_lines: int = 0
+
+
+class MlflowTracker(Follower):
+    """Keeps one MLflow run per run, however often that is resumed.
 
     `directory` is that of the run, with its record. `artifact_root` is used when the experiment is created; None where
-    a server decides. `finish` waits `finish_seconds` at most, and tells `progress` how far it is.
+    a server decides.
     """
+
+    receiver = "MLflow"
+    noisy = NOISY_LOGGERS
 
     def __init__(
         self,
@@ -84,25 +101,13 @@ class MlflowTracker:
         finish_seconds: float = 30.0,
         progress: Progress | None = None,
     ) -> None:
+        super().__init__(directory, finish_seconds=finish_seconds, progress=progress)
         self._uri = uri
         self._experiment = experiment
-        self._directory = directory
         self._artifact_root = artifact_root
-        self._finish_seconds = finish_seconds
-        self._progress = progress
-        self._start = RunStart(name="", attempt=0)
-        self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()
-        # What training says to the thread, guarded by `_changed`.
-        self._committed = -1
-        self._tags: dict[str, str] = {}
-        self._status: Status = "finished"
-        self._closed = False
-        self._abandoned = False
         # The thread's own.
         self._run: MlflowRun | None = None
         self._run_id: str | None = None
-        self._reader = RecordReader(directory / METRICS_FILE)
         self._first = self._sent = Sent()
         self._asked = False
         """Whether `_sent` is what MLflow says."""
@@ -112,114 +117,52 @@ class MlflowTracker:
         self._room = MAX_POINTS
         """How many points a request may have: fewer after one that failed, as it may have been too much."""
         self._hopeless: set[Position] = set()
-        self._ended = False
-        self._problem = ""
-
-    def start(self, run: RunStart) -> None:
-        self._start = run
-        committed = run.resumed_from if run.committed is None else run.committed
-        self._committed = committed or -1  # at step 0 nothing is committed: an evaluation there may come again
-        self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
-        self._thread.start()
-
-    def steps(self, metrics: Sequence[StepMetrics], world_size: int, attempt: int) -> None:
-        """Does nothing: the thread reads the record."""
-
-    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Does nothing, as `steps`."""
-
-    def event(self, name: str, /, **fields: object) -> None:
-        """Keeps the last event of every name, as a tag. After a commit the thread may send the lines up to it."""
-        with self._changed:
-            self._tags.update([event_tag(name, redact(fields))])
-            if name == SAVED and isinstance(step := fields.get("step"), int):
-                self._committed = max(self._committed, step)
-            self._changed.notify_all()
+        self._attempts = AttemptRuns()
+        self._tables = Tables(directory)
+        self._beside: deque[tuple[str, Callable[[MlflowRun], None]]] = deque()
+        """What is to be sent besides metrics, by what it is. It must not cost those: artifacts may live in another
+        store."""
+        self._tries = 0
+        self._given_up: set[str] = set()
+        self._last_things = False
+        """Whether what only the end of a run has is among them already."""
 
     def state(self) -> dict[str, str]:
         """The run's id, if it is known by now; the run's directory has it, too."""
         run_id = self._run_id or self._start.state.get(RUN_ID)
         return {RUN_ID: run_id} if run_id else {}
 
-    def sync(self) -> None:
-        """Does nothing: a commit does not wait for MLflow."""
-
-    def finish(self, status: Status) -> None:
-        """Sends the rest, and the status, within the deadline. Says what is left, also as an event."""
-        if self._thread is None or self._closed or self._abandoned:
+    def _say_unsent(self, unsent: str) -> None:
+        if self._start.over:  # the command says it
             return
-        if status == "handed_over":
-            # The run goes on in MLflow, too: the next attempt sends what is left, and a node may be gone in seconds.
-            self._abandoned = True
-            return
-        with self._changed:
-            self._status = status
-            if status == "finished":
-                # Nothing of a run that has reached its end will be cut. What a failed run has not committed will: it
-                # would be there twice when the run continues.
-                self._committed = _ALL
-            self._closed = True
-            self._changed.notify_all()
-        deadline = time.monotonic() + self._finish_seconds
-        while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
-            self._thread.join(min(0.5, left))
-            if self._progress is not None and self._thread.is_alive():
-                self._progress("steps sent to MLflow", *self._reached())
-        self._abandoned = not self._ended
-        unsent = self.unsent
-        if unsent is not None and not self._start.over:  # otherwise the command says it
-            logger.warning("%s", unsent)
-            with suppress(RaytuneError):  # the run has ended, however that was; this must not end it in another way
-                append_event(
-                    self._directory / EVENTS_FILE,
-                    NOT_SENT_TO_MLFLOW,
-                    attempt=self._start.attempt,
-                    fields={"because": unsent},
-                )
+        super()._say_unsent(unsent)
+        with suppress(RaytuneError):  # the run has ended, however that was; this must not end it in another way
+            fields = {"because": unsent}
+            append_event(self._directory / EVENTS_FILE, NOT_SENT_TO_MLFLOW, attempt=self._start.attempt, fields=fields)
 
     @property
     def unsent(self) -> str | None:
-        """After `finish`: what MLflow has not got, in a sentence; None if it has everything."""
         if self._ended:
             return None
-        sent, wanted = self._reached()
-        has = f"has {sent:,} of {wanted:,} steps of this run" if sent < wanted else "does not know how this run ended"
-        has = has if self._asked else "has not answered"
+        has = self._unsent_steps() if self._asked else "has not answered"
         because = f" ({self._problem[:200]})" if self._problem else ""  # some errors quote half of a library
-        return f"MLflow at {shown_uri(self._uri)} {has}{because}; the same command sends the rest"
+        return f"{self.place} {has}{because}; the same command sends the rest"
 
-    def _reached(self) -> tuple[int, int]:
-        """The last step that MLflow has, and the last one that it may have."""
-        total = self._start.total_steps
-        wanted = max(0, self._committed if total is None else min(self._committed, total))
-        return min(self._sent.place.step, wanted), wanted
+    @property
+    def place(self) -> str:
+        return f"MLflow at {shown_uri(self._uri)}"
+
+    def _sent_steps(self) -> int:
+        return self._sent.place.step
 
     # ---- from here on: what the thread does ----
 
-    def _work(self) -> None:
-        failures = last_tries = 0
-        with muted(*NOISY_LOGGERS):
-            while not self._ended and not self._abandoned:
-                try:
-                    self._advance()
-                    failures, last_tries, self._problem = 0, 0, ""
-                except Exception as error:  # foreign code; whatever it raises must not reach training
-                    failures += 1
-                    self._unsure = True
-                    self._problem = redact_text(in_one_line(error))
-                    if failures == 1:
-                        logger.warning("MLflow at %s: %s", shown_uri(self._uri), self._problem)
-                    if self._closed:
-                        last_tries += not isinstance(error, RefusedError)
-                        if last_tries == _LAST_TRIES and not self._start.over:
-                            return  # the command goes on, without the devices that the ranks hold
-                        time.sleep(_LAST_PAUSES_SECONDS)
-                    self._pause(min(2.0 ** min(failures, 10), _MAX_PAUSE_SECONDS))
+    def _failed(self) -> None:
+        self._unsure = True
+        self._attempts.forget()
 
-    def _pause(self, seconds: float) -> None:
-        """Wait, but not once the run has ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed, timeout=seconds)
+    def _is_a_try(self, error: Exception) -> bool:
+        return not isinstance(error, RefusedError)
 
     def _advance(self) -> None:
         """Opens the run, or sends what comes next, or ends the run, or waits until there is something to do."""
@@ -234,21 +177,32 @@ class MlflowTracker:
                 return
             self._go_to(self._cursor(self._run, otherwise=self._first))
         with self._changed:
-            tags, committed, closed = dict(self._tags), self._committed, self._closed
+            committed, closed = self._committed, self._closed
+            self._tables.stale, self._happened = self._tables.stale or self._happened, False
         began = time.monotonic()
-        points, sent, num_lines = self._next(self._run, committed)
-        if sent != self._sent:
-            self._send(self._run, points, sent, num_lines)
+        batch = self._next(self._run, committed)
+        if batch.sent != self._sent:
+            self._send(self._run, batch)
             # At most half of the time, so that training has Python's lock for as long, whatever there is to send.
             self._pause(time.monotonic() - began)
-        elif tags:
-            self._send_tags(self._run, tags)
+        elif self._beside:
+            self._send_beside(self._run)
+        elif closed and not self._last_things:
+            self._last_things = True
+            attempt, status, events = self._start.attempt, _STATUS[self._status], self._tables.events
+            if self._run.status != status:
+                self._beside.append(("attempt", lambda run: self._attempts.end(run, attempt, status, events())))
+            if self._start.over:  # the command has made it, after the ranks have ended
+                self._beside.append(("report", lambda run: send_report(run, self._directory)))
+            if self._tables.stale or self._tables.differ_from(self._run):
+                self._beside.append(("events", self._send_tables))
         elif closed:
             self._run.end(_STATUS[self._status])
             self._ended = True
+        elif (due := self._tables.due()) is not None and due <= 0:
+            self._beside.append(("events", self._send_tables))
         else:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._tags or self._committed != committed)
+            self._wait(committed, due)
 
     def _open(self) -> MlflowRun:
         """The run of this attempt, of the run's directory, or of the checkpoint; else a new one."""
@@ -279,28 +233,53 @@ class MlflowTracker:
         return run
 
     def _describe(self, run: MlflowRun) -> None:
-        """Sends params, artifacts, tags and the events on record, unless they are there."""
+        """Sends the params; what else describes the run comes beside the metrics, unless it is there."""
         start = self._start
-        if not start.over or _ATTEMPT not in run.tags:
-            params = {key: str(redact(value, key)) for key, value in start.params.items()}
-            if start.parameters is not None:
-                params["parameters.total"] = str(start.parameters.total)
-                params["parameters.trainable"] = str(start.parameters.trainable)
+        self._beside.clear()
+        self._last_things = False
+        self._tables.stale = not start.over or self._tables.differ_from(run)
+        if start.over and ATTEMPT in run.tags:
+            return
+        params = {key: str(redact(value, key)) for key, value in start.params.items()}
+        if start.parameters is not None:
+            params["parameters.total"] = str(start.parameters.total)
+            params["parameters.trainable"] = str(start.parameters.trainable)
+        try:
+            run.add_params({mlflow_name(key): value[:_MAX_PARAM_CHARS] for key, value in params.items()})
+        except RefusedError as error:
+            logger.warning("MLflow did not take the params of run %s: %s", run.id, redact_text(str(error)))
+        config, plan = redact_yaml(start.config), json.dumps(redact(start.plan), indent=2, default=str)
+        tags = {ATTEMPT: str(start.attempt), _RESUMED_FROM: str(start.resumed_from)}
+        if start.commit is not None:
+            tags[_COMMIT] = start.commit
+        self._beside += [
+            ("datasets", lambda run: run.add_inputs(start.datasets)),
+            ("config", lambda run: run.add_text(config, "config.yaml")),
+            ("plan", lambda run: run.add_text(plan, "plan.json")),
+        ]
+        if not start.over:
+            events = self._tables.events
+            self._beside.append(("attempt", lambda run: self._attempts.begin(run, start.attempt, tags, events())))
+        # Last, as a sign that the others are there.
+        self._beside.append(("tags", lambda run: run.set_tags(tags)))
+
+    def _send_beside(self, run: MlflowRun) -> None:
+        what, send = self._beside[0]
+        if what not in self._given_up:
             try:
-                run.add_params({mlflow_name(key): value[:_MAX_PARAM_CHARS] for key, value in params.items()})
-            except RefusedError as error:
-                logger.warning("MLflow did not take the params of run %s: %s", run.id, redact_text(str(error)))
-            try:
-                run.add_text(redact_yaml(start.config), "config.yaml")
-                run.add_text(json.dumps(redact(start.plan), indent=2, default=str), "plan.json")
-            except Exception as error:  # artifacts may live in another store than metrics, and must not cost those
+                send(run)
+            except Exception as error:
+                self._tries += 1
+                if self._tries < _TRIES_BESIDE:
+                    raise  # the server is asked for the run before the next one: while it is away, none counts
+                self._given_up.add(what)
                 problem = redact_text(in_one_line(error))
-                logger.warning("MLflow did not take the artifacts of run %s: %s", run.id, problem)
-            # Last, as a sign that the others are there.
-            run.set_tags({_ATTEMPT: str(start.attempt), _RESUMED_FROM: str(start.resumed_from)})
-        events = dict(event_tag(each["event"], each["fields"]) for each in read_events(self._directory / EVENTS_FILE))
-        with self._changed:
-            self._tags = {**{key: text for key, text in events.items() if run.tags.get(key) != text}, **self._tags}
+                logger.warning("MLflow did not take the %s of run %s: %s", what, run.id, problem)
+        self._tries = 0
+        self._beside.popleft()
+
+    def _send_tables(self, run: MlflowRun) -> None:
+        self._tables.send(run, self._attempts, self._start.attempt)
 
     def _cursor(self, run: MlflowRun, *, otherwise: Sent | None) -> Sent:
         """How far the record is in MLflow, by what the run there says; `otherwise` if it says nothing."""
@@ -321,7 +300,7 @@ class MlflowTracker:
     def _history(self, run: MlflowRun) -> dict[str, bytearray]:
         """By key, the steps that MLflow has: a byte for each."""
         found: dict[str, bytearray] = {}
-        limit = self._start.total_steps or _ALL
+        limit = self._start.total_steps or ALL
         for key in run.keys:
             steps = [step for step in run.steps_of(key) if 0 <= step <= limit]
             found[key] = bytearray(max(steps, default=-1) + 1)
@@ -333,18 +312,22 @@ class MlflowTracker:
         self._sent, self._unsure, self._asked = sent, False, True
         self._reader.seek(sent.place)
 
-    def _next(self, run: MlflowRun, last_step: int) -> tuple[list[Point], Sent, int]:
-        """The next points up to a step, where they end, and of how many lines they are."""
-        points: list[Point] = []
-        place, num_lines, highest = self._sent.place, 0, self._sent.highest
+    def _next(self, run: MlflowRun, last_step: int) -> _Batch:
+        batch = _Batch()
+        place, highest, most = self._sent.place, self._sent.highest, 0
         for place, line in self._reader.lines(last_step):
-            num_lines += 1
-            if place not in self._hopeless:
-                found = points_of(line, run.start_time)
-                points += [point for point in found if point[3] > highest or not self._has(run, point)]
-            if len(points) > self._room - 10:  # a step has up to nine
+            batch.num_lines += 1
+            if place in self._hopeless:
+                continue
+            found = list(points_of(line, run.start_time))
+            batch.points += [point for point in found if point[3] > highest or not self._has(run, point)]
+            if is_count(attempt := line.get("attempt")) and (figures := [*node_points_of(line, run.start_time)]):
+                batch.nodes.setdefault(attempt, []).extend(figures)
+            most = max(most, len(found))
+            if len(batch.points) + most > self._room:  # the next line may have as many
                 break
-        return points, Sent(place, highest), num_lines
+        batch.sent = Sent(place, highest)
+        return batch
 
     def _has(self, run: MlflowRun, point: Point) -> bool:
         """Whether MLflow has a value of this key for this step."""
@@ -354,15 +337,17 @@ class MlflowTracker:
         steps = self._known.get(key, b"")
         return step < len(steps) and steps[step] == 1
 
-    def _send(self, run: MlflowRun, points: Sequence[Point], sent: Sent, num_lines: int) -> None:
+    def _send(self, run: MlflowRun, batch: _Batch) -> None:
+        sent = batch.sent
         try:
-            # MLflow's database has the points before the tag: if the server dies between the two, they are sent once
-            # more, and it knows them by their time and value.
-            run.add_points(points, {CURSOR: sent.to_text()})
+            # Both before the cursor, which MLflow's database has after the points: if the server dies in between, they
+            # are sent once more, and it knows them by their time and value.
+            self._attempts.add_points(run, batch.nodes)
+            run.add_points(batch.points, {CURSOR: sent.to_text()})
         except Exception as error:
             self._room = max(1, self._room // 4)
             # A line that is refused every time would hold up all that come after it.
-            if isinstance(error, RefusedError) and num_lines == 1:
+            if isinstance(error, RefusedError) and batch.num_lines == 1:
                 self._hopeless.add(sent.place)
                 logger.warning("MLflow does not take a line of step %d, so it is left out there", sent.place.step)
             raise
@@ -370,11 +355,3 @@ class MlflowTracker:
         self._room = min(2 * self._room, MAX_POINTS)
         if sent.place.step > sent.highest:
             self._known = None
-
-    def _send_tags(self, run: MlflowRun, tags: Mapping[str, str]) -> None:
-        try:
-            run.set_tags(tags)
-        except RefusedError as error:
-            logger.warning("MLflow did not take tags of run %s: %s", run.id, redact_text(str(error)))
-        with self._changed:
-            self._tags = {key: text for key, text in self._tags.items() if tags.get(key) != text}

@@ -5,10 +5,12 @@ Every call may block for as long as its timeouts allow, and may raise whatever i
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ from raytune_fsdp.config.recorded import shown_uri
 from raytune_fsdp.durable import keep_private
 from raytune_fsdp.errors import in_one_line
 from raytune_fsdp.tracking.points import Point
+from raytune_fsdp.tracking.tracker import UsedData
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -42,12 +45,17 @@ NOISY_LOGGERS = (
 # MLflow's limits for a request: 1,000 metrics, 100 params, 100 tags, and 1,000 of all together. Its client splits what
 # is more into several requests, with the tags in the first of them: a cursor would be ahead of its points.
 MAX_POINTS, _MAX_PARAMS, _MAX_TAGS = 900, 100, 100
+_MAX_NAME = 500  # of a dataset
 
 # MLflow's codes for a run that is not there (the second: its id is not one of this server's), and for a request that no
 # other try will help.
 _GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 _REFUSED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 _START = "raytune_fsdp.start"
+ATTEMPT = "raytune_fsdp.attempt"
+_PARENT = "mlflow.parentRunId"
+# Without it MLflow's page shows an experiment as one of generative AI, which has no curves.
+_KIND = {"mlflow.experimentKind": "custom_model_development"}
 
 
 class RefusedError(Exception):
@@ -59,12 +67,14 @@ class GoneError(Exception):
 
 
 class MlflowRun:
-    """A run that is there. `tags`, `params`, `keys` (of metrics) and `status` are as of the last look at it."""
+    """A run that is there. Its `tags`, `params`, `keys` (of metrics), `inputs` (name and digest) and `status` are as of
+    the last look at it."""
 
     def __init__(self, client: MlflowClient, run: Run) -> None:
         self._client = client
         self.id = str(run.info.run_id)
         self.status = ""
+        self.tags: Mapping[str, str] = {}
         self._read(run)
 
     def look(self) -> None:
@@ -95,9 +105,51 @@ class MlflowRun:
         pairs = [RunTag(*pair) for pair in tags.items()]
         for first in range(0, len(pairs), _MAX_TAGS):
             self._log(tags=pairs[first : first + _MAX_TAGS])
+        self.tags = {**self.tags, **tags}
 
     def add_text(self, text: str, name: str) -> None:
         self._client.log_text(self.id, text, name)
+
+    def add_file(self, file: Path, directory: str) -> None:
+        self._client.log_artifact(self.id, str(file), directory)
+
+    def add_directory(self, directory: Path, name: str) -> str:
+        """Copy all files of a directory, and say where they are."""
+        self._client.log_artifacts(self.id, str(directory), name)
+        return f"{self._artifacts}/{name}"
+
+    def add_inputs(self, datasets: Sequence[UsedData]) -> None:
+        """Add the datasets that are new."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        new = [
+            DatasetInput(
+                Dataset(
+                    name=used.name[:_MAX_NAME],
+                    digest=used.digest,
+                    source_type=used.kind,
+                    source=json.dumps(used.place, default=str),
+                    profile=json.dumps({"rows": used.rows}),
+                ),
+                [InputTag("mlflow.data.context", used.purpose)],
+            )
+            for used in datasets
+            if (used.name[:_MAX_NAME], used.digest) not in self.inputs
+        ]
+        if new:
+            self._client.log_inputs(self.id, new)
+
+    def attempts(self) -> dict[int, MlflowRun]:
+        """The runs below this one, by the number of their attempt."""
+        found = self._client.search_runs([self._experiment], f"tags.`{_PARENT}` = '{self.id}'")
+        runs = [MlflowRun(self._client, run) for run in found]
+        return {int(run.tags[ATTEMPT]): run for run in runs if run.tags.get(ATTEMPT, "").isdecimal()}
+
+    def add_attempt(self, number: int) -> MlflowRun:
+        tags = {_PARENT: self.id, ATTEMPT: str(number)}
+        return MlflowRun(
+            self._client, self._client.create_run(self._experiment, tags=tags, run_name=f"attempt {number}")
+        )
 
     def add_points(self, points: Sequence[Point], tags: Mapping[str, str]) -> None:
         """Add points, and set tags with the last of them."""
@@ -113,11 +165,15 @@ class MlflowRun:
         return [point.step for point in self._client.get_metric_history(self.id, key)]
 
     def _read(self, run: Run) -> None:
+        self._experiment = str(run.info.experiment_id)
+        self._artifacts = str(run.info.artifact_uri)
         self.status = str(run.info.status)
         self.start_time = int(run.info.start_time)
-        self.tags: Mapping[str, str] = run.data.tags
+        self.tags = run.data.tags
         self.params: Mapping[str, str] = run.data.params
         self.keys: Sequence[str] = list(run.data.metrics)
+        inputs = run.inputs.dataset_inputs if run.inputs else ()
+        self.inputs = {(each.dataset.name, each.dataset.digest) for each in inputs}
 
     def _log(self, **what: object) -> None:
         from mlflow.exceptions import MlflowException
@@ -166,10 +222,15 @@ def _create(file: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def get_run(client: MlflowClient, run_id: str) -> MlflowRun:
+    """The run with an id. Raises GoneError."""
+    return MlflowRun(client, _get(client, run_id))
+
+
 def find_run(client: MlflowClient, uri: str, run_id: str) -> MlflowRun | None:
     """The run with an id; None if it is no longer there."""
     try:
-        return MlflowRun(client, _get(client, run_id))
+        return get_run(client, run_id)
     except GoneError:
         logger.warning(
             "MLflow at %s no longer has run %s; metrics go to a new one from here on, with all there were",
@@ -205,13 +266,17 @@ def _get(client: MlflowClient, run_id: str) -> Run:
 def _experiment_id(client: MlflowClient, name: str, artifact_root: str | None) -> str:
     from mlflow.exceptions import MlflowException
 
-    if found := client.get_experiment_by_name(name):
-        return str(found.experiment_id)
-    try:
-        return str(client.create_experiment(name, artifact_location=artifact_root))
-    except MlflowException as error:
-        # Another run may have created it since we asked.
-        found = client.get_experiment_by_name(name)
-        if error.error_code == "RESOURCE_ALREADY_EXISTS" and found:
-            return str(found.experiment_id)
-        raise
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return str(client.create_experiment(name, artifact_location=artifact_root, tags=_KIND))
+        except MlflowException as error:
+            # Another run may have created it since we asked.
+            found = client.get_experiment_by_name(name)
+            if error.error_code != "RESOURCE_ALREADY_EXISTS" or not found:
+                raise
+    for key, value in _KIND.items():
+        if key not in found.tags:  # what its owner has chosen stays
+            with suppress(MlflowException):  # not everybody may change it, and it only decides what a page shows first
+                client.set_experiment_tag(found.experiment_id, key, value)
+    return str(found.experiment_id)

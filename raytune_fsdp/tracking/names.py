@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ GRAD_NORM = "train/grad_norm"
 LR = "train/lr"
 EPOCH = "train/epoch"
 ACCURACY = "train/accuracy"
+TOKEN_ACCURACY = "train/token_accuracy"
+"""The same number under the name that says what it counts. The older one stays, for dashboards that have it."""
 EXPERT_LOAD = ("train/expert_load/mean", "train/expert_load/max")
 """Over the layers: tokens of the busiest expert, over the mean of its layer's experts. 1 is perfect balance."""
 EXPERTS_IDLE = "train/experts_idle"
@@ -26,9 +29,15 @@ HOST_MEMORY_BYTES = "perf/host_memory_bytes"
 GPU_UTILIZATION = "perf/gpu_utilization"
 RANKS = ("fastest", "median", "slowest")
 """perf/step_seconds/<rank>, and of data_seconds and compute_seconds, where there are several."""
+SPREAD = ("perf/step_seconds_min", "perf/step_seconds_median", "perf/step_seconds_max")
+"""The same numbers as perf/step_seconds/<rank>, which stay."""
+NODE_FIGURES = ("host_rss", "host_free", "gpu_util", "gpu_memory")
+"""system/<node>/<figure>: bytes that its ranks have in memory, bytes that it has left, percent (the mean of its GPUs),
+bytes in use on its fullest GPU."""
 
 ATTEMPT_STARTED = "attempt_started"
-"""Fields: world_size, resumed_from, and the part of the plan that depends on the world size."""
+"""Fields: world_size, resumed_from, the part of the plan that depends on the world size, and what else the bits of the
+results depend on: device, threads and versions of rank 0."""
 ATTEMPT_ENDED = "attempt_ended"
 """Rank 0 has left an attempt. Fields: status (finished, failed, interrupted, handed_over); there is none where rank 0
 was killed."""
@@ -125,6 +134,15 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
+def labelled(key: str) -> tuple[str, str]:
+    """The key in characters of Prometheus, and the name that it holds, of a dataset or a node: "" if it holds none."""
+    kind, _, rest = key.partition("/")
+    of, _, figure = rest.rpartition("/")
+    if kind == "perf" or key in EXPERT_LOAD:
+        of, figure = "", rest
+    return re.sub(r"\W", "_", f"{kind}_{figure}", flags=re.ASCII), of
+
+
 def _of_datasets(datasets: Any) -> dict[str, Any]:
     """Loss and accuracy of each dataset of a step."""
     values: dict[str, Any] = {}
@@ -147,14 +165,27 @@ def _of_ranks(name: str, values: Any) -> dict[str, Any]:
     return {f"{name}/{rank}": value for rank, value in zip(RANKS, values, strict=True)}
 
 
+def node_values(line: Mapping[str, Any]) -> dict[str, float]:
+    """What the line of a step says about the nodes, as named numbers. Most lines say nothing: see `metrics.py`."""
+    values: dict[str, float] = {}
+    nodes = line.get("nodes")
+    for entry in nodes if isinstance(nodes, list | tuple) else ():
+        if isinstance(entry, list | tuple) and len(entry) == 1 + len(NODE_FIGURES) and isinstance(entry[0], str):
+            named = zip(NODE_FIGURES, entry[1:], strict=True)
+            values |= {f"system/{entry[0]}/{figure}": float(value) for figure, value in named if is_number(value)}
+    return values
+
+
 def step_values(line: Mapping[str, Any]) -> dict[str, float]:
     """The line of a step as named numbers; without those that it does not have, such as MFU on unknown devices."""
+    spread = _of_ranks(STEP_SECONDS, line.get("rank_seconds"))
     values = {
         LOSS: line["trajectory"]["loss"],
         GRAD_NORM: line["trajectory"]["grad_norm"],
         LR: line["trajectory"]["lr"],
         EPOCH: line["trajectory"]["epoch"],
         ACCURACY: line.get("accuracy"),
+        TOKEN_ACCURACY: line.get("accuracy"),
         **_of_datasets(line.get("datasets")),
         **_of_experts(line.get("expert_load")),
         EXPERTS_IDLE: line.get("experts_idle"),
@@ -164,7 +195,8 @@ def step_values(line: Mapping[str, Any]) -> dict[str, float]:
         MEMORY_BYTES: line.get("memory_bytes"),
         HOST_MEMORY_BYTES: line.get("host_memory_bytes"),
         GPU_UTILIZATION: line.get("gpu_utilization"),
-        **_of_ranks(STEP_SECONDS, line.get("rank_seconds")),
+        **spread,
+        **dict(zip(SPREAD, spread.values(), strict=False)),
         **_of_ranks(DATA_SECONDS, line.get("rank_data_seconds")),
         **_of_ranks(COMPUTE_SECONDS, line.get("rank_compute_seconds")),
         MFU: line.get("mfu"),

@@ -1,8 +1,7 @@
-"""Lines and events of the record in the form that MLflow takes."""
+"""Lines of the record in the form that MLflow takes."""
 
 from __future__ import annotations
 
-import json
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
@@ -10,9 +9,9 @@ from functools import lru_cache
 from typing import Any
 
 from raytune_fsdp.tracking.lines import step_of, time_of
-from raytune_fsdp.tracking.names import step_values, with_perplexity
+from raytune_fsdp.tracking.names import node_values, step_values, with_perplexity
 
-_MAX_TAG_CHARS, _MAX_KEY_CHARS = 5000, 250
+_MAX_KEY_CHARS = 250
 
 Point = tuple[str, float, int, int]
 """A metric's name, value, time in milliseconds since 1970, and step."""
@@ -20,14 +19,18 @@ Point = tuple[str, float, int, int]
 
 def points_of(line: Mapping[str, Any], otherwise: int) -> Iterator[Point]:
     """The points of a line. Lines of older versions have no time: theirs is `otherwise`."""
+    return _points(line, step_values(line) if line["kind"] == "step" else with_perplexity(line["values"]), otherwise)
+
+
+def node_points_of(line: Mapping[str, Any], otherwise: int) -> Iterator[Point]:
+    """What a line says about the nodes."""
+    return _points(line, node_values(line), otherwise)
+
+
+def _points(line: Mapping[str, Any], values: Mapping[str, float], otherwise: int) -> Iterator[Point]:
     step, at = step_of(line), time_of(line)
-    values = step_values(line) if line["kind"] == "step" else with_perplexity(line["values"])
     for name, value in {mlflow_name(name): float(value) for name, value in values.items()}.items():
         yield name, value, otherwise if at is None else at, step
-
-
-def event_tag(name: str, fields: object) -> tuple[str, str]:
-    return mlflow_name(f"event.{name}"), json.dumps(fields, default=str)[:_MAX_TAG_CHARS]
 
 
 @lru_cache(1000)

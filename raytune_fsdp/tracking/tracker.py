@@ -22,6 +22,20 @@ the run goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UsedData:
+    """A dataset of the run."""
+
+    name: str
+    digest: str
+    """Of the content of its files, and of which rows are used; at most 36 characters."""
+    kind: str
+    """What its place is, as MLflow names it: local, s3, hugging_face, …"""
+    place: Mapping[str, object]
+    rows: int
+    purpose: Literal["training", "evaluation"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunStart:
     """What is known when an attempt starts."""
 
@@ -38,7 +52,10 @@ class RunStart:
     plan: Mapping[str, object] = field(default_factory=dict)
     """The plan, ready for JSON."""
     params: Mapping[str, object] = field(default_factory=dict)
-    """The config with dotted keys: `flatten(config)`."""
+    """What of the config differs from its defaults, with dotted keys."""
+    datasets: Sequence[UsedData] = ()
+    commit: str | None = None
+    """The git commit of the directory in which the command was started; None where there is none."""
     state: Mapping[str, str] = field(default_factory=dict)
     """What `Tracker.state` returned for the checkpoint that the attempt continues from."""
     parameters: ParameterCount | None = None

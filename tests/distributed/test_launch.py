@@ -19,6 +19,7 @@ from raytune_fsdp.config.load import dump_config, load_config
 from raytune_fsdp.tracking.jsonl import read_evaluations, read_events, read_trajectory
 from raytune_fsdp.tracking.names import with_perplexity
 from tests.checkpoints import checkpoints
+from tests.mlflow_server import whole
 from tests.runs import GPT2, make_config, trajectory
 
 ROOT = Path(__file__).parents[2]
@@ -83,12 +84,13 @@ def test_one_command_trains_exports_and_says_what_it_left(tmp_path: Path, capsys
     done = run(*job("--config", str(config)), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / "runs" / "run"
-    for expected in ("step 6/6", "w5 w6", "export ", "next:", "mlflow ui"):
+    for expected in ("step 6/6", "w5 w6", "export ", "next:", "mlflow ui", "report      runs/run/report/index.html"):
         assert expected in done.stdout, done.stdout
     assert {path.name for path in run_dir.iterdir()} >= {
         "config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "checkpoints", "model", "export", "report",
     }  # fmt: skip
     assert (run_dir / "report" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "All 6 steps are trained." in (run_dir / "report" / "index.html").read_text()
     assert json.loads((run_dir / "plan.json").read_text())["steps"] == 6
     assert mlflow_runs(tmp_path) == [("run", "FINISHED", 6)]
     again = run(*job("--config", str(config), "--train.max_steps", "8"), cwd=tmp_path)
@@ -112,7 +114,7 @@ def mlflow_runs(directory: Path) -> list[tuple[str, str, int]]:
 
     client = MlflowClient(tracking_uri=f"sqlite:///{directory}/runs/mlflow.db")
     ids = [experiment.experiment_id for experiment in client.search_experiments()]
-    runs = client.search_runs(ids)
+    runs = whole(client.search_runs(ids))
     steps = [max(point.step for point in client.get_metric_history(r.info.run_id, "train/loss")) for r in runs]
     return [(r.info.run_name, r.info.status, step) for r, step in zip(runs, steps, strict=True)]
 

@@ -55,6 +55,8 @@ def test_ranks_say_how_long_they_took_and_what_took_their_memory(tmp_path: Path)
         for key in ("rank_seconds", "rank_data_seconds"):
             assert line[key] == sorted(line[key]) and len(line[key]) == 3
         assert line["host_memory_bytes"] > 0
+    ((node, held, left, *_),) = lines[0]["nodes"]
+    assert node and held > 2e8 and left > 0, "both ranks are on it"
     events = {event["event"]: event["fields"] for event in read_events(directory / "events.jsonl")}
     # Weights and two moments in fp64: the node has both ranks.
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**GPT2))

@@ -19,6 +19,7 @@ import psutil
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.tracking.jsonl import read_events, read_trajectory
+from tests.mlflow_server import whole
 from tests.runs import GPT2, make_config
 
 ROOT = Path(__file__).parents[2]
@@ -158,4 +159,4 @@ def mlflow_runs(storage: Path) -> list[tuple[str, str]]:
 
     client = MlflowClient(f"sqlite:///{storage}/mlflow.db")
     (experiment,) = [each for each in client.search_experiments() if each.name != "Default"]
-    return [(run.info.run_id, run.info.status) for run in client.search_runs([experiment.experiment_id])]
+    return [(run.info.run_id, run.info.status) for run in whole(client.search_runs([experiment.experiment_id]))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -59,9 +60,12 @@ class Story:
 
 def killed(run: Command, name: str) -> int:
     """Kill the processes of Ray's with this name."""
-    found = [each for each in run.all() if each.cmdline() and each.cmdline()[0].startswith(f"ray::{name}")]
-    for process in found:
-        process.kill()
+    found = []
+    for process in run.all():
+        with suppress(psutil.NoSuchProcess):  # it may end by itself meanwhile
+            if "".join(process.cmdline()[:1]).startswith(f"ray::{name}"):
+                process.kill()
+                found.append(process)
     psutil.wait_procs(found, timeout=5)
     return len(found)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from raytune_fsdp.tracking.jsonl import read_metrics
 from raytune_fsdp.tracking.lines import is_number
-from raytune_fsdp.tracking.names import step_values, with_perplexity
+from raytune_fsdp.tracking.names import node_values, step_values, with_perplexity
 from raytune_fsdp.tracking.points import mlflow_name
 from raytune_fsdp.types import StepMetrics
 
@@ -30,8 +30,10 @@ class FakeServer:
         self.fault: Callable[[str], Fault] = lambda call: None
         self.calls: list[str] = []
         self.batches: list[list[int]] = []
-        self.texts: dict[str, str] = {}
-        self._experiments: dict[str, str] = {}
+        self.texts: dict[tuple[str, str], str] = {}
+        self.experiments: dict[str, SimpleNamespace] = {}
+        self.versions: dict[str, list[Any]] = {}
+        self.files: dict[tuple[str, str], bytes] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
 
@@ -50,23 +52,32 @@ class FakeServer:
         raise ConnectionError(f"{call}: no answer")
 
     def get_experiment_by_name(self, name: str) -> Any:
-        found = self._experiments.get(name)
-        return self._request("get_experiment_by_name", lambda: found and SimpleNamespace(experiment_id=found))
+        return self._request("get_experiment_by_name", lambda: self.experiments.get(name))
 
-    def create_experiment(self, name: str, artifact_location: str | None = None) -> str:
+    def create_experiment(self, name: str, artifact_location: str | None = None, tags: Any = None) -> str:
         def work() -> str:
-            self._experiments[name] = str(next(self._numbers))
-            return self._experiments[name]
+            number = str(next(self._numbers))
+            self.experiments[name] = SimpleNamespace(experiment_id=number, tags=dict(tags or {}))
+            return number
 
         return str(self._request("create_experiment", work))
+
+    def set_experiment_tag(self, experiment_id: str, key: str, value: str) -> None:
+        (found,) = (each for each in self.experiments.values() if each.experiment_id == experiment_id)
+        self._request("set_experiment_tag", lambda: found.tags.update({key: value}))
 
     def create_run(self, experiment: str, tags: dict[str, str], run_name: str) -> Any:
         def work() -> Any:
             run_id = f"run{next(self._numbers)}"
             info = SimpleNamespace(
-                run_id=run_id, status="RUNNING", start_time=1_000_000, lifecycle_stage="active", run_name=run_name
+                run_id=run_id, status="RUNNING", start_time=1_000_000, lifecycle_stage="active", run_name=run_name,
+                experiment_id=experiment, artifact_uri=f"fake:/{run_id}",
+            )  # fmt: skip
+            self.runs[run_id] = SimpleNamespace(
+                info=info,
+                data=SimpleNamespace(tags=dict(tags), params={}, metrics={}),
+                inputs=SimpleNamespace(dataset_inputs=[]),
             )
-            self.runs[run_id] = SimpleNamespace(info=info, data=SimpleNamespace(tags=dict(tags), params={}, metrics={}))
             return self._copy(run_id)
 
         return self._request("create_run", work)
@@ -95,7 +106,36 @@ class FakeServer:
         self._request("set_terminated", lambda: setattr(self.runs[run_id].info, "status", status))
 
     def log_text(self, run_id: str, text: str, name: str) -> None:
-        self._request("log_text", lambda: self.texts.update({name: text}))
+        self._request("log_text", lambda: self.texts.update({(run_id, name): text}))
+
+    def log_artifact(self, run_id: str, file: str, directory: str) -> None:
+        name = f"{directory}/{Path(file).name}"
+        self._request("log_artifact", lambda: self.files.update({(run_id, name): Path(file).read_bytes()}))
+
+    def log_inputs(self, run_id: str, datasets: list[Any]) -> None:
+        self._request("log_inputs", lambda: self.runs[run_id].inputs.dataset_inputs.extend(datasets))
+
+    def log_artifacts(self, run_id: str, directory: str, name: str) -> None:
+        for file in Path(directory).iterdir():
+            self.log_artifact(run_id, str(file), name)
+
+    def search_model_versions(self, text: str) -> list[Any]:
+        name = text.split("'")[1]
+        return list(self._request("search_model_versions", lambda: list(self.versions.get(name, []))))
+
+    def create_registered_model(self, name: str) -> None:
+        if name in self.versions:
+            from mlflow.exceptions import MlflowException
+            from mlflow.protos.databricks_pb2 import RESOURCE_ALREADY_EXISTS
+
+            raise MlflowException(name, error_code=RESOURCE_ALREADY_EXISTS)
+        self._request("create_registered_model", lambda: self.versions.update({name: []}))
+
+    def create_model_version(self, name: str, source: str, run_id: str, tags: Any, await_creation_for: int) -> Any:
+        there = self.versions[name]
+        version = SimpleNamespace(version=str(len(there) + 1), run_id=run_id, tags=tags, source=source)
+        self._request("create_model_version", lambda: there.append(version))
+        return version
 
     def get_metric_history(self, run_id: str, key: str) -> list[Any]:
         found = [SimpleNamespace(step=step) for name, _, step, _ in self.points[run_id] if name == key]
@@ -122,9 +162,14 @@ class FakeServer:
         def work() -> None:
             points()
             data.tags.update({each.key: each.value for each in tags})
-            self.batches.append(sorted({each.step for each in metrics}))
+            if run_id in self.whole():
+                self.batches.append(sorted({each.step for each in metrics}))
 
         self._request("log_batch", work, points)
+
+    def whole(self) -> list[str]:
+        """The runs that are not below another one."""
+        return [run_id for run_id, run in self.runs.items() if "mlflow.parentRunId" not in run.data.tags]
 
     def delete(self, run_id: str) -> None:
         self.runs[run_id].info.lifecycle_stage = "deleted"
@@ -137,7 +182,15 @@ class FakeServer:
             raise MlflowException(f"no run {run_id}", error_code=RESOURCE_DOES_NOT_EXIST)
         run = self.runs[run_id]
         data = SimpleNamespace(tags=dict(run.data.tags), params=dict(run.data.params), metrics=dict(run.data.metrics))
-        return SimpleNamespace(info=SimpleNamespace(**vars(run.info)), data=data)
+        inputs = SimpleNamespace(dataset_inputs=list(run.inputs.dataset_inputs))
+        return SimpleNamespace(info=SimpleNamespace(**vars(run.info)), data=data, inputs=inputs)
+
+    def of_attempts(self, run_id: str) -> dict[str, SimpleNamespace]:
+        """The runs below a run, by the number of their attempt."""
+        below = [run for run in self.runs.values() if run.data.tags.get("mlflow.parentRunId") == run_id]
+        found = {run.data.tags["raytune_fsdp.attempt"]: run for run in below}
+        assert len(found) == len(below), "one for each attempt"
+        return found
 
     def values(self, run_id: str) -> dict[tuple[str, int], list[float | None]]:
         """All values of every key at every step."""
@@ -162,6 +215,16 @@ def on_record(path: Path) -> dict[tuple[str, int], list[float | None]]:
         assert is_number(value)
         found[mlflow_name(key), number] = [None if math.isnan(value) else value]
     return found
+
+
+def nodes_on_record(path: Path, attempt: int) -> dict[tuple[str, int], list[float | None]]:
+    """What the run of an attempt should have."""
+    return {
+        (mlflow_name(key), line["trajectory"]["step"]): [value]
+        for line in read_metrics(path)
+        if line["kind"] == "step" and line["attempt"] == attempt
+        for key, value in node_values(line).items()
+    }
 
 
 def _values(path: Path) -> Iterator[tuple[str, int, float]]:

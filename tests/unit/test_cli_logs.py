@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from raytune_fsdp.cli.main import main
-from tests.records import Recorded
+from tests.recorded import Recorded
 from tests.unit.test_cli_watch import alive
 
 LOGS = [sys.executable, "-m", "raytune_fsdp.cli.main", "logs"]

@@ -17,7 +17,7 @@ from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch import run_lock
 from raytune_fsdp.launch.run_lock import locked
-from tests.records import Recorded, step
+from tests.recorded import Recorded, step
 
 
 def listed(storage: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:

@@ -15,9 +15,9 @@ import pytest
 
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.launch import run_lock
-from raytune_fsdp.tracking.follow import EventFollower, RecordFollower
 from raytune_fsdp.tracking.lines import metrics_of, step_of
-from tests.records import Recorded, step
+from raytune_fsdp.tracking.tail import EventFollower, RecordFollower
+from tests.recorded import Recorded, step
 from tests.terminal import on_terminal
 
 WATCH = [sys.executable, "-m", "raytune_fsdp.cli.main", "watch"]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import socket
+
+import numpy as np
 import pytest
 import torch
 
-from raytune_fsdp import metrics
+from raytune_fsdp import metrics, node_figures
 from raytune_fsdp.division import Division
 from raytune_fsdp.estimate.flops import Architecture, Products
 from raytune_fsdp.metrics import Meter
+from raytune_fsdp.node_figures import NodeFigures
 from raytune_fsdp.plan import Layout, Plan
 from raytune_fsdp.step import StepTensors
 from raytune_fsdp.step_counts import StepCounts
@@ -103,3 +108,28 @@ def test_on_a_cpu_nothing_is_copied() -> None:
     tensors = StepTensors(counts=torch.zeros(3, dtype=torch.int64), values=torch.zeros(3))
     found, arrival = metrics.to_host(tensors)
     assert found is tensors and arrival is None
+
+
+def test_nodes_are_in_one_step_of_ten_seconds() -> None:
+    measured = meter()
+    for step in (1, 2):
+        add(measured, step, (30, 10), (60.0, 5.0), (15, 10))
+    first, second = measured.fetch()
+    assert first.nodes == ()
+    ((name, rss, free, busy, taken),) = second.nodes
+    assert name == socket.gethostname() and rss is not None and free is not None and rss > 1e6 and free > 1e6
+    assert (busy, taken) == (None, None), "no GPU says nothing"
+    add(measured, 3, (30, 10), (60.0, 5.0), (15, 10))
+    assert [row.nodes for row in measured.fetch()] == [()]
+
+
+def test_ranks_of_a_node_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [("a", "1"), ("b", "2"), ("a", "1"), ("a", "3")]
+    monkeypatch.setattr(node_figures, "on_all_ranks", lambda what: nodes)
+    figures = NodeFigures(torch.device("cpu"), 4)
+    assert figures.nodes == ["a", "b", "a", "a-2"], "two machines may have one name"
+    everyone = np.array([[9, 50, 100, 8, 3], [9, 20, 10, 6, 4], [9, 70, 200, 7, 5], [9, math.nan, 1, 2, math.nan]])
+    assert figures.of_nodes(everyone) == (
+        ("a", 300.0, 7.0, 60.0, 5.0), ("b", 10.0, 6.0, 20.0, 4.0), ("a-2", 1.0, 2.0, None, None),
+    )  # fmt: skip
+    assert figures.of_nodes(everyone) == ()

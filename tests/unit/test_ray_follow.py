@@ -27,7 +27,7 @@ from raytune_fsdp.tracking import RunStart
 from raytune_fsdp.tracking.console import ConsoleTracker
 from raytune_fsdp.tracking.jsonl import read_events
 from raytune_fsdp.tracking.live import Looks, read_message
-from tests.records import step
+from tests.recorded import step
 from tests.runs import make_config
 
 ASKED = Request(workers=1, per_worker={"CPU": 1.0}, accelerator_type=None, placement="pack", device="cpu")

@@ -13,7 +13,7 @@ from raytune_fsdp.tracking.console import ConsoleTracker, curve, duration, event
 from raytune_fsdp.tracking.live import Looks, read_message
 from raytune_fsdp.tracking.names import perplexity, with_perplexity
 from raytune_fsdp.types import ParameterCount
-from tests.records import step
+from tests.recorded import step
 
 
 class Terminal(io.StringIO):

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from raytune_fsdp.api import FinetuneResult, finetune
 from raytune_fsdp.run import record
-from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.run.described import commit_here
+from raytune_fsdp.tracking import following, mlflow_model
 from raytune_fsdp.tracking import mlflow as tracking_mlflow
-from raytune_fsdp.tracking.jsonl import append_event, read_events, read_trajectory
+from raytune_fsdp.tracking.jsonl import read_events, read_trajectory
 from raytune_fsdp.tracking.mlflow import mlflow_installed
 from raytune_fsdp.tracking.mlflow_run import ENVIRONMENT
-from raytune_fsdp.tracking.tracker import RunStart
 from tests.runs import make_config
 from tests.unit.fake_mlflow import FakeServer, Fault, on_record
 
@@ -39,13 +38,18 @@ def test_the_same_command_sends_what_is_missing_and_mends_the_record(
         return server
 
     monkeypatch.setattr(tracking_mlflow, "connect", connect)
+    monkeypatch.setattr(mlflow_model, "connect", connect)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "77")
     variables = dict(os.environ)
     monkeypatch.setattr(record, "RANKS_WAIT_SECONDS", 0.2)
-    monkeypatch.setattr(tracking_mlflow, "_LAST_PAUSES_SECONDS", 0.05)
+    monkeypatch.setattr(following, "LAST_PAUSES_SECONDS", 0.05)
     uri = "http://127.0.0.1:9"
     config = make_config(
-        tmp_path, train={"max_steps": 6}, tracking={"console": False, "mlflow": {"enabled": True, "uri": uri}}
+        tmp_path,
+        train={"max_steps": 6},
+        tracking={"console": False, "mlflow": {"enabled": True, "uri": uri, "register": "tiny"}},
+        eval={"prompts": ["w5 w6"], "at_start": True},
+        export={"at_end": True},
     )
     run_dir = tmp_path / "runs" / "run"
     shown: list[tuple[str, int, int]] = []
@@ -63,43 +67,34 @@ def test_the_same_command_sends_what_is_missing_and_mends_the_record(
     assert last["event"] == "not_sent_to_mlflow" and last["fields"]["because"].startswith(f"MLflow at {uri}")
 
     outage[0] = None
+    (run_dir / "report" / "index.html").write_text("a report")
     second = command(30)
-    assert (second.trained, second.unsent) == (0, None)
-    ((run_id, run),) = server.runs.items()
+    assert (second.trained, second.unsent, second.registered) == (0, None, "tiny, version 1")
+    (run_id,) = server.whole()
+    run = server.runs[run_id]
     assert server.values(run_id) == on_record(run_dir / "metrics.jsonl") and run.info.status == "FINISHED"
     total = int(run.data.params["parameters.total"])
     assert total == int(run.data.params["parameters.trainable"]) > 1000
+    assert run.data.params["train.max_steps"] == "6" and "train.label_smoothing" not in run.data.params
+    ((used, purpose),) = [(each.dataset, each.tags[0].value) for each in run.inputs.dataset_inputs]
+    assert (used.name, used.source_type, purpose) == ("tokens", "local", "training") and 0 < len(used.digest) <= 36
+    assert json.loads(used.source) == {"uri": str(tmp_path / "tokens.jsonl")}
+    assert run.data.tags.get("mlflow.source.git.commit") == commit_here()
+    answers = json.loads(server.texts[run_id, "answers.json"])
+    assert [row[:2] for row in answers["data"]] == [[0, "w5 w6"], [6, "w5 w6"]]
+    (below,) = server.of_attempts(run_id).values()
+    figures = {key.rpartition("/")[2] for key, _ in server.values(below.info.run_id)}
+    assert figures == {"host_rss", "host_free"} and below.info.status == "FINISHED"
+    (version,) = server.versions["tiny"]
+    assert (version.run_id, version.source) == (run_id, f"fake:/{run_id}/export")
+    assert {(run_id, "export/config.json"), (run_id, "report/index.html")} <= server.files.keys()
+    sent = len(server.calls)
 
     lines = (run_dir / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (run_dir / "metrics.jsonl").write_bytes(b"".join([lines[1], lines[0], b"[]\n", *lines[2:]]))
-    assert command(30).unsent is None
+    third = command(30)
+    assert (third.unsent, third.registered) == (None, "tiny, version 1")
+    assert not {"create_model_version", "log_artifact", "log_inputs"} & set(server.calls[sent:]), "once is enough"
     assert [row["step"] for row in read_trajectory(run_dir / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     (mended,) = (event for event in read_events(run_dir / "events.jsonl") if event["event"] == "record_repaired")
     assert len(mended["fields"]["problems"]) == 2 and Path(mended["fields"]["kept"]).exists()
-
-
-@pytest.mark.parametrize(
-    ("story", "asks"),
-    [
-        ("1 attempt_started", False),
-        ("1 attempt_started, 1 attempt_failed, 2 attempt_started", False),
-        ("1 attempt_started, 1 not_sent_to_mlflow", True),
-        ("1 attempt_started, 1 attempt_failed, 2 ranks_joined", True),  # it died after its last step
-    ],
-)
-def test_mlflow_is_asked_after_an_attempt_that_cannot_have_sent_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: str, asks: bool
-) -> None:
-    config = make_config(tmp_path, tracking={"mlflow": {"enabled": True, "uri": "http://127.0.0.1:9"}})
-    place = RunDir.of(config)
-    place.path.mkdir(parents=True)
-    for each in story.split(", "):
-        attempt, name = each.split()
-        append_event(place.events, name, attempt=int(attempt), fields={})
-    asked = SimpleNamespace(start=lambda start: None)
-    monkeypatch.setattr(record, "mlflow_tracker", lambda *_, **__: asked)
-    monkeypatch.setattr(record, "run_start", lambda *_: RunStart(name="run", attempt=1))
-    prepared: Any = SimpleNamespace(place=place)
-    before: Any = SimpleNamespace(complete=False, plan=SimpleNamespace(steps=6))
-    found = record.make_up_tracking(config, prepared, before, seconds=1, progress=None)
-    assert (found is asked) == asks

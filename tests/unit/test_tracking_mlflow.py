@@ -11,19 +11,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raytune_fsdp.rundir import mlflow_database
-from raytune_fsdp.tracking import Composite, RunStart
+from raytune_fsdp.tracking import Composite, RunStart, following
 from raytune_fsdp.tracking import mlflow as tracking_mlflow
 from raytune_fsdp.tracking.jsonl import JsonlTracker, read_events, read_trajectory
 from raytune_fsdp.tracking.mlflow import CURSOR, RUN_ID, MlflowTracker, mlflow_installed
+from raytune_fsdp.tracking.mlflow_model import register
 from raytune_fsdp.tracking.mlflow_run import ENVIRONMENT, connect
+from raytune_fsdp.tracking.tracker import UsedData
 from raytune_fsdp.types import ParameterCount
-from tests.unit.fake_mlflow import FakeServer, Fault, on_record, step
+from tests.mlflow_server import whole
+from tests.unit.fake_mlflow import FakeServer, Fault, nodes_on_record, on_record, step
 
 pytestmark = [
     pytest.mark.skipif(not mlflow_installed(), reason="MLflow is not installed"),
@@ -39,8 +43,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     current = tmp_path / "current"
     current.mkdir()
     monkeypatch.chdir(current)
-    monkeypatch.setattr(tracking_mlflow, "_MAX_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(tracking_mlflow, "_LAST_PAUSES_SECONDS", 0.001)
+    monkeypatch.setattr(following, "MAX_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(following, "LAST_PAUSES_SECONDS", 0.001)
     for name, value in ENVIRONMENT.items():  # as finetune() and every rank do
         monkeypatch.setenv(name, value)
     yield
@@ -64,7 +68,10 @@ class Attempt:
     def train(self, first: int, last: int, *, every: int = 10, evaluate: bool = True) -> Attempt:
         """Steps, with an evaluation and a commit after every so many."""
         for number in range(first, last + 1):
-            self.both.steps([step(number, 1 / number + self.attempt)], world_size=1, attempt=self.attempt)
+            row = step(number, 1 / number + self.attempt)
+            if number % 7 == 0:
+                row = replace(row, nodes=(("a", 3e9 + number, 1e9, None, None), ("b", 2e9, 1e9, 50.0, None)))
+            self.both.steps([row], world_size=1, attempt=self.attempt)
             if number % every == 0:
                 self.both.event("saved", step=number)
                 if evaluate:
@@ -81,7 +88,7 @@ class Attempt:
         thread = self.mlflow._thread
         assert thread is not None
         with self.mlflow._changed:
-            self.mlflow._tags["wake"] = "up"
+            self.mlflow._happened = True
             self.mlflow._changed.notify_all()
         thread.join(20)
         assert not thread.is_alive()
@@ -102,15 +109,19 @@ def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> None:
 
 
 def the_run(server: FakeServer) -> str:
-    (run_id,) = server.runs
+    (run_id,) = server.whole()
     return run_id
 
 
-def test_one_run_through_resumes_on_sqlite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_run_through_resumes_on_sqlite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     uri, artifacts = mlflow_database(tmp_path / "the storage")
     place = tmp_path / "the storage" / "run"
     params = {f"section.key{i}": i for i in range(150)} | {"long": "x" * 9000, "hub.token": "my-own", "odd (key)": None}
-    given = {"params": params, "plan": {"steps": 300, "uri": DEAD}, "config": "run: {name: demo}\n"}
+    given = {"params": params, "plan": {"steps": 300, "uri": DEAD}, "config": "run: {name: demo}\n", "commit": "c0ffee"}
+    data = UsedData(name="x", digest="0" * 32, kind="local", place={"uri": "/x"}, rows=7, purpose="training")
+    more = UsedData(name="y", digest="1" * 32, kind="s3", place={"uri": "s3://y"}, rows=1, purpose="evaluation")
     count = ParameterCount(total=100, trainable=40)
 
     def attempt(start: RunStart) -> Composite:
@@ -119,11 +130,13 @@ def test_one_run_through_resumes_on_sqlite(tmp_path: Path, caplog: pytest.LogCap
         tracker.start(start)
         return tracker
 
-    first = attempt(start_of(1, 0, parameters=count, **given))
+    first = attempt(start_of(1, 0, parameters=count, datasets=(data,), **given))
     with caplog.at_level(logging.INFO):
         first.steps([step(i, loss=1 / i) for i in range(1, 300)] + [step(300, math.nan)], world_size=2, attempt=1)
         first.evaluation(300, {"eval/my chat (v2)/loss": 1.5})
         first.event("saved", step=300, api_key="my-own")
+        for answer in ("is cut", "a word"):
+            first.event("answered", step=300, prompt=[{"role": "user", "content": "?"}], answer=answer)
         first.finish("interrupted")
     assert [r.name for r in caplog.records if r.name.startswith(("alembic", "mlflow.store"))] == []
     state = first.state()
@@ -137,6 +150,15 @@ def test_one_run_through_resumes_on_sqlite(tmp_path: Path, caplog: pytest.LogCap
     assert found.data.params["parameters.total"] == "100" and found.data.params["parameters.trainable"] == "40"
     assert found.data.params["hub.token"] == "<redacted>" and found.data.params["odd _key_"] == "None"
     assert "my-own" not in str(found.data.tags) and found.data.tags["raytune_fsdp.attempt"] == "1"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # MLflow's own reader of tables takes it from there
+    table = client.load_table(found.info.experiment_id, "events.json", run_ids=[state[RUN_ID]])
+    assert table["event"].tolist() == ["saved", "answered", "answered"] and "my-own" not in str(table)
+    answers = client.load_table(found.info.experiment_id, "answers.json", run_ids=[state[RUN_ID]])
+    assert answers.to_dict("records") == [
+        {"step": 300, "prompt": '[{"role": "user", "content": "?"}]', "answer": "a word"}
+    ], "a step that was trained again has its last answer"
+    assert found.data.tags["mlflow.source.git.commit"] == "c0ffee"
+    assert client.get_experiment(found.info.experiment_id).tags["mlflow.experimentKind"] == "custom_model_development"
     history = sorted(client.get_metric_history(state[RUN_ID], "train/loss"), key=lambda metric: metric.step)
     assert [m.value for m in history[:-1]] == [1 / i for i in range(1, 300)] and math.isnan(history[-1].value)
     assert history[1].timestamp - history[0].timestamp == 2000
@@ -144,17 +166,28 @@ def test_one_run_through_resumes_on_sqlite(tmp_path: Path, caplog: pytest.LogCap
     assert found.data.metrics["eval/my chat _v2_/perplexity"] == math.exp(1.5)
     names = {"train/grad_norm", "train/lr", "train/epoch", "perf/tokens_per_second", "perf/step_seconds"}
     assert names | {"perf/data_seconds"} <= found.data.metrics.keys() and "perf/mfu" not in found.data.metrics
-    assert {file.path for file in client.list_artifacts(state[RUN_ID])} == {"config.yaml", "plan.json"}
+    assert {file.path for file in client.list_artifacts(state[RUN_ID])} == {
+        "answers.json", "config.yaml", "events.json", "plan.json"
+    }  # fmt: skip
     plan = next((tmp_path / "the storage/mlartifacts").rglob("plan.json")).read_text()
     assert "hunter2" not in plan and '"steps": 300' in plan
 
-    second = attempt(start_of(2, 300, total_steps=301, params={"section.key0": "changed", "added": 1}))
+    changed = {"section.key0": "changed", "added": 1}
+    second = attempt(start_of(2, 300, total_steps=301, params=changed, datasets=(data, more)))
     second.steps([step(301, 0.25)], world_size=4, attempt=2)
     second.finish("finished")
     assert second.state() == state
     again = client.get_run(state[RUN_ID])
     assert again.info.status == "FINISHED" and again.data.metrics["train/loss"] == 0.25
     assert again.data.params["added"] == "1" and again.data.params["section.key0"] == "0"
+    used = {each.dataset.name: (each.dataset.digest, each.tags[0].value) for each in again.inputs.dataset_inputs}
+    assert used == {"x": ("0" * 32, "training"), "y": ("1" * 32, "evaluation")}
+    below = client.search_runs([found.info.experiment_id], f"tags.`mlflow.parentRunId` = '{state[RUN_ID]}'")
+    assert {run.info.run_name: run.info.status for run in below} == {"attempt 1": "KILLED", "attempt 2": "FINISHED"}
+
+    versions = [register(uri, state[RUN_ID], place / "export", "tiny", step) for step in (300, 300, 301)]
+    assert versions == ["1", "1", "2"], "once for each export"
+    assert client.get_model_version_download_uri("tiny", "1") == str(place / "export")
 
     caplog.clear()
     client.delete_run(state[RUN_ID])
@@ -222,8 +255,15 @@ def test_everything_arrives_exactly_once_through_outages_and_a_crash(
     assert server.values(run_id) == on_record(tmp_path / "run" / "metrics.jsonl")
     assert len({number for key, number in server.values(run_id) if key == "train/loss"}) == 300
     assert server.runs[run_id].info.status == "FINISHED"
-    assert {"event.saved", "event.not_sent_to_mlflow"} <= server.runs[run_id].data.tags.keys()
-    assert [e["event"] for e in read_events(tmp_path / "run" / "events.jsonl")][-1] == "not_sent_to_mlflow"
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert events[-1]["event"] == "not_sent_to_mlflow"
+    table = json.loads(server.texts[run_id, "events.json"])
+    assert [row[2] for row in table["data"]] == [event["event"] for event in events]
+    below = server.of_attempts(run_id)
+    assert {attempt: run.info.status for attempt, run in below.items()} == {"1": "KILLED", "2": "FINISHED"}
+    for attempt, run in below.items():
+        wanted = nodes_on_record(tmp_path / "run" / "metrics.jsonl", int(attempt))
+        assert wanted and server.values(run.info.run_id) == wanted, "the figures of its nodes, and nothing else"
 
 
 def test_the_same_on_a_real_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,13 +285,17 @@ def test_the_same_on_a_real_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tracking_mlflow, "connect", lambda uri: flaky)
     story(tmp_path / "run", lambda fault: outage.__setitem__(0, fault))
     experiment = client.get_experiment_by_name("e")
-    (run,) = client.search_runs([experiment.experiment_id])
+    (run,) = whole(client.search_runs([experiment.experiment_id]))
     found: dict[tuple[str, int], list[float | None]] = {}
     for key in run.data.metrics:
         for point in client.get_metric_history(run.info.run_id, key):
             found.setdefault((key, point.step), []).append(None if math.isnan(point.value) else point.value)
     assert found == on_record(tmp_path / "run" / "metrics.jsonl")
     assert run.info.status == "FINISHED"
+    for attempt in client.search_runs([experiment.experiment_id], f"tags.`mlflow.parentRunId` = '{run.info.run_id}'"):
+        wanted = nodes_on_record(tmp_path / "run" / "metrics.jsonl", int(attempt.data.tags["raytune_fsdp.attempt"]))
+        points = {key: client.get_metric_history(attempt.info.run_id, key) for key in attempt.data.metrics}
+        assert wanted == {(key, each.step): [each.value] for key, found in points.items() for each in found}
 
 
 def test_only_committed_lines_are_sent(tmp_path: Path, server: FakeServer) -> None:
@@ -259,7 +303,7 @@ def test_only_committed_lines_are_sent(tmp_path: Path, server: FakeServer) -> No
     attempt = Attempt(tmp_path, start_of(1, 0))
     attempt.both.evaluation(0, {"eval/x/loss": 9.0})
     attempt.train(1, 17, evaluate=False)
-    wait_for(lambda: server.runs and ("train/loss", 10) in server.values(the_run(server)))
+    wait_for(lambda: server.whole() and ("train/loss", 10) in server.values(the_run(server)))
     time.sleep(0.05)
     run_id = the_run(server)
     assert max(number for _, number in server.values(run_id)) == 10
@@ -335,7 +379,8 @@ def test_requests_keep_to_the_limits_whatever_there_is_to_send(tmp_path: Path, s
     assert attempt.finish().unsent is None  # the server has asserted the limits
     assert server.values(the_run(server)) == on_record(tmp_path / "metrics.jsonl")
     assert len(server.runs[the_run(server)].data.params) == 250
-    assert sum(key.startswith("event.kind") for key in server.runs[the_run(server)].data.tags) == 150
+    table = json.loads(server.texts[the_run(server), "events.json"])
+    assert sum(row[2].startswith("kind") for row in table["data"]) == 150
     assert len(server.batches) < 25, "one request for about a hundred steps"
 
 
@@ -354,11 +399,11 @@ def test_a_server_that_creates_a_run_and_does_not_say_so_has_one_run(tmp_path: P
 
 def test_a_run_that_is_deleted_meanwhile_is_sent_anew(tmp_path: Path, server: FakeServer) -> None:
     attempt = Attempt(tmp_path, start_of(1, 0, total_steps=30)).train(1, 10)
-    wait_for(lambda: server.runs and ("train/loss", 10) in server.values(the_run(server)))
+    wait_for(lambda: server.whole() and ("train/loss", 10) in server.values(the_run(server)))
     deleted = the_run(server)
     server.delete(deleted)
     assert attempt.train(11, 30).finish().unsent is None
-    (new,) = server.runs.keys() - {deleted}
+    (new,) = set(server.whole()) - {deleted}
     assert server.values(new) == on_record(tmp_path / "metrics.jsonl")
     assert (tmp_path / "mlflow_run_id").read_text().strip() == new
 

@@ -28,6 +28,9 @@ WANTED = [
     "demo/conversations.jsonl",
     "demo/tokenizer/tokenizer.json",
     "recipes/demo.yaml",
+    "report/page.html.jinja",
+    "report/page.css",
+    "report/page.js",
     "recipes/llama2-70b-full-16xa100.yaml",
 ]
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from raytune_fsdp.launch.shared_storage import Token
     from raytune_fsdp.run.standing import Prepared, Standing
     from raytune_fsdp.rundir import RunDir
+    from raytune_fsdp.tracking.tracker import Tracker
     from raytune_fsdp.types import Saved, StepBatches, Stop
 
 
@@ -126,6 +127,7 @@ def _train(job: RankJob, rank: int, world: int) -> None:
     hooks = LauncherHooks(
         batches=_batches(job, prepared, standing, rank=rank, reached=reached),
         console=cast(TextIO, BoardStream(job.board, job.looks)),
+        trackers=_trackers(job.config),
         saved=saved,
         reached=reached,
     )
@@ -136,6 +138,13 @@ def _train(job: RankJob, rank: int, world: int) -> None:
         reports.finish()
         raise
     reports.finish()
+
+
+def _trackers(config: FinetuneConfig) -> list[Tracker]:
+    """Those that need Ray."""
+    from raytune_fsdp.launch.ray.prometheus import PrometheusTracker
+
+    return [PrometheusTracker(config.run.name)] if config.tracking.prometheus.enabled else []
 
 
 def _joined(rank: int, node: str) -> Joined:

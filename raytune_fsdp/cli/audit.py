@@ -1,0 +1,77 @@
+"""`raytune-fsdp audit`: train a segment of a run again, and compare."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, config_of_run, exit_code
+from raytune_fsdp.cli.progress import shown
+from raytune_fsdp.errors import ConfigError
+
+DIFFERS = 1
+"""The exit code where the segment is not what the run says."""
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp audit") -> int:
+    """Audit; returns the exit code."""
+    parser = ConfigParser(
+        prog,
+        "Train the steps between two checkpoints of a run again, at any number of ranks, and compare samples, losses "
+        "and weights. The run is only read. Exit code 1: something differs.",
+    )
+    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument(
+        "--from", dest="first", type=int, metavar="STEP", help="a kept checkpoint, or 0 (default: the last but one)"
+    )
+    parser.add_argument(
+        "--to", dest="last", type=int, metavar="STEP", help="the segment's last step (default: the newest checkpoint)"
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="ranks (default: as many as the run's config says)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the report there as well")
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        metavar="DIR",
+        help="where the segment is trained, which needs room for a checkpoint (default: beside the run)",
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help=RUNS_CODE)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _audit(parser, arguments))
+
+
+def _audit(parser: ConfigParser, arguments: list[str]) -> int:
+    if not {"-h", "--help"} & set(arguments):
+        if not arguments or arguments[0].startswith("-"):
+            # Else the value of a field before it would be taken for the run.
+            parser.error(f"the run comes first: {parser.prog} RUN [arguments]")
+        parser.default_config = config_of_run(Path(arguments[0]))
+    found, config = parser.parse_with_config(arguments)
+    if found.workers is not None:
+        cluster = config.cluster.model_dump() | {"workers": found.workers}
+        config = config.model_copy(update={"cluster": type(config.cluster).model_validate(cluster)})
+    from raytune_fsdp.audit import audit, choose_segment, report
+    from raytune_fsdp.run.past import check_code, past_place, placed
+
+    check_code(config, trusted=found.trust_remote_code)
+    place = past_place(found.run)
+    config = placed(config, place)
+    segment = choose_segment(place, found.first, found.last)
+    scratch = place.path.parent if found.scratch is None else found.scratch
+    try:
+        directory = tempfile.TemporaryDirectory(prefix=f"audit-{place.path.name}-", dir=scratch)
+    except OSError as error:
+        raise ConfigError(f"--scratch {scratch}: {error.strerror}; name a directory that can be written") from None
+    with directory as name, shown() as progress:
+        outcome = audit(config, place, segment, Path(name), progress)
+    lines = list(report(outcome, place.path.name))
+    print("\n".join(lines))
+    if found.out is not None:
+        found.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 0 if outcome.difference is None else DIFFERS
+
+
+if __name__ == "__main__":
+    sys.exit(main())

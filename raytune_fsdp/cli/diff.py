@@ -1,0 +1,45 @@
+"""`raytune-fsdp diff`: the first step at which two runs part, and why."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from raytune_fsdp.cli.common import Parser, exit_code
+
+PART = 1
+"""The exit code of runs that part, as `diff` has it for files."""
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp diff") -> int:
+    """Compare; returns the exit code."""
+    parser = Parser(
+        prog,
+        "Compare two runs step by step, and name the first step at which they part and what may have caused it. Exit "
+        "code 1: they part.",
+    )
+    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("other", type=Path, help="the other run's")
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda: _diff(parser, arguments))
+
+
+def _diff(parser: Parser, arguments: Sequence[str]) -> int:
+    found = parser.parse(arguments)
+    from raytune_fsdp.report.difference import difference
+
+    there = difference(found.run, found.other)
+    print(there.words)
+    if there.step is None:
+        return 0
+    print("what differs, the likeliest cause first:" if there.causes else "nothing else on record differs")
+    for cause in there.causes:
+        print(f"  {cause.words}")
+    for sentence in there.unknown:
+        print(sentence)
+    return PART
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""`raytune-fsdp report`: the page about a run, or one that compares several."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from raytune_fsdp.cli.common import Parser, exit_code
+
+COMPARISON = "comparison.html"
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp report") -> int:
+    """Make the page; returns the exit code."""
+    parser = Parser(
+        prog,
+        "Make the page about a run from its directory, or one that compares several: their curves, and the first step "
+        "at which each parts from the first run. The run may still be training. Opens from disk, and needs no network.",
+    )
+    parser.add_argument("run", type=Path, nargs="+", help="run directory")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where to write it, replacing what is there (default: report/index.html of the run; of several "
+        f"runs report/{COMPARISON} of the first)",
+    )
+    parser.add_argument("--png", action="store_true", help="also the loss as a picture, beside the page")
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda: _report(parser, arguments))
+
+
+def _report(parser: Parser, arguments: Sequence[str]) -> int:
+    found = parser.parse(arguments)
+    from raytune_fsdp.report.curves import plot_runs
+    from raytune_fsdp.report.page import page, write_page
+    from raytune_fsdp.rundir import curve_of, report_of
+
+    made = page(found.run)
+    place = report_of(found.run[0])
+    alone = len(found.run) == 1
+    out = found.out or (place if alone else place.with_name(COMPARISON))
+    write_page(out, made)
+    print(out)
+    if found.png:
+        png = curve_of(found.run[0]) if alone and found.out is None else out.with_suffix(".png")
+        plot_runs(found.run, png)
+        print(png)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

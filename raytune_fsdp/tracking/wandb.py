@@ -1,0 +1,71 @@
+"""The run in Weights & Biases, sent from the record by a thread. Its key is in the environment: WANDB_API_KEY."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from raytune_fsdp.durable import replace_at_once
+from raytune_fsdp.redaction import redact
+from raytune_fsdp.rundir import WANDB_ID_FILE
+from raytune_fsdp.tracking.cursor import Position
+from raytune_fsdp.tracking.following import Copy
+from raytune_fsdp.tracking.points import node_points_of, points_of
+from raytune_fsdp.tracking.tracker import Status
+from raytune_fsdp.untrusted import read_file
+
+# Its codes: what is not 0 is a crash there, 255 what a user has stopped.
+_EXIT_CODES: dict[Status, int] = {"finished": 0, "failed": 1, "interrupted": 255}
+
+
+def wandb_installed() -> bool:
+    return find_spec("wandb") is not None
+
+
+class WandbTracker(Copy):
+    """Keeps one run there per run. Its library spools on this machine what its server does not take yet."""
+
+    receiver = "Weights & Biases"
+
+    def __init__(
+        self, directory: Path, *, project: str, entity: str | None = None, finish_seconds: float = 30.0
+    ) -> None:
+        super().__init__(directory, directory / f"{WANDB_ID_FILE}.sent", finish_seconds=finish_seconds)
+        self._project = project
+        self._entity = entity
+        self._run: Any = None
+
+    def _open(self, sent: Position) -> None:
+        import wandb
+
+        if self._run is not None:
+            return  # it takes a step again, and keeps the last value of a key
+        file = self._directory / WANDB_ID_FILE
+        if not file.exists():
+            replace_at_once(file, f"{uuid.uuid4().hex}\n".encode())
+        self._run = wandb.init(
+            project=self._project,
+            entity=self._entity,
+            id=read_file(file, limit=1024).decode().strip(),
+            name=self._start.name,
+            dir=str(self._directory),
+            config=redact(dict(self._start.params)),
+            allow_val_change=True,
+            resume="allow",
+            # What is printed goes to logs of our own, and the code around is not for others.
+            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
+        )
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        points = [*points_of(line, 0), *node_points_of(line, 0)]
+        if points:
+            self._run.log({name: value for name, value, _, _ in points}, step=points[0][3])
+
+    def _flush(self) -> None:
+        """Nothing: what was logged is in its spool."""
+
+    def _close(self, status: Status) -> None:
+        self._run.finish(exit_code=_EXIT_CODES[status])

@@ -1,0 +1,209 @@
+"""`raytune-fsdp audit`: an honest run passes at any world size, and every planted change is found and named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raytune_fsdp.cli.main import main
+from raytune_fsdp.config import FinetuneConfig
+from tests.checkpoints import checkpoints
+from tests.forgeries import with_hashes
+from tests.ranks import run_ranks
+from tests.runs import LLAMA, make_config, train_rank
+
+FIRST, LAST = 8, 16
+
+
+def _config(directory: Path, **sections: Any) -> FinetuneConfig:
+    return make_config(
+        directory, LLAMA,
+        **{
+            "train": {"global_batch": 6, "micro_batch": 2, "max_steps": 20},
+            "checkpoint": {"every": 8, "keep_last": None},
+            "parallel": {"precision": "fp32"},
+            **sections,
+        },
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one rank, with two threads."""
+    directory = tmp_path_factory.mktemp("audit")
+    run_ranks(train_rank, 1, _config(directory).model_dump())
+    return directory
+
+
+@pytest.fixture
+def audit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    torch.set_num_threads(1)  # as the ranks of tests have
+
+    def call(directory: Path, *arguments: str) -> tuple[int, str]:
+        capsys.readouterr()
+        code = main(["audit", str(directory / "runs" / "run"), "--from", str(FIRST), "--to", str(LAST), *arguments])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return call
+
+
+def test_the_same_world_is_the_same_to_the_bit(
+    honest: Path, audit: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    code, said = audit(honest, "--out", str(tmp_path / "report.md"))
+    assert code == 0 and "**Passed**: trained again, it is the same to the bit." in said, said
+    assert "- 8 steps: " in said and "all of them the same bits" in said
+    assert (tmp_path / "report.md").read_text().strip() in said
+    assert not list((honest / "runs").glob("audit-*"))
+
+
+def test_another_world_is_within_the_bounds(honest: Path, audit: Callable[..., tuple[int, str]]) -> None:
+    code, said = audit(honest, "--workers", "2")
+    assert code == 0 and "within the bounds" in said and "world size of attempt 1: 1; here: 2" in said, said
+
+
+def _copy(honest: Path, directory: Path) -> Path:
+    """The run in another place, to be changed there."""
+    shutil.copytree(honest / "runs" / "run", directory / "runs" / "run")
+    return directory
+
+
+def test_a_weight_that_was_changed_a_lot_shows_at_another_world(
+    honest: Path, audit: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    run = _copy(honest, tmp_path) / "runs" / "run"
+    name = _flip(run, bit=0x40, byte=3)  # of the exponent
+    with_hashes(next(Path(each.path) for each in checkpoints(run) if each.step == LAST))
+    for arguments in ([], ["--from", "0"]):
+        code, said = audit(tmp_path, "--workers", "2", *arguments)
+        assert code == 1 and f"First difference: the checkpoint of step {LAST}: {name}[" in said, said
+
+
+def _flip(run: Path, *, bit: int, byte: int) -> str:
+    """Change a number in the second checkpoint; returns the name of its tensor."""
+    (second,) = (each for each in checkpoints(run) if each.step == LAST)
+    index = json.loads((Path(second.path) / "tensors.json").read_text())
+    name, entry = next((name, entry) for name, entry in index["tensors"].items() if name.startswith("model."))
+    piece = entry["pieces"][0]
+    with open(Path(second.path) / piece["file"], "r+b") as file:
+        file.seek(piece["start"] + byte)
+        (before,) = file.read(1)
+        file.seek(piece["start"] + byte)
+        file.write(bytes([before ^ bit]))
+    return str(name)
+
+
+def test_a_changed_row(honest: Path, audit: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    lines = (honest / "tokens.jsonl").read_text().splitlines()
+    row = json.loads(lines[7])
+    row["input_ids"][-1] = row["labels"][-1] = row["input_ids"][-1] ^ 1
+    (tmp_path / "tokens.jsonl").write_text("\n".join([*lines[:7], json.dumps(row), *lines[8:], ""]))
+    code, said = audit(honest, "--data.train.0.path", str(tmp_path / "tokens.jsonl"))
+    assert code == 1 and "**Not the same.** First difference: " in said
+    assert "data.train.0.files: " in said and "tokens.jsonl" in said, said
+
+
+def test_another_seed(honest: Path, audit: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    config = _copy(honest, tmp_path) / "runs" / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("seed: 3", "seed: 4"))
+    code, said = audit(tmp_path)
+    assert code == 1 and "run.seed: was 3, is 4" in said, said
+
+
+def test_a_flipped_weight(honest: Path, audit: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    """The lowest bit of one number in the second checkpoint, with hashes that fit."""
+    run = _copy(honest, tmp_path) / "runs" / "run"
+    name = _flip(run, bit=1, byte=0)
+    (second,) = (each for each in checkpoints(run) if each.step == LAST)
+    code, said = audit(tmp_path)
+    assert code == 1 and f"{second.path} is damaged: " in said, said
+    with_hashes(Path(second.path))
+    code, said = audit(tmp_path)
+    assert code == 1 and f"First difference: the checkpoint of step {LAST}: {name}[" in said, said
+    assert "loss: largest relative difference 0.00e+00" in said and "1 of them differ" in said
+
+
+@pytest.mark.parametrize(
+    ("what", "difference"),
+    [
+        # The record says the right rate; what was learned from the wrong one shows in the next step.
+        ("rate", "step 13: loss is "),
+        ("dropped", "step 12: samples is "),
+    ],
+)
+def test_a_step_that_was_trained_otherwise(
+    honest: Path, audit: Callable[..., tuple[int, str]], tmp_path: Path, what: str, difference: str
+) -> None:
+    run = _copy(honest, tmp_path) / "runs" / "run"
+    for each in checkpoints(run):
+        if each.step > FIRST:
+            shutil.rmtree(each.path)
+    record = run / "metrics.jsonl"
+    before = record.read_text().splitlines()
+    values = _config(honest).model_dump()
+    values["run"]["storage"] = str(tmp_path / "runs")
+    run_ranks(_train_otherwise, 1, values, what)
+    if what == "rate":
+        right = {
+            line["trajectory"]["step"]: line["trajectory"]["lr"]
+            for line in map(json.loads, before)
+            if line["kind"] == "step"
+        }
+        lines = [json.loads(line) for line in record.read_text().splitlines()]
+        for line in lines:
+            if line["kind"] == "step":
+                line["trajectory"]["lr"] = right[line["trajectory"]["step"]]
+        record.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, said = audit(tmp_path)
+    assert code == 1 and f"First difference: {difference}" in said, said
+
+
+def _train_otherwise(values: dict[str, Any], what: str) -> None:
+    """A rank that trains step 12 at another rate, or leaves out its samples."""
+    from dataclasses import replace
+    from unittest import mock
+
+    import torch.distributed as dist
+
+    from raytune_fsdp import loop
+    from raytune_fsdp.assemble import LauncherHooks
+    from raytune_fsdp.data.batches import rank_batches
+    from raytune_fsdp.data.stream import Stream
+    from raytune_fsdp.launch.local import prepare_on_rank0
+    from raytune_fsdp.launch.worker import work
+
+    config = FinetuneConfig.model_validate(values)
+    prepared, standing = prepare_on_rank0(config)
+    assert standing.state.step == FIRST
+    steps, hooks = standing.steps_left, LauncherHooks()
+    if what == "dropped":
+        stream = rank_batches(
+            Stream(prepared.train, seed=config.run.seed), standing.plan.division, range(steps.start, steps.stop + 1),
+            cursor=standing.state.cursor, data_rank=dist.get_rank(),
+        )  # fmt: skip
+        kept = (replace(each, step=each.step - (each.step > 12)) for each in stream if each.step != 12)
+        hooks = LauncherHooks(batches=kept)
+    honest = loop.lr_factor
+    wrong = lambda step, *rest: honest(step, *rest) * (1.01 if step == 12 and what == "rate" else 1)  # noqa: E731
+    with mock.patch.object(loop, "lr_factor", wrong):
+        work(config, prepared, standing, torch.device("cpu"), lambda: None, hooks)
+
+
+def test_what_cannot_be_audited_is_said(honest: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = str(honest / "runs" / "run")
+    for arguments, message in [
+        (["--from", "9"], "has no checkpoint of that step; it has 8, 16, 20, or 0"),
+        (["--from", "16", "--to", "16"], "a segment has at least one step"),
+        (["--to", "21"], "--to 21: the run has 20 steps"),
+        (["--scratch", "/proc"], "--scratch /proc: "),
+        (["--workers", "7"], "use at most 3 rank(s)"),
+    ]:
+        assert main(["audit", run, *arguments]) == 2
+        assert message in capsys.readouterr().err

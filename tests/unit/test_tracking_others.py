@@ -1,0 +1,227 @@
+"""TensorBoard's real files, and Weights & Biases and Ray's gauges in the place of which something notes its calls.
+
+wandb is not a dependency and not installed: `FakeWandb` has the signatures of wandb 0.19 that are called.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.launch.start import run
+from raytune_fsdp.run.checks import check_trackers
+from raytune_fsdp.tracking import Composite, RunStart, Tracker, following
+from raytune_fsdp.tracking import tensorboard as tracking_tensorboard
+from raytune_fsdp.tracking.jsonl import JsonlTracker
+from raytune_fsdp.tracking.names import labelled
+from raytune_fsdp.tracking.tensorboard import TensorboardTracker
+from raytune_fsdp.tracking.wandb import WandbTracker
+from tests.runs import make_config
+from tests.unit.fake_mlflow import nodes_on_record, on_record, step
+
+Values = dict[tuple[str, int], list[float | None]]
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "MAX_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(following, "LAST_PAUSES_SECONDS", 0.001)
+
+
+def attempt(directory: Path, tracker: Tracker, number: int, first: int, last: int) -> Composite:
+    """Steps, with a commit and then an evaluation after every tenth."""
+    both = Composite([tracker], record=JsonlTracker(directory))
+    both.start(RunStart(name="demo", attempt=number, resumed_from=first - 1, total_steps=60, params={"lr": number}))
+    for each in range(first, last + 1):
+        loss = math.nan if each == 7 else 1 / each + number
+        both.steps([replace(step(each, loss), nodes=(("a", 3e9, 1e9, None, None),))], world_size=1, attempt=number)
+        if each % 10 == 0:
+            both.event("saved", step=each)
+            both.evaluation(each, {"eval/x/loss": 2.0 / each})
+    return both
+
+
+def recorded(directory: Path) -> Values:
+    metrics = directory / "metrics.jsonl"
+    return on_record(metrics) | nodes_on_record(metrics, 1) | nodes_on_record(metrics, 2)
+
+
+def drawn(directory: Path) -> Values:
+    """What TensorBoard shows: of several files, what a later one purges is not there."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found: Values = {}
+    for file in sorted((directory / "tensorboard").glob("events.*")):
+        raw, place = file.read_bytes(), 0
+        while place < len(raw):
+            size = int.from_bytes(raw[place : place + 8], "little")
+            event = Event.FromString(raw[place + 12 : place + 12 + size])
+            place += 16 + size
+            if event.HasField("session_log"):
+                found = {key: values for key, values in found.items() if key[1] < event.step}
+            for value in event.summary.value:
+                number = None if math.isnan(value.simple_value) else value.simple_value
+                found.setdefault((value.tag, event.step), []).append(number)
+    return found
+
+
+def test_tensorboard_has_every_value_once_after_a_crash_past_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboardX")
+    first = TensorboardTracker(tmp_path)
+    attempt(tmp_path, first, 1, 1, 27)
+    until(lambda: first._sent.step == 20)
+    first.finish("handed_over")  # the process is gone: nothing of steps 21 to 27 is there
+    fails = iter([None, OSError("the disk is full"), None])
+    flush = TensorboardTracker._flush
+
+    def flaky(self: TensorboardTracker) -> None:
+        flush(self)
+        if error := next(fails, None):
+            raise error
+
+    monkeypatch.setattr(TensorboardTracker, "_flush", flaky)
+    second = TensorboardTracker(tmp_path)
+    attempt(tmp_path, second, 2, 21, 60).finish("finished")
+    assert second.unsent is None
+    wanted = {
+        key: [None if value is None else pytest.approx(value, rel=1e-6) for value in values]
+        for key, values in recorded(tmp_path).items()
+    }
+    assert drawn(tmp_path) == wanted, "TensorBoard's numbers are of 32 bits"
+
+
+class FakeWandb(SimpleNamespace):
+    """Keeps a history as W&B does: a step less than the last one is dropped, an equal one is added to."""
+
+    def __init__(self) -> None:
+        super().__init__(Settings=lambda **settings: settings)
+        self.history: dict[int, dict[str, float]] = {}
+        self.inits: list[dict[str, Any]] = []
+        self.codes: list[int | None] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def init(self, **given: Any) -> FakeWandb:
+        self.gate.wait(30)
+        self.inits.append(given)
+        return self
+
+    def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        assert step is not None
+        if step >= max(self.history, default=0):
+            self.history.setdefault(step, {}).update(data)
+
+    def finish(self, exit_code: int | None = None, quiet: bool | None = None) -> None:
+        self.codes.append(exit_code)
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWandb]:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    yield fake
+    fake.gate.set()
+
+
+def test_wandb_has_one_run_with_every_value(tmp_path: Path, wandb: FakeWandb) -> None:
+    first = WandbTracker(tmp_path, project="p", entity="team")
+    attempt(tmp_path, first, 1, 1, 27)
+    until(lambda: first._sent.step == 20)
+    first.finish("handed_over")
+    second = WandbTracker(tmp_path, project="p", entity="team")
+    attempt(tmp_path, second, 2, 21, 60).finish("finished")
+    found: Values = {
+        (key, number): [None if math.isnan(value) else value]
+        for number, values in wandb.history.items()
+        for key, value in values.items()
+    }
+    assert found == recorded(tmp_path) and wandb.codes == [0]
+    one, two = wandb.inits
+    assert one["id"] == two["id"] == (tmp_path / "wandb_run_id").read_text().strip() and two["resume"] == "allow"
+    assert (one["project"], one["entity"], one["name"], two["config"]) == ("p", "team", "demo", {"lr": 2})
+
+
+def test_a_library_that_hangs_keeps_nobody_waiting(tmp_path: Path, wandb: FakeWandb) -> None:
+    wandb.gate.clear()
+    tracker = WandbTracker(tmp_path, project="p", finish_seconds=0.3)
+    before = time.monotonic()
+    both = attempt(tmp_path, tracker, 1, 1, 60)
+    both.finish("finished")
+    assert time.monotonic() - before < 5 and wandb.inits == []
+    assert tracker.unsent == "Weights & Biases has 0 of 60 steps of this run"
+
+
+def test_a_library_that_is_missing_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(**tracking: Any) -> Any:
+        return make_config(tmp_path, tracking=tracking)
+
+    with pytest.raises(ConfigError, match="tracking.wandb.enabled=true, but wandb is not installed: pip install wandb"):
+        run(chosen(wandb={"enabled": True}))
+    monkeypatch.setattr(tracking_tensorboard, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install tensorboardX"):
+        check_trackers(chosen(tensorboard={"enabled": True}))
+    with pytest.raises(ConfigError, match="this run is without Ray"):
+        run(chosen(prometheus={"enabled": True}))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "found"),
+    [
+        ("train/loss", ("train_loss", "")),
+        ("train/my code/loss", ("train_loss", "my code")),
+        ("eval/a/b/perplexity", ("eval_perplexity", "a/b")),
+        ("perf/step_seconds/slowest", ("perf_step_seconds_slowest", "")),
+        ("train/expert_load/mean", ("train_expert_load_mean", "")),
+        ("system/node-1.x/host_rss", ("system_host_rss", "node-1.x")),
+    ],
+)
+def test_names_for_prometheus(key: str, found: tuple[str, str]) -> None:
+    assert labelled(key) == found
+
+
+def test_rays_gauges_have_the_newest_step(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    from raytune_fsdp.launch.ray.prometheus import PrometheusTracker
+
+    now: dict[tuple[str, str], float] = {}
+
+    class Gauge:
+        def __init__(self, name: str, description: str = "", tag_keys: tuple[str, ...] | None = None) -> None:
+            assert tag_keys == ("run", "of") and (name, "") not in now, "one gauge of a name"
+            self.name = name
+
+        def set(self, value: float | None, tags: Mapping[str, str] | None = None) -> None:
+            assert tags is not None and tags["run"] == "demo"
+            now[self.name, tags["of"]] = value or 0.0
+
+    tracker = PrometheusTracker("demo", Gauge)
+    datasets = (("code", 3.0, 0.5, 10), ("chat", 1.0, 0.25, 20))
+    for number in (1, 2):
+        newest = replace(step(number, loss=number), datasets=datasets)
+        tracker.steps([step(9), newest], world_size=1, attempt=1)
+    tracker.evaluation(2, {"eval/x/loss": 1.5})
+    assert now["raytune_fsdp_train_loss", ""] == 2 and now["raytune_fsdp_train_step", ""] == 2
+    assert (now["raytune_fsdp_train_loss", "code"], now["raytune_fsdp_train_accuracy", "chat"]) == (3.0, 0.25)
+    assert now["raytune_fsdp_eval_perplexity", "x"] == math.exp(1.5)
+
+
+def until(condition: Any, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
