@@ -77,6 +77,16 @@ def steps_of(path: Path) -> int | None:
     return None
 
 
+def first_step(metrics: Path) -> dict[str, Any] | None:
+    """The oldest line of a step."""
+    with suppress(OSError, ValueError):
+        for raw in lines_of(metrics):
+            line = read_line(raw)
+            if line is not None and line["kind"] == "step":
+                return line
+    return None
+
+
 def last_step(metrics: Path) -> dict[str, Any] | None:
     """The newest line of a step; only the end of the file is read."""
     with suppress(OSError, ValueError), open(open_regular(metrics, links=True), "rb") as file:
