@@ -87,7 +87,7 @@ class LauncherHooks:
     """Rank 0's, besides those of the config."""
     saved: Callable[[Saved], None] = _nobody
     """Called on every rank for every committed checkpoint."""
-    reached: Callable[[str], None] = _nobody
+    reached: Callable[[str], object] = _nobody
     """Called with the name of each phase before the first step, when this rank has finished it."""
 
 

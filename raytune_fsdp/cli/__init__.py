@@ -2,11 +2,16 @@
 
     main.py        finds the command
     common.py      what all of them share: arguments that fail in one line, config files with overrides, exit codes
-    progress.py    how far long work has come, on stderr
+    progress.py    how far long work has come: in a region of the terminal, or in lines
+    screen.py      the process that owns the terminal meanwhile, and
+    region.py      what it writes there
 
     data.py        look at the data, count it, remove old prepared data
     plan.py        what a config amounts to
     train.py       fine-tune a model
+    runs.py        list the runs of a storage directory
+    watch.py       follow a run that another command trains
+    logs.py        what the ranks of a run have printed
     checkpoint.py  ask a run for a checkpoint now, list its checkpoints, verify them
     generate.py    ask a trained model
     export.py      a checkpoint -> a model directory

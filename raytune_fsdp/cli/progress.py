@@ -1,4 +1,4 @@
-"""Shows how far long work has come: a bar in a terminal, a line now and then in a log."""
+"""Shows how far long work has come: in a region of the terminal, or by a line now and then in a log."""
 
 from __future__ import annotations
 
@@ -10,31 +10,53 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-if TYPE_CHECKING:
-    from rich.progress import TaskID
+from raytune_fsdp.cli.screen import screen
+from raytune_fsdp.launch.torchrun import under_torchrun
+from raytune_fsdp.tracking.live import PLAIN_TERMS, message
 
+if TYPE_CHECKING:
     from raytune_fsdp.types import Progress
 
 _SECONDS_BETWEEN_LINES = 10.0
+_SECONDS_BETWEEN_MESSAGES = 0.1
 
 
 @contextmanager
 def shown(*, quiet: bool = False) -> Iterator[Progress | None]:
-    """A callback that shows progress on stderr while the context lasts; None with `quiet`."""
+    """A callback that shows progress while the context lasts; None with `quiet`."""
     if quiet:
         yield None
-    elif not sys.stderr.isatty() or _in_pipe(sys.stdout):
+    elif not (files := _terminal()):
         yield _Lines()
     else:
-        with _bars() as progress:
-            yield progress
+        with screen(files, colours="NO_COLOR" not in os.environ) as there:
+            yield _Messages(files[0]) if there else _Lines()
+
+
+def _terminal() -> tuple[int, ...]:
+    """The files of this process that are the terminal that shows a region; none if there is not to be one."""
+    ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
+    # Under torchrun the terminal is torchrun's: it prints there, and every rank does.
+    if ci or os.environ.get("TERM", "") in PLAIN_TERMS or under_torchrun() or not sys.executable:
+        return ()
+    out, error = _is_terminal(sys.stdout, 1), _is_terminal(sys.stderr, 2)
+    if out:
+        return (1, 2) if error and os.ttyname(1) == os.ttyname(2) else (1,)
+    # `| tee log` prints on the same terminal, across a region.
+    return (2,) if error and not _in_pipe(sys.stdout) else ()
+
+
+def _is_terminal(stream: TextIO, file: int) -> bool:
+    try:
+        return stream.fileno() == file and os.isatty(file)
+    except (OSError, ValueError, AttributeError):  # not a file at all, as in a notebook
+        return False
 
 
 def _in_pipe(stream: TextIO) -> bool:
-    """Whether a stream is a pipe: `| tee log` prints on the same terminal, across a bar."""
     try:
         return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
-    except (OSError, ValueError):  # not a file at all, as in a notebook
+    except (OSError, ValueError, AttributeError):
         return False
 
 
@@ -51,32 +73,15 @@ class _Lines:
             print(f"{what}: {done:,} of {total:,}", file=sys.stderr, flush=True)
 
 
-@contextmanager
-def _bars() -> Iterator[Progress]:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+class _Messages:
+    """For the region: some a second, and the last one of each work."""
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(
-        *columns,
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        # rich prints on stderr, above the bar, what is printed on stdout: right in a terminal, lost for a file.
-        redirect_stdout=sys.stdout.isatty(),
-    ) as bars:
-        tasks: dict[str, TaskID] = {}
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._last: dict[str, float] = {}
 
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what)
-            bars.update(tasks[what], completed=done, total=total)
-
-        yield show
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done >= total or now - self._last.get(what, 0.0) >= _SECONDS_BETWEEN_MESSAGES:
+            self._last[what] = now
+            os.write(self._file, f"{message(work=what, done=done, total=total)}\n".encode())

@@ -31,6 +31,7 @@ def main(
         help="how long to wait at the end for MLflow to take what it has missed; the same command sends what is left "
         f"(default: {WAIT_FOR_TRACKING:g})",
     )
+    parser.add_argument("--verbose", action="store_true", help="show what libraries print and warn of, on every rank")
     arguments = sys.argv[1:] if argv is None else argv
     code = exit_code(lambda: _train(parser, arguments))
     if code and any(thread.name.startswith(_WAITING) for thread in threading.enumerate()):
@@ -45,6 +46,10 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
     found, config = parser.parse_with_config(arguments)
     if not 0 <= found.wait_for_tracking < math.inf:
         parser.error(f"--wait-for-tracking {found.wait_for_tracking:g} must be 0 or more seconds")
+    if found.verbose:
+        from raytune_fsdp.launch.quiet import VERBOSE
+
+        os.environ[VERBOSE] = "1"
     if not (sys.stdout.isatty() and sys.stderr.isatty()) or "NO_COLOR" in os.environ:
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colours `(raylet)` in files, too
     # Not before the config is valid: importing torch and transformers takes about three seconds (docs/results.md).

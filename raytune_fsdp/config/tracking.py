@@ -57,7 +57,10 @@ class PrometheusConfig(Section):
 
 class TrackingConfig(Section):
     console: bool = True
-    """Print a line per step."""
+    """Print how the run goes: on a terminal in lines that are rewritten in place, elsewhere a line per step."""
+
+    console_every: int | None = Field(default=None, ge=1)
+    """Steps between two printed lines, where the output is not a terminal. Default: as many as make 200 lines of the whole run, so each step of a short one has its line. Evaluations, saves and whatever else happens have theirs in any case."""
 
     mlflow: MlflowConfig = Field(default_factory=MlflowConfig)
     """MLflow."""

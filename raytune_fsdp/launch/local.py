@@ -14,10 +14,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from raytune_fsdp import errors
+from raytune_fsdp.assemble import LauncherHooks
 from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, TrainingError
 from raytune_fsdp.launch.environment import environment
+from raytune_fsdp.launch.phases import HERE, TOGETHER, Phases
 from raytune_fsdp.launch.shared_storage import check_shared
 from raytune_fsdp.launch.signals import Signals, StopFlag, stacks_at_signal
 from raytune_fsdp.launch.torchrun import ranks_here, under_torchrun, world_of_torchrun
@@ -60,31 +62,34 @@ def run(config: FinetuneConfig, progress: Progress | None = None) -> tuple[Prepa
         return _run_rank(config)
     world = world_size(config)
     check_device(config, choose_device(config.cluster.device, world).type)
+    phases = Phases(HERE if world == 1 else TOGETHER)
     with Signals():
         prepared, standing = prepare(config, world, progress)
+    phases.finished("checks")
     if standing.complete:
         return prepared, standing
     if world == 1:
-        _alone(config, prepared, standing)
+        _alone(config, prepared, standing, phases)
     else:
-        _start_ranks(config, prepared, standing, world)
+        _start_ranks(config, prepared, standing, world, phases)
     return prepared, standing
 
 
 @stacks_at_signal()
-def _alone(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> None:
+def _alone(config: FinetuneConfig, prepared: Prepared, standing: Standing, phases: Phases) -> None:
     device = choose_device(config.cluster.device, 1)
     stop = StopFlag()
     with stop:
         join(device, alone=True)
         try:
-            work(config, prepared, agree(config, prepared, lambda: standing), device, stop)
+            hooks = LauncherHooks(reached=phases.finished)
+            work(config, prepared, agree(config, prepared, lambda: standing), device, stop, hooks)
         finally:
             dist.destroy_process_group()
         stop.check_export(config.export.at_end)
 
 
-def _start_ranks(config: FinetuneConfig, prepared: Prepared, standing: Standing, world: int) -> None:
+def _start_ranks(config: FinetuneConfig, prepared: Prepared, standing: Standing, world: int, phases: Phases) -> None:
     """Start `world` processes on this machine and wait for them. If one fails, the others are ended."""
     # The cores divided among the ranks: by default torch takes all of them in every process, and ranks compete.
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world))}
@@ -108,7 +113,7 @@ def _start_ranks(config: FinetuneConfig, prepared: Prepared, standing: Standing,
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         with environment(threads):
-            elastic_launch(launch, _rank_main)(config, prepared, standing)
+            elastic_launch(launch, _rank_main)(config, prepared, standing, phases)
     except SignalException as signal:
         raise Interrupted(
             f"stopped by {signal.sigval.name}; the same command continues from the last checkpoint"
@@ -119,14 +124,18 @@ def _start_ranks(config: FinetuneConfig, prepared: Prepared, standing: Standing,
 
 @record
 @stacks_at_signal()
-def _rank_main(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> int:
+def _rank_main(config: FinetuneConfig, prepared: Prepared, standing: Standing, phases: Phases) -> int:
     """The main function of a process that elastic_launch started."""
     # Without `insist`: Ctrl-C reaches this process twice, from the terminal and from elastic_launch.
     stop = StopFlag(insist=False)
     with stop:
         device = choose_device(config.cluster.device, ranks_here())
         _join(config, device)
-        step = work(config, prepared, agree(config, prepared, lambda: standing), device, stop)
+        hooks = None
+        if dist.get_rank() == 0:
+            phases.finished("workers")
+            hooks = LauncherHooks(reached=phases.finished)
+        step = work(config, prepared, agree(config, prepared, lambda: standing), device, stop, hooks)
         dist.destroy_process_group()
         return step
 

@@ -1,26 +1,39 @@
-"""How long each phase before the first step takes: printed, and kept in events.jsonl."""
+"""How long each phase before the first step takes: shown, printed, and kept in events.jsonl."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+
+from raytune_fsdp.tracking.live import tell
+
+ON_RAY = ("start", "checks", "Ray", "workers", "imports", "model", "data")
+HERE = ("checks", "model")
+TOGETHER = ("checks", "workers", "model")
+"""Without Ray: one rank in this process, or several in processes of their own."""
 
 
 class Phases:
-    """The seconds that each phase took, in order."""
+    """The seconds that each phase took, in order. Can be sent to other processes of the same machine."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected: Sequence[str] = ON_RAY) -> None:
+        """`expected`: the phases that there are in any case; after them comes the first step."""
+        self._expected = expected
         self.restart()
 
     def restart(self) -> None:
         """Begin again, for another attempt."""
         self._start = self._last = time.monotonic()
         self.seconds: dict[str, float] = {}
+        self._show()
 
     def finished(self, phase: str) -> float:
         """End a phase; returns the seconds since the previous one ended."""
         now = time.monotonic()
         self.seconds[phase] = round(now - self._last, 2)
         self._last = now
+        if phase != "step":  # then there is more to show than that
+            self._show()
         return self.seconds[phase]
 
     @property
@@ -29,3 +42,13 @@ class Phases:
 
     def in_words(self) -> str:
         return ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.seconds.items())
+
+    def _show(self) -> None:
+        left = [phase for phase in self._expected if phase not in self.seconds]
+        tell(
+            title="starting",
+            done=len(self._expected) - len(left),
+            total=len(self._expected) + 1,
+            elapsed=time.monotonic() - self._start,
+            fields=[*(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items()), *left, "first step"],
+        )

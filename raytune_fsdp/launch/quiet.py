@@ -1,7 +1,11 @@
-"""Keeps libraries from printing, and from doing what we do ourselves."""
+"""Keeps libraries from printing, and from doing what we do ourselves; and warnings from being said more than once.
+
+`raytune-fsdp train --verbose` lets them.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -14,8 +18,19 @@ _LIBRARIES = r"(transformers|tokenizers|huggingface_hub|torch|datasets|raytune_f
 """Whose warnings are not shown. Ours are lines of a log; what is warned of in our name is how we call the others."""
 
 
+VERBOSE = "RAYTUNE_FSDP_VERBOSE"
+"""Set for this process and those that it starts by `--verbose`."""
+_MOST_REMEMBERED = 1000
+
+
+def is_verbose() -> bool:
+    return os.environ.get(VERBOSE, "") not in ("", "0")
+
+
 def quieting() -> dict[str, str]:
     """Variables that keep progress bars and advice of libraries out of the run's own lines, and those for MLflow."""
+    if is_verbose():
+        return dict(ENVIRONMENT)
     found = {
         **ENVIRONMENT,
         "TRANSFORMERS_VERBOSITY": "error",
@@ -42,6 +57,37 @@ def ignoring_warnings() -> Iterator[None]:
 
 def _ignore_warnings() -> None:
     # The variable above is for processes that start later: in this one it was read before.
-    if not sys.warnoptions:
+    if not sys.warnoptions and not is_verbose():
         for category in (UserWarning, FutureWarning):
             warnings.filterwarnings("ignore", category=category, module=_LIBRARIES)
+
+
+def log_warnings(*, for_all: bool) -> None:
+    """Print the warnings of this rank, each once: what is warned of at every window is the same warning. A program that
+    has set up logging itself keeps what it has.
+
+    `for_all`: its output is its own, or it is the one that speaks for the others. The others' is the same terminal, and
+    they warn of the same.
+    """
+    if logging.root.handlers:
+        return
+    level = logging.INFO if is_verbose() else logging.WARNING if for_all else logging.ERROR
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    if not is_verbose():
+        logging.root.handlers[0].addFilter(_Once())
+
+
+class _Once(logging.Filter):
+    """Drops what has been logged before, word for word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: set[tuple[str, str]] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        said = record.name, record.getMessage()
+        if said in self._known:
+            return False
+        if len(self._known) < _MOST_REMEMBERED:
+            self._known.add(said)
+        return True

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Any, Literal
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.durable import replace_at_once
@@ -89,6 +89,40 @@ def locked(config: FinetuneConfig) -> Iterator[None]:
     finally:
         if place.lock in _held:  # not in a fork of the command
             _release(place, missing)
+
+
+class Signs:
+    """Whether a command works on a run, as somebody sees who does not want it. Only one that beats is alive: what a
+    clock says on another machine is not asked."""
+
+    def __init__(self, place: RunDir) -> None:
+        self._place = place
+        self._last: tuple[object, bytes] | None = None
+        """Of the last look: whose the lock was, and the beat."""
+        self._heard_at = 0.0
+        self._alive = False
+
+    def look(self) -> Literal["running", "silent", "free"] | None:
+        """`silent`: its lock is there, and gives no sign of life. None: not known yet; look again, now and then, for as
+        long as a newcomer would wait."""
+        if not os.path.lexists(self._place.lock):
+            self._last = None
+            return "free"
+        found = _content(self._place.lock)
+        if _has_ended(found):
+            return "silent"
+        try:
+            beat = read_file(self._place.beat, limit=MOST_BYTES)
+        except (OSError, UnsoundError):
+            beat = b""
+        now, owner = time.monotonic(), found.get("token")
+        if self._last is None or self._last[0] != owner:
+            self._last, self._heard_at, self._alive = (owner, beat), now, False
+        elif beat != self._last[1]:
+            self._last, self._heard_at, self._alive = (owner, beat), now, True
+        if now - self._heard_at > _MISSED * BEAT_SECONDS:
+            return "silent"
+        return "running" if self._alive else None
 
 
 def is_locked(place: RunDir) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from datetime import timedelta
 
@@ -13,6 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from raytune_fsdp.assemble import LauncherHooks, assemble
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import DataError, HandedOver, Interrupted, TrainingError
+from raytune_fsdp.launch.quiet import log_warnings
 from raytune_fsdp.launch.signals import SignalReceived
 from raytune_fsdp.launch.torchrun import local_rank
 from raytune_fsdp.lease import Lease
@@ -69,9 +69,14 @@ def work(
     device: torch.device,
     stop: Stop,
     hooks: LauncherHooks | None = None,
+    *,
+    own_log: bool = False,
 ) -> int:
-    """Train on this rank, whose process group exists already. Returns the last step."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    """Train on this rank, whose process group exists already. Returns the last step.
+
+    `own_log`: what this rank prints goes to a file of its own.
+    """
+    log_warnings(for_all=dist.get_rank() == 0 or own_log)
     with numerics(config.parallel, device, deterministic=config.run.deterministic), settings_restored():
         try:
             parts = assemble(config, prepared, standing, device, hooks)

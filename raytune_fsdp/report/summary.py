@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
 import sys
@@ -11,10 +12,14 @@ from typing import Any
 
 from raytune_fsdp.config.recorded import shown_uri
 from raytune_fsdp.report.figure import NOT_INSTALLED, can_draw
+from raytune_fsdp.report.overview import first_step, last_step
 from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE
-from raytune_fsdp.tracking.jsonl import read_events, read_metrics
-from raytune_fsdp.tracking.names import ANSWERED, is_of_subject, perplexity
+from raytune_fsdp.tracking.jsonl import each_event, read_evaluations
+from raytune_fsdp.tracking.lines import step_of
+from raytune_fsdp.tracking.names import ANSWERED, higher_is_better, is_of_subject, perplexity
 from raytune_fsdp.urls import is_url
+
+_ANY_STEP = (1 << 63) - 1
 
 
 def summary(
@@ -28,17 +33,7 @@ def summary(
     registered: str | None = None,
 ) -> str:
     """A few lines about a finished run, from its files."""
-    lines = read_metrics(run_dir / METRICS_FILE)
-    steps = [line["trajectory"] for line in lines if line["kind"] == "step"]
-    evals = [line["values"] for line in lines if line["kind"] == "eval"]
-    answers = [e["fields"] for e in read_events(run_dir / EVENTS_FILE) if e["event"] == ANSWERED]
-    answers = [fields for fields in answers if {"prompt", "answer", "step"} <= fields.keys()]
-    parts = [f"loss {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f} in {len(steps)} steps"]
-    for name in dict.fromkeys(name for values in evals for name in values if not is_of_subject(name)):
-        series = [values[name] for values in evals if name in values]
-        also = f" (perplexity {perplexity(series[0]):.4g} -> {perplexity(series[-1]):.4g})"
-        parts.append(f"{name} {series[0]:.4f} -> {series[-1]:.4f}{also if name.endswith('/loss') else ''}")
-    parts += list(_before_and_after(answers))
+    parts = [*_losses(run_dir / METRICS_FILE), *_before_and_after(_answers(run_dir))]
     parts += [
         "",
         f"run         {_short(run_dir)}",
@@ -57,13 +52,41 @@ def summary(
     return "\n".join(parts)
 
 
+def _losses(metrics: Path) -> Iterator[str]:
+    """What changed: the loss, and every number of the evaluations."""
+    first, last = first_step(metrics), last_step(metrics)
+    if first is not None and last is not None:
+        count, (one, other) = step_of(last) - step_of(first) + 1, (each["trajectory"]["loss"] for each in (first, last))
+        yield f"loss {one:.4f} -> {other:.4f} in {count} steps"
+    evals = read_evaluations(metrics, _ANY_STEP)
+    for name in dict.fromkeys(name for values in evals.values() for name in values if not is_of_subject(name)):
+        series = {step: values[name] for step, values in evals.items() if name in values}
+        steps = list(series)
+        text = f"{name} {series[steps[0]]:.4f} -> {series[steps[-1]]:.4f}"
+        if name.endswith("/loss"):
+            text += f" (perplexity {perplexity(series[steps[0]]):.4g} -> {perplexity(series[steps[-1]]):.4g})"
+        finite = [step for step in steps if math.isfinite(series[step])]
+        sign = -1.0 if higher_is_better(name) else 1.0
+        best = min(finite, key=lambda step: sign * series[step], default=steps[-1])
+        yield text if best == steps[-1] else f"{text}, best {series[best]:.4f} at step {best}"
+
+
+def _answers(run_dir: Path) -> list[Mapping[str, Any]]:
+    found = [event["fields"] for event in each_event(run_dir / EVENTS_FILE) if event["event"] == ANSWERED]
+    return [fields for fields in found if {"prompt", "answer", "step"} <= fields.keys()]
+
+
 def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None) -> str:
     """Commands to try with a finished run."""
-    model = _short(export or run_dir)
-    commands = [f'{_program("raytune-fsdp")} generate {model} "What does FSDP shard?"']
+    program, model = _program("raytune-fsdp"), shlex.quote(_short(export or run_dir))
+    prompts = [fields["prompt"] for fields in _answers(run_dir) if isinstance(fields["prompt"], str)]
+    question = shlex.quote(prompts[0]) if prompts and prompts[0].isprintable() else '"a question"'
+    commands = [f"{program} generate {model} {question}"]
+    if export is None:
+        commands.append(f"{program} export {model} my-model   (a Hugging Face model directory)")
     if mlflow_uri is not None:
         commands.append(_mlflow(mlflow_uri))
-    commands.append(f"{_program('raytune-fsdp')} train --help   (your own model and data: README.md)")
+    commands.append(f"{program} train --help   (your own model and data: README.md)")
     return "\n".join(["next:", *(f"  {command}" for command in commands)])
 
 

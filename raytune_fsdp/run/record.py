@@ -184,7 +184,7 @@ def start_tracker(
 def _trackers_of(config: FinetuneConfig, place: RunDir, console: TextIO | None) -> Iterator[Tracker]:
     chosen = config.tracking
     if chosen.console:
-        yield ConsoleTracker(console)
+        yield ConsoleTracker(console, every=config.tracking.console_every)
     if chosen.mlflow.enabled and mlflow_installed():
         yield mlflow_tracker(config, place)
     if chosen.wandb.enabled:

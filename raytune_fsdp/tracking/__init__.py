@@ -6,7 +6,9 @@
     lines.py        what a line of metrics.jsonl looks like
     repair.py       what a metrics.jsonl is worth, and mending it
     cursor.py       how far a tracker has sent metrics.jsonl, and what comes next
-    console.py      lines in the terminal
+    tail.py         the record of a run, read while it grows
+    console.py      lines in the terminal, and
+    live.py         what a region of a terminal is told, that shows how far the run is
     following.py    a tracker whose thread sends metrics.jsonl to somebody else
     mlflow.py       the run in MLflow, one of them, with
     mlflow_run.py   the run as the server has it,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
+import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -12,11 +12,16 @@ from typing import TextIO
 
 from raytune_fsdp.redaction import redact
 from raytune_fsdp.tracking import names
+from raytune_fsdp.tracking.live import Looks, message
 from raytune_fsdp.tracking.tracker import RunStart, Status
 from raytune_fsdp.types import StepMetrics
 
 _WINDOW = 20
 """Steps that the remaining time is estimated from."""
+_MOST_LINES = 200
+"""Of steps, for a run of any length, unless `tracking.console_every` says how many."""
+_TELL_SECONDS = 0.1
+"""Between two messages to the region of a terminal, which is drawn as often."""
 _BOLD, _YELLOW, _RESET = "\033[1m", "\033[33m", "\033[0m"
 _LAST_WORDS = {"finished": "finished", "interrupted": "interrupted; the same command continues"}
 _WORDS = {
@@ -38,19 +43,26 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 class ConsoleTracker:
-    """Prints to `stream` (stdout), each line at once. Colours only on a terminal, and never with NO_COLOR set."""
+    """Prints to `stream` (stdout), each line at once: steps, or where a region shows those (tracking/live.py), messages
+    to it."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, *, every: int | None = None) -> None:
+        """`every`: steps between two lines of steps (`tracking.console_every`)."""
         self._stream = sys.stdout if stream is None else stream
-        self._colours = self._stream.isatty() and "NO_COLOR" not in os.environ
+        self._looks = Looks.of(self._stream)
+        self._every = every
+        self._name = ""
         self._total: int | None = None
         self._seconds: deque[float] = deque(maxlen=_WINDOW)
         self._losses: list[float] = []
         self._first_step = 0
+        self._message: str | None = None
+        self._told_at = 0.0
+        self._evaluated: list[str] = []
         self._finished = False
 
     def start(self, run: RunStart) -> None:
-        self._total = run.total_steps
+        self._name, self._total = run.name, run.total_steps
         where = f"continues after step {run.resumed_from}" if run.resumed_from else "from the beginning"
         self._print(f"{run.name}: attempt {run.attempt}, {where}", _BOLD)
         if run.parameters is not None:
@@ -60,10 +72,16 @@ class ConsoleTracker:
         # The first steps waited for the first batch, minutes sometimes; no later step does.
         waited = metrics[0].data_seconds / len(metrics) if metrics and not self._losses else 0.0
         for step in metrics:
+            first = not self._first_step
             self._first_step = self._first_step or step.step  # steps count from 1, and an attempt may begin later
             self._losses.append(step.loss)
             self._seconds.append(max(0.0, step.step_seconds - waited))
-            self._print(self._step_line(step), _YELLOW if step.skipped else "")
+            if not self._looks.live and (first or step.skipped or self._is_due(step.step)):
+                self._print(self._step_line(step), _YELLOW if step.skipped else "")
+        if self._looks.live and metrics:
+            self._message = self._message_of(metrics[-1], world_size)
+            if time.monotonic() - self._told_at >= _TELL_SECONDS:
+                self._tell()
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         shown = "  ".join(
@@ -72,6 +90,7 @@ class ConsoleTracker:
             for key, value in values.items()
             if not names.is_of_subject(key)
         )
+        self._evaluated = [f"{key.removeprefix('eval/')} {value:.4f}" for key, value in values.items()]
         self._print(f"eval {self._place(step)}  {shown}", _BOLD)
 
     def event(self, name: str, /, **fields: object) -> None:
@@ -89,6 +108,9 @@ class ConsoleTracker:
         if self._finished:
             return
         self._finished = True
+        if self._looks.live:
+            self._message = message()  # nothing is trained now
+            self._tell()
         if status in ("failed", "handed_over"):
             return  # perhaps another attempt follows; if none does, the launcher says what has failed
         if len(self._losses) > 1:
@@ -96,6 +118,10 @@ class ConsoleTracker:
             self._print(f"loss, steps {self._first_step} to {last}")
             self._print(curve(self._losses, width=60, height=8))
         self._print(_LAST_WORDS[status], _BOLD)
+
+    def _is_due(self, step: int) -> bool:
+        every = self._every or math.ceil((self._total or 1) / _MOST_LINES)
+        return step % every == 0 or step == self._total
 
     def _step_line(self, step: StepMetrics) -> str:
         parts = [
@@ -109,19 +135,52 @@ class ConsoleTracker:
             parts.append(f"mfu {100 * step.mfu:4.1f}%")
         parts.append(f"mem {gibibytes(step.memory_bytes):>10}")
         if self._total is not None:
-            parts.append(f"eta {duration(fmean(self._seconds) * max(self._total - step.step, 0))}")
+            parts.append(f"eta {duration(self._left(step))}")
         return "  ".join(parts) + ("  skipped" if step.skipped else "")
+
+    def _message_of(self, step: StepMetrics, world_size: int) -> str:
+        """A step for the region. What matters most comes first: a narrow terminal shows fewer."""
+        wait = step.data_seconds / step.step_seconds if step.step_seconds > 0 else 0.0
+        fields = [
+            f"loss {step.loss:.4f}",
+            f"lr {step.lr:.2e}",
+            f"{short(step.tokens_per_second)} tok/s",
+            *([f"mfu {100 * step.mfu:.1f}%"] if step.mfu is not None else []),
+            f"mem {gibibytes(step.memory_bytes)}",
+            f"data wait {100 * min(1.0, wait):.0f}%",
+            f"grad {step.grad_norm:.3f}",
+            f"{step.step_seconds:.3g} s/step",
+            f"epoch {step.epoch:.2f}",
+            f"workers {world_size}",
+            *self._evaluated,
+        ]
+        left = {"left": self._left(step)} if self._total is not None else {}
+        place = f"{step.step:,}" + (f"/{self._total:,}" if self._total is not None else "")
+        title = f"{self._name}  step {place}"
+        return message(title=title, done=step.step, total=self._total or 0, fields=fields, **left)
+
+    def _left(self, step: StepMetrics) -> float:
+        return fmean(self._seconds) * max((self._total or 0) - step.step, 0)
 
     def _place(self, step: int) -> str:
         if self._total is None:
             return f"{step:>6}"
         return f"{step:>{len(str(self._total))}}/{self._total}"
 
+    def _tell(self) -> None:
+        if self._message is not None:
+            self._message, found, self._told_at = None, self._message, time.monotonic()
+            print(found, file=self._stream, flush=True)
+
     def _print(self, text: str, colour: str = "") -> None:
+        self._tell()
+        # Models answer, and rows say, whatever they like: no text of theirs may steer the terminal.
+        text = "".join(c if c.isprintable() or c in "\n\t" else "\N{MIDDLE DOT}" for c in text)
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         # A pipe in the C locale takes ASCII only: a question mark in a curve is better than the end of the run.
         text = text.encode(encoding, "replace").decode(encoding)
-        print(f"{colour}{text}{_RESET}" if colour and self._colours else text, file=self._stream, flush=True)
+        coloured = f"{colour}{text}{_RESET}" if colour and self._looks.colours else text
+        print(coloured, file=self._stream, flush=True)
 
 
 def event_in_words(name: str, fields: Mapping[str, object]) -> str:

@@ -17,6 +17,7 @@ from raytune_fsdp.errors import RaytuneError, ResumeError, TrainingError, Transi
 from raytune_fsdp.lease import Lease, TakenOverError
 from raytune_fsdp.redaction import redact
 from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE
+from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.lines import (
     WHOLE_STEP,
     evaluation_line,
@@ -90,6 +91,9 @@ class JsonlTracker:
     def finish(self, status: Status) -> None:
         with suppress(TakenOverError):  # said before, or too late to matter
             self.sync()
+            if self._file is not None:
+                with suppress(TransientError):  # a full disk: what ends the attempt is said elsewhere, too
+                    self.event(names.ATTEMPT_ENDED, status=status)
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -200,14 +204,17 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 def each_event(path: Path) -> Iterator[dict[str, Any]]:
     """The same one by one."""
-    return (line for line in map(from_bytes, _finished(path)) if _is_event(line))
+    return (event for event in map(event_of, _finished(path)) if event is not None)
 
 
-def _is_event(line: Any) -> bool:
+def event_of(raw: bytes) -> dict[str, Any] | None:
+    """A line of `events.jsonl`; None if it is not an event."""
+    line = from_bytes(raw)
     if not isinstance(line, dict) or not isinstance(line.get("event"), str):
-        return False
+        return None
     # The next attempt has the next number, which is part of the name of a directory.
-    return is_count(line.get("attempt")) and line["attempt"] < 1 << 31 and isinstance(line.get("fields"), dict)
+    known = is_count(line.get("attempt")) and line["attempt"] < 1 << 31 and isinstance(line.get("fields"), dict)
+    return line if known else None
 
 
 def _finished(path: Path) -> Iterator[bytes]:

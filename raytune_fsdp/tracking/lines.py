@@ -104,6 +104,24 @@ def read_line(raw: bytes) -> dict[str, Any] | None:
     return None
 
 
+def metrics_of(line: Mapping[str, Any]) -> StepMetrics:
+    """What a line of a step says of it, as far as everybody is shown it."""
+    trajectory = line["trajectory"]
+
+    def number(name: str) -> float:
+        return float(line[name]) if is_number(line.get(name)) else 0.0
+
+    return StepMetrics(
+        **{name: trajectory[name] for name in _TRAJECTORY},
+        step_seconds=number("step_seconds"),
+        data_seconds=number("data_seconds"),
+        tokens_per_second=number("tokens_per_second"),
+        skipped=line.get("skipped") is True,
+        mfu=number("mfu") if is_number(line.get("mfu")) else None,
+        memory_bytes=line["memory_bytes"] if type(line.get("memory_bytes")) is int else 0,
+    )
+
+
 def step_of(line: Mapping[str, Any]) -> int:
     """The step of a line, which for an evaluation is the one before it."""
     return int(line["trajectory"]["step"] if line["kind"] == "step" else line["step"])

@@ -38,6 +38,9 @@ bytes in use on its fullest GPU."""
 ATTEMPT_STARTED = "attempt_started"
 """Fields: world_size, resumed_from, the part of the plan that depends on the world size, and what else the bits of the
 results depend on: device, threads and versions of rank 0."""
+ATTEMPT_ENDED = "attempt_ended"
+"""Rank 0 has left an attempt. Fields: status (finished, failed, interrupted, handed_over); there is none where rank 0
+was killed."""
 KERNELS = "kernels"
 """What an attempt computes with, where there is a choice. Fields: attention, loss, blocks (compiled or eager), and why
 it is this one of each."""

@@ -72,9 +72,13 @@ def test_lines_reach_a_file_without_the_bar(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with path.open("wb") as log, running(log) as (process, terminal):
         assert process.stdin is not None
+        shown = b""
+        while b"counting" not in shown:
+            assert select.select([terminal], [], [], SECONDS)[0], shown
+            shown += os.read(terminal, 1 << 16)
         process.stdin.write(b"\n")
         process.stdin.close()
-        shown = drain(terminal)
+        shown += drain(terminal)
         assert process.wait(SECONDS) == 0
     assert path.read_bytes() == b"step 1\nstep 2\n"
     assert b"counting" in shown and b"step" not in shown

@@ -16,7 +16,7 @@ import pytest
 import raytune_fsdp
 from raytune_fsdp.cli import common, main, train
 from raytune_fsdp.errors import ConfigError, Interrupted, TrainingError, UserError
-from raytune_fsdp.launch.quiet import quiet
+from raytune_fsdp.launch.quiet import VERBOSE, ignoring_warnings, quiet, quieting
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = [
@@ -238,6 +238,41 @@ def test_advice_of_libraries_is_not_shown_and_a_user_s_own_is(monkeypatch: pytes
         warnings.warn_explicit("old", FutureWarning, "a.py", 1, module="transformers.modeling_utils")
         warnings.warn_explicit("mine", FutureWarning, "b.py", 1, module="users.code")
     assert [str(each.message) for each in shown] == ["mine"]
+
+
+def test_verbose_shows_the_advice_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VERBOSE, "1")
+    monkeypatch.setattr(sys, "warnoptions", [])
+    assert "TRANSFORMERS_VERBOSITY" not in quieting() and "MLFLOW_DISABLE_TELEMETRY" in quieting()
+    with warnings.catch_warnings(record=True) as shown, ignoring_warnings():
+        warnings.simplefilter("always")
+        warnings.warn_explicit("old", FutureWarning, "a.py", 1, module="transformers.modeling_utils")
+    assert [str(each.message) for each in shown] == ["old"]
+
+
+WARNING = """
+import logging
+from raytune_fsdp.launch.quiet import log_warnings
+log_warnings(for_all={for_all})
+for window in range(3):
+    logging.getLogger("raytune_fsdp.data").warning("the cache is %s", "full")
+logging.getLogger("raytune_fsdp.data").warning("the cache is %s", "gone")
+logging.getLogger("other").error("broken")
+"""
+
+
+@pytest.mark.parametrize(
+    ("for_all", "verbose", "expected"),
+    [
+        (True, "", ["the cache is full", "the cache is gone", "broken"]),
+        (False, "", ["broken"]),
+        (False, "1", [*["the cache is full"] * 3, "the cache is gone", "broken"]),
+    ],
+)
+def test_a_warning_is_said_once_and_by_one_rank(for_all: bool, verbose: str, expected: list[str]) -> None:
+    command = [sys.executable, "-c", WARNING.format(for_all=for_all)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, VERBOSE: verbose})
+    assert [line.partition(": ")[2] for line in done.stderr.splitlines()] == expected
 
 
 def test_the_job_runs_from_any_directory(tmp_path: Path) -> None:

@@ -17,13 +17,17 @@ from raytune_fsdp.errors import Interrupted, TrainingError
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray import follow
 from raytune_fsdp.launch.ray.attempts import Attempts
-from raytune_fsdp.launch.ray.board import Beat, Joined, Notice
+from raytune_fsdp.launch.ray.board import Beat, BoardStream, Joined, Line, Notice, PhaseFinished
 from raytune_fsdp.launch.ray.follow import Follow
 from raytune_fsdp.launch.ray.resources import Request
 from raytune_fsdp.launch.ray.sizes import Sizes
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.tracking import RunStart
+from raytune_fsdp.tracking.console import ConsoleTracker
 from raytune_fsdp.tracking.jsonl import read_events
+from raytune_fsdp.tracking.live import Looks, read_message
+from tests.recorded import step
 from tests.runs import make_config
 
 ASKED = Request(workers=1, per_worker={"CPU": 1.0}, accelerator_type=None, placement="pack", device="cpu")
@@ -49,6 +53,9 @@ class Silent:
         return "CREATED"
 
     def stop(self, reason: object) -> None:
+        pass
+
+    def make_up(self) -> None:
         pass
 
 
@@ -156,3 +163,35 @@ def test_a_late_word_of_the_last_attempt_is_no_resize(tmp_path: Path, monkeypatc
     known._hear(Joined(0, "here", "node", 8))
     known._hear(Beat(step=5, beats=3, patience_seconds=0.0))
     assert not [event for event in read_events(place.events) if event["event"] == "resized"]
+
+
+def test_what_rank_0_tells_a_region_reaches_the_drivers_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines and messages, in order: whoever shows the driver's output draws the region (cli/screen.py)."""
+    known, _, board, said = begin(tmp_path, monkeypatch)
+    board.tell = board.notices.append  # type: ignore[attr-defined]
+    stream: Any = BoardStream(board, Looks(live=True, colours=True))  # type: ignore[arg-type]
+    tracker = ConsoleTracker(stream)
+    tracker.start(RunStart(name="demo", attempt=1, total_steps=2))
+    tracker.steps([step(1)], world_size=1, attempt=1)
+    tracker.event("resized", before=4, after=3)
+    for notice in board.notices:
+        assert isinstance(notice, Line)
+        known._hear(notice)
+    first, told, resized = said
+    assert first == "\x1b[1mdemo: attempt 1, from the beginning\x1b[0m" and "resized from 4 to 3 workers" in resized
+    fields = read_message(told)
+    assert fields is not None and fields["title"] == "demo  step 1/2" and fields["fields"][0] == "loss 2.5000"
+
+
+def test_phases_before_the_first_step_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("RAYTUNE_FSDP_LIVE", "plain")
+    known, *_ = begin(tmp_path, monkeypatch)
+    for phase in ("start", "checks", "Ray"):
+        known._phases.finished(phase)
+    for notice in (PhaseFinished("workers"), PhaseFinished("step")):
+        known._hear(notice)
+    told = [read_message(line) or {} for line in capsys.readouterr().out.rstrip().split("\n")]
+    told = [each for each in told if each]
+    assert [each["done"] for each in told] == [0, 1, 2, 3, 4], "after the first step there is more to show"
+    assert told[-1]["title"] == "starting" and told[-1]["total"] == 8
+    assert told[-1]["fields"][4:] == ["imports", "model", "data", "first step"]

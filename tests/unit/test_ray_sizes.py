@@ -21,6 +21,7 @@ from raytune_fsdp.launch.ray.rank import RankJob
 from raytune_fsdp.launch.ray.resources import Node, Request
 from raytune_fsdp.launch.ray.sizes import Sizes
 from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.tracking.live import Looks
 from tests.clock import Clock
 from tests.runs import make_config
 
@@ -178,7 +179,8 @@ def test_a_size_that_ray_train_has_waited_for_in_vain_is_noted(tmp_path: Path, m
         board=nothing,
         device="cpu",
         token=nothing,
-        tty=False,
+        looks=Looks(live=False, colours=False),
+        verbose=False,
     )
     attempts = Attempts(RunDir.of(job.config), limit=0, step=0, say=print)
     driver._fit(job, tmp_path, follow, attempts, known)

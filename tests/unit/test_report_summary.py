@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from raytune_fsdp.report.summary import next_commands
+from raytune_fsdp.report.summary import next_commands, summary
+from tests.recorded import Recorded
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,32 @@ def test_a_tracking_server_is_a_page_and_a_database_a_command(uri: str, shown: s
     text = next_commands(Path("/runs/x"), export=None, mlflow_uri=uri)
     (line,) = [line for line in text.splitlines() if "mlflow" in line.lower()] or [shown]
     assert line.endswith(shown) and "hunter2" not in text and text.count("--backend-store-uri") == shown.count("--back")
+
+
+def test_a_run_is_summed_up(tmp_path: Path) -> None:
+    run = Recorded(tmp_path)
+    run.attempt()
+    for number, loss in ((1, 3.0), (24, 1.0), (75, 2.0)):
+        run.train(number)
+        run.tracker.evaluation(run.step, {"eval/a/loss": loss, "eval/a/accuracy": 1 / loss, "eval/b/loss": -run.step})
+    run.tracker.event("answered", step=100, prompt="Who's there?", answer="\x1b[2J")
+    text = summary(run.path, checkpoint="s3://bucket/step-100", export=tmp_path / "export", curve=None)
+    assert text.splitlines()[:4] == [
+        "loss 5.0000 -> 0.5000 in 100 steps",
+        "eval/a/loss 3.0000 -> 2.0000 (perplexity 20.09 -> 7.389), best 1.0000 at step 25",
+        "eval/a/accuracy 0.3333 -> 0.5000, best 1.0000 at step 25",
+        "eval/b/loss -1.0000 -> -100.0000 (perplexity 0.3679 -> 3.72e-44)",
+    ]
+    for line in ("    step   100: ·[2J", f"run         {run.path}", "checkpoint  s3://bucket/step-100"):
+        assert line in text.splitlines()
+
+
+def test_the_next_commands_ask_what_the_run_was_asked(tmp_path: Path) -> None:
+    run = Recorded(tmp_path)
+    run.attempt()
+    text = next_commands(run.path, export=None, mlflow_uri=None)
+    assert f'generate {run.path} "a question"' in text and f"export {run.path} my-model" in text
+    run.tracker.event("answered", step=1, prompt=["a", "conversation"], answer="x")
+    run.tracker.event("answered", step=1, prompt="Who's there?", answer="x")
+    text = next_commands(run.path, export=tmp_path / "my export", mlflow_uri=None)
+    assert f"generate '{tmp_path}/my export' 'Who'\"'\"'s there?'" in text and "my-model" not in text

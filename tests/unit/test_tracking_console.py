@@ -10,19 +10,10 @@ import pytest
 
 from raytune_fsdp.tracking import RunStart
 from raytune_fsdp.tracking.console import ConsoleTracker, curve, duration, event_in_words, short
+from raytune_fsdp.tracking.live import Looks, read_message
 from raytune_fsdp.tracking.names import perplexity, with_perplexity
-from raytune_fsdp.types import ParameterCount, StepMetrics
-
-
-def step(
-    number: int, *, loss: float = 2.5, mfu: float | None = 0.412, skipped: bool = False, seconds: float = 2.0,
-    waited: float = 0.01,
-) -> StepMetrics:  # fmt: skip
-    return StepMetrics(
-        step=number, epoch=0.1, samples="0" * 16, tokens=4096, target_tokens=1000, loss=loss, grad_norm=1.25,
-        lr=1e-4, skipped=skipped, step_seconds=seconds, data_seconds=waited, tokens_per_second=12345.0, mfu=mfu,
-        memory_bytes=3 * 2**29,
-    )  # fmt: skip
+from raytune_fsdp.types import ParameterCount
+from tests.recorded import step
 
 
 class Terminal(io.StringIO):
@@ -61,6 +52,64 @@ def test_a_run_in_lines() -> None:
     assert lines[8] == "loss, steps 9 to 10"
     assert lines[-1] == "interrupted; the same command continues"
     assert "\033" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("total", "every", "lines"), [(1, None, 1), (200, None, 200), (230, None, 116), (10_000, None, 201), (50, 7, 9)]
+)
+def test_a_run_of_any_length_prints_some_lines(total: int, every: int | None, lines: int) -> None:
+    stream = io.StringIO()
+    tracker = ConsoleTracker(stream, every=every)
+    tracker.start(RunStart(name="demo", attempt=1, total_steps=total))
+    for number in range(1, total + 1):
+        tracker.steps([step(number)], world_size=1, attempt=1)
+    found = [line for line in stream.getvalue().splitlines() if line.startswith("step")]
+    assert len(found) == lines
+    assert found[0].split("/")[0].split()[1] == "1" and found[-1].startswith(f"step {total}/{total}")
+
+
+def test_a_skipped_update_has_its_line_at_any_cadence() -> None:
+    stream = io.StringIO()
+    tracker = ConsoleTracker(stream, every=50)
+    tracker.start(RunStart(name="demo", attempt=1, total_steps=100))
+    tracker.steps([step(1), step(2), step(3, skipped=True)], world_size=1, attempt=1)
+    assert [line.split()[1] for line in stream.getvalue().splitlines()[1:]] == ["1/100", "3/100"]
+
+
+class Shown(io.StringIO):
+    looks = Looks(live=True, colours=False)
+
+    def told(self) -> list[object]:
+        return [read_message(line) or line for line in self.getvalue().rstrip().split("\n")]
+
+
+def test_a_region_is_told_of_steps_and_lines_stay_for_what_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([5.0, 5.0, 5.01, 5.02, 6.0, 7.0, 8.0])
+    monkeypatch.setattr("raytune_fsdp.tracking.console.time.monotonic", lambda: next(now))
+    stream = Shown()
+    tracker = begin(stream)
+    for number in (1, 2, 3):
+        tracker.steps([step(number)], world_size=4, attempt=2)
+    tracker.event("saved", step=3)
+    tracker.evaluation(3, {"eval/chat/loss": 1.23456})
+    tracker.finish("failed")
+    title, first, third, saved, evaluated, end = stream.told()
+    assert isinstance(first, dict) and isinstance(third, dict) and isinstance(title, str) and isinstance(saved, str)
+    assert title.startswith("demo: attempt 2") and saved == "     saved step 3"
+    assert str(evaluated).startswith("eval   3/100  chat/loss 1.2346")
+    assert [each["done"] for each in (first, third)] == [1, 3], "step 2 and 3 came within a tenth of a second"
+    assert third["title"] == "demo  step 3/100" and 0 < third["left"] < 200 and third["total"] == 100
+    assert third["fields"] == [
+        "loss 2.5000", "lr 1.00e-04", "12.3k tok/s", "mfu 41.2%", "mem 1.50 GiB", "data wait 0%", "grad 1.250",
+        "2 s/step", "epoch 0.10", "workers 4",
+    ]  # fmt: skip
+    assert end == "\x1e{}"
+
+
+def test_no_answer_of_a_model_steers_the_terminal() -> None:
+    stream = io.StringIO()
+    begin(stream).event("answered", step=1, prompt="?", answer="\x1b[2Ja\rb\n\x1e{}")
+    assert stream.getvalue().splitlines()[-2:] == ["     answered: ·[2Ja·b", "·{}"]
 
 
 def test_the_size_of_the_network_is_said_at_the_start() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
+from raytune_fsdp.tracking.live import Looks
 from raytune_fsdp.types import StopReason
 
 
@@ -233,13 +234,10 @@ class BoardStream(io.TextIOBase):
 
     encoding = "utf-8"
 
-    def __init__(self, board: Board, *, tty: bool) -> None:
+    def __init__(self, board: Board, looks: Looks) -> None:
         self._board = board
-        self._tty = tty
+        self.looks = looks
         self._rest = ""
-
-    def isatty(self) -> bool:
-        return self._tty
 
     def write(self, text: str) -> int:
         *lines, self._rest = (self._rest + text).split("\n")

@@ -27,6 +27,7 @@ from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import Interrupted, RaytuneError
 from raytune_fsdp.launch.environment import environment
 from raytune_fsdp.launch.phases import Phases
+from raytune_fsdp.launch.quiet import is_verbose
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Board
 from raytune_fsdp.launch.ray.demand import Demand
@@ -52,6 +53,7 @@ from raytune_fsdp.rundir import RunDir, storage_of
 from raytune_fsdp.threads import in_thread
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import append_event
+from raytune_fsdp.tracking.live import Looks
 from raytune_fsdp.tracking.mlflow import mlflow_installed
 from raytune_fsdp.types import Progress
 
@@ -152,7 +154,8 @@ def _train(
             board=board,
             device=sizes.fewest.device,
             token=token,
-            tty=sys.stdout.isatty(),
+            looks=Looks.of(sys.stdout),
+            verbose=is_verbose(),
         )
         try:
             _fit(job, run_dir, follow, attempts, sizes)

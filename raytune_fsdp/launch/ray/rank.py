@@ -35,6 +35,7 @@ from raytune_fsdp.launch.ray.board import (
 from raytune_fsdp.launch.signals import answer_with_stacks
 from raytune_fsdp.pulse import pulse
 from raytune_fsdp.threads import in_thread
+from raytune_fsdp.tracking.live import Looks
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -66,8 +67,10 @@ class RankJob:
     device: Literal["cpu", "cuda"]
     token: Token
     """The token that the driver left in the run's storage."""
-    tty: bool
-    """Whether the driver prints to a terminal."""
+    looks: Looks
+    """Of what the driver prints."""
+    verbose: bool
+    """Whether libraries may print what they like."""
 
 
 def train_rank(job: RankJob) -> None:
@@ -93,8 +96,10 @@ def _train(job: RankJob, rank: int, world: int) -> None:
 
     reached("workers")
     # Only after the notice: importing transformers takes seconds, and the driver should know that the rank is there.
-    from raytune_fsdp.launch.quiet import quiet
+    from raytune_fsdp.launch.quiet import VERBOSE, quiet
 
+    if job.verbose:
+        os.environ[VERBOSE] = "1"  # a process of our own, which the driver's variables do not reach
     quiet()
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     from raytune_fsdp.assemble import LauncherHooks
@@ -121,14 +126,14 @@ def _train(job: RankJob, rank: int, world: int) -> None:
 
     hooks = LauncherHooks(
         batches=_batches(job, prepared, standing, rank=rank, reached=reached),
-        console=cast(TextIO, BoardStream(job.board, tty=job.tty)),
+        console=cast(TextIO, BoardStream(job.board, job.looks)),
         trackers=_trackers(job.config),
         saved=saved,
         reached=reached,
     )
     stop: Stop = StopFromBoard(job.board) if rank == 0 else lambda: None
     try:
-        work(job.config, prepared, standing, device, stop, hooks)
+        work(job.config, prepared, standing, device, stop, hooks, own_log=True)
     except (Interrupted, HandedOver):
         reports.finish()
         raise

@@ -1,0 +1,152 @@
+"""A few lines at the bottom of a terminal that are rewritten in place, with other lines scrolling by above them.
+
+Pure text: what is to be shown goes in, and what has to be written to the terminal for that comes out.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+from unicodedata import combining, east_asian_width
+
+from raytune_fsdp.tracking.console import duration
+
+_MARGIN = 3
+"""Columns that stay free at the right: a terminal prints ^C where the cursor is, and must not break the line for it."""
+_BAR = (10, 40)
+_MOST_WORKS = 4
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b.?")
+
+
+class Region:
+    """Knows what is on the terminal. The cursor stays at the end of the last line."""
+
+    def __init__(self) -> None:
+        self._shown: list[str] = []
+        self._columns = 0
+
+    def draw(self, above: Sequence[str], lines: Sequence[str], columns: int) -> str:
+        """What shows `lines` instead of those that are there, after printing the lines `above` for good."""
+        lines = [cut_to(line, columns - _MARGIN) for line in lines]
+        changed = [row for row, line in enumerate(lines) if row >= len(self._shown) or line != self._shown[row]]
+        same = not above and len(lines) == len(self._shown) and (columns == self._columns or not lines)
+        if same and not changed:
+            return ""
+        out = self._in_place(lines, changed) if same else self._anew(above, lines, columns)
+        self._shown, self._columns = lines, columns
+        return out
+
+    def _in_place(self, lines: Sequence[str], changed: Sequence[int]) -> str:
+        last, row, out = len(lines) - 1, len(lines) - 1, ""
+        for each in changed:
+            out += f"{_down(each - row)}\r{lines[each]}\x1b[K"
+            row = each
+        # The last line is written again if others were: the cursor then stands at its end.
+        return out if row == last else f"{out}{_down(last - row)}\r{lines[last]}"
+
+    def _anew(self, above: Sequence[str], lines: Sequence[str], columns: int) -> str:
+        # A terminal that was made narrower has broken the lines into more rows.
+        rows = sum(max(1, -(-width_of(line) // max(1, columns))) for line in self._shown)
+        return (
+            f"{_down(1 - rows) if rows else ''}\r\x1b[J" + "".join(f"{line}\r\n" for line in above) + "\r\n".join(lines)
+        )
+
+
+def _down(rows: int) -> str:
+    return f"\x1b[{rows}B" if rows > 0 else f"\x1b[{-rows}A" if rows < 0 else ""
+
+
+class View:
+    """What the region says: how far the run is, and work that takes long."""
+
+    def __init__(self, *, blocks: bool = True) -> None:
+        """`blocks`: the terminal has characters for bars."""
+        self._full, self._empty = ("█", "░") if blocks else ("#", "-")
+        self._main: Mapping[str, Any] = {}
+        self._since = 0.0
+        self._works: dict[str, tuple[int, int]] = {}
+
+    def take(self, fields: Mapping[str, Any]) -> None:
+        """Take a message (tracking/live.py). Its values may be anything: they come through a terminal's output."""
+        if isinstance(what := fields.get("work"), str):
+            done, total = _count(fields.get("done")), _count(fields.get("total"))
+            self._works.pop(what, None)
+            if done < total:
+                self._works[what] = done, total
+        else:
+            self._main, self._since = fields, time.monotonic()
+            self._works = {}
+
+    @property
+    def ticks(self) -> bool:
+        """Whether it changes with time alone."""
+        return any(isinstance(self._main.get(key), int | float) for key in ("elapsed", "left"))
+
+    def lines(self, columns: int, rows: int) -> list[str]:
+        columns -= _MARGIN
+        found = self._of_main(columns) if self._main.get("title") else []
+        for what, (done, total) in list(self._works.items())[-_MOST_WORKS:]:
+            found.append(self._with_bar(_plain(what), done, total, f"{done:,} of {total:,}", columns))
+        return found[: max(0, rows - 1)]
+
+    def _of_main(self, columns: int) -> list[str]:
+        fields, passed = self._main, time.monotonic() - self._since
+        done, total = _count(fields.get("done")), _count(fields.get("total"))
+        end = ""
+        if isinstance(elapsed := fields.get("elapsed"), int | float):
+            end = duration(elapsed + passed)
+        elif isinstance(left := fields.get("left"), int | float):
+            end = f"{duration(max(0.0, left - passed))} left"
+        first = self._with_bar(_plain(fields["title"]), done, total, end, columns)
+        shown: list[str] = []
+        for each in fields["fields"] if isinstance(fields.get("fields"), list) else []:
+            if width_of("  ".join([*shown, text := _plain(each)])) > columns:
+                break
+            shown.append(text)
+        return [first, "  ".join(shown)] if shown else [first]
+
+    def _with_bar(self, what: str, done: int, total: int, end: str, columns: int) -> str:
+        if not total:
+            return f"{what}  {end}"
+        share = min(1.0, done / total)
+        tail = f" {100 * share:3.0f}%  {end}".rstrip()
+        least, most = _BAR
+        cells = min(most, columns - width_of(what) - len(tail) - 4)
+        if cells < least:
+            return f"{cut_to(what, columns - len(tail) - 1)} {tail}"
+        full = int(share * cells)
+        return f"{what}  [{self._full * full}{self._empty * (cells - full)}]{tail}"
+
+
+def _count(value: object) -> int:
+    return value if type(value) is int and 0 <= value < 1 << 63 else 0
+
+
+def _plain(text: object) -> str:
+    return _COLOUR.sub("", clean(str(text)))
+
+
+def clean(text: str) -> str:
+    """A line of somebody's output without what would move the cursor; colours stay. Of a line that was rewritten, as
+    bars of other libraries are, the last text."""
+    text = text.rstrip("\r").rpartition("\r")[2]
+    plain = _ESCAPE.sub(lambda found: found[0] if _COLOUR.fullmatch(found[0]) else "", text.expandtabs(8))
+    shown = "".join(c for c in plain if c == "\x1b" or c.isprintable())
+    return f"{shown}\x1b[0m" if "\x1b" in shown else shown
+
+
+def width_of(text: str) -> int:
+    """Columns of a text on a terminal."""
+    if text.isascii():
+        return len(text)
+    return sum(2 if east_asian_width(c) in "WF" else 0 if combining(c) else 1 for c in text)
+
+
+def cut_to(text: str, columns: int) -> str:
+    """As much of a text as fits."""
+    while text and width_of(text) > columns:
+        text = text[: max(0, min(len(text) - 1, columns))]
+    return text

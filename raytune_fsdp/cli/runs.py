@@ -1,0 +1,143 @@
+"""`raytune-fsdp runs`: the runs of a storage directory, how far each is, and which are alive."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raytune_fsdp.cli.common import Parser, exit_code, nearest
+from raytune_fsdp.errors import ResumeError
+
+if TYPE_CHECKING:
+    from raytune_fsdp.report.overview import Overview
+    from raytune_fsdp.rundir import RunDir
+
+_LOOK_SECONDS = 0.2
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp runs") -> int:
+    """Returns the exit code."""
+    parser = Parser(
+        prog,
+        "List the runs of a storage directory. A run is stale if its command has left a lock and gives no sign of life "
+        "for ten seconds: it was killed, or its machine is lost. The same command continues it.",
+    )
+    parser.add_argument("storage", type=Path, nargs="?", default=Path("runs"), help="run.storage (default: runs)")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON for every run")
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda: _runs(parser, arguments))
+
+
+def _runs(parser: Parser, arguments: Sequence[str]) -> int:
+    found = parser.parse(arguments)
+    from raytune_fsdp.report.overview import as_json, overview
+    from raytune_fsdp.rundir import is_run
+
+    if is_run(found.storage):
+        parser.error(f"{found.storage} is a run itself; its storage is {found.storage.absolute().parent}")
+    if not found.storage.is_dir():
+        raise ResumeError(f"{found.storage}: no such directory; give the run.storage of your configs")
+    places = runs_in(found.storage)
+    states = states_of(places)
+    rows = sorted(((overview(each.path), states[each.path]) for each in places), key=lambda row: row[0].began or "")
+    if found.json:
+        for each, state in rows:
+            print(as_json(each, state or each.ended))
+    elif rows:
+        print("\n".join(table(rows)))
+    else:
+        print(f"{found.storage} has no runs")
+    return 0
+
+
+def runs_in(storage: Path) -> list[RunDir]:
+    """The runs of a storage directory, also those that have only just begun."""
+    from raytune_fsdp.rundir import CHECKPOINTS, RunDir, is_run
+
+    places = []
+    for path in sorted(storage.absolute().iterdir()):
+        place = RunDir(path, str(path / CHECKPOINTS))
+        if path.is_dir() and (is_run(path) or place.lock.is_file()):
+            places.append(place)
+    return places
+
+
+def check_run(path: Path) -> RunDir:
+    """The run in a directory. Raises if there is none, and says which there are."""
+    from raytune_fsdp.rundir import RunDir, checkpoints_of, is_run
+
+    place = RunDir(path.absolute(), str(path.absolute()))
+    if is_run(path) or place.lock.is_file():
+        return RunDir(path.absolute(), checkpoints_of(path.absolute()))
+    why = (
+        "is not a run: it has no plan.json"
+        if path.is_dir()
+        else "no such directory"
+        if not path.exists()
+        else ("is not a directory")
+    )
+    for storage in (path, path.absolute().parent, Path("runs")):
+        if storage.is_dir() and (names := [each.path.name for each in runs_in(storage)]):
+            shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+            raise ResumeError(f"{path}: {why}; the runs in {storage} are {shown}{nearest(path.name, names)}")
+    raise ResumeError(f"{path}: {why}; give a run directory, <run.storage>/<run.name>")
+
+
+def states_of(places: Sequence[RunDir]) -> dict[Path, str]:
+    """`running` or `stale` for each run that has a lock, nothing for the others. Waits for their beats, for two seconds
+    if all are alive, or for ten."""
+    from raytune_fsdp.launch.run_lock import Signs
+
+    signs = {place.path: Signs(place) for place in places}
+    found: dict[Path, str] = {}
+    while len(found) < len(signs):
+        for path, each in signs.items():
+            if path not in found and (seen := each.look()) is not None:
+                found[path] = {"running": "running", "silent": "stale", "free": ""}[seen]
+        if len(found) < len(signs):
+            time.sleep(_LOOK_SECONDS)
+    return found
+
+
+def table(rows: Sequence[tuple[Overview, str]]) -> list[str]:
+    """A line for every run, below a head, in columns."""
+    from raytune_fsdp.cli.region import clean
+    from raytune_fsdp.tracking.console import duration
+
+    cells = [("run", "state", "step", "loss", "best eval", "workers", "age")]
+    for each, state in rows:
+        steps = f"{each.step:,}/{each.steps:,}" if each.steps is not None else f"{each.step:,}"
+        best = f"{each.best[0]:.4f} at {each.best[1]:,}" if each.best else "-"
+        loss = "-" if each.loss is None else f"{each.loss:.4f}"
+        age = seconds_since(each.began)
+        cells.append((
+            clean(each.path.name), state or each.ended, steps, loss, best, str(each.world or "-"),
+            "-" if age is None else duration(age),
+        ))  # fmt: skip
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    right = (2, 3, 5, 6)
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+
+
+def seconds_since(moment: str | None) -> float | None:
+    """How long ago it was, if the clocks of both machines are right."""
+    try:
+        passed = (datetime.now(UTC) - datetime.fromisoformat(moment or "")).total_seconds()
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return max(0.0, passed) if math.isfinite(passed) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

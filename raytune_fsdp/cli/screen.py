@@ -1,0 +1,210 @@
+"""The one owner of the terminal while a command shows how far it is: a small process that everything printed goes to.
+
+The command's output, and with it that of the processes that it starts, goes into a pipe. At its other end this process
+prints the lines, and below them the region that shows how far the run is (region.py). So a line of any library, of a
+rank or of a crash never breaks the region, and training never waits for a terminal.
+
+After Ctrl-C there is no region any more: the next one may end the command at once, and the shell would print its prompt
+before this process could remove it. For the same reason nothing is removed when the command was killed.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal
+
+import raytune_fsdp
+from raytune_fsdp.cli.region import Region, View, clean
+from raytune_fsdp.launch.environment import environment
+from raytune_fsdp.tracking.live import VARIABLE, read_message
+
+_DRAW_SECONDS = 0.1
+_TICK_SECONDS = 1.0
+_END = "\x1e\x1eend"
+"""The last line. The pipe may stay open for longer: processes that outlive the command may have it."""
+_MOST_LINES = 10_000
+"""That wait for a terminal whose output was stopped (Ctrl-S); older ones are dropped then."""
+_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGQUIT}
+"""That a terminal or a scheduler sends to all processes of a command: this one ends when the command does."""
+
+
+@contextmanager
+def screen(files: Sequence[int], *, colours: bool) -> Iterator[bool]:
+    """While the block lasts, what this process and those that it starts write to these files, all of them one
+    terminal, is shown above a region that shows messages (tracking/live.py). False if there is none: no process could
+    be started."""
+    kept = {file: os.dup(file) for file in files}
+    try:
+        process = _start(kept[files[0]])
+    except OSError:
+        process = None
+    if process is None or process.stdin is None:
+        yield False
+        return
+    _flush()
+    for file in files:
+        os.dup2(process.stdin.fileno(), file)
+    try:
+        with environment({VARIABLE: "colours" if colours else "plain"} if 1 in files else {}):
+            yield True
+    finally:
+        _flush()
+        for file, terminal in kept.items():
+            os.dup2(terminal, file)
+            os.close(terminal)
+        with suppress(OSError):
+            process.stdin.write(f"{_END}\n".encode())
+            process.stdin.close()
+        _wait(process)
+
+
+def _start(terminal: int) -> subprocess.Popen[bytes]:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # which the process inherits
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "raytune_fsdp.cli.screen"],
+            stdin=subprocess.PIPE, stdout=terminal, stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": _path()},
+        )  # fmt: skip
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    """Until the region is gone: what is printed next stands where it was."""
+    try:
+        process.wait()
+    except BaseException:  # Ctrl-C, now
+        process.wait()
+        raise
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _path() -> str:
+    """Where Python finds this package: a job's copy of it need not be installed."""
+    here = str(Path(raytune_fsdp.__file__).parents[1])
+    return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+class _Screen:
+    """That process: from its input to the terminal."""
+
+    def __init__(self, source: int, terminal: int) -> None:
+        encoding = sys.stdout.encoding or "utf-8"
+        self._source, self._terminal, self._encoding = source, terminal, encoding
+        self._region, self._view = Region(), View(blocks=_can_show("█░", encoding))
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = ""
+        self._above: list[str] = []
+        self._hidden = False
+        self._ended: Literal["", "done", "killed"] = ""
+
+    def run(self) -> None:
+        drawn, dirty, parent = 0.0, False, os.getppid()
+        interrupted = _wake_at_interrupts()
+        while not self._ended:
+            wait = max(0.0, drawn + _DRAW_SECONDS - time.monotonic()) if dirty else _TICK_SECONDS
+            ready = select.select([self._source, interrupted], [], [], wait)[0]
+            if interrupted in ready:
+                os.read(interrupted, 1)
+                self._hide()
+            if self._source in ready:
+                self._read()
+                dirty = True
+            elif os.getppid() != parent:  # killed, and something that it has started still has the pipe
+                self._ended = "killed"
+            elif self._view.ticks:
+                dirty = True
+            if dirty and time.monotonic() - drawn >= _DRAW_SECONDS and self._flows():
+                self._draw()
+                drawn, dirty = time.monotonic(), False
+        self._above += [clean(self._rest)] if self._rest else []
+        if select.select([interrupted], [], [], 0)[0]:  # Ctrl-C has ended the command before it was heard here
+            self._hide()
+        if self._ended == "killed":
+            self._write("".join(f"\r\n{line}" for line in self._above))
+        else:
+            self._hidden = True
+            self._draw()
+
+    def _flows(self) -> bool:
+        """Whether the terminal takes anything now."""
+        return bool(select.select([], [self._terminal], [], 0)[1])
+
+    def _hide(self) -> None:
+        if not self._hidden:
+            self._above.insert(0, "^C")
+            self._hidden = True
+            self._draw()
+
+    def _read(self) -> None:
+        """Take what was printed."""
+        found = os.read(self._source, 1 << 16)
+        *lines, self._rest = (self._rest + self._decoder.decode(found, not found)).split("\n")
+        for line in lines:
+            if line.endswith(_END):
+                self._rest, self._ended = line.removesuffix(_END), "done"
+                return
+            if (fields := read_message(line)) is not None:
+                self._view.take(fields)
+            else:
+                self._above.append(clean(line))
+        del self._above[:-_MOST_LINES]
+        if not found:
+            self._ended = "killed"
+
+    def _draw(self) -> None:
+        try:
+            columns, rows = os.get_terminal_size(self._terminal)
+        except OSError:
+            columns, rows = 80, 24
+        columns, rows = columns or 80, rows or 24
+        lines = [] if self._hidden else self._view.lines(columns, rows)
+        above, self._above = self._above, []
+        self._write(self._region.draw(above, lines, columns))
+
+    def _write(self, text: str) -> None:
+        left = text.encode(self._encoding, "replace")
+        while left:  # in one piece, unless the terminal takes less
+            left = left[os.write(self._terminal, left) :]
+
+
+def _wake_at_interrupts() -> int:
+    """From now on Ctrl-C does nothing here but make this readable."""
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked since before this process began
+    return ours
+
+
+def _can_show(text: str, encoding: str) -> bool:
+    try:
+        text.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def main() -> None:
+    with suppress(OSError):  # the terminal has gone; so will this process, and the command's lines go nowhere
+        _Screen(sys.stdin.fileno(), sys.stdout.fileno()).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""`raytune-fsdp watch`: follow a run that another command trains, from its directory, as that command shows it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raytune_fsdp.cli.common import Parser, exit_code
+from raytune_fsdp.cli.progress import shown
+from raytune_fsdp.cli.runs import check_run
+from raytune_fsdp.errors import Interrupted, TrainingError
+from raytune_fsdp.tracking import RunStart, names
+from raytune_fsdp.tracking.console import ConsoleTracker
+from raytune_fsdp.tracking.lines import metrics_of, step_of
+from raytune_fsdp.tracking.live import tell
+from raytune_fsdp.tracking.tail import EventFollower, RecordFollower
+from raytune_fsdp.types import StepMetrics
+
+if TYPE_CHECKING:
+    from raytune_fsdp.report.overview import Overview
+    from raytune_fsdp.rundir import RunDir
+
+_POLL_SECONDS = 0.5
+_STEPS_BEFORE, _EVENTS_BEFORE = 200, 5
+"""That are shown of what happened before."""
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp watch") -> int:
+    """Returns the exit code: that of the run's command, or 0 after Ctrl-C."""
+    parser = Parser(
+        prog, "Follow a run, from any machine that sees its directory. Ctrl-C ends this command, not the run."
+    )
+    parser.add_argument("run", type=Path, help="run directory")
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda: _watch(parser, arguments))
+
+
+def _watch(parser: Parser, arguments: Sequence[str]) -> int:
+    place = check_run(parser.parse(arguments).run)
+    from raytune_fsdp.launch.run_lock import Signs
+    from raytune_fsdp.report.overview import overview
+
+    signs = Signs(place)
+    state = signs.look()
+    try:
+        with shown():
+            watched = _Watched(place)
+            while state in ("running", None):
+                watched.look()
+                time.sleep(_POLL_SECONDS)
+                state = signs.look()
+            watched.look()
+            watched.end()
+    except KeyboardInterrupt:
+        print(f"{place.path.name} goes on; this command has only watched it")
+        return 0
+    return _say_how_it_ended(overview(place.path), stale=state == "silent")
+
+
+def _say_how_it_ended(found: Overview, *, stale: bool) -> int:
+    name, step = found.path.name, f"step {found.step:,}" + (f" of {found.steps:,}" if found.steps is not None else "")
+    if stale:
+        why = "its command was killed, or its machine is lost; the same command continues it"
+        raise TrainingError(f"{name} gives no sign of life, at {step}: {why}")
+    if found.ended == "failed":
+        raise TrainingError(f"{name} has failed, at {step}; what its ranks said: raytune-fsdp logs {found.path}")
+    if found.ended == "interrupted":
+        raise Interrupted(f"{name} was stopped, at {step}; the same command continues it")
+    print(f"{name} is finished: {step}" + (f", loss {found.loss:.4f}" if found.loss is not None else ""))
+    return 0
+
+
+class _Watched:
+    """A run, shown as its own command shows it."""
+
+    def __init__(self, place: RunDir) -> None:
+        from raytune_fsdp.report.overview import last_step, steps_of
+
+        self._place = place
+        self._steps = steps_of(place.path)
+        newest = last_step(place.metrics)
+        self._record = RecordFollower(place.metrics, after=max(0, step_of(newest) - _STEPS_BEFORE) if newest else 0)
+        self._events = EventFollower(place.events)
+        self._tracker: ConsoleTracker | None = None
+        tell(title=f"{place.path.name}  no step yet", elapsed=0.0)
+        self._before()
+
+    def _before(self) -> None:
+        """Show the attempt that is under way, and the last that has happened in it."""
+        events = list(self._events.events())
+        starts = [place for place, event in enumerate(events) if event["event"] == names.ATTEMPT_STARTED]
+        if starts:
+            self._event(events[starts[-1]])
+            for event in events[starts[-1] + 1 :][-_EVENTS_BEFORE:]:
+                self._event(event)
+
+    def look(self) -> None:
+        """Show what has happened since the last look. Storage that does not answer just now is asked again."""
+        with suppress(OSError):
+            for event in self._events.events():
+                self._event(event)
+            self._lines()
+
+    def _lines(self) -> None:
+        steps: list[tuple[StepMetrics, int, int]] = []
+        for line in self._record.lines():
+            if line["kind"] == "step":
+                steps.append((metrics_of(line), line.get("world_size", 1), line.get("attempt", 1)))
+            elif self._tracker is not None:
+                self._show(steps)
+                values = {key: float(value) for key, value in line["values"].items()}
+                self._tracker.evaluation(step_of(line), values)
+        self._show(steps)
+
+    def _show(self, steps: list[tuple[StepMetrics, int, int]]) -> None:
+        if steps:
+            _, world, attempt = steps[-1]
+            if self._tracker is None:  # older versions wrote no such event
+                self._begin(attempt, 0)
+            assert self._tracker is not None
+            self._tracker.steps([step for step, *_ in steps], world, attempt)
+        steps.clear()
+
+    def _event(self, event: dict[str, Any]) -> None:
+        name, fields = event["event"], event["fields"]
+        if name == names.ATTEMPT_STARTED:
+            self._begin(event["attempt"], fields.get("resumed_from"))
+        if self._tracker is not None and name != names.ATTEMPT_ENDED:
+            try:
+                self._tracker.event(name, **fields)
+            except (TypeError, ValueError, LookupError, AttributeError):  # not as we write it
+                self._tracker.event(name)
+
+    def _begin(self, attempt: int, resumed_from: object) -> None:
+        self.end()
+        self._tracker = ConsoleTracker()
+        resumed = resumed_from if type(resumed_from) is int else 0
+        name = self._place.path.name
+        self._tracker.start(RunStart(name=name, attempt=attempt, total_steps=self._steps, resumed_from=resumed))
+
+    def end(self) -> None:
+        if self._tracker is not None:
+            self._tracker.finish("handed_over")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
