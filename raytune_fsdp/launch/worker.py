@@ -76,7 +76,7 @@ def work(
 
     `own_log`: what this rank prints goes to a file of its own.
     """
-    log_warnings(for_all=dist.get_rank() == 0 or own_log)
+    log_warnings(for_all=own_log or dist.get_rank() == 0)
     with numerics(config.parallel, device, deterministic=config.run.deterministic), settings_restored():
         try:
             parts = assemble(config, prepared, standing, device, hooks)

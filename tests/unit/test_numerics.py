@@ -72,7 +72,7 @@ def test_a_run_leaves_the_process_as_it_was(tmp_path: Path, monkeypatch: pytest.
     ):
         before = settings()
         with pytest.raises(ModelError, match="as far as this"):
-            worker.work(config, nothing, nothing, CPU, lambda: None)
+            worker.work(config, nothing, nothing, CPU, lambda: None, own_log=True)
         assert settings() == before
     (there,) = inside
     kept = ["CUBLAS_WORKSPACE_CONFIG"] if own is not None else []

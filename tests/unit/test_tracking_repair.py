@@ -152,7 +152,7 @@ def test_what_a_crash_or_an_editor_leaves_is_not_a_broken_record(
     tracker.evaluation(10, {"eval/x/loss": 0.5, "eval/z/loss": 0.5})
     assert read_evaluations(tmp_path / "metrics.jsonl", 10)[10]["eval/x/loss"] == float("inf"), "it was on record"
     assert read_evaluations(tmp_path / "metrics.jsonl", 10)[10]["eval/z/loss"] == 0.5
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "events.jsonl"}, "no damaged one is kept"
 
 
 def re_time(line: bytes) -> bytes:
