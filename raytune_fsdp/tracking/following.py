@@ -65,7 +65,7 @@ class Follower(NullTracker, ABC):
         self._start = run
         committed = run.resumed_from if run.committed is None else run.committed
         self._committed = committed or -1  # at step 0 nothing is committed: an evaluation there may come again
-        self._thread = threading.Thread(target=self._work, name=type(self).__name__, daemon=True)
+        self._thread = threading.Thread(target=self._work, name=self.receiver.lower(), daemon=True)
         self._thread.start()
 
     def event(self, name: str, /, **fields: object) -> None:
