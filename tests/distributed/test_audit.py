@@ -75,6 +75,7 @@ def _copy(honest: Path, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_a_weight_that_was_changed_a_lot_shows_at_another_world(
     honest: Path, audit: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:
@@ -130,6 +131,7 @@ def test_a_flipped_weight(honest: Path, audit: Callable[..., tuple[int, str]], t
     assert "loss: largest relative difference 0.00e+00" in said and "1 of them differ" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "difference"),
     [
