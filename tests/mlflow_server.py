@@ -87,6 +87,7 @@ class Proxy:
                 pass
 
         self._listening = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
+        self._listening.handle_error = lambda *_: None  # type: ignore[method-assign]
         self._port = self._listening.server_address[1]
         threading.Thread(target=self._listening.serve_forever, args=(0.05,), daemon=True).start()
 
@@ -104,7 +105,7 @@ class Proxy:
         elif not self.fails:
             connection = http.client.HTTPConnection("127.0.0.1", self._server_port, timeout=60)
             connection.request(asked.command, asked.path, body, dict(asked.headers))
-            found = connection.getresponse()  # if the server is gone this raises, and the client gets no answer
+            found = connection.getresponse()  # a server that is gone gives no answer: this raises
             status, answer, kind = found.status, found.read(), found.getheader("Content-Type") or kind
             self.asked.append(f"{asked.command} {asked.path}")
         asked.send_response(status)

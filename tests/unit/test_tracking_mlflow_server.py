@@ -35,7 +35,7 @@ class Story:
     """When what happens, in steps, and for how many seconds."""
 
     steps: int = 2000
-    a_second: float = 20.0
+    a_second: float = 12.0
     commit_every: int = 50
     refused: tuple[int, float] = (150, 8.0)
     killed: tuple[int, float] = (450, 10.0)
