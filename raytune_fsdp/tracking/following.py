@@ -189,8 +189,9 @@ class Copy(Follower):
         self._is_open = False
 
     @abstractmethod
-    def _open(self, sent: Position) -> None:
-        """Begin to write after a place of the record: at the start, and again after a failure."""
+    def _open(self, step: int) -> None:
+        """Begin to write with this step, of which the receiver may have something: at the start, and again after a
+        failure."""
 
     @abstractmethod
     def _write(self, line: Mapping[str, Any]) -> None:
@@ -223,8 +224,10 @@ class Copy(Follower):
             committed, closed = self._committed, self._closed
             self._happened = False
         if not self._is_open:
-            self._sent = min(self._last_sent(), Position(max(committed, 0), ALL))
-            self._open(self._sent)
+            # From the first line of the step: what came after the place that is known may be there as well, and nobody
+            # can remove a part of a step.
+            self._sent = Position(min(self._last_sent().step, max(committed, 0)))
+            self._open(self._sent.step)
             self._reader.seek(self._sent)
             self._is_open = True
         began, sent = time.monotonic(), self._sent

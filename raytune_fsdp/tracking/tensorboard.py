@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from raytune_fsdp.rundir import TENSORBOARD
-from raytune_fsdp.tracking.cursor import Position
 from raytune_fsdp.tracking.following import Copy
 from raytune_fsdp.tracking.points import node_points_of, points_of
 from raytune_fsdp.tracking.tracker import Status
@@ -28,7 +27,7 @@ class TensorboardTracker(Copy):
         self._file: Any = None
         self._files = 0
 
-    def _open(self, sent: Position) -> None:
+    def _open(self, step: int) -> None:
         # Not SummaryWriter: its flush does not wait for the queue before the file.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -41,8 +40,8 @@ class TensorboardTracker(Copy):
         self._file = EventsWriter(
             str(self._place / "events"), filename_suffix=f".a{self._start.attempt:04}.{self._files:04}"
         )
-        if sent.step:  # what a crash has left after that is not shown
-            self._file.write_event(Event(step=sent.step + 1, session_log=SessionLog(status=SessionLog.START)))
+        # What is there of this step and later ones is not shown.
+        self._file.write_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
 
     def _write(self, line: Mapping[str, Any]) -> None:
         from tensorboardX.proto.event_pb2 import Event

@@ -11,7 +11,6 @@ from typing import Any
 from raytune_fsdp.durable import replace_at_once
 from raytune_fsdp.redaction import redact
 from raytune_fsdp.rundir import WANDB_ID_FILE
-from raytune_fsdp.tracking.cursor import Position
 from raytune_fsdp.tracking.following import Copy
 from raytune_fsdp.tracking.points import node_points_of, points_of
 from raytune_fsdp.tracking.tracker import Status
@@ -38,7 +37,7 @@ class WandbTracker(Copy):
         self._entity = entity
         self._run: Any = None
 
-    def _open(self, sent: Position) -> None:
+    def _open(self, step: int) -> None:
         import wandb
 
         if self._run is not None:

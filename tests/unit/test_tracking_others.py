@@ -84,7 +84,16 @@ def test_tensorboard_has_every_value_once_after_a_crash_past_a_commit(
     attempt(tmp_path, first, 1, 1, 27)
     until(lambda: first._sent.step == 20)
     first.finish("handed_over")  # the process is gone: nothing of steps 21 to 27 is there
-    fails = iter([None, OSError("the disk is full"), None])
+    fail_at_flush(monkeypatch, 2)
+    second = TensorboardTracker(tmp_path)
+    attempt(tmp_path, second, 2, 21, 60).finish("finished")
+    assert second.unsent is None
+    assert drawn(tmp_path) == in_32_bits(recorded(tmp_path))
+
+
+def fail_at_flush(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The lines are in the file, and nobody says so."""
+    fails = iter([None] * (number - 1) + [OSError("the disk is full")])
     flush = TensorboardTracker._flush
 
     def flaky(self: TensorboardTracker) -> None:
@@ -93,14 +102,30 @@ def test_tensorboard_has_every_value_once_after_a_crash_past_a_commit(
             raise error
 
     monkeypatch.setattr(TensorboardTracker, "_flush", flaky)
-    second = TensorboardTracker(tmp_path)
-    attempt(tmp_path, second, 2, 21, 60).finish("finished")
-    assert second.unsent is None
-    wanted = {
+
+
+def in_32_bits(found: Values) -> Any:
+    return {
         key: [None if value is None else pytest.approx(value, rel=1e-6) for value in values]
-        for key, values in recorded(tmp_path).items()
+        for key, values in found.items()
     }
-    assert drawn(tmp_path) == wanted, "TensorBoard's numbers are of 32 bits"
+
+
+def test_tensorboard_has_an_evaluation_once_that_was_written_apart_from_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboardX")
+    write = TensorboardTracker._write
+
+    def slow(self: TensorboardTracker, line: Mapping[str, Any]) -> None:
+        write(self, line)
+        time.sleep(0.11)  # each line is flushed by itself
+
+    monkeypatch.setattr(TensorboardTracker, "_write", slow)
+    fail_at_flush(monkeypatch, 11)  # ten steps, then the evaluation after the tenth
+    tracker = TensorboardTracker(tmp_path)
+    attempt(tmp_path, tracker, 1, 1, 10).finish("finished")
+    assert drawn(tmp_path) == in_32_bits(recorded(tmp_path))
 
 
 class FakeWandb(SimpleNamespace):
