@@ -26,7 +26,7 @@ from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.to_device import to_device
-from raytune_fsdp.early_stop import EarlyStop, ended_by, score
+from raytune_fsdp.early_stop import EarlyStop, ended_by
 from raytune_fsdp.estimate.flops import Architecture
 from raytune_fsdp.evaluate import check_network
 from raytune_fsdp.loop import Parts
@@ -66,7 +66,7 @@ from raytune_fsdp.saving import Saves
 from raytune_fsdp.step import FIRST_SCALE, LossScale
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import read_evaluations
-from raytune_fsdp.tracking.names import higher_is_better
+from raytune_fsdp.tracking.names import highest_is_best, score
 from raytune_fsdp.tracking.tracker import Tracker
 from raytune_fsdp.types import Saved, StepBatches
 
@@ -327,7 +327,7 @@ def _computes_in(config: FinetuneConfig) -> torch.dtype:
 
 def keep_of(chosen: CheckpointConfig) -> Keep:
     """Which checkpoints a config keeps."""
-    highest = higher_is_better(chosen.best) if chosen.best_is == "auto" else chosen.best_is == "highest"
+    highest = highest_is_best(chosen.best, chosen.best_is)
     return Keep(last=chosen.keep_last, every=chosen.keep_every, best=chosen.keep_best, lower_is_better=not highest)
 
 

@@ -13,20 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from raytune_fsdp.config.eval import EarlyStopConfig
-from raytune_fsdp.tracking.names import higher_is_better
+from raytune_fsdp.tracking.names import higher_is_better, score
 
 T = TypeVar("T")
 
 _ROUNDING = 1e-6
 """Relative. Losses in fp32 differ by 1e-7 with the number of ranks (docs/architecture.md), and a model that has stopped
 learning must not seem to improve on one of them only."""
-
-
-def score(values: Mapping[str, float], metric: str | None) -> float | None:
-    """An evaluation as one number: the value of `metric`, or the mean loss. None if that is missing or not finite."""
-    losses = [value for name, value in values.items() if name.endswith("/loss")]
-    found = values.get(metric, math.nan) if metric else sum(losses) / len(losses) if losses else math.nan
-    return found if math.isfinite(found) else None
 
 
 def ended_by(rule: EarlyStopConfig | None, evaluations: Mapping[int, Mapping[str, float]]) -> dict[str, Any] | None:

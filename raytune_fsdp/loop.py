@@ -16,7 +16,7 @@ from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.data.questions import Questions
 from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.early_stop import EarlyStop, score
+from raytune_fsdp.early_stop import EarlyStop
 from raytune_fsdp.metrics import Meter
 from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler
 from raytune_fsdp.model.objective import Objective
@@ -28,6 +28,7 @@ from raytune_fsdp.saving import Saves, stopped
 from raytune_fsdp.step import LossScale, train_step
 from raytune_fsdp.tasks import measure
 from raytune_fsdp.tracking import names
+from raytune_fsdp.tracking.names import score
 from raytune_fsdp.tracking.tracker import Tracker
 from raytune_fsdp.types import StepBatches, Stop
 

@@ -85,9 +85,10 @@ def state_in_words(history: History) -> str:
 
 def best(history: History) -> Best | None:
     """By `checkpoint.best`; without it, the lowest mean of the losses of all datasets."""
-    named, sign = history.setting("checkpoint.best"), -1 if history.setting("checkpoint.best_is") == "highest" else 1
+    named = history.setting("checkpoint.best")
     if isinstance(named, str) and named in history.evaluations:
         points = [(step, value) for step, value, _ in history.evaluations[named]]
+        sign = -1 if names.highest_is_best(named, history.setting("checkpoint.best_is")) else 1
     else:
         named, sign = "mean loss", 1
         losses: dict[int, list[float]] = {}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,13 +107,9 @@ def _best(metrics: Path) -> tuple[float, int] | None:
                 continue
             line = read_line(raw)
             if line is not None and line["kind"] == "eval":
-                found += [(value, step_of(line)) for value in [_mean_loss(line["values"])] if math.isfinite(value)]
+                value = names.score(line["values"], None)
+                found += [(value, step_of(line))] if value is not None else []
     return min(found, default=None)
-
-
-def _mean_loss(values: Mapping[str, float]) -> float:
-    losses = [value for name, value in values.items() if name.endswith("/loss")]
-    return sum(losses) / len(losses) if losses else math.nan
 
 
 def _ended(events: list[dict[str, Any]], steps: int | None) -> Ended:
@@ -125,8 +120,12 @@ def _ended(events: list[dict[str, Any]], steps: int | None) -> Ended:
         name, fields = event["event"], event["fields"]
         if name == names.SAVED and steps is not None and fields.get("step") == steps:
             return "finished"
-        said = name == names.ATTEMPT_FAILED or (name == names.ATTEMPT_ENDED and fields.get("status") == "failed")
-        if said and event["attempt"] == newest:
+        if event["attempt"] != newest:
+            continue
+        status = fields.get("status") if name == names.ATTEMPT_ENDED else None
+        if status == "finished":  # before its last step, if evaluations have ended it
+            return "finished"
+        if name == names.ATTEMPT_FAILED or status == "failed":
             ended = "failed"
     return ended
 

@@ -139,6 +139,18 @@ def higher_is_better(metric: str | None) -> bool:
     return metric is not None and metric.rpartition("/")[2] in (*ACCURACY_OF_CHOICES, EXACT_MATCH)
 
 
+def highest_is_best(metric: str | None, best_is: object) -> bool:
+    """The same under `checkpoint.best_is`, which may say otherwise."""
+    return best_is == "highest" or (best_is == "auto" and higher_is_better(metric))
+
+
+def score(values: Mapping[str, float], metric: str | None) -> float | None:
+    """An evaluation as one number: the value of `metric`, or the mean loss. None if that is missing or not finite."""
+    losses = [value for name, value in values.items() if name.endswith("/loss")]
+    found = values.get(metric, math.nan) if metric else sum(losses) / len(losses) if losses else math.nan
+    return found if math.isfinite(found) else None
+
+
 def with_perplexity(values: Mapping[str, float]) -> dict[str, float]:
     """The values of an evaluation, and after each loss the perplexity: not on record, as it follows from the loss."""
     found: dict[str, float] = {}

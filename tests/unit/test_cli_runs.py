@@ -34,6 +34,11 @@ def of_every_kind(storage: Path) -> None:
         run.evaluate(a=3.0 if number == 60 else 2.0, b=1.0)
         run.save()
     run.end("finished")
+    run = Recorded(storage, "ended-early")
+    run.attempt()
+    run.train(30)
+    run.save()
+    run.end("finished")
     run = Recorded(storage, "failed")
     run.attempt()
     run.train(7)
@@ -58,7 +63,7 @@ def test_states_and_numbers_follow_from_the_directories(tmp_path: Path, capsys: 
     found = listed(tmp_path, capsys)
     assert {name: each["state"] for name, each in found.items()} == {
         "finished": "finished", "failed": "failed", "failed-and-goes-on": "interrupted", "killed-under-ray": "failed",
-        "preparing": "interrupted",
+        "preparing": "interrupted", "ended-early": "finished",
     }  # fmt: skip
     done = found["finished"]
     assert (done["step"], done["steps"], done["loss"], done["world"]) == (100, 100, 0.5, 4)
@@ -71,7 +76,7 @@ def test_the_table_has_a_line_for_each(tmp_path: Path, capsys: pytest.CaptureFix
     of_every_kind(tmp_path)
     assert main(["runs", str(tmp_path)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["run", "state", "step", "loss", "best", "eval", "workers", "age"] and len(lines) == 5
+    assert head.split() == ["run", "state", "step", "loss", "best", "eval", "workers", "age"] and len(lines) == 6
     done = next(line for line in lines if line.startswith("finished"))
     assert done.split()[:8] == ["finished", "finished", "100/100", "0.5000", "1.5000", "at", "40", "4"]
     assert all(len(line) <= 80 for line in lines)

@@ -22,12 +22,13 @@ from raytune_fsdp.cli import main
 from raytune_fsdp.counts import Census, DatasetCount, SkippedRow
 from raytune_fsdp.report.census import census_of
 from raytune_fsdp.report.census import data_of as data_of_census
-from raytune_fsdp.report.facts import settings
+from raytune_fsdp.report.facts import best, settings
 from raytune_fsdp.report.history import read_history
 from raytune_fsdp.report.page import make_report, page
 from raytune_fsdp.report.spikes import spikes
 from raytune_fsdp.report.thin import buckets, thinned
 from raytune_fsdp.tracking.jsonl import append_event
+from raytune_fsdp.tracking.lines import to_bytes
 from tests.records import HOSTILE, make_config, write_run
 
 FAKE_BROWSER = Path(__file__).with_name("fake_browser.js")
@@ -370,3 +371,25 @@ def test_the_counts_of_a_run_come_back_and_a_forged_file_does_not(tmp_path: Path
         file.write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match="is not a count of rows"):
             census_of(file)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "step"), [({}, 20), ({"best_is": "lowest"}, 10), ({"best": "eval/x/loss"}, 10), ({"best": None}, 10)]
+)
+def test_the_best_evaluation_is_the_one_that_the_run_has_kept(
+    tmp_path: Path, chosen: dict[str, Any], step: int
+) -> None:
+    """By the same rule: of accuracies the highest, unless the config says otherwise."""
+    config = make_config(checkpoint={"best": "eval/x/accuracy", **chosen})
+    run = write_run(tmp_path / "run", 3, config=config)
+    with (run / "metrics.jsonl").open("wb") as record:
+        for at, value in ((10, 0.25), (20, 0.75), (30, 0.5)):
+            line = {
+                "kind": "eval",
+                "step": at,
+                "values": {"eval/x/accuracy": value, "eval/x/loss": value},
+                "attempt": 1,
+            }
+            record.write(to_bytes(line))
+    found = best(read_history(run))
+    assert found is not None and found.step == step
