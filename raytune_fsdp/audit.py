@@ -59,9 +59,8 @@ class Audit:
     """What came out."""
 
     segment: Segment
-    exact: bool
-    """Whether everything had to be the same to the bit."""
     why_not_exact: str = ""
+    """Why not everything had to be the same to the bit; empty if it had to be."""
     here: Mapping[str, Any] = field(default_factory=dict)
     """Where it was trained again: number of ranks, device, threads, versions."""
     there: Sequence[Mapping[str, Any]] = ()
@@ -107,7 +106,7 @@ def audit(
 
     Raises what keeps it from being trained at all, such as a model that is not there; all else is a finding.
     """
-    found = Audit(segment=segment, exact=False)
+    found = Audit(segment=segment)
     for checkpoint in filter(None, (segment.before, segment.after)):
         if problem := verify(checkpoint, hashes=True):
             found.difference = f"{checkpoint.path} is damaged: {problem}"
@@ -188,7 +187,6 @@ def _compare(
     found.there = _attempts(place, {line["attempt"] for line in record.values()})
     found.here = _attempts(again, {line["attempt"] for line in repeated.values()})[0]
     found.why_not_exact = _why_not_exact(found.here, found.there, deterministic=config.run.deterministic)
-    found.exact = not found.why_not_exact
     precision = config.parallel.precision
     bounds = BOUNDS.get(precision, _OTHER_BOUNDS)
     for step in sorted(record):
@@ -197,7 +195,7 @@ def _compare(
             off = 0.0 if there[key] == here[key] else _relative(there[key], here[key])
             if key in bounds:
                 found.largest[key] = max(found.largest.get(key, 0.0), off)
-            if off > (0.0 if found.exact else bounds.get(key, 0.0)):
+            if off > (bounds.get(key, 0.0) if found.why_not_exact else 0.0):
                 found.difference = (
                     f"step {step}: {key} is {there[key]} on record, and {here[key]} when it is trained again"
                 )
@@ -225,7 +223,7 @@ def _difference_of_ends(found: Audit, precision: str, again: RunDir) -> str | No
         found.unequal += not each.equal
         if each.name.startswith(MODEL) and each.moved:
             found.weights = max(found.weights, each.most / each.moved)
-        if problem := _problem(each, found.exact, WEIGHTS.get(precision, _OTHER_WEIGHTS)):
+        if problem := _problem(each, not found.why_not_exact, WEIGHTS.get(precision, _OTHER_WEIGHTS)):
             problems.append((each, problem))
     if not problems:
         return None
@@ -287,7 +285,7 @@ def report(found: Audit, name: str) -> Iterator[str]:
     yield f"# Audit of {name}, steps {segment.first + 1} to {segment.last}"
     yield ""
     if found.difference is None:
-        measure = "to the bit" if found.exact else "within the bounds of another order of additions"
+        measure = "to the bit" if not found.why_not_exact else "within the bounds of another order of additions"
         yield f"**Passed**: trained again, it is the same {measure}."
     else:
         yield f"**Not the same.** First difference: {found.difference}"

@@ -43,11 +43,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp audit") ->
 
 
 def _audit(parser: ConfigParser, arguments: list[str]) -> int:
-    if not {"-h", "--help"} & set(arguments):
-        if not arguments or arguments[0].startswith("-"):
-            # Else the value of a field before it would be taken for the run.
-            parser.error(f"the run comes first: {parser.prog} RUN [arguments]")
-        parser.default_config = config_of_run(Path(arguments[0]))
+    if (run := parser.first_word(arguments, "RUN")) is not None:
+        parser.default_config = config_of_run(Path(run))
     found, config = parser.parse_with_config(arguments)
     if found.workers is not None:
         cluster = config.cluster.model_dump() | {"workers": found.workers}

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytune_fsdp.cli.common import BASE, TRUST, Parser, exit_code
+from raytune_fsdp.cli.common import ModelParser, exit_code
 from raytune_fsdp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -21,39 +20,21 @@ _COMMANDS = "/reset forgets what was said, /system TEXT sets the system prompt, 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp chat") -> int:
     """Talk until the input ends; returns the exit code."""
-    parser = Parser(
+    parser = ModelParser(
         prog,
         f"Talk with a trained model. {_COMMANDS}; Ctrl-C ends an answer. Where the input is not a terminal, each line "
         "of it is a message.",
+        max_new_tokens=512,
     )
-    parser.add_argument("model", type=Path, help="run directory, checkpoint, export, or Hugging Face model directory")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=512, metavar="N", help="maximum length of an answer (default: 512)"
-    )
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely tokens (default)")
-    parser.add_argument("--base", metavar="PATH", help=BASE)
-    parser.add_argument("--trust-remote-code", action="store_true", help=TRUST)
     arguments = sys.argv[1:] if argv is None else argv
     return exit_code(lambda: _chat(parser, arguments))
 
 
-def _chat(parser: Parser, arguments: Sequence[str]) -> int:
-    found = parser.parse(arguments)
-    if found.max_new_tokens < 1:
-        parser.error(f"--max-new-tokens {found.max_new_tokens} must be at least 1")
-    from raytune_fsdp.launch.quiet import quiet
-
-    quiet()
-    import torch
-
+def _chat(parser: ModelParser, arguments: Sequence[str]) -> int:
+    found, model, tokenizer, device = parser.parse_and_load(arguments)
     from raytune_fsdp.answers import Talk
-    from raytune_fsdp.checkpoint.model_files import load_for_inference
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = load_for_inference(
-        found.model, device, trust_remote_code=found.trust_remote_code, base=found.base
-    )
     if not tokenizer.chat_template:
         raise ConfigError(
             f"{found.model} has no chat template, so it was trained on no conversations: use `raytune-fsdp generate`, "

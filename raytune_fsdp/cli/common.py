@@ -20,6 +20,9 @@ from raytune_fsdp.redaction import redact_shapes
 from raytune_fsdp.rundir import CONFIG_FILE
 
 if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from raytune_fsdp.config import FinetuneConfig
 
 
@@ -76,6 +79,41 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
+class ModelParser(Parser):
+    """A parser of a command that asks a model."""
+
+    def __init__(self, prog: str, description: str, *, max_new_tokens: int) -> None:
+        super().__init__(prog, description)
+        self.add_argument("model", type=Path, help="run directory, checkpoint, export, or Hugging Face model directory")
+        self.add_argument(
+            "--max-new-tokens", type=int, default=max_new_tokens, metavar="N",
+            help=f"maximum length of an answer (default: {max_new_tokens})",
+        )  # fmt: skip
+        self.add_argument("--temperature", type=float, default=0.0, help="0: the most likely tokens (default)")
+        self.add_argument("--base", metavar="PATH", help=BASE)
+        self.add_argument("--trust-remote-code", action="store_true", help=TRUST)
+
+    def parse_and_load(
+        self, arguments: Sequence[str]
+    ) -> tuple[argparse.Namespace, PreTrainedModel, PreTrainedTokenizerBase, torch.device]:
+        """The arguments, and the model that they name, on this machine's device."""
+        found = self.parse(arguments)
+        if found.max_new_tokens < 1:
+            self.error(f"--max-new-tokens {found.max_new_tokens} must be at least 1")
+        from raytune_fsdp.launch.quiet import quiet
+
+        quiet()
+        import torch
+
+        from raytune_fsdp.checkpoint.model_files import load_for_inference
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model, tokenizer = load_for_inference(
+            found.model, device, trust_remote_code=found.trust_remote_code, base=found.base
+        )
+        return found, model, tokenizer, device
+
+
 class ConfigParser(Parser):
     """A parser that knows `--config` and leaves `--section.field value` to the config. Its help lists every field."""
 
@@ -84,6 +122,17 @@ class ConfigParser(Parser):
         self.default_config = default_config
         default = f" (default: {Path(default_config).name})" if default_config is not None else ""
         self.add_argument("--config", metavar="FILE", help=f"YAML file with the config, or a recipe's name{default}")
+
+    def first_word(self, arguments: Sequence[str], needed: str) -> str | None:
+        """What a command is about, which comes `needed` first: else the value of a field before it would be taken for
+        it. None where help is asked for."""
+        if {"-h", "--help"} & set(arguments):
+            return None
+        words = needed.split()
+        if len(arguments) < len(words) or arguments[0].startswith("-"):
+            what = " and ".join(f"the {word.lower()}" for word in words)
+            self.error(f"{what} come{'s' * (len(words) == 1)} first: {self.prog} {needed} [arguments]")
+        return arguments[0]
 
     def parse_with_config(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, FinetuneConfig]:
         """The command's own arguments, and the config that its file and all others describe. Reads the file."""

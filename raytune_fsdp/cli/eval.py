@@ -39,13 +39,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp eval") -> 
 
 
 def _eval(parser: ConfigParser, arguments: list[str]) -> int:
-    if not {"-h", "--help"} & set(arguments):
-        if not arguments or arguments[0].startswith("-"):
-            # Else the value of a field before it would be taken for the model.
-            parser.error(f"the model comes first: {parser.prog} MODEL [arguments]")
-        parser.default_config = _config_of(Path(arguments[0]))
+    if (model := parser.first_word(arguments, "MODEL")) is not None:
+        parser.default_config = _config_of(Path(model))
         if parser.default_config is None and "--config" not in [word.partition("=")[0] for word in arguments]:
-            parser.error(f"{arguments[0]} belongs to no run: name the data with --config FILE")
+            parser.error(f"{model} belongs to no run: name the data with --config FILE")
     found, config = parser.parse_with_config(arguments)
     if not (config.data.eval or config.eval.tasks or config.eval.prompts):
         parser.error(

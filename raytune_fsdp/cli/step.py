@@ -45,11 +45,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp step") -> 
 
 
 def _step(parser: ConfigParser, arguments: list[str]) -> int:
-    if not {"-h", "--help"} & set(arguments):
-        if len(arguments) < 2 or arguments[0].startswith("-"):
-            # Else the value of a field before them would be taken for the run.
-            parser.error(f"the run and the step come first: {parser.prog} RUN STEP [arguments]")
-        parser.default_config = config_of_run(Path(arguments[0]))
+    if (run := parser.first_word(arguments, "RUN STEP")) is not None:
+        parser.default_config = config_of_run(Path(run))
     found, config = parser.parse_with_config(arguments)
     if found.step < 1:
         parser.error(f"step {found.step}: steps count from 1")

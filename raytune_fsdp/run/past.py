@@ -101,11 +101,11 @@ def past_step(config: FinetuneConfig, place: RunDir, step: int, progress: Progre
             f"{place.metrics}: step {step} was trained on other samples than these; {_why(newest, windows)}"
         )
     origins: dict[tuple[int, int], list[list[RowOrigin]]] = {}
-    for at in places:
-        if (at.epoch, at.window) not in origins:
-            if progress is not None:
-                progress("reading the rows again", len(origins), len({(each.epoch, each.window) for each in places}))
-            origins[at.epoch, at.window] = stream.origins(at.epoch, at.window)
+    windows_of_step = list(dict.fromkeys((at.epoch, at.window) for at in places))
+    for epoch, window in windows_of_step:
+        if progress is not None:
+            progress("reading the rows again", len(origins), len(windows_of_step))
+        origins[epoch, window] = stream.origins(epoch, window)
     return PastStep(
         step=step,
         line=line,
