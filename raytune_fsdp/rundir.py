@@ -23,11 +23,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.untrusted import UnsoundError, read_file, reason
 from raytune_fsdp.urls import is_url
+
+if TYPE_CHECKING:
+    from raytune_fsdp.config import FinetuneConfig  # loads pydantic, which a command's usage does without
 
 CONFIG_FILE = "config.yaml"
 PLAN_FILE = "plan.json"

@@ -28,8 +28,8 @@ _LISTED = "mlflow.loggedArtifacts"
 _EVERY_SECONDS, _SHARE = 60.0, 50
 """A table is sent whole. Not more often than once a minute, and for a fiftieth of the time: one of a long run may have
 megabytes."""
-_MOST_FAILURES = 10
-"""In a row, while the server answers otherwise."""
+_MOST_FAILURES = 3
+"""In a row, while the server answers otherwise: fewer than the last tries of a run, which are for its metrics."""
 _MOST_ROWS = 10_000
 _MOST_BYTES = 64 << 20
 

@@ -33,7 +33,7 @@ def running(stdout: int | IO[bytes]) -> Iterator[tuple[subprocess.Popen[bytes], 
     terminal, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=stdout, stderr=theirs,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "CI": ""},
     )  # fmt: skip
     os.close(theirs)
     try:

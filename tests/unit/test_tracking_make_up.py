@@ -89,12 +89,16 @@ def test_the_same_command_sends_what_is_missing_and_mends_the_record(
     assert (version.run_id, version.source) == (run_id, f"fake:/{run_id}/export")
     assert {(run_id, "export/config.json"), (run_id, "report/index.html")} <= server.files.keys()
     sent = len(server.calls)
+    server.files.clear()
 
     lines = (run_dir / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (run_dir / "metrics.jsonl").write_bytes(b"".join([lines[1], lines[0], b"[]\n", *lines[2:]]))
     third = command(30)
     assert (third.unsent, third.registered) == (None, "tiny, version 1")
-    assert not {"create_model_version", "log_artifact", "log_inputs"} & set(server.calls[sent:]), "once is enough"
+    assert not {"create_model_version", "log_inputs"} & set(server.calls[sent:]), "once is enough"
     assert [row["step"] for row in read_trajectory(run_dir / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     (mended,) = (event for event in read_events(run_dir / "events.jsonl") if event["event"] == "record_repaired")
     assert len(mended["fields"]["problems"]) == 2 and Path(mended["fields"]["kept"]).exists()
+    assert {name.split("/")[0] for _, name in server.files} == {"report"}, "the report knows of it, the export is the same"
+    sent = len(server.calls)
+    assert command(30).unsent is None and "log_artifact" not in server.calls[sent:]

@@ -152,7 +152,7 @@ def test_one_run_through_resumes_on_sqlite(
     assert "my-own" not in str(found.data.tags) and found.data.tags["raytune_fsdp.attempt"] == "1"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # MLflow's own reader of tables takes it from there
     table = client.load_table(found.info.experiment_id, "events.json", run_ids=[state[RUN_ID]])
-    assert table["event"].tolist() == ["saved", "answered", "answered"] and "my-own" not in str(table)
+    assert table["event"].tolist() == ["saved", "answered", "answered", "attempt_ended"] and "my-own" not in str(table)
     answers = client.load_table(found.info.experiment_id, "answers.json", run_ids=[state[RUN_ID]])
     assert answers.to_dict("records") == [
         {"step": 300, "prompt": '[{"role": "user", "content": "?"}]', "answer": "a word"}
@@ -455,7 +455,7 @@ def test_tables_are_sent_now_and_then_and_whole_at_the_end(tmp_path: Path, serve
     sent = [call for call in server.calls if call == "log_text"]
     assert len(sent) <= 2 + 4, "the config, the plan, and two tables twice at most"
     rows = json.loads(server.texts[the_run(server), "events.json"])["data"]
-    assert [row[3] for row in rows] == list(range(1, 61))
+    assert [row[3] for row in rows] == [*range(1, 61), None], "a commit of each step, and the end of the attempt"
 
 
 def test_a_server_that_needs_long_for_a_request_gets_smaller_ones(tmp_path: Path, server: FakeServer) -> None:
