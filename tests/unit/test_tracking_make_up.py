@@ -99,6 +99,6 @@ def test_the_same_command_sends_what_is_missing_and_mends_the_record(
     assert [row["step"] for row in read_trajectory(run_dir / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     (mended,) = (event for event in read_events(run_dir / "events.jsonl") if event["event"] == "record_repaired")
     assert len(mended["fields"]["problems"]) == 2 and Path(mended["fields"]["kept"]).exists()
-    assert {name.split("/")[0] for _, name in server.files} == {"report"}, "the report knows of it, the export is the same"
+    assert {name.split("/")[0] for _, name in server.files} == {"report"}, "which names the mended record"
     sent = len(server.calls)
     assert command(30).unsent is None and "log_artifact" not in server.calls[sent:]
