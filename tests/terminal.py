@@ -117,19 +117,19 @@ class Session:
     """A process on a terminal of its own, and what that shows."""
 
     def __init__(self, process: subprocess.Popen[bytes], master: int, screen: Terminal) -> None:
-        self.process, self._master, self.screen = process, master, screen
+        self.process, self.terminal, self.screen = process, master, screen
         self.frames: list[list[str]] = []
         """What is shown after each piece that arrived."""
         self.arrived: list[tuple[float, bytes]] = []
 
     def read(self, seconds: float) -> bool:
         """Take what arrives within this time; False if the terminal is closed."""
-        if not select.select([self._master], [], [], seconds)[0]:
+        if not select.select([self.terminal], [], [], seconds)[0]:
             return True
         piece = b""
-        while not piece or select.select([self._master], [], [], 0.01)[0]:  # a write may arrive in pieces
+        while not piece or select.select([self.terminal], [], [], 0.01)[0]:  # a write may arrive in pieces
             try:
-                piece += os.read(self._master, 1 << 16)
+                piece += os.read(self.terminal, 1 << 16)
             except OSError:  # Linux says that a terminal has ended by an I/O error
                 break
         if not piece:
@@ -149,10 +149,10 @@ class Session:
         self.until(lambda: text in "\n".join(self.screen.shown), seconds)
 
     def press(self, keys: bytes) -> None:
-        os.write(self._master, keys)
+        os.write(self.terminal, keys)
 
     def resize(self, columns: int, rows: int) -> None:
-        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        fcntl.ioctl(self.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def end(self, seconds: float = 60) -> int:
         """Wait for the end of the process; returns its exit code."""
@@ -160,7 +160,7 @@ class Session:
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"it goes on after {seconds} s:\n{self.screen.text}"
             self.read(0.1)
-        while select.select([self._master], [], [], 0.2)[0] and self.read(0):
+        while select.select([self.terminal], [], [], 0.2)[0] and self.read(0):
             pass
         return self.process.returncode
 

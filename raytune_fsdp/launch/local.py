@@ -21,7 +21,7 @@ from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, Training
 from raytune_fsdp.launch.environment import environment
 from raytune_fsdp.launch.phases import HERE, TOGETHER, Phases
 from raytune_fsdp.launch.shared_storage import check_shared
-from raytune_fsdp.launch.signals import Signals, StopFlag, stacks_at_signal
+from raytune_fsdp.launch.signals import Signals, StopFlag, deaf_children, listening, stacks_at_signal
 from raytune_fsdp.launch.torchrun import ranks_here, under_torchrun, world_of_torchrun
 from raytune_fsdp.launch.worker import choose_device, join, work
 from raytune_fsdp.run.checks import check_device
@@ -112,7 +112,7 @@ def _start_ranks(config: FinetuneConfig, prepared: Prepared, standing: Standing,
         if name.startswith("torch.distributed.elastic"):  # they repeat, for developers, what we report
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        with environment(threads):
+        with environment(threads), deaf_children():
             elastic_launch(launch, _rank_main)(config, prepared, standing, phases)
     except SignalException as signal:
         raise Interrupted(
@@ -128,7 +128,7 @@ def _rank_main(config: FinetuneConfig, prepared: Prepared, standing: Standing, p
     """The main function of a process that elastic_launch started."""
     # Without `insist`: Ctrl-C reaches this process twice, from the terminal and from elastic_launch.
     stop = StopFlag(insist=False)
-    with stop:
+    with stop, listening():
         device = choose_device(config.cluster.device, ranks_here())
         _join(config, device)
         hooks = None

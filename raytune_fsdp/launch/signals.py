@@ -8,10 +8,12 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Self
 
@@ -44,6 +46,39 @@ def stacks_at_signal() -> Iterator[None]:
         faulthandler.unregister(STACKS_SIGNAL)
 
 
+@contextmanager
+def deaf_children() -> Iterator[None]:
+    """Processes that are started in the block do not hear Ctrl-C, which a terminal sends to them too, until they
+    are `listening`: they import for seconds before they can handle it, and would print where they were.
+
+    This process hears it as before, by another thread.
+    """
+    if not _may_handle():
+        yield
+        return
+    over = threading.Event()
+    listener = threading.Thread(target=over.wait, name="ctrl-c", daemon=True)
+    resource_tracker.ensure_running()  # which multiprocessing starts with its first child, and unblocks the signal then
+    listener.start()  # before the signal is blocked in this thread, whose mask its children inherit
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        over.set()
+
+
+@contextmanager
+def listening() -> Iterator[None]:
+    """Hear what `deaf_children` has kept away, until the end of the block. After it the process ends, and another
+    Ctrl-C, which its parent passes on as well, would only print where."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+
 class SignalReceived(BaseException):
     """Not an Exception, or a library that catches those would report the signal as an error of its own."""
 
@@ -65,15 +100,19 @@ class Signals:
         self._holding = False
         self._raised: SignalReceived | None = None
         self._before: dict[signal.Signals, Any] = {}
+        self._unraisable = sys.unraisablehook
 
     def __enter__(self) -> Self:
         if Signals._lost is not None:
             raise Signals._lost
         self._before = {kind: signal.getsignal(kind) for kind in _KINDS}
+        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._unraised
         self.take()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if sys.unraisablehook == self._unraised:
+            sys.unraisablehook = self._unraisable
         for each, handler in self._before.items():
             if handler is not None and _may_handle():  # None: a library's, which Python can neither see nor put back
                 signal.signal(each, handler)
@@ -82,6 +121,11 @@ class Signals:
             Signals._lost = None
         if isinstance(error, SignalReceived) or lost is not None:
             raise Interrupted(str(error or lost)) from None
+
+    def _unraised(self, dropped: sys.UnraisableHookArgs) -> None:
+        """Instead of printing where Python has dropped it: it is raised again."""
+        if not isinstance(dropped.exc_value, SignalReceived):
+            self._unraisable(dropped)
 
     def take(self) -> None:
         """Handle both signals; called again after a library has installed its own handlers."""
