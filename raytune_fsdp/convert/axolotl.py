@@ -32,7 +32,7 @@ from raytune_fsdp.convert.rules import (
 from raytune_fsdp.convert.runs import cadence, global_batch, length, run_directory
 from raytune_fsdp.convert.schedules import schedule, warmup
 from raytune_fsdp.convert.sharding import activation_checkpointing, sharded
-from raytune_fsdp.convert.training import noise, optim_options, say_precision, shared_options
+from raytune_fsdp.convert.training import early_stopping, noise, optim_options, say_precision, shared_options
 
 _ATTENTION_SWITCHES = {
     "flash_attention": "flash_attention_2",
@@ -222,6 +222,11 @@ def _options() -> tuple[TheirOption, ...]:
             "`model.attention`",
             _attention_switch,
         ),
+        ask(
+            "early_stopping_patience",
+            "`eval.early_stop.patience`, with evaluations every so many steps; else refused",
+            early_stopping,
+        ),
         ask("plugins", "left, if they bring kernels only; else refused", _plugins),
         switch("curriculum_sampling", "data.shuffle", "none", "the order is random"),
         carry("hub_model_id", "export.push", text),
@@ -264,7 +269,6 @@ def _refused_options() -> tuple[TheirOption, ...]:
         refuse("embedding_lr embedding_lr_scale lr_groups", "set rates by pattern in `optim.groups`"),
         refuse("adam_beta3 adam_epsilon2 torchdistx_path", "of optimizers that are not here"),
         ask("noisy_embedding_alpha", "`train.neftune_noise_alpha`", noise),
-        refuse("early_stopping_patience", "a run ends after its steps or epochs"),
         refuse("dataset_exact_deduplication", "rows are not compared: leave doubles out of the files"),
         refuse("overrides_of_model_kwargs model_kwargs", "set what you need under `model`"),
         refuse("use_pose use_eaft scaling_softmax s2_attention", "the network and its loss stay as they are"),

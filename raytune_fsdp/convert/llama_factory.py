@@ -26,7 +26,14 @@ from raytune_fsdp.convert.rules import (
     whole,
     words,
 )
-from raytune_fsdp.convert.training import balance, finish_training, prepare_training, say_precision, training_options
+from raytune_fsdp.convert.training import (
+    balance,
+    early_stopping,
+    finish_training,
+    prepare_training,
+    say_precision,
+    training_options,
+)
 
 _TEMPLATES = {"llama2": "llama-2", "llama3": "llama-3", "chatml": "chatml"}
 _ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
@@ -298,7 +305,11 @@ def _method_options() -> tuple[TheirOption, ...]:
         refuse("use_llama_pro use_mca use_megatron_bridge use_hyper_parallel", "every weight is trained, with FSDP"),
         refuse("fp8", "computing in 8 bits is not here"),
         details("fp8", "fp8_backend fp8_enable_fsdp_float8_all_gather"),
-        refuse("early_stopping_steps", "a run ends after its steps or epochs", off=()),
+        ask(
+            "early_stopping_steps",
+            "`eval.early_stop.patience`, with evaluations every so many steps; else refused",
+            early_stopping,
+        ),
         leave(
             "compute_accuracy plot_loss include_effective_tokens_per_second", "every step is in metrics; see the report"
         ),

@@ -12,6 +12,7 @@ from raytune_fsdp.convert.rules import (
     carry,
     flag,
     flag_or_auto,
+    in_words,
     leave,
     number,
     refuse,
@@ -42,12 +43,32 @@ def say_precision(c: Crossing, found: str, *keys: str) -> None:
 
 def _reports(c: Crossing, key: str) -> None:
     found = c.get(key, words, [])
-    if "mlflow" in found or "all" in found:
-        c.carry(key, "tracking.mlflow.enabled", True)
-    elif set(found) <= {"none"}:
+    if set(found) <= {"none"}:
         c.carry(key, "tracking.mlflow.enabled", False)
+        return
+    fields = [f"tracking.{each}.enabled" for each in ("mlflow", "wandb", "tensorboard") if each in found]
+    if "all" in found:  # that is installed there
+        fields = ["tracking.mlflow.enabled"]
+    for field in fields:
+        c.put(field, True, key)
+    others = sorted({*found} - {"mlflow", "wandb", "tensorboard", "all", "none"})
+    carried = ", ".join(in_words(field, True) for field in fields)
+    rest = f"no {', '.join(others)} here" if others else ""
+    if fields:
+        c.say(key, "carried", "; ".join(filter(None, (carried, rest))))
     else:
-        c.say(key, "left", "metrics go to the run directory, and to MLflow where it is installed")
+        c.say(key, "left", f"{rest}: metrics go to the run directory, and to MLflow where it is installed")
+
+
+def early_stopping(c: Crossing, key: str) -> None:
+    """A number of evaluations without an improvement; with none, no run ends early."""
+    patience = c.get(key, whole, 0)
+    if patience < 1:
+        c.say(key, "same", "the run ends after its steps or epochs")
+    elif "eval.every" in c.fields:
+        c.carry(key, "eval.early_stop", {"patience": patience})
+    else:
+        c.say(key, "refused", "nothing is evaluated every so many steps, so the run ends after its steps or epochs")
 
 
 def _push(c: Crossing, key: str) -> None:
@@ -269,7 +290,7 @@ def training_options() -> tuple[TheirOption, ...]:
         carry("eval_on_start", "eval.at_start", flag),
         carry("hub_private_repo", "export.private", flag),
         ask("push_to_hub hub_model_id", "`export.push`", _push),
-        ask("report_to", "`tracking.mlflow.enabled`; others are left", _reports),
+        ask("report_to", "`tracking.mlflow`, `tracking.wandb` and `tracking.tensorboard`; others are left", _reports),
         ask("train_sampling_strategy", "`data.shuffle`", _sampling),
         switch("use_cpu no_cuda", "cluster.device", "cpu", "GPUs, where there are any"),
         refuse(
