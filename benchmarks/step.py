@@ -13,6 +13,7 @@ noise, their mean is what the others are compared with.
 - ours: `assemble` and `loop.train`, metrics fetched and written to metrics.jsonl and to a console on /dev/null at every
   step; rows are read, packed and hashed while it trains, a window a step
 - ours, MLflow: the processor time of MLflow's thread in a run of its own, on top of ours (SQLite, a batch a step)
+- ours, everything: with the loss of every document recorded, and on top of that the threads of MLflow and TensorBoard
 - HF Trainer: logs at every step (needs accelerate and datasets)
 """
 
@@ -52,7 +53,7 @@ from raytune_fsdp.tracking.jsonl import read_trajectory
 SEQ_LEN, BATCH, VOCABULARY, LR = 512, 4, 8192, 1e-4
 WARMUP_STEPS = 2
 BARE, BARE_AGAIN, OURS, TRAINER = "bare", "bare, again", "ours", "HF Trainer"
-OURS_MLFLOW = "ours, MLflow"
+OURS_MLFLOW, OURS_DOCUMENTS, EVERYTHING = "ours, MLflow", "ours, documents", "ours, everything"
 
 
 class Turns:
@@ -142,7 +143,9 @@ def bare(directory: Path, ids: np.ndarray, on_step: Callable[[], bool]) -> list[
     return torch.stack(losses).tolist()
 
 
-def ours(directory: Path, ids: np.ndarray, on_step: Callable[[], bool], *, mlflow: bool = False) -> list[float]:
+def ours(
+    directory: Path, ids: np.ndarray, on_step: Callable[[], bool], *, trackers: bool = False, documents: bool = False
+) -> list[float]:
     storage = Path(tempfile.mkdtemp(dir=directory))
     rows = {"path": str(directory / "rows.jsonl"), "format": {"type": "tokens", "labels": None}}
     config = FinetuneConfig.model_validate(
@@ -154,7 +157,11 @@ def ours(directory: Path, ids: np.ndarray, on_step: Callable[[], bool], *, mlflo
             "parallel": {"precision": "fp32"},
             "optim": {"lr": LR, "weight_decay": 0.0, "warmup_steps": 0, "schedule": {"type": "constant"}},
             "train": {"global_batch": BATCH, "micro_batch": BATCH, "max_steps": len(ids) // BATCH},
-            "tracking": {"mlflow": {"enabled": mlflow}},
+            "tracking": {
+                "documents": documents,
+                "mlflow": {"enabled": trackers},
+                "tensorboard": {"enabled": trackers},
+            },
         }
     )
     parts = assemble(config, *prepare(config, 1), torch.device("cpu"))
@@ -165,9 +172,9 @@ def ours(directory: Path, ids: np.ndarray, on_step: Callable[[], bool], *, mlflo
         parts.tracker.event(names.SAVED, step=next(steps))
         return on_step()
 
-    while mlflow and not parts.tracker.state():
+    while trackers and not parts.tracker.state():
         time.sleep(0.1)  # until MLflow is imported and its run open: that is start-up, not training
-    train(parts, stop=committed if mlflow else on_step)
+    train(parts, stop=committed if trackers else on_step)
     parts.tracker.finish("finished")
     losses = [line["loss"] for line in read_trajectory(RunDir.of(config).metrics)]
     shutil.rmtree(storage)
@@ -201,6 +208,7 @@ def variants(directory: Path, ids: np.ndarray) -> dict[str, Variant]:
         BARE: partial(bare, directory, ids),
         OURS: partial(ours, directory, ids),
         BARE_AGAIN: partial(bare, directory, ids),
+        OURS_DOCUMENTS: partial(ours, directory, ids, documents=True),
     }
     if installed("accelerate") and installed("datasets"):
         found[TRAINER] = partial(trainer, directory, ids)
@@ -228,19 +236,26 @@ def run_round(chosen: dict[str, Variant]) -> dict[str, float]:
     return {name: clock.per_token() for name, clock in clocks.items()}
 
 
-def mlflow_seconds(directory: Path, ids: np.ndarray) -> float:
-    """Processor time per token of MLflow's thread, while steps are trained and logged."""
-    at: list[float] = []
+def tracker_seconds(directory: Path, ids: np.ndarray) -> dict[str, float]:
+    """Processor time per token of the trackers' threads, while steps are trained and logged."""
+    at: dict[str, list[float]] = {"mlflow": [], "tensorboard": []}
 
     def look() -> bool:
-        thread = next(thread for thread in threading.enumerate() if thread.name == "mlflow")
-        assert thread.ident is not None
-        at.append(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)))
+        now = dict.fromkeys(at, 0.0)
+        for thread in threading.enumerate():
+            # tensorboardX writes in a thread of its own.
+            name = "tensorboard" if type(thread).__name__ == "_EventLoggerThread" else thread.name
+            if name in now and thread.ident is not None:
+                now[name] += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+        for name, seconds in now.items():
+            at[name].append(seconds)
         return False
 
-    ours(directory, ids, look, mlflow=True)
-    measured = at[WARMUP_STEPS:]
-    return (measured[-1] - measured[0]) / ((len(measured) - 1) * SEQ_LEN * BATCH)
+    ours(directory, ids, look, trackers=True)
+    measured = {name: seconds[WARMUP_STEPS:] for name, seconds in at.items()}
+    return {
+        name: (seconds[-1] - seconds[0]) / ((len(seconds) - 1) * SEQ_LEN * BATCH) for name, seconds in measured.items()
+    }
 
 
 def measure(rounds: int, steps: int) -> dict[str, list[float]]:
@@ -255,8 +270,10 @@ def measure(rounds: int, steps: int) -> dict[str, list[float]]:
             order = [*chosen][turn:] + [*chosen][:turn]
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
                 values = run_round({name: chosen[name] for name in order})
-                values[OURS_MLFLOW] = values[OURS] + mlflow_seconds(directory, ids)
-            for variant in (*chosen, OURS_MLFLOW):
+                threads = tracker_seconds(directory, ids)
+                values[OURS_MLFLOW] = values[OURS] + threads["mlflow"]
+                values[EVERYTHING] = values[OURS_DOCUMENTS] + sum(threads.values())
+            for variant in (*chosen, OURS_MLFLOW, EVERYTHING):
                 found.setdefault(variant, []).append(values[variant])
             shown = "  ".join(f"{variant} {1e6 * found[variant][-1]:.1f}" for variant in found)
             print(f"round {number + 1}, load {os.getloadavg()[0]:.1f}, us per token: {shown}", flush=True)
@@ -286,10 +303,10 @@ def main() -> None:
     dist.destroy_process_group()
     table = summarize(found)
     noise = [b / a - 1 for a, b in zip(found[BARE], found[BARE_AGAIN], strict=True)]
-    print(f"\n{'':14}  us/token  median ratio  range of {arguments.rounds} rounds")
+    print(f"\n{'':16}  us/token  median ratio  range of {arguments.rounds} rounds")
     for variant, row in table.items():
         numbers = f"{row['us_per_token']:8.1f}  {row['ratio']:12.4f}  {row['ratio_min']:.4f} to {row['ratio_max']:.4f}"
-        print(f"{variant:14}  {numbers}")
+        print(f"{variant:16}  {numbers}")
     print(f"bare against bare: median {median(noise):+.2%}, {min(noise):+.2%} to {max(noise):+.2%}")
     write_result(
         arguments.out,

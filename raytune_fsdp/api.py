@@ -40,7 +40,7 @@ class FinetuneResult:
     registered: str | None = None
     """The export as a version of a model in MLflow; None unless `tracking.mlflow.register`, or if that failed."""
     unsent: str | None = None
-    """What MLflow has not got, in a sentence; None if it has everything, or is not used."""
+    """What MLflow, or another receiver of the record, has not got, in a sentence; None if all have everything."""
 
 
 def finetune(
@@ -87,17 +87,17 @@ def _result(
             clean_config(place)
             mend_record(place, before)
         # It sends while the export is written.
-        tracker = last_tracking(config, prepared, before, newest.step, seconds=wait_for_tracking, progress=progress)
+        trackers = last_tracking(config, prepared, before, newest.step, seconds=wait_for_tracking, progress=progress)
         if export is not None:
             with Signals("during the export: training is complete, and the same command makes the export"):
                 pushed = publish(newest, export, config.export, trust_remote_code=config.model.trust_remote_code)
         curve, report = make_curve(place.path), make_report(place.path)
-        if tracker is not None:
+        for tracker in trackers:
             tracker.finish("finished")
-            unsent = tracker.unsent
-            if unsent is None:
-                with Signals("before the export was registered: training is complete, and the same command does it"):
-                    registered = register_export(config, place, newest.step)
+        unsent = "; ".join(filter(None, (tracker.unsent for tracker in trackers))) or None
+        if config.tracking.mlflow.enabled and trackers and trackers[0].unsent is None:
+            with Signals("before the export was registered: training is complete, and the same command does it"):
+                registered = register_export(config, place, newest.step)
     return FinetuneResult(
         run_dir=place.path,
         steps=newest.step,

@@ -26,15 +26,18 @@ from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.to_device import to_device
+from raytune_fsdp.document_record import DocumentRecord
 from raytune_fsdp.early_stop import EarlyStop, ended_by
 from raytune_fsdp.estimate.flops import Architecture
 from raytune_fsdp.evaluate import check_network
+from raytune_fsdp.exam import Exam
 from raytune_fsdp.loop import Parts
 from raytune_fsdp.metrics import Meter
 from raytune_fsdp.model.adapters import is_adapted, keep_beginning, why_not_compiled
 from raytune_fsdp.model.attention import Choice, choose, generating, use
 from raytune_fsdp.model.blocks import run_blocks
 from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler, choose_blocks, why_it_fails
+from raytune_fsdp.model.documents import DocumentLosses
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.head import choose_loss, install
 from raytune_fsdp.model.network import MASTER_DTYPE, build_network
@@ -134,9 +137,9 @@ def assemble(
             good_steps=state.good_steps,
         ),
         batches=to_device(batches, device),
-        evals=prepared.evals,
-        tasks=prepared.tasks,
+        exam=_exam(config, prepared),
         meter=_meter(config, prepared, standing, learner, device, own),
+        documents=DocumentRecord(learner.objective.documents, prepared.place.documents, standing.attempt),
         profiler=StepProfiler(config.profile.steps, prepared.place.profile, device, dist.get_rank()),
         skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
         saves=Saves(
@@ -177,12 +180,18 @@ def _report(tracker: Tracker, learner: _Learner, saver: Saver) -> None:
         tracker.event(names.MEMORY_SHORT, **cramped)
 
 
+def _exam(config: FinetuneConfig, prepared: Prepared) -> Exam:
+    """What the ranks measure: nothing, where a task does."""
+    return Exam.of(config, prepared.evals, prepared.tasks) if config.eval.where == "ranks" else Exam()
+
+
 def _not_evaluated(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> bool:
     """Whether an evaluation is due where the run stands, and the attempt before has not come to it. Collective."""
     step, plan = standing.state.step, standing.plan
     if step == 0:
         return config.eval.at_start
-    if not (prepared.evals or prepared.tasks) or not plan.due(step, plan.eval_every):
+    exam = _exam(config, prepared)
+    if not (exam.datasets or exam.tasks) or not plan.due(step, plan.eval_every):
         return False
     return on_rank0(lambda: step not in read_evaluations(prepared.place.metrics, step), what="read metrics.jsonl")
 
@@ -282,7 +291,7 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
         architecture=architecture,
         kernels=kernels,
         parallel=parallel,
-        objective=Objective.of(config.train, routers),
+        objective=Objective.of(config.train, routers, DocumentLosses() if config.tracking.documents else None),
         compiler=compiler,
         sharding=sharding,
         base=base,

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from raytune_fsdp import evaluate
-from raytune_fsdp.answers import answers
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
-from raytune_fsdp.data.questions import Questions
 from raytune_fsdp.data.skipped import SkippedRows
-from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.document_record import DocumentRecord
 from raytune_fsdp.early_stop import EarlyStop
+from raytune_fsdp.exam import Exam
 from raytune_fsdp.metrics import Meter
 from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler
 from raytune_fsdp.model.objective import Objective
@@ -26,7 +24,6 @@ from raytune_fsdp.profiling import StepProfiler
 from raytune_fsdp.pulse import beat
 from raytune_fsdp.saving import Saves, stopped
 from raytune_fsdp.step import LossScale, train_step
-from raytune_fsdp.tasks import measure
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.names import score
 from raytune_fsdp.tracking.tracker import Tracker
@@ -52,9 +49,10 @@ class Parts:
     optimizer: Optimizer
     scale: LossScale
     batches: Iterator[StepBatches]
-    evals: Mapping[str, Windows]
-    tasks: Sequence[Questions]
+    exam: Exam
+    """What the ranks measure at an evaluation."""
     meter: Meter
+    documents: DocumentRecord
     profiler: StepProfiler
     skipped: SkippedRows
     saves: Saves
@@ -114,6 +112,7 @@ def _log(parts: Parts, step: int, *, last: bool) -> None:
     """Fetch and write the metrics of the steps since the last call; of the latest one too if it must be the `last`."""
     rows = parts.meter.fetch(last=last)
     parts.tracker.steps(rows, parts.plan.layout.world, parts.saves.saver.attempt)
+    parts.documents.write(rows)
     for row in rows:
         if row.skipped:
             parts.tracker.event(names.SKIPPED_UPDATE, step=row.step, loss=row.loss, grad_norm=row.grad_norm)
@@ -142,27 +141,21 @@ def _log_compiler(parts: Parts, step: int) -> None:
 
 
 def _evaluate(parts: Parts, step: int) -> None:
-    config, division = parts.config, parts.plan.division
-    values = evaluate.losses(
-        parts.model, parts.evals,
-        micro_batch=division.micro_batch, data_ranks=division.data_ranks, device=parts.device,
-    )  # fmt: skip
-    values |= measure(
-        parts.model, parts.tokenizer, parts.tasks,
-        micro_batch=division.micro_batch, device=parts.device, attention=parts.generates_with,
+    division = parts.plan.division
+    values = parts.exam.values(
+        parts.model, parts.tokenizer, micro_batch=division.micro_batch, data_ranks=division.data_ranks,
+        device=parts.device, attention=parts.generates_with,
     )  # fmt: skip
     if values:
         parts.tracker.evaluation(step, values)
-        parts.saves.scored(step, score(values, config.checkpoint.best))
+        parts.saves.scored(step, score(values, parts.config.checkpoint.best))
         ended = parts.early_stop.add(step, values)
         if ended is not None and step < parts.plan.steps:
             parts.tracker.event(names.STOPPED_EARLY, **ended)
-    if config.eval.prompts:
-        for answered in answers(
-            parts.model, parts.tokenizer, config.eval.prompts,
-            max_new_tokens=config.eval.max_new_tokens, device=parts.device, attention=parts.generates_with,
-        ):  # fmt: skip
-            parts.tracker.event(names.ANSWERED, step=step, **answered)
+    for answered in parts.exam.answers(
+        parts.model, parts.tokenizer, device=parts.device, attention=parts.generates_with
+    ):
+        parts.tracker.event(names.ANSWERED, step=step, **answered)
     parts.meter.restart_clock()
 
 

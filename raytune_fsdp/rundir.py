@@ -4,6 +4,8 @@
   config.yaml, plan.json       the config of the last attempt; what follows from it
   data.json                    what became of the rows, if they were counted before training (counts.py)
   metrics.jsonl, events.jsonl  the history of the run; metrics.jsonl.aN.damaged as attempt N found it, if it was broken
+  evaluations.jsonl            what was measured beside training: the driver's, in the order of the steps
+  documents/attempt-N.jsonl    the loss of every document (tracking.documents)
   checkpoints/                 or elsewhere; then the file checkpoints_at names the place
   model/                       config and tokenizer: everything an export needs besides the weights
   export/, exports/step-N/     model directories: the one at the end, and those made during training
@@ -36,6 +38,7 @@ CONFIG_FILE = "config.yaml"
 PLAN_FILE = "plan.json"
 DATA_FILE = "data.json"
 METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
 EVENTS_FILE = "events.jsonl"
 MLFLOW_ID_FILE = "mlflow_run_id"
 MODEL_FILES = "model"
@@ -82,6 +85,14 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.path / METRICS_FILE
+
+    @property
+    def documents(self) -> Path:
+        return self.path / "documents"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.path / EVALUATIONS_FILE
 
     @property
     def events(self) -> Path:

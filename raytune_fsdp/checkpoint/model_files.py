@@ -120,11 +120,18 @@ def load_for_inference(
         weights, files = weights_of_adapter(path, base)
         tokenizer, model = _tokenizer(path, trust), _built(weights, files, trust, str(path))
     else:
-        checkpoint = find_checkpoint(path)
-        files = model_files(checkpoint)
-        weights = whole_weights(checkpoint, files, base_of(checkpoint, base))
-        tokenizer, model = _tokenizer(files, trust), _built(weights, files, trust, checkpoint.path)
+        return load_checkpoint(find_checkpoint(path), device, trust_remote_code=trust, base=base)
     return place(model, device).eval(), tokenizer
+
+
+def load_checkpoint(
+    checkpoint: CommittedCheckpoint, device: torch.device, *, trust_remote_code: bool = False, base: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The same of a checkpoint, which may be in an object store."""
+    files = model_files(checkpoint)
+    weights = whole_weights(checkpoint, files, base_of(checkpoint, base))
+    model = _built(weights, files, trust_remote_code, checkpoint.path)
+    return place(model, device).eval(), _tokenizer(files, trust_remote_code)
 
 
 def _model_at(path: Path, trust: bool) -> PreTrainedModel:

@@ -82,25 +82,21 @@ def _measure(
     from raytune_fsdp.launch.quiet import quiet
 
     quiet()
-    import torch.distributed as dist
-
-    from raytune_fsdp.answers import answers, check_prompts
+    from raytune_fsdp.answers import check_prompts
     from raytune_fsdp.checkpoint.model_files import load_for_inference
     from raytune_fsdp.data.open_data import open_evals
     from raytune_fsdp.data.questions import check_names, open_tasks
-    from raytune_fsdp.evaluate import check_network, losses
+    from raytune_fsdp.exam import Exam
+    from raytune_fsdp.launch.alone import examine
     from raytune_fsdp.launch.local import check_gpus
-    from raytune_fsdp.launch.worker import choose_device, join
-    from raytune_fsdp.model.attention import generating, positions_of
-    from raytune_fsdp.run.needs import use_attention_for_packed
+    from raytune_fsdp.launch.worker import choose_device
+    from raytune_fsdp.model.attention import positions_of
     from raytune_fsdp.run.prepare import check_lengths, set_template
-    from raytune_fsdp.tasks import measure
 
     check_gpus(config)
     device = choose_device(config.cluster.device, 1)
     network, tokenizer = load_for_inference(model, device, trust_remote_code=trust, base=base)
     check_lengths(config, network)
-    needs = use_attention_for_packed(config, network, device)
     set_template(config, tokenizer)
     vocabulary, positions = network.config.get_text_config().vocab_size, positions_of(network.config)
     check_prompts(config, tokenizer, positions)
@@ -108,18 +104,7 @@ def _measure(
         evals = open_evals(config, tokenizer, vocabulary, progress)
         tasks = open_tasks(config, tokenizer, vocabulary, positions=positions, progress=progress)
     check_names(tasks, evals)
-    join(device, alone=True)
-    try:
-        check_network(network, config.data.packing, device, network.dtype)
-        size, attention = config.train.micro_batch, generating(network, needs)
-        values = losses(network, evals, micro_batch=size, data_ranks=1, device=device)
-        values |= measure(network, tokenizer, tasks, micro_batch=size, device=device, attention=attention)
-        longest = config.eval.max_new_tokens
-        return values, answers(
-            network, tokenizer, config.eval.prompts, max_new_tokens=longest, device=device, attention=attention
-        )
-    finally:
-        dist.destroy_process_group()
+    return examine(config, network, tokenizer, Exam.of(config, evals, tasks), device)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp step") -> 
     parser.add_argument(
         "--loss",
         action="store_true",
-        help="measure each document with the weights of the nearest kept checkpoint before the step",
+        help="show the loss of each document: as recorded (tracking.documents), else under the weights of the nearest "
+        "kept checkpoint before the step",
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON for every document")
     parser.add_argument("--base", metavar="PATH", help=BASE)
@@ -53,23 +54,25 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
     from raytune_fsdp.launch.quiet import quiet
 
     quiet()
-    from raytune_fsdp.run.past import check_code, checkpoint_before, past_place, past_step, placed
+    from raytune_fsdp.run.past import check_code, checkpoint_before, past_place, past_step, placed, recorded_losses
 
     check_code(config, trusted=found.trust_remote_code)
     place = past_place(found.run)
     config = placed(config, place)
-    checkpoint = checkpoint_before(place, found.step) if found.loss else None
-    if found.loss and checkpoint is None:
-        raise ConfigError(
-            f"--loss: {place.checkpoints} has no checkpoint from before step {found.step} any more; leave --loss out, "
-            "or keep more checkpoints (checkpoint.keep_every)"
-        )
     with shown() as progress:
         past = past_step(config, place, found.step, progress)
-    losses = None
-    if checkpoint is not None:
+    losses: Losses | None = recorded_losses(place, past) if found.loss else None
+    whence = "losses by document, as recorded"
+    if found.loss and losses is None:
+        checkpoint = checkpoint_before(place, found.step)
+        if checkpoint is None:
+            raise ConfigError(
+                f"--loss: {place.checkpoints} has no checkpoint from before step {found.step} any more; leave --loss "
+                "out, keep more checkpoints (checkpoint.keep_every), or record them (tracking.documents)"
+            )
         losses = _losses(config, past, checkpoint, trust=found.trust_remote_code, base=found.base)
-    lines = _as_json(past, losses) if found.json else _lines(past, losses, checkpoint, text=found.text)
+        whence = f"losses by document under the weights of step {checkpoint.step} ({checkpoint.path})"
+    lines = _as_json(past, losses) if found.json else _lines(past, losses, whence, text=found.text)
     for line in lines:
         print(line)
     return 0
@@ -134,15 +137,13 @@ def _as_json(past: PastStep, losses: Losses | None) -> Iterator[str]:
         yield json.dumps(about, ensure_ascii=False)
 
 
-def _lines(
-    past: PastStep, losses: Losses | None, checkpoint: CommittedCheckpoint | None, *, text: bool
-) -> Iterator[str]:
+def _lines(past: PastStep, losses: Losses | None, whence: str, *, text: bool) -> Iterator[str]:
     from raytune_fsdp.report.data import documents_of, headline, text_of
 
     colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     yield _headline(past)
-    if checkpoint is not None:
-        yield f"losses by document under the weights of step {checkpoint.step} ({checkpoint.path})"
+    if losses is not None:
+        yield whence
     for number, index, about in _documents(past, losses):
         each = past.samples[number]
         if index == 0:

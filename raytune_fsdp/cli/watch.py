@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,9 @@ class _Watched:
         self._place = place
         self._steps = steps_of(place.path)
         newest = last_step(place.metrics)
-        self._record = RecordFollower(place.metrics, after=max(0, step_of(newest) - _STEPS_BEFORE) if newest else 0)
+        after = max(0, step_of(newest) - _STEPS_BEFORE) if newest else 0
+        self._record = RecordFollower(place.metrics, after=after)
+        self._measured = RecordFollower(place.evaluations, after=after)
         self._events = EventFollower(place.events)
         self._tracker: ConsoleTracker | None = None
         tell(title=f"{place.path.name}  no step yet", elapsed=0.0)
@@ -107,7 +110,7 @@ class _Watched:
 
     def _lines(self) -> None:
         steps: list[tuple[StepMetrics, int, int]] = []
-        for line in self._record.lines():
+        for line in chain(self._record.lines(), self._measured.lines()):
             if line["kind"] == "step":
                 steps.append((metrics_of(line), line.get("world_size", 1), line.get("attempt", 1)))
             elif self._tracker is not None:

@@ -112,6 +112,18 @@ Task = Annotated[ChoicesTask | ExactTask, Field(discriminator="type")]
 
 
 class EvalConfig(Section):
+    where: Literal["ranks", "task"] = "ranks"
+    """`ranks`: training waits while its ranks measure the model. `task`: a Ray task measures a committed checkpoint while training goes on, which whatever becomes of the task neither stalls nor ends."""
+
+    task_cpus: int = Field(default=1, ge=1)
+    """CPUs of that task. They must be free beside those of the ranks."""
+
+    task_gpus: int = Field(default=0, ge=0)
+    """GPUs of that task. 0: it computes on its CPUs."""
+
+    task_minutes: float = Field(default=60, gt=0, allow_inf_nan=False)
+    """How long the task may take for a checkpoint, with its wait for CPUs and GPUs, before it is ended."""
+
     every: int | None = Field(default=None, ge=1)
     """Steps between two evaluations. Null: only at the end."""
 

@@ -62,6 +62,9 @@ class TrackingConfig(Section):
     console_every: int | None = Field(default=None, ge=1)
     """Steps between two printed lines, where the output is not a terminal. Default: as many as make 200 lines of the whole run, so each step of a short one has its line. Evaluations, saves and whatever else happens have theirs in any case."""
 
+    documents: bool = False
+    """Record the loss of every document in every step, for `raytune-fsdp step --loss`: about ten bytes each, in `<run>/documents`."""
+
     mlflow: MlflowConfig = Field(default_factory=MlflowConfig)
     """MLflow."""
 

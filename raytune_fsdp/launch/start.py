@@ -58,6 +58,11 @@ def _check_local(config: FinetuneConfig) -> None:
             f"export.every={config.export.every}: exports during training are Ray tasks (cluster.launch=ray); "
             "without Ray, leave export.every unset and run `raytune-fsdp export` on a checkpoint when you want one"
         )
+    if config.eval.where == "task":
+        raise ConfigError(
+            "eval.where=task: evaluations beside training are Ray tasks, and this run is without Ray "
+            "(cluster.launch=local, torchrun); set it to ranks, or cluster.launch=ray"
+        )
     if config.tracking.prometheus.enabled:
         raise ConfigError(
             "tracking.prometheus.enabled=true: the numbers are offered among Ray's, and this run is without Ray "

@@ -17,10 +17,14 @@ def block_loss(model: PreTrainedModel, block: Batch, objective: Objective = CROS
     """The losses of a block, from its tokens on. All ranks must call this (sharded forward)."""
     routers = objective.routers
     if routers is None:
-        return _token_losses(model, block, objective)
-    with routers.watching(block):
         losses = _token_losses(model, block, objective)
-    return routers.add_to(losses, block)
+    else:
+        with routers.watching(block):
+            losses = _token_losses(model, block, objective)
+        losses = routers.add_to(losses, block)
+    if objective.documents is not None:
+        objective.documents.add(losses, block)
+    return losses
 
 
 def _token_losses(model: PreTrainedModel, block: Batch, objective: Objective) -> Losses:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from raytune_fsdp.config.train import TrainConfig
 
 if TYPE_CHECKING:
+    from raytune_fsdp.model.documents import DocumentLosses
     from raytune_fsdp.model.routers import Routers
 
 
@@ -21,13 +22,19 @@ class Objective:
     routers: Routers | None = None
     """Of a mixture of experts: what watches them, and adds their losses."""
 
+    documents: DocumentLosses | None = None
+    """What notes the losses of documents; they are no part of what is minimised."""
+
     @classmethod
-    def of(cls, train: TrainConfig, routers: Routers | None = None) -> Objective:
+    def of(
+        cls, train: TrainConfig, routers: Routers | None = None, documents: DocumentLosses | None = None
+    ) -> Objective:
         return cls(
             label_smoothing=train.label_smoothing,
             z_loss=train.z_loss,
             neftune_noise_alpha=train.neftune_noise_alpha,
             routers=routers,
+            documents=documents,
         )
 
     @property

@@ -20,7 +20,7 @@ from raytune_fsdp.model.bounds import read_config
 from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.known_files import CARD_FILE
 from raytune_fsdp.rundir import METRICS_FILE, RECIPE_FILE
-from raytune_fsdp.tracking.jsonl import read_metrics
+from raytune_fsdp.tracking.jsonl import each_line_of
 from raytune_fsdp.tracking.names import with_perplexity
 from raytune_fsdp.types import ParameterCount
 from raytune_fsdp.untrusted import MIB, UnsoundError, read_json, reason
@@ -175,7 +175,7 @@ def _results(run_dir: Path | None, step: int) -> Iterator[str]:
     if run_dir is None:
         return
     try:
-        yield from list(_rows([line for line in read_metrics(run_dir / METRICS_FILE) if _step(line) <= step]))
+        yield from list(_rows([line for line in each_line_of(run_dir) if line is not None and _step(line) <= step]))
     except (RaytuneError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("the model card has no results: %s", in_one_line(error))
 

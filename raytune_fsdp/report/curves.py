@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from raytune_fsdp.errors import UserError
 from raytune_fsdp.report.figure import new_figure, save_png
 from raytune_fsdp.rundir import METRICS_FILE
-from raytune_fsdp.tracking.jsonl import read_metrics, read_trajectory
+from raytune_fsdp.tracking.jsonl import each_line_of, read_trajectory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,16 +20,16 @@ SMOOTH_FROM_STEPS = 100
 """Shorter runs are drawn without smoothing."""
 
 
-def plot(metrics_path: Path, png_path: Path, *, title: str = "") -> None:
+def plot(run_dir: Path, png_path: Path, *, title: str = "") -> None:
     """Draws the curves of a run, finished or not. Needs no display. The default title is the run's name."""
-    lines = read_metrics(metrics_path)
+    lines = [line for line in each_line_of(run_dir) if line is not None]
     steps = [line["trajectory"] for line in lines if line["kind"] == "step"]
     if not steps:
-        raise UserError(f"{metrics_path} has no steps yet, so there is nothing to draw")
+        raise UserError(f"{run_dir / METRICS_FILE} has no steps yet, so there is nothing to draw")
     figure = new_figure(9, 7)
     loss, grad_norm, lr = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1, 1))
     _draw_loss(loss, steps, [line for line in lines if line["kind"] == "eval"])
-    loss.set_title(title or metrics_path.resolve().parent.name)
+    loss.set_title(title or run_dir.resolve().name)
     _draw_line(grad_norm, steps, "grad_norm", "gradient norm")
     _draw_line(lr, steps, "lr", "learning rate")
     lr.set_xlabel("step")
@@ -39,7 +39,7 @@ def plot(metrics_path: Path, png_path: Path, *, title: str = "") -> None:
 def plot_runs(run_dirs: Sequence[Path], png_path: Path) -> None:
     """The same of one run; of several only their losses, in one picture."""
     if len(run_dirs) == 1:
-        plot(run_dirs[0] / METRICS_FILE, png_path)
+        plot(run_dirs[0], png_path)
         return
     runs = [(path.resolve().name, read_trajectory(path / METRICS_FILE)) for path in run_dirs]
     if not any(steps for _, steps in runs):
@@ -57,7 +57,7 @@ def plot_runs(run_dirs: Sequence[Path], png_path: Path) -> None:
 
 
 def evaluations(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """Loss by step for every evaluated dataset, from the lines of `metrics.jsonl`."""
+    """Loss by step for every evaluated dataset, from the lines of the record."""
     found: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for line in lines:
         if line["kind"] == "eval":

@@ -31,7 +31,7 @@ from raytune_fsdp.rundir import (
     RECIPE_FILE,
     is_run,
 )
-from raytune_fsdp.tracking.jsonl import each_event, each_line
+from raytune_fsdp.tracking.jsonl import each_event, each_line_of
 from raytune_fsdp.tracking.lines import is_number, time_of
 from raytune_fsdp.untrusted import MIB, UnsoundError, is_count, read_file, read_json, reason
 
@@ -122,7 +122,7 @@ def read_history(path: Path) -> History:
     check_run(path)
     problems: list[str] = []
     record = _Record()
-    for line in each_line(path / METRICS_FILE):
+    for line in each_line_of(path):
         record.add(line)
     if record.unread:
         problems.append(f"{record.unread:,} lines of {METRICS_FILE} are damaged or out of order, and are left out")

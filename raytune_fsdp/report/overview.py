@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raytune_fsdp.errors import RaytuneError
-from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE, PLAN_FILE
+from raytune_fsdp.rundir import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE, PLAN_FILE
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import read_events
 from raytune_fsdp.tracking.lines import read_line, step_of
@@ -59,7 +59,7 @@ def overview(path: Path) -> Overview:
         step=step_of(newest) if newest else 0,
         loss=float(newest["trajectory"]["loss"]) if newest else None,
         world=newest["world_size"] if newest and is_count(newest.get("world_size")) else None,
-        best=_best(path / METRICS_FILE),
+        best=_best(path),
         began=times[0] if times else None,
         last=max([*times[-1:], *([last] if isinstance(last, str) else [])], default=None),
         attempt=max((event["attempt"] for event in events), default=0),
@@ -99,16 +99,17 @@ def last_step(metrics: Path) -> dict[str, Any] | None:
     return None
 
 
-def _best(metrics: Path) -> tuple[float, int] | None:
+def _best(path: Path) -> tuple[float, int] | None:
     found: list[tuple[float, int]] = []
-    with suppress(OSError, ValueError):
-        for raw in lines_of(metrics):
-            if raw.startswith(b'{"kind": "step"'):  # most lines: they are not parsed
-                continue
-            line = read_line(raw)
-            if line is not None and line["kind"] == "eval":
-                value = names.score(line["values"], None)
-                found += [(value, step_of(line))] if value is not None else []
+    for file in (METRICS_FILE, EVALUATIONS_FILE):
+        with suppress(OSError, ValueError):
+            for raw in lines_of(path / file):
+                if raw.startswith(b'{"kind": "step"'):  # most lines: they are not parsed
+                    continue
+                line = read_line(raw)
+                if line is not None and line["kind"] == "eval":
+                    value = names.score(line["values"], None)
+                    found += [(value, step_of(line))] if value is not None else []
     return min(found, default=None)
 
 

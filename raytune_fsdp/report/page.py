@@ -31,7 +31,7 @@ from raytune_fsdp.report.history import History, read_history
 from raytune_fsdp.report.marks import lanes, marks_of, step_command
 from raytune_fsdp.report.rows import rows_of
 from raytune_fsdp.report.spikes import DEVIATIONS, WINDOW, spikes
-from raytune_fsdp.rundir import METRICS_FILE, curve_of, report_of
+from raytune_fsdp.rundir import curve_of, report_of
 from raytune_fsdp.tracking.tracker import flatten
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def make_curve(run_dir: Path) -> Path | None:
         return None
     try:
         path = curve_of(run_dir)
-        plot(run_dir / METRICS_FILE, path)
+        plot(run_dir, path)
         return path
     except Exception as error:  # as below
         logger.warning("there is no loss curve of %s: %s", run_dir, in_one_line(error))

@@ -13,7 +13,7 @@ from typing import Any
 from raytune_fsdp.config.recorded import shown_uri
 from raytune_fsdp.report.figure import NOT_INSTALLED, can_draw
 from raytune_fsdp.report.overview import first_step, last_step
-from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE
+from raytune_fsdp.rundir import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE
 from raytune_fsdp.tracking.jsonl import each_event, read_evaluations
 from raytune_fsdp.tracking.lines import step_of
 from raytune_fsdp.tracking.names import ANSWERED, higher_is_better, is_of_subject, perplexity
@@ -33,7 +33,7 @@ def summary(
     registered: str | None = None,
 ) -> str:
     """A few lines about a finished run, from its files."""
-    parts = [*_losses(run_dir / METRICS_FILE), *_before_and_after(_answers(run_dir))]
+    parts = [*_losses(run_dir), *_before_and_after(_answers(run_dir))]
     parts += [
         "",
         f"run         {_short(run_dir)}",
@@ -52,13 +52,18 @@ def summary(
     return "\n".join(parts)
 
 
-def _losses(metrics: Path) -> Iterator[str]:
+def _losses(run_dir: Path) -> Iterator[str]:
     """What changed: the loss, and every number of the evaluations."""
+    metrics = run_dir / METRICS_FILE
     first, last = first_step(metrics), last_step(metrics)
     if first is not None and last is not None:
         count, (one, other) = step_of(last) - step_of(first) + 1, (each["trajectory"]["loss"] for each in (first, last))
         yield f"loss {one:.4f} -> {other:.4f} in {count} steps"
-    evals = read_evaluations(metrics, _ANY_STEP)
+    evals = {
+        **read_evaluations(metrics, _ANY_STEP),
+        **read_evaluations(run_dir / EVALUATIONS_FILE, _ANY_STEP),
+    }
+    evals = dict(sorted(evals.items()))
     for name in dict.fromkeys(name for values in evals.values() for name in values if not is_of_subject(name)):
         series = {step: values[name] for step, values in evals.items() if name in values}
         steps = list(series)

@@ -43,6 +43,7 @@ def check_config(config: FinetuneConfig, world: int | None) -> None:
     check_device(config, config.cluster.device)
     check_trackers(config)
     check_early_stop(config)
+    check_where(config)
     if config.train.max_steps is None:
         if world is not None:
             layout_of(config, world)
@@ -166,6 +167,29 @@ def check_early_stop(config: FinetuneConfig, evaluations: Iterable[str] | None =
         raise ConfigError(
             f"eval.early_stop.metric={rule.metric} is not a metric of an evaluation: choose one of {', '.join(known)}"
         )
+
+
+def check_where(config: FinetuneConfig) -> None:
+    """Refuse what an evaluation beside training cannot do: it comes later, and only of committed checkpoints."""
+    chosen = config.eval
+    if chosen.where != "task":
+        return
+    if not (config.data.eval or chosen.tasks or chosen.prompts):
+        raise ConfigError(
+            "eval.where=task, but nothing is evaluated: set data.eval, eval.tasks or eval.prompts, or leave where out"
+        )
+    best = config.checkpoint.keep_best
+    found = {
+        "eval.at_start=true": chosen.at_start and "there is no checkpoint before the first step",
+        "eval.early_stop": chosen.early_stop
+        and "the run would be further by then, and how far depends on the machines",
+        f"checkpoint.keep_best={best}": best and "a checkpoint may be removed before it is measured",
+    }
+    for field, why in found.items():
+        if why:
+            raise ConfigError(
+                f"{field} and eval.where=task: {why}; set eval.where to ranks, or leave the other one out"
+            )
 
 
 def check_export(config: FinetuneConfig, plan: Plan) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed
@@ -22,17 +24,19 @@ from raytune_fsdp.data.origins import RowOrigin
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.division import Division
+from raytune_fsdp.document_record import read_sums
 from raytune_fsdp.errors import ConfigError, RaytuneError, ResumeError
 from raytune_fsdp.identity import check_identity
 from raytune_fsdp.model.known_files import CONFIG_FILE, travelling
 from raytune_fsdp.model.network import load_architecture
+from raytune_fsdp.report.data import documents_of
 from raytune_fsdp.run.prepare import load_tokenizer
 from raytune_fsdp.run.resume import data_identity_of, files_of
 from raytune_fsdp.rundir import RunDir, checkpoints_of
 from raytune_fsdp.step_counts import digest_of
 from raytune_fsdp.tracking.jsonl import read_step
-from raytune_fsdp.types import Cursor, PackedSample, Progress
-from raytune_fsdp.untrusted import is_count, read_json
+from raytune_fsdp.types import IGNORE, PADDING, Cursor, PackedSample, Progress
+from raytune_fsdp.untrusted import is_count, read_json, reason
 
 _PLAN_BYTES = 1 << 20
 
@@ -116,6 +120,33 @@ def past_step(config: FinetuneConfig, place: RunDir, step: int, progress: Progre
         names=windows.names,
         tokenizer=tokenizer,
     )
+
+
+def recorded_losses(place: RunDir, past: PastStep) -> list[list[tuple[float, int]]] | None:
+    """Of each document of each sample, the sum of the losses of its target tokens, and how many those are, if the run
+    has recorded that (`tracking.documents`)."""
+    try:
+        sums = read_sums(place.documents, past.step)
+    except (OSError, ValueError) as error:
+        raise ResumeError(
+            f"{place.documents} is damaged where step {past.step} is ({reason(error)}): move it away, and the "
+            "losses are measured with the weights of a checkpoint"
+        ) from error
+    if sums is None:
+        return None
+    begins = [np.flatnonzero(each.sample.position_ids == 0) for each in past.samples]
+    if len(sums) != sum(map(len, begins)):
+        raise ResumeError(
+            f"{place.documents} has {len(sums)} losses for step {past.step}, of another packing: move it away"
+        )
+    left, found = iter(sums), []
+    for each, first in zip(past.samples, begins, strict=True):
+        sample = each.sample
+        real = sample.source_ids[first] != PADDING  # the last one may be the sample's padding
+        totals = [total for total, is_real in zip(islice(left, len(first)), real, strict=True) if is_real]
+        targets = [int((sample.labels[document] != IGNORE).sum()) for document in documents_of(sample)]
+        found.append(list(zip(totals, targets, strict=True)))
+    return found
 
 
 def checkpoint_before(place: RunDir, step: int) -> CommittedCheckpoint | None:

@@ -42,6 +42,7 @@ from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.rundir import RECIPE_FILE, RunDir, mlflow_database
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.console import ConsoleTracker, event_in_words
+from raytune_fsdp.tracking.following import Follower
 from raytune_fsdp.tracking.jsonl import JsonlTracker, append_event, read_events, repair_event
 from raytune_fsdp.tracking.mlflow import MlflowTracker, mlflow_installed
 from raytune_fsdp.tracking.mlflow_model import register
@@ -84,6 +85,8 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
     if standing.checkpoint is not None:
         for found, now in set_aside(standing.damaged, standing.checkpoint):
             aside.append({"path": found.path, "problem": standing.damaged[found], "now": now})
+    if standing.state.step == 0:  # those of checkpoints that are gone
+        place.evaluations.unlink(missing_ok=True)
     replace_durably(place.config, recorded_text(config), private=True)
     if config.checkpoint.storage is not None:
         replace_durably(place.checkpoints_at, place.checkpoints)
@@ -182,15 +185,22 @@ def start_tracker(
 
 
 def _trackers_of(config: FinetuneConfig, place: RunDir, console: TextIO | None) -> Iterator[Tracker]:
-    chosen = config.tracking
-    if chosen.console:
+    if config.tracking.console:
         yield ConsoleTracker(console, every=config.tracking.console_every)
+    yield from _followers(config, place, seconds=RANKS_WAIT_SECONDS)
+
+
+def _followers(
+    config: FinetuneConfig, place: RunDir, *, seconds: float, progress: Progress | None = None
+) -> Iterator[Follower]:
+    chosen = config.tracking
     if chosen.mlflow.enabled and mlflow_installed():
-        yield mlflow_tracker(config, place)
+        yield mlflow_tracker(config, place, seconds=seconds, progress=progress)
     if chosen.wandb.enabled:
-        yield WandbTracker(place.path, project=chosen.wandb.project, entity=chosen.wandb.entity)
+        wandb = chosen.wandb
+        yield WandbTracker(place.path, project=wandb.project, entity=wandb.entity, finish_seconds=seconds)
     if chosen.tensorboard.enabled:
-        yield TensorboardTracker(place.path)
+        yield TensorboardTracker(place.path, finish_seconds=seconds)
 
 
 def _report_kernels(tracker: Tracker, kernels: Mapping[str, Choice], before: Mapping[str, str]) -> None:
@@ -262,20 +272,20 @@ def last_tracking(
     *,
     seconds: float,
     progress: Progress | None,
-) -> MlflowTracker | None:
-    """A tracker of a run that is complete at `step`: it sends what MLflow has not got, and at its end the report.
+) -> list[Follower]:
+    """Trackers of a run that is complete at `step`: they send what their receivers have not got; MLflow's, which comes
+    first, also the report, at its end.
 
     `before` is where the run stood when the command began. The seconds of importing MLflow pass in the tracker's
     thread, while the export is written.
     """
-    if not (config.tracking.mlflow.enabled and mlflow_installed()):
-        return None
+    found = list(_followers(config, prepared.place, seconds=seconds, progress=progress))
     events = read_events(prepared.place.events)
     attempt = max((event["attempt"] for event in events), default=0)
-    tracker = mlflow_tracker(config, prepared.place, seconds=seconds, progress=progress)
     start = run_start(config, prepared, before, attempt)
-    tracker.start(replace(start, over=True, committed=step))
-    return tracker
+    for tracker in found:
+        tracker.start(replace(start, over=True, committed=step))
+    return found
 
 
 def register_export(config: FinetuneConfig, place: RunDir, step: int) -> str | None:

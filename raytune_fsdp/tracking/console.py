@@ -84,14 +84,8 @@ class ConsoleTracker:
                 self._tell()
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        shown = "  ".join(
-            f"{key.removeprefix('eval/')} {value:.4f}"
-            + (f" (perplexity {names.perplexity(value):.4g})" if key.endswith("/loss") else "")
-            for key, value in values.items()
-            if not names.is_of_subject(key)
-        )
         self._evaluated = [f"{key.removeprefix('eval/')} {value:.4f}" for key, value in values.items()]
-        self._print(f"eval {self._place(step)}  {shown}", _BOLD)
+        self._print(f"eval {self._place(step)}  {evaluation_in_words(values)}", _BOLD)
 
     def event(self, name: str, /, **fields: object) -> None:
         if name == names.WINDOWS_BUILT and fields.get("steps"):
@@ -181,6 +175,16 @@ class ConsoleTracker:
         text = text.encode(encoding, "replace").decode(encoding)
         coloured = f"{colour}{text}{_RESET}" if colour and self._looks.colours else text
         print(coloured, file=self._stream, flush=True)
+
+
+def evaluation_in_words(values: Mapping[str, float]) -> str:
+    """The values of an evaluation in a line; those of subjects are left out."""
+    return "  ".join(
+        f"{key.removeprefix('eval/')} {value:.4f}"
+        + (f" (perplexity {names.perplexity(value):.4g})" if key.endswith("/loss") else "")
+        for key, value in values.items()
+        if not names.is_of_subject(key)
+    )
 
 
 def event_in_words(name: str, fields: Mapping[str, object]) -> str:

@@ -11,15 +11,16 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from raytune_fsdp.durable import replace_at_once
 from raytune_fsdp.errors import in_one_line
 from raytune_fsdp.redaction import redact_text
-from raytune_fsdp.rundir import METRICS_FILE
+from raytune_fsdp.rundir import EVALUATIONS_FILE, METRICS_FILE
 from raytune_fsdp.tracking.cursor import Position, RecordReader, Sent
 from raytune_fsdp.tracking.muted import muted
 from raytune_fsdp.tracking.names import SAVED
@@ -101,7 +102,7 @@ class Follower(NullTracker, ABC):
             if self._progress is not None and self._thread.is_alive():
                 self._progress(f"steps sent to {self.receiver}", *self._reached())
         self._abandoned = not self._ended
-        if self.unsent is not None:
+        if self.unsent is not None and not self._start.over:  # then the command says it
             self._say_unsent(self.unsent)
 
     @property
@@ -180,12 +181,15 @@ class Follower(NullTracker, ABC):
 
 
 class Copy(Follower):
-    """A follower whose receiver does not say what it has: how far it is stands in a file of the run's directory."""
+    """A follower whose receiver does not say what it has: how far it is stands in files of the run's directory."""
 
     def __init__(self, directory: Path, sent_file: Path, **kwargs: Any) -> None:
         super().__init__(directory, **kwargs)
-        self._sent_file = sent_file
-        self._sent = Position()
+        self._steps = _Part(self._reader, sent_file)
+        measured = RecordReader(directory / EVALUATIONS_FILE)
+        self._measured = _Part(measured, sent_file.with_name(f"{sent_file.name}.evaluations"))
+        self._late_at = 0
+        """The last step at which something late was written, or where writing began."""
         self._is_open = False
 
     @abstractmethod
@@ -197,6 +201,11 @@ class Copy(Follower):
     def _write(self, line: Mapping[str, Any]) -> None:
         """Take a line of the record."""
 
+    def _write_late(self, line: Mapping[str, Any]) -> None:
+        """Take what was measured beside training, after steps that came later: one at most for every step that is
+        written."""
+        self._write(line)
+
     @abstractmethod
     def _flush(self) -> None:
         """Return when the lines so far are the receiver's."""
@@ -207,14 +216,14 @@ class Copy(Follower):
     @property
     def unsent(self) -> str | None:
         because = f" ({self._problem[:200]})" if self._problem else ""
-        return None if self._ended else f"{self.place} {self._unsent_steps()}{because}"
+        return None if self._ended else f"{self.place} {self._unsent_steps()}{because}; the same command sends the rest"
 
     @property
     def place(self) -> str:
         return self.receiver
 
     def _sent_steps(self) -> int:
-        return self._sent.step
+        return self._steps.sent.step
 
     def _failed(self) -> None:
         self._is_open = False
@@ -224,23 +233,19 @@ class Copy(Follower):
             committed, closed = self._committed, self._closed
             self._happened = False
         if not self._is_open:
-            # From the first line of the step: what came after the place that is known may be there as well, and nobody
-            # can remove a part of a step.
-            self._sent = Position(min(self._last_sent().step, max(committed, 0)))
-            self._open(self._sent.step)
-            self._reader.seek(self._sent)
-            self._is_open = True
-        began, sent = time.monotonic(), self._sent
-        for place, line in self._reader.lines(committed):
-            self._write(line)
-            sent = place
-            if time.monotonic() > began + 0.1:
-                break
-        if sent != self._sent:
-            self._flush()
-            self._sent_file.parent.mkdir(parents=True, exist_ok=True)
-            replace_at_once(self._sent_file, Sent(sent).to_text().encode())
-            self._sent = sent
+            if self._start.over and not (self._steps.more(committed) or self._measured.more(ALL)):
+                self._ended = closed  # there is nothing to open it for
+                if not closed:
+                    self._wait(committed)
+                return
+            self._begin(committed)
+        began = time.monotonic()
+        copied = self._copy(self._steps, self._write, committed)
+        if (self._steps.sent.step > self._late_at or self._start.over) and self._copy(
+            self._measured, self._write_late, ALL, most=1
+        ):
+            copied, self._late_at = True, self._steps.sent.step
+        if copied:
             # At most half of the time, so that training has Python's lock for as long, whatever there is to send.
             self._pause(time.monotonic() - began)
         elif closed:
@@ -249,8 +254,56 @@ class Copy(Follower):
         else:
             self._wait(committed)
 
-    def _last_sent(self) -> Position:
+    def _begin(self, committed: int) -> None:
+        # From the first line of the step: what came after the place that is known may be there as well, and nobody can
+        # remove a part of a step.
+        step = min(self._steps.last_sent().step, max(committed, 0))
+        self._open(step)
+        self._steps.go_to(Position(step))
+        self._late_at = step
+        measured = self._measured.last_sent()
+        self._measured.go_to(measured if measured.step < step else Position(step))
+        self._is_open = True
+
+    def _copy(self, part: _Part, write: Callable[[Mapping[str, Any]], None], last_step: int, most: int = ALL) -> bool:
+        """Copy what comes next, for a tenth of a second. Whether there was anything."""
+        began, sent = time.monotonic(), part.sent
+        for place, line in islice(part.reader.lines(last_step), most):
+            write(line)
+            sent = place
+            if time.monotonic() > began + 0.1:
+                break
+        if sent == part.sent:
+            return False
+        self._flush()
+        part.keep(sent)
+        return True
+
+
+class _Part:
+    """A file that is copied, and how far."""
+
+    def __init__(self, reader: RecordReader, sent_file: Path) -> None:
+        self.reader = reader
+        self.sent = Position()
+        self._sent_file = sent_file
+
+    def last_sent(self) -> Position:
         with suppress(OSError, ValueError):
             sent = Sent.from_text(read_file(self._sent_file, limit=1024).decode())
             return sent.place if sent is not None else Position()
         return Position()
+
+    def more(self, last_step: int) -> bool:
+        """Whether there are lines that were not sent."""
+        self.go_to(self.last_sent())
+        return next(self.reader.lines(last_step), None) is not None
+
+    def go_to(self, place: Position) -> None:
+        self.sent = place
+        self.reader.seek(place)
+
+    def keep(self, sent: Position) -> None:
+        self._sent_file.parent.mkdir(parents=True, exist_ok=True)
+        replace_at_once(self._sent_file, Sent(sent).to_text().encode())
+        self.sent = sent

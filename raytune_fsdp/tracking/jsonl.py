@@ -16,7 +16,7 @@ from typing import Any
 from raytune_fsdp.errors import RaytuneError, ResumeError, TrainingError, TransientError
 from raytune_fsdp.lease import Lease, TakenOverError
 from raytune_fsdp.redaction import redact
-from raytune_fsdp.rundir import EVENTS_FILE, METRICS_FILE
+from raytune_fsdp.rundir import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.lines import (
     WHOLE_STEP,
@@ -121,12 +121,20 @@ class JsonlTracker:
 
 def append_event(path: Path, name: str, *, attempt: int, fields: Mapping[str, object]) -> None:
     """Appends a line to an `events.jsonl`, with the time and without secrets. Any process may do so at any time."""
-    line = {
+    _append_line(path, {
         "time": now(),
         "attempt": attempt,
         "event": name,
         "fields": redact(dict(fields)),
-    }
+    })  # fmt: skip
+
+
+def append_evaluation(path: Path, step: int, values: Mapping[str, float], *, attempt: int) -> None:
+    """Appends a line to an `evaluations.jsonl`: what the driver has had measured, in the order of the steps."""
+    _append_line(path, evaluation_line(step, values, attempt))
+
+
+def _append_line(path: Path, line: Mapping[str, object]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Appended in one write, without a buffer: lines of several processes must not be mixed.
@@ -148,6 +156,12 @@ def repair_event(problems: Sequence[str], aside: Path) -> dict[str, object]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Every line of a `metrics.jsonl`, steps and evaluations, except a last one that is still being written."""
     return [_known(path, raw) for raw in _finished(path)]
+
+
+def each_line_of(run_dir: Path) -> Iterator[dict[str, Any] | None]:
+    """Steps and evaluations of a run: what the ranks have written, then what was measured beside them."""
+    yield from each_line(run_dir / METRICS_FILE)
+    yield from each_line(run_dir / EVALUATIONS_FILE)
 
 
 def each_line(path: Path) -> Iterator[dict[str, Any] | None]:

@@ -28,8 +28,8 @@ from raytune_fsdp.config.recorded import shown_uri
 from raytune_fsdp.durable import replace_at_once
 from raytune_fsdp.errors import RaytuneError, in_one_line
 from raytune_fsdp.redaction import redact, redact_text, redact_yaml
-from raytune_fsdp.rundir import EVENTS_FILE, MLFLOW_ID_FILE
-from raytune_fsdp.tracking.cursor import Position, Sent
+from raytune_fsdp.rundir import EVALUATIONS_FILE, EVENTS_FILE, MLFLOW_ID_FILE
+from raytune_fsdp.tracking.cursor import Position, RecordReader, Sent
 from raytune_fsdp.tracking.following import ALL, Follower
 from raytune_fsdp.tracking.jsonl import append_event
 from raytune_fsdp.tracking.mlflow_beside import AttemptRuns, Tables, send_report
@@ -61,6 +61,7 @@ _ASKED_FOR = "?"
 _RESUMED_FROM, _COMMIT = "raytune_fsdp.resumed_from", "mlflow.source.git.commit"
 _MAX_PARAM_CHARS = 6000
 _TRIES_BESIDE = 3
+_MEASURED = "evaluations"
 
 _STATUS: dict[Status, str] = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
@@ -109,6 +110,7 @@ class MlflowTracker(Follower):
         self._run: MlflowRun | None = None
         self._run_id: str | None = None
         self._first = self._sent = Sent()
+        self._evaluations, self._measured = RecordReader(directory / EVALUATIONS_FILE), Position()
         self._asked = False
         """Whether `_sent` is what MLflow says."""
         self._unsure = False
@@ -133,8 +135,6 @@ class MlflowTracker(Follower):
         return {RUN_ID: run_id} if run_id else {}
 
     def _say_unsent(self, unsent: str) -> None:
-        if self._start.over:  # the command says it
-            return
         super()._say_unsent(unsent)
         with suppress(RaytuneError):  # the run has ended, however that was; this must not end it in another way
             fields = {"because": unsent}
@@ -187,15 +187,10 @@ class MlflowTracker(Follower):
             self._pause(time.monotonic() - began)
         elif self._beside:
             self._send_beside(self._run)
+        elif self._more_measured():
+            self._beside.append((_MEASURED, self._send_measured))
         elif closed and not self._last_things:
-            self._last_things = True
-            attempt, status, events = self._start.attempt, _STATUS[self._status], self._tables.events
-            if self._run.status != status:
-                self._beside.append(("attempt", lambda run: self._attempts.end(run, attempt, status, events())))
-            if self._start.over:  # the command has made it, after the ranks have ended
-                self._beside.append(("report", lambda run: send_report(run, self._directory)))
-            if self._tables.stale or self._tables.differ_from(self._run):
-                self._beside.append(("events", self._send_tables))
+            self._queue_last_things(self._run)
         elif closed:
             self._run.end(_STATUS[self._status])
             self._ended = True
@@ -236,7 +231,7 @@ class MlflowTracker(Follower):
         """Sends the params; what else describes the run comes beside the metrics, unless it is there."""
         start = self._start
         self._beside.clear()
-        self._last_things = False
+        self._last_things, self._measured = False, Position()
         self._tables.stale = not start.over or self._tables.differ_from(run)
         if start.over and ATTEMPT in run.tags:
             return
@@ -262,6 +257,17 @@ class MlflowTracker(Follower):
             self._beside.append(("attempt", lambda run: self._attempts.begin(run, start.attempt, tags, events())))
         # Last, as a sign that the others are there.
         self._beside.append(("tags", lambda run: run.set_tags(tags)))
+
+    def _queue_last_things(self, run: MlflowRun) -> None:
+        """What only the end of a run has."""
+        self._last_things = True
+        attempt, status, events = self._start.attempt, _STATUS[self._status], self._tables.events
+        if run.status != status:
+            self._beside.append(("attempt", lambda run: self._attempts.end(run, attempt, status, events())))
+        if self._start.over:  # the command has made it, after the ranks have ended
+            self._beside.append(("report", lambda run: send_report(run, self._directory)))
+        if self._tables.stale or self._tables.differ_from(run):
+            self._beside.append(("events", self._send_tables))
 
     def _send_beside(self, run: MlflowRun) -> None:
         what, send = self._beside[0]
@@ -328,6 +334,18 @@ class MlflowTracker(Follower):
                 break
         batch.sent = Sent(place, highest)
         return batch
+
+    def _more_measured(self) -> bool:
+        """Whether there is more that was measured beside training. Every process sends all of it: MLflow keeps a point
+        once."""
+        self._evaluations.seek(self._measured)
+        return _MEASURED not in self._given_up and next(self._evaluations.lines(ALL), None) is not None
+
+    def _send_measured(self, run: MlflowRun) -> None:
+        self._evaluations.seek(self._measured)
+        found = list(self._evaluations.lines(ALL))
+        run.add_points([point for _, line in found for point in points_of(line, run.start_time)], {})
+        self._measured = found[-1][0]
 
     def _has(self, run: MlflowRun, point: Point) -> bool:
         """Whether MLflow has a value of this key for this step."""

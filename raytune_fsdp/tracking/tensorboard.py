@@ -37,9 +37,8 @@ class TensorboardTracker(Copy):
         self._files += 1
         self._place.mkdir(parents=True, exist_ok=True)
         # Files have the second in their names, and one of the same second would be written over.
-        self._file = EventsWriter(
-            str(self._place / "events"), filename_suffix=f".a{self._start.attempt:04}.{self._files:04}"
-        )
+        by = f"{'c' if self._start.over else ''}{self._files:04}"
+        self._file = EventsWriter(str(self._place / "events"), filename_suffix=f".a{self._start.attempt:04}.{by}")
         # What is there of this step and later ones is not shown.
         self._file.write_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
 

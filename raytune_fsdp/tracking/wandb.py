@@ -18,6 +18,7 @@ from raytune_fsdp.untrusted import read_file
 
 # Its codes: what is not 0 is a crash there, 255 what a user has stopped.
 _EXIT_CODES: dict[Status, int] = {"finished": 0, "failed": 1, "interrupted": 255}
+_EVALUATED = "evaluated_step"
 
 
 def wandb_installed() -> bool:
@@ -36,6 +37,7 @@ class WandbTracker(Copy):
         self._project = project
         self._entity = entity
         self._run: Any = None
+        self._row = 0
 
     def _open(self, step: int) -> None:
         import wandb
@@ -61,7 +63,17 @@ class WandbTracker(Copy):
     def _write(self, line: Mapping[str, Any]) -> None:
         points = [*points_of(line, 0), *node_points_of(line, 0)]
         if points:
-            self._run.log({name: value for name, value, _, _ in points}, step=points[0][3])
+            self._row = points[0][3]
+            self._run.log({name: value for name, value, _, _ in points}, step=self._row)
+
+    def _write_late(self, line: Mapping[str, Any]) -> None:
+        # It takes no row of a step before its last one: these come into the row of that, with their own step beside.
+        # Once the run is over, no row is open, and each gets one.
+        self._run.define_metric(_EVALUATED, hidden=True)
+        self._run.define_metric("eval/*", step_metric=_EVALUATED)
+        points = list(points_of(line, 0))
+        row = None if self._start.over else self._row
+        self._run.log({name: value for name, value, _, _ in points} | {_EVALUATED: line["step"]}, step=row)
 
     def _flush(self) -> None:
         """Nothing: what was logged is in its spool."""

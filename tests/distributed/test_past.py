@@ -41,6 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[FinetuneConfig, Path]
         },
         train={"global_batch": 6, "micro_batch": 2, "max_steps": None, "epochs": 2.6},
         checkpoint={"every": 4, "keep_last": None},
+        tracking={"documents": True},
     )
     given = directory / "given"
     given.mkdir()
@@ -131,12 +132,23 @@ def _files(config: FinetuneConfig) -> list[str]:
 
 
 def test_the_command_shows_rows_and_losses(
-    run: tuple[FinetuneConfig, Path], capsys: pytest.CaptureFixture[str]
+    run: tuple[FinetuneConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, _ = run
     directory = str(Path(config.run.storage) / config.run.name)
-    assert main(["step", directory, "10", "--loss", "--json"]) == 0
-    documents = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    recorded = {step: _documents(directory, step, capsys) for step in (3, 9, 10, 11)}
+    assert main(["step", directory, "11", "--loss"]) == 0
+    assert "\nlosses by document, as recorded\n" in capsys.readouterr().out
+    for step, each in recorded.items():
+        total = sum(line["loss"] * line["trained"] for line in each if line["trained"])
+        targets = _line(directory, step)["target_tokens"]
+        assert sum(line["trained"] for line in each) == targets
+        assert total / targets == pytest.approx(_line(directory, step)["loss"], rel=1e-7)
+    (Path(directory) / "documents").rename(tmp_path / "documents")
+    documents = _documents(directory, 10, capsys)
+    assert [line | {"loss": None} for line in documents] == [line | {"loss": None} for line in recorded[10]]
+    for measured, known in zip(documents, recorded[10], strict=True):
+        assert measured["loss"] == pytest.approx(known["loss"], rel=1e-6)
     assert sum(each["tokens"] for each in documents) == _line(directory, 10)["tokens"]
     losses = [each["loss"] * each["trained"] for each in documents if each["trained"]]
     total = sum(losses) / sum(each["trained"] for each in documents)
@@ -145,6 +157,11 @@ def test_the_command_shows_rows_and_losses(
     assert main(["step", directory, "10", "--text"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("step 10: 6 packed samples, ") and "few.jsonl:" in shown and "«w" in shown
+
+
+def _documents(directory: str, step: int, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    assert main(["step", directory, str(step), "--loss", "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
 def _line(directory: str, step: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.config import ExportConfig
+from raytune_fsdp.launch.ray.after_commit import AfterCommit
 from raytune_fsdp.launch.ray.exports import Exports
 from raytune_fsdp.launch.shared_storage import put_token
 from raytune_fsdp.rundir import RunDir
@@ -38,10 +39,11 @@ def place(tmp_path: Path) -> RunDir:
     return RunDir.of(config)
 
 
-def _exports(place: RunDir, told: Told, every: int) -> Exports:
+def _exports(place: RunDir, told: Told, every: int) -> AfterCommit:
     token = put_token(place.path, "the driver")
     chosen = ExportConfig(every=every, dtype="trained", push="never/pushed")
-    return Exports(chosen, place, token, trust_remote_code=False, event=told.event, say=told.lines.append)
+    exports = Exports(chosen, place, token, trust_remote_code=False, event=told.event, say=told.lines.append)
+    return AfterCommit(exports, place, told.lines.append)
 
 
 def test_what_was_left_out_is_made_up_for_and_failures_are_told(place: RunDir) -> None:

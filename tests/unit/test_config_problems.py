@@ -170,7 +170,7 @@ def test_a_list_that_must_not_be_empty(tmp_path: Path) -> None:
 
 def test_a_value_where_a_section_belongs(tmp_path: Path) -> None:
     assert problems(tmp_path, "--tracking", "on")[0].startswith(
-        "tracking=on: must be a map with fields console, console_every, mlflow, "
+        "tracking=on: must be a map with fields console, console_every, documents, mlflow, "
     )
 
 

@@ -55,13 +55,9 @@ class Silent:
     def stop(self, reason: object) -> None:
         pass
 
-    def make_up(self) -> None:
-        pass
-
 
 def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Follow, RunDir, Silent, list[str]]:
-    for name in ("Groups", "Exports"):
-        monkeypatch.setattr(follow, name, Silent)
+    monkeypatch.setattr(follow, "Groups", Silent)
     sections = options.pop("sections", {})
     config = make_config(tmp_path, cluster={"launch": "ray", "max_failures": 5}, **sections)
     place = RunDir.of(config)
@@ -71,8 +67,8 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tu
     board, said = Silent(), list[str]()
     attempts = Attempts(place, limit=5, step=0, say=said.append)
     known = Follow(
-        config, place, attempts, Sizes(ASKED, [1]), demand=None,
-        board=board, token=None, lost=options.pop("lost", lambda: None),  # type: ignore[arg-type]
+        config, place, attempts, Sizes(ASKED, [1]), [], demand=None,
+        board=board, lost=options.pop("lost", lambda: None),  # type: ignore[arg-type]
         signals=options.pop("signals", Signals()), phases=Phases(), say=said.append,
     )  # fmt: skip
     return known, place, board, said

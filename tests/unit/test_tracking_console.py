@@ -232,13 +232,13 @@ def test_plot_draws_a_run(tmp_path: Path) -> None:
     tracker = JsonlTracker(tmp_path)
     tracker.start(RunStart(name="demo", attempt=1))
     with pytest.raises(UserError, match="no steps yet"):
-        plot(tmp_path / "metrics.jsonl", tmp_path / "x.png")
+        plot(tmp_path, tmp_path / "x.png")
     losses = [3 / (1 + i / 30) + 0.1 * math.sin(i) for i in range(200)]
     tracker.steps([step(i, loss=loss) for i, loss in enumerate(losses, start=1)], world_size=1, attempt=1)
     tracker.steps([step(201, loss=math.nan)], world_size=1, attempt=1)
     for at in (50, 100, 200):
         tracker.evaluation(at, {"eval/chat/loss": 4 / (1 + at / 40), "eval/code/loss": 3.0})
-    plot(tmp_path / "metrics.jsonl", tmp_path / "report/loss.png")
+    plot(tmp_path, tmp_path / "report/loss.png")
     assert (tmp_path / "report/loss.png").read_bytes().startswith(b"\x89PNG")
     assert smoothed([1.0, 3.0, math.nan, 5.0], reach=1) == [2.0, 2.0, 4.0, 5.0]
     assert math.isnan(smoothed([math.nan], reach=1)[0])

@@ -20,7 +20,7 @@ import pytest
 from raytune_fsdp.rundir import mlflow_database
 from raytune_fsdp.tracking import Composite, RunStart, following
 from raytune_fsdp.tracking import mlflow as tracking_mlflow
-from raytune_fsdp.tracking.jsonl import JsonlTracker, read_events, read_trajectory
+from raytune_fsdp.tracking.jsonl import JsonlTracker, append_evaluation, read_events, read_trajectory
 from raytune_fsdp.tracking.mlflow import CURSOR, RUN_ID, MlflowTracker, mlflow_installed
 from raytune_fsdp.tracking.mlflow_model import register
 from raytune_fsdp.tracking.mlflow_run import ENVIRONMENT, connect
@@ -532,3 +532,26 @@ def test_whoever_dies_while_the_database_is_made_leaves_none(tmp_path: Path) -> 
     for _ in range(2):  # made, and found
         assert [each.name for each in connect(uri).search_experiments()] == ["Default"]
     assert (tmp_path / "mlflow.db").stat().st_mode & 0o007 == 0
+
+
+def test_what_is_measured_beside_training_is_there_once(tmp_path: Path, server: FakeServer) -> None:
+    """Whenever it comes: while the ranks train, between two attempts, or after the last one."""
+    record = tmp_path / "evaluations.jsonl"
+
+    def measured(step: int) -> None:
+        append_evaluation(record, step, {"eval/late/loss": 1.0 / step}, attempt=1)
+
+    first = Attempt(tmp_path, start_of(1, 0)).train(1, 20)
+    measured(10)
+    first.train(21, 30)
+    wait_for(lambda: ("eval/late/loss", 10) in server.values(the_run(server)))
+    first.finish("handed_over")
+    measured(20)
+    assert Attempt(tmp_path, start_of(2, 30)).train(31, 300).finish().unsent is None
+    measured(300)
+    last = MlflowTracker("fake", experiment="e", directory=tmp_path)
+    last.start(start_of(2, 0, over=True, committed=300))
+    last.finish("finished")
+    assert last.unsent is None
+    assert server.values(the_run(server)) == on_record(tmp_path / "metrics.jsonl") | on_record(record)
+    assert {step for key, step in server.values(the_run(server)) if key == "eval/late/loss"} == {10, 20, 300}

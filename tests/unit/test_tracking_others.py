@@ -23,7 +23,7 @@ from raytune_fsdp.launch.start import run
 from raytune_fsdp.run.checks import check_trackers
 from raytune_fsdp.tracking import Composite, RunStart, Tracker, following
 from raytune_fsdp.tracking import tensorboard as tracking_tensorboard
-from raytune_fsdp.tracking.jsonl import JsonlTracker
+from raytune_fsdp.tracking.jsonl import JsonlTracker, append_evaluation
 from raytune_fsdp.tracking.names import labelled
 from raytune_fsdp.tracking.tensorboard import TensorboardTracker
 from raytune_fsdp.tracking.wandb import WandbTracker
@@ -82,7 +82,7 @@ def test_tensorboard_has_every_value_once_after_a_crash_past_a_commit(
     pytest.importorskip("tensorboardX")
     first = TensorboardTracker(tmp_path)
     attempt(tmp_path, first, 1, 1, 27)
-    until(lambda: first._sent.step == 20)
+    until(lambda: first._steps.sent.step == 20)
     first.finish("handed_over")  # the process is gone: nothing of steps 21 to 27 is there
     fail_at_flush(monkeypatch, 2)
     second = TensorboardTracker(tmp_path)
@@ -129,13 +129,17 @@ def test_tensorboard_has_an_evaluation_once_that_was_written_apart_from_its_step
 
 
 class FakeWandb(SimpleNamespace):
-    """Keeps a history as W&B does: a step less than the last one is dropped, an equal one is added to."""
+    """Keeps a history as W&B does: a step less than the last one is dropped, an equal one is added to, and what comes
+    without a step ends the row."""
 
     def __init__(self) -> None:
         super().__init__(Settings=lambda **settings: settings)
         self.history: dict[int, dict[str, float]] = {}
         self.inits: list[dict[str, Any]] = []
         self.codes: list[int | None] = []
+        self.axes: dict[str, str | None] = {}
+        self.row = 0
+        """The one that is open; a step before it is dropped."""
         self.gate = threading.Event()
         self.gate.set()
 
@@ -144,13 +148,18 @@ class FakeWandb(SimpleNamespace):
         self.inits.append(given)
         return self
 
+    def define_metric(self, name: str, step_metric: str | None = None, hidden: bool | None = None) -> None:
+        self.axes[name] = step_metric
+
     def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
-        assert step is not None
-        if step >= max(self.history, default=0):
-            self.history.setdefault(step, {}).update(data)
+        at = self.row if step is None else step
+        if at >= self.row:
+            self.history.setdefault(at, {}).update(data)
+            self.row = at + (step is None)
 
     def finish(self, exit_code: int | None = None, quiet: bool | None = None) -> None:
         self.codes.append(exit_code)
+        self.row = max(self.history) + 1
 
 
 @pytest.fixture
@@ -164,7 +173,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWandb]:
 def test_wandb_has_one_run_with_every_value(tmp_path: Path, wandb: FakeWandb) -> None:
     first = WandbTracker(tmp_path, project="p", entity="team")
     attempt(tmp_path, first, 1, 1, 27)
-    until(lambda: first._sent.step == 20)
+    until(lambda: first._steps.sent.step == 20)
     first.finish("handed_over")
     second = WandbTracker(tmp_path, project="p", entity="team")
     attempt(tmp_path, second, 2, 21, 60).finish("finished")
@@ -179,6 +188,54 @@ def test_wandb_has_one_run_with_every_value(tmp_path: Path, wandb: FakeWandb) ->
     assert (one["project"], one["entity"], one["name"], two["config"]) == ("p", "team", "demo", {"lr": 2})
 
 
+@pytest.mark.parametrize("receiver", ["tensorboard", "wandb"])
+def test_what_is_measured_beside_training_follows(tmp_path: Path, wandb: FakeWandb, receiver: str) -> None:
+    """Also what comes after the ranks have ended: the command sends it then, and nothing twice."""
+    if receiver == "tensorboard":
+        pytest.importorskip("tensorboardX")
+
+    def tracker() -> TensorboardTracker | WandbTracker:
+        return TensorboardTracker(tmp_path) if receiver == "tensorboard" else WandbTracker(tmp_path, project="p")
+
+    def measured(step: int) -> None:
+        append_evaluation(tmp_path / "evaluations.jsonl", step, {"eval/late/loss": 1.0 / step}, attempt=1)
+
+    def by_command() -> None:
+        last = tracker()
+        last.start(RunStart(name="demo", attempt=3, total_steps=60, over=True, committed=60))
+        last.finish("finished")
+        assert last.unsent is None
+
+    measured(10)
+    first = tracker()
+    attempt(tmp_path, first, 1, 1, 27)
+    until(lambda: first._steps.sent.step == 20 and first._measured.sent.step == 10)
+    first.finish("handed_over")
+    measured(20)
+    attempt(tmp_path, tracker(), 2, 21, 50).finish("handed_over")
+    attempt(tmp_path, tracker(), 3, 51, 60).finish("finished")
+    measured(40)
+    measured(60)
+    by_command()
+    by_command()
+    steps = recorded(tmp_path)
+    if receiver == "tensorboard":
+        found = drawn(tmp_path)
+        late = {step: values for (key, step), values in found.items() if key == "eval/late/loss"}
+        assert late == {step: [pytest.approx(1.0 / step)] for step in (10, 20, 40, 60)}
+        before = sorted((tmp_path / "tensorboard").iterdir())
+        by_command()
+        assert sorted((tmp_path / "tensorboard").iterdir()) == before, "nothing to send, nothing opened"
+    else:
+        rows = [row for row in wandb.history.values() if "eval/late/loss" in row]
+        assert [(row["evaluated_step"], row["eval/late/loss"]) for row in rows] == [
+            (step, 1.0 / step) for step in (10, 20, 40, 60)
+        ]
+        assert wandb.axes == {"evaluated_step": None, "eval/*": "evaluated_step"}
+        kept = {(key, number) for number, values in wandb.history.items() for key in values}
+        assert steps.keys() <= kept, "no step was dropped for it"
+
+
 def test_a_library_that_hangs_keeps_nobody_waiting(tmp_path: Path, wandb: FakeWandb) -> None:
     wandb.gate.clear()
     tracker = WandbTracker(tmp_path, project="p", finish_seconds=0.3)
@@ -186,7 +243,7 @@ def test_a_library_that_hangs_keeps_nobody_waiting(tmp_path: Path, wandb: FakeWa
     both = attempt(tmp_path, tracker, 1, 1, 60)
     both.finish("finished")
     assert time.monotonic() - before < 5 and wandb.inits == []
-    assert tracker.unsent == "Weights & Biases has 0 of 60 steps of this run"
+    assert tracker.unsent == "Weights & Biases has 0 of 60 steps of this run; the same command sends the rest"
 
 
 def test_a_library_that_is_missing_is_said_before_anything_starts(

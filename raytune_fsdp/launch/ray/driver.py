@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -28,9 +28,11 @@ from raytune_fsdp.errors import Interrupted, RaytuneError
 from raytune_fsdp.launch.environment import environment
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.quiet import is_verbose
+from raytune_fsdp.launch.ray.after_commit import AfterCommit, Chore
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Board
 from raytune_fsdp.launch.ray.demand import Demand
+from raytune_fsdp.launch.ray.evaluations import Evaluations
 from raytune_fsdp.launch.ray.exports import Exports
 from raytune_fsdp.launch.ray.failures import ControllerWatch, underlying
 from raytune_fsdp.launch.ray.follow import Follow
@@ -41,15 +43,15 @@ from raytune_fsdp.launch.ray.sizes import Sizes
 from raytune_fsdp.launch.ray.stream import build_on_ray
 from raytune_fsdp.launch.ray.train_registry import repair_registry
 from raytune_fsdp.launch.run_lock import is_locked
-from raytune_fsdp.launch.shared_storage import TOKEN_PREFIX, put_token
+from raytune_fsdp.launch.shared_storage import TOKEN_PREFIX, Token, put_token
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.lease import TakenOverError, lease_of
-from raytune_fsdp.plan import sizes_of
+from raytune_fsdp.plan import Plan, sizes_of
 from raytune_fsdp.run.checks import check_device
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.record import mlflow_tracker, run_start
 from raytune_fsdp.run.standing import Prepared, Standing, on_world
-from raytune_fsdp.rundir import RunDir, storage_of
+from raytune_fsdp.rundir import storage_of
 from raytune_fsdp.threads import in_thread
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import append_event
@@ -93,8 +95,8 @@ def run(
     phases.finished("Ray")
     say(f"Ray: {session.about}")
     if standing.complete:
-        if config.export.every is not None:
-            _make_up(config, prepared.place, standing, signals, say)
+        if config.export.every is not None or config.eval.where == "task":
+            _make_up(config, prepared, standing, signals, say)
         return prepared, standing
     found = nodes()
     growing = may_grow()
@@ -140,12 +142,12 @@ def _train(
         left.unlink(missing_ok=True)
     token = put_token(run_dir, "the driver")
     attempts = Attempts(place, limit=config.cluster.max_failures, step=standing.state.step, say=say)
-    follow: Follow | None = None
+    beside = _beside(config, prepared, standing.plan, token, event=attempts.event, say=say)
     try:
         board = Board()
         follow = Follow(
-            config, place, attempts, sizes,
-            demand=demand, board=board, token=token, lost=session.lost, signals=signals, phases=phases, say=say,
+            config, place, attempts, sizes, beside,
+            demand=demand, board=board, lost=session.lost, signals=signals, phases=phases, say=say,
         )  # fmt: skip
         job = RankJob(
             config=config,
@@ -162,8 +164,8 @@ def _train(
         finally:
             follow.end()
     except RaytuneError as error:
-        if follow is not None:
-            follow.exports.cancel()
+        for each in beside:
+            each.cancel()
         lease = lease_of(place.lock)
         if isinstance(error, TakenOverError) or (lease is not None and lease.lost()):
             pass  # nothing of the run is this command's to close
@@ -173,31 +175,54 @@ def _train(
             (run_dir / _STORAGE_MARKER).unlink(missing_ok=True)
         raise
     else:
-        _finish(follow.exports, signals)
+        _finish(beside, signals)
     finally:
         token.remove(refused=not attempts.number)
 
 
-def _finish(exports: Exports, signals: Signals) -> None:
-    """Wait for the exports of a complete run."""
-    if not exports.finish(lambda: signals.count > 0):
-        exports.cancel()
-        raise Interrupted("stopped: the run is complete, but its exports are not; the same command makes up for them")
+def _beside(
+    config: FinetuneConfig,
+    prepared: Prepared,
+    plan: Plan,
+    token: Token,
+    *,
+    event: Callable[..., None],
+    say: Callable[[str], None],
+) -> list[AfterCommit]:
+    """What is done to committed checkpoints while training goes on."""
+    place, trust, work = prepared.place, config.model.trust_remote_code, list[Chore]()
+    if config.eval.where == "task":
+        work.append(Evaluations(config, prepared, plan, token, event=event, say=say))
+    if config.export.every is not None:
+        work.append(Exports(config.export, place, token, trust_remote_code=trust, event=event, say=say))
+    return [AfterCommit(each, place, say) for each in work]
+
+
+def _finish(beside: Sequence[AfterCommit], signals: Signals) -> None:
+    """Wait for what is left to do of a complete run."""
+    for number, each in enumerate(beside):
+        if not each.finish(lambda: signals.count > 0):
+            for left in beside[number:]:
+                left.cancel()
+            what = each.work.what
+            raise Interrupted(
+                f"stopped: the run is complete, but its {what}s are not; the same command makes up for them"
+            )
 
 
 def _make_up(
-    config: FinetuneConfig, place: RunDir, standing: Standing, signals: Signals, say: Callable[[str], None]
+    config: FinetuneConfig, prepared: Prepared, standing: Standing, signals: Signals, say: Callable[[str], None]
 ) -> None:
-    """Make the exports of a complete run that an earlier command did not get to."""
-    signals.hold()  # from here on a signal ends the wait for an export, and says so
+    """Do what an earlier command did not get to, of a complete run."""
+    place = prepared.place
+    signals.hold()  # from here on a signal ends the wait for a task, and says so
     token = put_token(place.path, "the driver")
 
     def event(name: str, **fields: object) -> None:
         append_event(place.events, name, attempt=standing.state.attempt, fields=fields)
 
     try:
-        trust = config.model.trust_remote_code
-        _finish(Exports(config.export, place, token, trust_remote_code=trust, event=event, say=say), signals)
+        _finish(_beside(config, prepared, standing.plan, token, event=event, say=say), signals)
     finally:
         token.remove(refused=False)
 

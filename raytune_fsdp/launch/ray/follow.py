@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
@@ -15,6 +15,7 @@ from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import Interrupted, TrainingError
 from raytune_fsdp.launch.phases import Phases
+from raytune_fsdp.launch.ray.after_commit import AfterCommit
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import (
     Beat,
@@ -29,14 +30,12 @@ from raytune_fsdp.launch.ray.board import (
     Started,
 )
 from raytune_fsdp.launch.ray.demand import Demand
-from raytune_fsdp.launch.ray.exports import Exports
 from raytune_fsdp.launch.ray.failures import DIED, in_words
 from raytune_fsdp.launch.ray.hangs import Hang, culprit, what_all_do
 from raytune_fsdp.launch.ray.node_watch import NodeWatches
 from raytune_fsdp.launch.ray.placement_groups import Groups
 from raytune_fsdp.launch.ray.resources import Request, answering, draining, nodes, shortage, waiting_for
 from raytune_fsdp.launch.ray.sizes import Sizes
-from raytune_fsdp.launch.shared_storage import Token
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.lease import lease_of
 from raytune_fsdp.rundir import RunDir
@@ -78,10 +77,10 @@ class Follow:
         place: RunDir,
         attempts: Attempts,
         sizes: Sizes,
+        beside: Sequence[AfterCommit],
         *,
         demand: Demand | None,
         board: Board,
-        token: Token,
         lost: Callable[[], str | None],
         signals: Signals,
         phases: Phases,
@@ -107,8 +106,7 @@ class Follow:
         self._fit: Future[Any] | None = None
         self._controlling: list[Any] = []
         self.groups = Groups()
-        trust = config.model.trust_remote_code
-        self.exports = Exports(config.export, place, token, trust_remote_code=trust, event=attempts.event, say=say)
+        self._beside = beside
         self._waiting_since = time.monotonic()
         self._next_word = self._waiting_since + _FIRST_WORD_SECONDS
         self._stopping_since: float | None = None
@@ -164,7 +162,8 @@ class Follow:
                 self._check_waiting(lambda: waiting_for(asked, nodes(), self.groups.state()))
             self._check_cluster()
             self._check_hang()
-            self.exports.look()
+            for each in self._beside:
+                each.look()
         last: list[Notice] = []
         with suppress(RayError):
             last = self._board.read(0)
@@ -189,6 +188,8 @@ class Follow:
             self._waiting_since = time.monotonic()
             self._next_word = self._waiting_since + _FIRST_WORD_SECONDS
         self._attempts.begin()
+        for each in self._beside:
+            each.make_room()
 
     def end(self) -> None:
         """End what Ray Train runs for this run, and nothing else: the Ray, and other actors in it, may be a caller's.
@@ -239,7 +240,8 @@ class Follow:
                 self._attempts.reports[rank] = notice
             case Committed(step):
                 self._attempts.committed(step)
-                self.exports.committed(CommittedCheckpoint(step, self._attempts.number, self._place.checkpoints))
+                for each in self._beside:
+                    each.committed(CommittedCheckpoint(step, self._attempts.number, self._place.checkpoints))
 
     def _hear_controller(self, notice: Controlled) -> None:
         self._controlling = notice.actors
@@ -251,7 +253,8 @@ class Follow:
         self._phases.finished(phase)
         if phase == "step":
             self._say(f"first step after {self._phases.total:.1f} s: {self._phases.in_words()}")
-            self.exports.make_up()
+            for each in self._beside:
+                each.make_up()
             self._attempts.event(names.FIRST_STEP, seconds=round(self._phases.total, 2), phases=self._phases.seconds)
 
     def _check_ray(self) -> None:

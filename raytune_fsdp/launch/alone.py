@@ -1,0 +1,39 @@
+"""A model measured by one process, without a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.evaluate import check_network
+from raytune_fsdp.exam import Exam
+from raytune_fsdp.launch.worker import join
+from raytune_fsdp.model.attention import generating
+from raytune_fsdp.run.needs import use_attention_for_packed
+
+
+def examine(
+    config: FinetuneConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    exam: Exam,
+    device: torch.device,
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """The values of an evaluation, and what was asked and answered. Refuses a network that computes something else
+    than it should."""
+    needs = use_attention_for_packed(config, model, device)
+    join(device, alone=True)
+    try:
+        check_network(model, config.data.packing, device, model.dtype)
+        attention = generating(model, needs)
+        values = exam.values(
+            model, tokenizer,
+            micro_batch=config.train.micro_batch, data_ranks=1, device=device, attention=attention,
+        )  # fmt: skip
+        return values, exam.answers(model, tokenizer, device=device, attention=attention)
+    finally:
+        dist.destroy_process_group()
