@@ -544,7 +544,7 @@ def test_what_is_measured_beside_training_is_there_once(tmp_path: Path, server: 
     first = Attempt(tmp_path, start_of(1, 0)).train(1, 20)
     measured(10)
     first.train(21, 30)
-    wait_for(lambda: ("eval/late/loss", 10) in server.values(the_run(server)))
+    wait_for(lambda: server.whole() and ("eval/late/loss", 10) in server.values(the_run(server)))
     first.finish("handed_over")
     measured(20)
     assert Attempt(tmp_path, start_of(2, 30)).train(31, 300).finish().unsent is None
