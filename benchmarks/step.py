@@ -13,7 +13,8 @@ noise, their mean is what the others are compared with.
 - ours: `assemble` and `loop.train`, metrics fetched and written to metrics.jsonl and to a console on /dev/null at every
   step; rows are read, packed and hashed while it trains, a window a step
 - ours, MLflow: the processor time of MLflow's thread in a run of its own, on top of ours (SQLite, a batch a step)
-- ours, everything: with the loss of every document recorded, and on top of that the threads of MLflow and TensorBoard
+- ours, documents: with the loss of every document recorded (`tracking.documents`)
+- ours, everything: that, and on top of it the threads of MLflow and TensorBoard
 - HF Trainer: logs at every step (needs accelerate and datasets)
 """
 

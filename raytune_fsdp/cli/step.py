@@ -81,22 +81,17 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
 def _losses(
     config: FinetuneConfig, past: PastStep, checkpoint: CommittedCheckpoint, *, trust: bool, base: str | None
 ) -> Losses:
-    import torch.distributed as dist
-
     from raytune_fsdp.checkpoint.model_files import load_for_inference
     from raytune_fsdp.evaluate import document_losses
-    from raytune_fsdp.launch.worker import choose_device, join
+    from raytune_fsdp.launch.worker import alone, choose_device
     from raytune_fsdp.run.needs import use_attention_for_packed
 
     device = choose_device(config.cluster.device, 1)
     model, _ = load_for_inference(Path(checkpoint.path), device, trust_remote_code=trust, base=base)
     use_attention_for_packed(config, model, device)
-    join(device, alone=True)
-    try:
+    with alone(device):
         samples = [each.sample for each in past.samples]
         return document_losses(model, samples, micro_batch=config.train.micro_batch, device=device)
-    finally:
-        dist.destroy_process_group()
 
 
 def _documents(past: PastStep, losses: Losses | None) -> Iterator[tuple[int, int, dict[str, Any]]]:

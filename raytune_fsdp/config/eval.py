@@ -122,7 +122,7 @@ class EvalConfig(Section):
     """GPUs of that task. 0: it computes on its CPUs."""
 
     task_minutes: float = Field(default=60, gt=0, allow_inf_nan=False)
-    """How long the task may take for a checkpoint, with its wait for CPUs and GPUs, before it is ended."""
+    """How long the task may take for a checkpoint, from when it begins, before it is ended."""
 
     every: int | None = Field(default=None, ge=1)
     """Steps between two evaluations. Null: only at the end."""

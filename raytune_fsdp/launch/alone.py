@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.evaluate import check_network
 from raytune_fsdp.exam import Exam
-from raytune_fsdp.launch.worker import join
+from raytune_fsdp.launch.worker import alone
 from raytune_fsdp.model.attention import generating
 from raytune_fsdp.run.needs import use_attention_for_packed
 
@@ -26,8 +25,7 @@ def examine(
     """The values of an evaluation, and what was asked and answered. Refuses a network that computes something else
     than it should."""
     needs = use_attention_for_packed(config, model, device)
-    join(device, alone=True)
-    try:
+    with alone(device):
         check_network(model, config.data.packing, device, model.dtype)
         attention = generating(model, needs)
         values = exam.values(
@@ -35,5 +33,3 @@ def examine(
             micro_batch=config.train.micro_batch, data_ranks=1, device=device, attention=attention,
         )  # fmt: skip
         return values, exam.answers(model, tokenizer, device=device, attention=attention)
-    finally:
-        dist.destroy_process_group()

@@ -23,7 +23,7 @@ from raytune_fsdp.launch.phases import HERE, TOGETHER, Phases
 from raytune_fsdp.launch.shared_storage import check_shared
 from raytune_fsdp.launch.signals import Signals, StopFlag, deaf_children, listening, stacks_at_signal
 from raytune_fsdp.launch.torchrun import ranks_here, under_torchrun, world_of_torchrun
-from raytune_fsdp.launch.worker import choose_device, join, work
+from raytune_fsdp.launch.worker import alone, choose_device, join, work
 from raytune_fsdp.run.checks import check_device
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.standing import Prepared, Standing, agree
@@ -80,12 +80,9 @@ def _alone(config: FinetuneConfig, prepared: Prepared, standing: Standing, phase
     device = choose_device(config.cluster.device, 1)
     stop = StopFlag()
     with stop:
-        join(device, alone=True)
-        try:
+        with alone(device):
             hooks = LauncherHooks(reached=phases.finished)
             work(config, prepared, agree(config, prepared, lambda: standing), device, stop, hooks)
-        finally:
-            dist.destroy_process_group()
         stop.check_export(config.export.at_end)
 
 

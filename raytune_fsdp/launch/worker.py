@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -52,6 +54,16 @@ def join(device: torch.device, *, alone: bool, minutes: float = 30.0, subgroups:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound)
     else:
         dist.init_process_group(backend, timeout=timeout, device_id=bound)
+
+
+@contextmanager
+def alone(device: torch.device) -> Iterator[None]:
+    """A process group of this process alone, until the end of the block."""
+    join(device, alone=True)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def use_gpu(device: torch.device) -> None:

@@ -59,10 +59,9 @@ def _losses(run_dir: Path) -> Iterator[str]:
     if first is not None and last is not None:
         count, (one, other) = step_of(last) - step_of(first) + 1, (each["trajectory"]["loss"] for each in (first, last))
         yield f"loss {one:.4f} -> {other:.4f} in {count} steps"
-    evals = {
-        **read_evaluations(metrics, _ANY_STEP),
-        **read_evaluations(run_dir / EVALUATIONS_FILE, _ANY_STEP),
-    }
+    evals = read_evaluations(metrics, _ANY_STEP)
+    for step, values in read_evaluations(run_dir / EVALUATIONS_FILE, _ANY_STEP).items():
+        evals.setdefault(step, {}).update(values)
     evals = dict(sorted(evals.items()))
     for name in dict.fromkeys(name for values in evals.values() for name in values if not is_of_subject(name)):
         series = {step: values[name] for step, values in evals.items() if name in values}

@@ -28,7 +28,7 @@ class Chore(Protocol):
     what: str
     """In messages: `export`."""
     minutes: float
-    """How long it may take, with its wait for resources."""
+    """How long it may take, once it was begun."""
     reserves: bool
     """Whether it takes CPUs or GPUs that the ranks of another attempt may need."""
 
