@@ -26,7 +26,7 @@ def _config(directory: Path, **sections: Any) -> FinetuneConfig:
         directory, LLAMA,
         **{
             "train": {"global_batch": 6, "micro_batch": 2, "max_steps": 20},
-            "checkpoint": {"every": 8, "keep_last": None},
+            "checkpoint": {"every": 8, "keep_last": None, "asynchronous": False},
             "parallel": {"precision": "fp32"},
             **sections,
         },

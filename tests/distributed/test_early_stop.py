@@ -26,7 +26,7 @@ def config_of(directory: Path, name: str, *, save_every: int = 5, **early_stop: 
     }
     return make_config(
         directory, run={"name": name}, data=data, optim={"lr": 2e-2},
-        checkpoint={"every": save_every, "keep_last": None},
+        checkpoint={"every": save_every, "keep_last": None, "asynchronous": False},
         eval={"every": 2, "early_stop": {"metric": "eval/others/loss", "patience": 3, **early_stop}},
     )  # fmt: skip
 

@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[FinetuneConfig, Path]
             "window": 32,
         },
         train={"global_batch": 6, "micro_batch": 2, "max_steps": None, "epochs": 2.6},
-        checkpoint={"every": 4, "keep_last": None},
+        checkpoint={"every": 4, "keep_last": None, "asynchronous": False},
         tracking={"documents": True},
     )
     given = directory / "given"

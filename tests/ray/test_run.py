@@ -58,7 +58,7 @@ def test_killed_in_forward_and_in_save_and_the_driver_too(tmp_path: Path, dying:
     assert reached[0] in (0, 4) and reached[-1] in (0, 4, 8), "the save of steps 4 and 8 may have been in flight"
     assert all("its process died" in each["cause"] and each["node"] for each in failed)
     assert "rank 1 on" in said and "the logs of all ranks are in" in said
-    assert f"The last committed step is {reached[-1]}" in said
+    assert (f"The last committed step is {reached[-1]}" if reached[-1] else "No step was committed yet") in said
     assert [line["fields"]["resumed_from"] for line in events(run_dir, "attempt_started")] == [0, *reached]
     _, left = psutil.wait_procs(workers, timeout=60)  # until then Ray Train may still write its list
     assert not [each for each in left if is_there(each)]

@@ -177,7 +177,10 @@ def test_into_a_pipe_it_prints_lines(tmp_path: Path) -> None:
     assert rest == "run goes on; this command has only watched it\n" and error == ""
 
 
-def test_what_is_no_run_is_named_with_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_is_named_with_what_there_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # `runs` in the directory of a user has runs
     storage = tmp_path / "runs"
     for name in ("alpha", "beta"):
         Recorded(storage, name)
@@ -187,7 +190,7 @@ def test_what_is_no_run_is_named_with_what_there_is(tmp_path: Path, capsys: pyte
         (storage / "alpa", f"{storage}/alpa: no such directory; the runs in {storage} are alpha, beta; nearest: alpha"),
         (storage / "cache", f"is not a run: it has no plan.json; the runs in {storage} are alpha, beta"),
         (storage, f"is not a run: it has no plan.json; the runs in {storage} are alpha, beta"),
-        (tmp_path / "file", "is not a directory; give a run directory"),
+        (tmp_path / "file", "is not a directory; the runs in runs are alpha, beta"),
     ):
         code, _, err = watch(path, capsys)
         assert code == 2 and words in err, err
