@@ -60,6 +60,10 @@ class ResumeError(UserError):
     """A run directory or checkpoint that cannot be continued as asked."""
 
 
+class OtherRunError(ResumeError):
+    """What is there was trained with other settings, or on other data, than would go on with it."""
+
+
 class TrainingError(RaytuneError):
     """Training started and failed."""
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from raytune_fsdp.config.base import Section
-from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.errors import OtherRunError, ResumeError
 
 ABSENT: dict[str, Any] = {
     # A dataset of which all rows are used.
@@ -88,7 +88,7 @@ def check_identity(
         if before.get(key) != now.get(key)
     ]
     if differences:
-        raise ResumeError(
+        raise OtherRunError(
             f"{where} was trained with other settings: continuing it would be neither the old run nor a new one; "
             "set these back, or choose another run.name:\n  " + "\n  ".join(differences)
         )

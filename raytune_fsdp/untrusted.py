@@ -186,6 +186,11 @@ def check_format(version: object) -> None:
         raise UnsoundError(f"has format {shown(version)}, but this version reads only format 1")
 
 
+def printable(text: str, keep: str = "") -> str:
+    """A stranger's text as a terminal may have it: nothing in it moves the cursor, or ends a line but what is kept."""
+    return "".join(char if char.isprintable() or char in keep else "\N{MIDDLE DOT}" for char in text)
+
+
 def shown(value: object) -> str:
     """A stranger's value in a message: short, and on one line."""
     try:

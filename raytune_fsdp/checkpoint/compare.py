@@ -66,7 +66,7 @@ def _compared(
         if torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)):
             continue
         found, at = _largest((wide - theirs.double()).abs())
-        if equal or not found <= most:  # NaN is the largest of all
+        if equal or not (math.isnan(most) or found <= most):  # NaN is the largest of all, and stays it
             index = [int(each) for each in torch.unravel_index(torch.tensor(at), mine.shape)]
             values = float(wide[tuple(index)]), float(theirs[tuple(index)])
             place = (index[0] + first, *index[1:]) if shape else ()

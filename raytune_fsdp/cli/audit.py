@@ -9,10 +9,11 @@ from pathlib import Path
 
 from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, config_of_run, exit_code
 from raytune_fsdp.cli.progress import shown
-from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.errors import ConfigError, Interrupted
+from raytune_fsdp.untrusted import printable
 
-DIFFERS = 1
-"""The exit code where the segment is not what the run says."""
+DIFFERS = 4
+"""The exit code where the segment is not what the run says: no other failure has it."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp audit") -> int:
@@ -20,7 +21,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp audit") ->
     parser = ConfigParser(
         prog,
         "Train the steps between two checkpoints of a run again, at any number of ranks, and compare samples, losses "
-        "and weights. The run is only read. Exit code 1: something differs.",
+        "and weights. The run is only read. Exit code 4: something differs.",
     )
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument(
@@ -37,6 +38,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp audit") ->
         metavar="DIR",
         help="where the segment is trained, which needs room for a checkpoint (default: beside the run)",
     )
+    parser.add_argument(
+        "--use-cache",
+        action="store_true",
+        help="take tokenized rows from the run's cache, which is faster and proves less: not that they are its data's",
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help=RUNS_CODE)
     arguments = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _audit(parser, arguments))
@@ -52,7 +58,9 @@ def _audit(parser: ConfigParser, arguments: list[str]) -> int:
     from raytune_fsdp.audit import audit, choose_segment, report
     from raytune_fsdp.run.past import check_code, past_place, placed
 
-    check_code(config, trusted=found.trust_remote_code)
+    check_code(config, trusted=found.trust_remote_code, ranks=True)
+    if found.out is not None and not found.out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {found.out}: its directory does not exist; create it, or name another file")
     place = past_place(found.run)
     config = placed(config, place)
     segment = choose_segment(place, found.first, found.last)
@@ -61,9 +69,13 @@ def _audit(parser: ConfigParser, arguments: list[str]) -> int:
         directory = tempfile.TemporaryDirectory(prefix=f"audit-{place.path.name}-", dir=scratch)
     except OSError as error:
         raise ConfigError(f"--scratch {scratch}: {error.strerror}; name a directory that can be written") from None
-    with directory as name, shown() as progress:
-        outcome = audit(config, place, segment, Path(name), progress)
-    lines = list(report(outcome, place.path.name))
+    try:
+        with directory as name, shown() as progress:
+            outcome = audit(config, place, segment, Path(name), progress, use_cache=found.use_cache)
+    except Interrupted:
+        # Training says that what it has saved is there to go on from: not here.
+        raise Interrupted("the audit was stopped, and its work is removed; the same command begins anew") from None
+    lines = [printable(line) for line in report(outcome, place.path.name)]
     print("\n".join(lines))
     if found.out is not None:
         found.out.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -18,6 +18,7 @@ from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, UserErro
 from raytune_fsdp.launch.torchrun import is_rank0
 from raytune_fsdp.redaction import redact_shapes
 from raytune_fsdp.rundir import CONFIG_FILE
+from raytune_fsdp.untrusted import printable
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +41,8 @@ def exit_code(work: Callable[[], int]) -> int:
         # Under torchrun every rank finds the same mistake of the user; what fails in training may be one rank's alone.
         speaks = is_rank0() or not isinstance(error, UserError)
         for line in (str(error) or type(error).__name__).splitlines() if speaks else ():
-            # Libraries quote addresses in their errors, with all that is in them.
-            print(f"error: {redact_shapes(line)}", file=sys.stderr)
+            # Libraries quote addresses in their errors, with all that is in them; and we, what strangers have written.
+            print("error:", printable(redact_shapes(line), keep="\t"), file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         # Whoever read our output has gone (`| head`). Python flushes stdout at exit, and would fail there once more.

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raytune_fsdp.cli.common import Parser, exit_code
+from raytune_fsdp.errors import UserError
+from raytune_fsdp.untrusted import printable
 
 PART = 1
 """The exit code of runs that part, as `diff` has it for files."""
@@ -30,14 +32,18 @@ def _diff(parser: Parser, arguments: Sequence[str]) -> int:
     from raytune_fsdp.report.difference import difference
 
     there = difference(found.run, found.other)
-    print(there.words)
+    if there.step is None and not there.equal:
+        raise UserError(f"{there.words} Compare runs that have trained the same steps")
+    print(printable(there.words))
     if there.step is None:
+        for sentence in there.unknown:
+            print(printable(sentence))
         return 0
     print("what differs, the likeliest cause first:" if there.causes else "nothing else on record differs")
     for cause in there.causes:
-        print(f"  {cause.words}")
+        print(f"  {printable(cause.words)}")
     for sentence in there.unknown:
-        print(sentence)
+        print(printable(sentence))
     return PART
 
 

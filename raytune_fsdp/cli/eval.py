@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytune_fsdp.cli.common import BASE, TRUST, ConfigParser, exit_code
+from raytune_fsdp.cli.common import BASE, RUNS_CODE, TRUST, ConfigParser, exit_code
 from raytune_fsdp.cli.progress import shown
 from raytune_fsdp.rundir import CONFIG_FILE, EVENTS_FILE
 from raytune_fsdp.tracking.console import event_in_words
 from raytune_fsdp.tracking.names import ANSWERED, with_perplexity
+from raytune_fsdp.untrusted import printable
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp eval") -> 
         help="print the numbers alone as one line of JSON; null is for what is not finite",
     )
     parser.add_argument("--base", metavar="PATH", help=BASE)
-    parser.add_argument("--trust-remote-code", action="store_true", help=TRUST)
+    parser.add_argument("--trust-remote-code", action="store_true", help=f"{TRUST}; and {RUNS_CODE}")
     arguments = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _eval(parser, arguments))
 
@@ -44,6 +45,10 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
         if parser.default_config is None and "--config" not in [word.partition("=")[0] for word in arguments]:
             parser.error(f"{model} belongs to no run: name the data with --config FILE")
     found, config = parser.parse_with_config(arguments)
+    if found.config is None:  # the config of the run, which may be a stranger's
+        from raytune_fsdp.run.past import check_code
+
+        check_code(config, trusted=found.trust_remote_code)
     if not (config.data.eval or config.eval.tasks or config.eval.prompts):
         parser.error(
             "data.eval names no dataset: set data.eval.0.path to a file of rows, or data.eval.fraction; or ask "
@@ -59,9 +64,9 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
         print(json.dumps({key: value if math.isfinite(value) else None for key, value in values.items()}))
         return 0
     for key, value in values.items():
-        print(f"{key} {value:.6g}")
+        print(printable(f"{key} {value:.6g}"))
     for fields in answered:
-        print(event_in_words(ANSWERED, fields))
+        print(printable(event_in_words(ANSWERED, fields), keep="\n\t"))
     return 0
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from raytune_fsdp.cli.common import BASE, RUNS_CODE, ConfigParser, config_of_run, exit_code
 from raytune_fsdp.cli.progress import shown
 from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.untrusted import printable
 
 if TYPE_CHECKING:
     from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
@@ -147,7 +148,7 @@ def _lines(past: PastStep, losses: Losses | None, whence: str, *, text: bool) ->
         cut = f", from its token {about['first_token']:,} on" if about["first_token"] else ""
         loss = f", loss {about['loss']:.4f}" if about.get("loss") is not None else ""
         counts = f"{about['tokens']:,} tokens, {about['trained']:,} trained{loss}"
-        yield f"  -- {about['dataset']}, {about['row']}{cut}: {counts}"
+        yield printable(f"  -- {about['dataset']}, {about['row']}{cut}: {counts}")
         if text:
             yield from text_of(each.sample, documents_of(each.sample)[index], past.tokenizer, colours=colours)
 

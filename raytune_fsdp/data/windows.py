@@ -205,10 +205,19 @@ class Windows:
         return Window(samples=samples, counts=finish_counts(samples, rows.counts, rows.skipped))
 
     def origins(self, epoch: int, k: int) -> list[list[RowOrigin]]:
-        """Of each packed sample of a window, where its documents come from, in their order. Reads the rows again."""
+        """Of each packed sample of a window, where its documents come from, in their order. Reads the rows again, and
+        raises DataError if what is cached of them is something else."""
         key = (0 if self.repeats else epoch, k)
         rows = self._gather(*key)
-        return origins(rows, self._arrange(rows, *key))
+        arranged = self._arrange(rows, *key)
+        made = fill_samples(arranged, sources=rows.sources, seq_len=self.seq_len, pad_id=self.pad_id)
+        held = self.get(epoch, k)[0].samples
+        if not (np.array_equal(made.input_ids, held.input_ids) and np.array_equal(made.trained, held.trained)):
+            raise DataError(
+                f"window {k} of the cache is not what its rows make: it was changed, and a run that read it was not "
+                f"trained on its data; look into {self.cache.directory}, or remove it"
+            )
+        return origins(rows, arranged)
 
     def _gather(self, epoch: int, k: int) -> Gathered:
         """Read and tokenize the rows of a window."""

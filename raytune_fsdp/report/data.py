@@ -13,6 +13,7 @@ import numpy as np
 from raytune_fsdp.counts import Census, DatasetCount
 from raytune_fsdp.report.figure import new_figure, save_png
 from raytune_fsdp.types import IGNORE, PADDING, PackedSample
+from raytune_fsdp.untrusted import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,7 +73,7 @@ def _marked(
     # Decoded run by run: a token alone may be only a part of a character.
     before, after = (_TRAINED, _RESET) if colours else ("«", "»")
     for flag, run in groupby(range(len(ids)), key=lambda i: bool(trained[i])):
-        text = str(tokenizer.decode(ids[list(run)], clean_up_tokenization_spaces=False))
+        text = printable(str(tokenizer.decode(ids[list(run)], clean_up_tokenization_spaces=False)), keep="\n\t")
         if flag:
             # In some terminals a colour ends with its line.
             yield before + text.replace("\n", f"{after}\n{before}" if colours else "\n") + after

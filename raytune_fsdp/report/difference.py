@@ -88,6 +88,8 @@ class Difference:
     @property
     def words(self) -> str:
         """Where they part, in a sentence."""
+        if self.step is None and not self.equal:
+            return "No step is on record of both, so nothing was compared."
         if self.step is None:
             return f"The trajectories of all {self.equal:,} steps that both have are equal, bit by bit."
         before = f"{self.equal:,} steps are equal, bit by bit. " if self.equal else ""
@@ -103,18 +105,19 @@ def difference(run_a: Path, run_b: Path) -> Difference:
     for run in (run_a, run_b):
         check_run(run)
     records = raw_steps(run_a / METRICS_FILE), raw_steps(run_b / METRICS_FILE)
-    equal, lines = _first_difference(*records, lambda raw: raw)
+    equal, lines, alone = _first_difference(*records, lambda raw: raw)
+    unknown = [f"{alone:,} step(s) in between are on one record only, and were not compared."] if alone else []
     if lines is None:
         return Difference(
-            equal=equal, step=None, keys={}, rounding=False, exact_step=None, exact_keys={}, causes=(), unknown=()
-        )
+            equal=equal, step=None, keys={}, rounding=False, exact_step=None, exact_keys={}, causes=(),
+            unknown=tuple(unknown),
+        )  # fmt: skip
     keys = _differing(lines)
     rounding = keys.keys() <= _ROUNDED and all(math.isclose(*pair, rel_tol=ROUNDING) for pair in keys.values())
     exact: tuple[Line, Line] | None = lines
     if keys.keys() <= _ROUNDED:
-        _, exact = _first_difference(*records, _exact)
+        _, exact, _ = _first_difference(*records, _exact)
     exact_keys = {key: pair for key, pair in _differing(exact).items() if key not in _ROUNDED} if exact else {}
-    unknown: list[str] = []
     facts = (_Facts(run_a, unknown), _Facts(run_b, unknown))
     causes = [*_causes(*facts), *_of_attempts(facts, lines)]
     causes.sort(key=lambda cause: _unlikely(cause, exact_keys or keys, rounding and not exact_keys))
@@ -136,13 +139,14 @@ Record = Iterator[tuple[bytes, bytes]]
 
 def _first_difference(
     left: Record, right: Record, part: Callable[[bytes], bytes]
-) -> tuple[int, tuple[Line, Line] | None]:
-    """How many steps are equal, and the lines of the first that are not. A step that one record lacks is no step.
+) -> tuple[int, tuple[Line, Line] | None, int]:
+    """How many steps are equal, the lines of the first that are not, and how many steps since the first that both have
+    are on one record only.
 
     `part` of a trajectory is compared. Reads both records as far as that, so that a second call goes on from there.
     """
     x, y = next(left, None), next(right, None)
-    equal = 0
+    equal = alone = 0
     while x is not None and y is not None:
         if part(x[0]) == part(y[0]):
             equal += 1
@@ -151,15 +155,15 @@ def _first_difference(
         first, second = _step_line(x[1]), _step_line(y[1])
         place_a, place_b = _place(first), _place(second)
         if first is None or place_a < place_b:
-            x = next(left, None)
+            x, alone = next(left, None), alone + (equal > 0 and first is not None)
         elif second is None or place_b < place_a:
-            y = next(right, None)
+            y, alone = next(right, None), alone + (equal > 0 and second is not None)
         elif set(_differing((first, second))) - (_ROUNDED if part is _exact else set()):
-            return equal, (first, second)
+            return equal, (first, second), alone
         else:  # written in another way
             equal += 1
             x, y = next(left, None), next(right, None)
-    return equal, None
+    return equal, None, alone
 
 
 def _exact(raw: bytes) -> bytes:

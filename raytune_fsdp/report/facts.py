@@ -79,6 +79,10 @@ def state_in_words(history: History) -> str:
     last = int(history.steps[-1])
     if total is not None and last >= total:
         return f"All {total:,} steps are trained."
+    ended = next((event["fields"] for event in history.events if event["event"] == names.STOPPED_EARLY), None)
+    if ended is not None and ended.get("step") == last:
+        planned = f", before step {total:,}" if total else ""
+        return f"{last:,} steps are trained: its evaluations ended the run there{planned}."
     when = f"; the last one ended {moment(float(history.time[-1]))}" if math.isfinite(history.time[-1]) else ""
     return f"{last:,}{f' of {total:,}' if total else ''} steps are trained{when}."
 

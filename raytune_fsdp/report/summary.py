@@ -17,6 +17,7 @@ from raytune_fsdp.rundir import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE
 from raytune_fsdp.tracking.jsonl import each_event, read_evaluations
 from raytune_fsdp.tracking.lines import step_of
 from raytune_fsdp.tracking.names import ANSWERED, higher_is_better, is_of_subject, perplexity
+from raytune_fsdp.untrusted import printable
 from raytune_fsdp.urls import is_url
 
 _ANY_STEP = (1 << 63) - 1
@@ -123,7 +124,7 @@ def _before_and_after(answers: list[Mapping[str, Any]]) -> Iterator[str]:
 
 def _readable(text: str) -> str:
     """An answer on one line, even that of an untrained model, which may print anything."""
-    clean = "".join(c if c.isprintable() and c != "\ufffd" else "·" for c in text)
+    clean = printable(text).replace("\ufffd", "·")
     return clean[:100] + ("..." if len(clean) > 100 else "") or "(nothing)"
 
 

@@ -76,14 +76,20 @@ def placed(config: FinetuneConfig, place: RunDir) -> FinetuneConfig:
     return config.model_copy(update={"run": run})
 
 
-def check_code(config: FinetuneConfig, *, trusted: bool) -> None:
-    """Refuse to run code that a run's config names, unless its reader has said that it may."""
-    functions = [each.format.function for each in config.data.train if isinstance(each.format, PythonFormat)]
-    named = [*functions, *(["model.trust_remote_code=true"] if config.model.trust_remote_code else [])]
+def check_code(config: FinetuneConfig, *, trusted: bool, ranks: bool = False) -> None:
+    """Refuse to run code that a run's config names, unless its reader has said that it may. `ranks`: those are started,
+    too."""
+    held_out = isinstance(config.data.eval, HeldOutConfig)
+    datasets = [*config.data.train, *([] if held_out else config.data.eval)]
+    named = [each.format.function for each in datasets if isinstance(each.format, PythonFormat)]
+    if config.model.trust_remote_code:
+        named.append("model.trust_remote_code=true")
+    if ranks:  # PYTHONPATH and LD_PRELOAD bring code, and others may
+        named += [f"cluster.env.{name}" for name in sorted(config.cluster.env)]
     if named and not trusted:
         raise ConfigError(
-            f"this run's config names Python code ({', '.join(named)}), which reading its data would run: "
-            "look at it, then add --trust-remote-code"
+            f"this run's config names code, or what may bring some ({', '.join(named)}): look at it, then add "
+            "--trust-remote-code"
         )
 
 

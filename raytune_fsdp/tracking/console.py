@@ -15,6 +15,7 @@ from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.live import Looks, message
 from raytune_fsdp.tracking.tracker import RunStart, Status
 from raytune_fsdp.types import StepMetrics
+from raytune_fsdp.untrusted import printable
 
 _WINDOW = 20
 """Steps that the remaining time is estimated from."""
@@ -169,7 +170,7 @@ class ConsoleTracker:
     def _print(self, text: str, colour: str = "") -> None:
         self._tell()
         # Models answer, and rows say, whatever they like: no text of theirs may steer the terminal.
-        text = "".join(c if c.isprintable() or c in "\n\t" else "\N{MIDDLE DOT}" for c in text)
+        text = printable(text, keep="\n\t")
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         # A pipe in the C locale takes ASCII only: a question mark in a curve is better than the end of the run.
         text = text.encode(encoding, "replace").decode(encoding)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
+import xxhash
 
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
@@ -84,7 +87,7 @@ def test_a_weight_that_was_changed_a_lot_shows_at_another_world(
     with_hashes(next(Path(each.path) for each in checkpoints(run) if each.step == LAST))
     for arguments in ([], ["--from", "0"]):
         code, said = audit(tmp_path, "--workers", "2", *arguments)
-        assert code == 1 and f"First difference: the checkpoint of step {LAST}: {name}[" in said, said
+        assert code == 4 and f"First difference: the checkpoint of step {LAST}: {name}[" in said, said
 
 
 def _flip(run: Path, *, bit: int, byte: int) -> str:
@@ -107,7 +110,7 @@ def test_a_changed_row(honest: Path, audit: Callable[..., tuple[int, str]], tmp_
     row["input_ids"][-1] = row["labels"][-1] = row["input_ids"][-1] ^ 1
     (tmp_path / "tokens.jsonl").write_text("\n".join([*lines[:7], json.dumps(row), *lines[8:], ""]))
     code, said = audit(honest, "--data.train.0.path", str(tmp_path / "tokens.jsonl"))
-    assert code == 1 and "**Not the same.** First difference: " in said
+    assert code == 4 and "**Not the same.** First difference: " in said
     assert "data.train.0.files: " in said and "tokens.jsonl" in said, said
 
 
@@ -115,7 +118,7 @@ def test_another_seed(honest: Path, audit: Callable[..., tuple[int, str]], tmp_p
     config = _copy(honest, tmp_path) / "runs" / "run" / "config.yaml"
     config.write_text(config.read_text().replace("seed: 3", "seed: 4"))
     code, said = audit(tmp_path)
-    assert code == 1 and "run.seed: was 3, is 4" in said, said
+    assert code == 4 and "run.seed: was 3, is 4" in said, said
 
 
 def test_a_flipped_weight(honest: Path, audit: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
@@ -124,11 +127,52 @@ def test_a_flipped_weight(honest: Path, audit: Callable[..., tuple[int, str]], t
     name = _flip(run, bit=1, byte=0)
     (second,) = (each for each in checkpoints(run) if each.step == LAST)
     code, said = audit(tmp_path)
-    assert code == 1 and f"{second.path} is damaged: " in said, said
+    assert code == 4 and f"{second.path} is damaged: " in said, said
     with_hashes(Path(second.path))
     code, said = audit(tmp_path)
-    assert code == 1 and f"First difference: the checkpoint of step {LAST}: {name}[" in said, said
+    assert code == 4 and f"First difference: the checkpoint of step {LAST}: {name}[" in said, said
     assert "loss: largest relative difference 0.00e+00" in said and "1 of them differ" in said
+
+
+def test_rows_that_were_changed_in_the_cache_alone(
+    honest: Path, audit: Callable[..., tuple[int, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the run is said to have been trained on is its data; the cache that it brings may have something else."""
+    directory = _copy(honest, tmp_path)
+    shutil.copytree(honest / "runs" / "cache", directory / "runs" / "cache")
+    for window in (directory / "runs" / "cache").rglob("*.arrow"):
+        data = bytearray(window.read_bytes()[:-16])
+        with pa.ipc.open_stream(pa.py_buffer(bytes(data))) as reader:
+            ids = reader.read_next_batch()["input_ids"].flatten().buffers()[1].to_pybytes()
+        place = data.index(ids[:64])
+        data[place] ^= 1
+        window.write_bytes(bytes(data) + xxhash.xxh3_128_digest(bytes(data)))
+    run = directory / "runs" / "run"
+    (run / "config.yaml").write_text(
+        (run / "config.yaml").read_text().replace(str(honest / "runs"), str(tmp_path / "runs"))
+    )
+    code, said = audit(directory)  # it does not look at it: the run is honest
+    assert code == 0 and "**Passed**" in said, said
+    code, said = audit(directory, "--use-cache")
+    assert code == 4 and "rows as its cache has them (--use-cache)" in said, said
+    changed = 0
+    for step in range(1, 5):
+        changed += main(["step", str(run), str(step)]) == 2
+        said = capsys.readouterr().err
+        assert not said or "of the cache is not what its rows make" in said, said
+    assert changed
+
+
+def test_nothing_is_taken_that_a_checkpoint_does_not_list(
+    honest: Path, audit: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    """A stranger's checkpoint with a link to everything: neither copied nor linked."""
+    run = _copy(honest, tmp_path) / "runs" / "run"
+    for each in checkpoints(run):
+        os.symlink(tmp_path, Path(each.path) / "everything")
+        os.mkfifo(Path(each.path) / "pipe")
+    code, said = audit(tmp_path)
+    assert code == 0 and "**Passed**" in said, said
 
 
 @pytest.mark.slow
@@ -164,7 +208,7 @@ def test_a_step_that_was_trained_otherwise(
                 line["trajectory"]["lr"] = right[line["trajectory"]["step"]]
         record.write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, said = audit(tmp_path)
-    assert code == 1 and f"First difference: {difference}" in said, said
+    assert code == 4 and f"First difference: {difference}" in said, said
 
 
 def _train_otherwise(values: dict[str, Any], what: str) -> None:
@@ -203,7 +247,9 @@ def test_what_cannot_be_audited_is_said(honest: Path, capsys: pytest.CaptureFixt
     for arguments, message in [
         (["--from", "9"], "has no checkpoint of that step; it has 8, 16, 20, or 0"),
         (["--from", "16", "--to", "16"], "a segment has at least one step"),
-        (["--to", "21"], "--to 21: the run has 20 steps"),
+        (["--to", "21"], "--to 21: the run has come to step 20"),
+        (["--out", str(tmp_path / "missing" / "report.md")], "its directory does not exist"),
+        (["--cluster.env.PYTHONPATH", "/shared"], "(cluster.env.PYTHONPATH): look at it, then add --trust-remote-code"),
         (["--scratch", "/proc"], "--scratch /proc: "),
         (["--workers", "7"], "use at most 3 rank(s)"),
     ]:

@@ -49,6 +49,24 @@ def test_what_is_missing_is_one_line(
     assert message in error.splitlines()[-1] and error.count("error: ") == 1
 
 
+@pytest.mark.parametrize("section", ["train", "eval"])
+def test_code_that_the_config_of_a_run_names_is_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], section: str
+) -> None:
+    """A stranger's run directory: its rows would be given to a function of any module."""
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = {"name": "rows", "path": str(tmp_path / "rows.jsonl"), "format": {"type": "python", "function": "os:system"}}
+    plain = {"name": "rows", "path": str(tmp_path / "rows.jsonl")}
+    data = {"train": [plain], "eval": [rows]} if section == "eval" else {"train": [rows], "eval": {"fraction": 0.5}}
+    (run / "config.yaml").write_text(dump_config(make_config(tmp_path, data=data)))
+    (run / "events.jsonl").touch()
+    assert main(["eval", str(run)]) == 2
+    assert "(os:system): look at it, then add --trust-remote-code" in capsys.readouterr().err
+    assert main(["eval", str(run), "--trust-remote-code"]) == 2
+    assert "os:system" not in capsys.readouterr().err  # it is the model that is missing now
+
+
 def test_any_model_with_the_template_of_the_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,7 +63,18 @@ def test_a_line_that_is_written_otherwise_and_one_that_is_damaged_are_no_differe
     lines[0] = lines[0].replace(b'"epoch": 0.001', b'"epoch": 1e-3')
     lines[2] = b'{"kind": "step", "trajectory": {damaged\n'
     (b / "metrics.jsonl").write_bytes(b"".join(lines))
-    assert difference(a, b).step is None and difference(a, b).equal == 9
+    found = difference(a, b)
+    assert found.step is None and found.equal == 9
+    assert found.unknown == ("1 step(s) in between are on one record only, and were not compared.",)
+
+
+def test_runs_without_a_common_step_are_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write_run(tmp_path / "a", 4, loss=falling), write_run(tmp_path / "b", 8, loss=falling)
+    lines = (b / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (b / "metrics.jsonl").write_bytes(b"".join(line for line in lines if b'"step": 8' in line))
+    assert main(["diff", str(a), str(b)]) == 2
+    assert "No step is on record of both, so nothing was compared." in capsys.readouterr().err
+    assert "No step is on record of both" in page([a, b])
 
 
 def test_rounding_is_told_from_other_samples_that_come_later(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from raytune_fsdp.report.history import read_history
 from raytune_fsdp.report.page import make_report, page
 from raytune_fsdp.report.spikes import spikes
 from raytune_fsdp.report.thin import buckets, thinned
+from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import append_event
 from raytune_fsdp.tracking.lines import to_bytes
 from tests.records import HOSTILE, make_config, write_run
@@ -393,3 +394,12 @@ def test_the_best_evaluation_is_the_one_that_the_run_has_kept(
             record.write(to_bytes(line))
     found = best(read_history(run))
     assert found is not None and found.step == step
+
+
+def test_a_run_that_its_evaluations_have_ended_is_not_called_unfinished(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 12)
+    fields = {"step": 12, "metric": "eval/code/loss", "best_step": 8, "best": 2.0}
+    append_event(run / "events.jsonl", names.STOPPED_EARLY, attempt=3, fields=fields)
+    text = page([run])
+    assert "12 steps are trained: its evaluations ended the run there" in text
+    assert "eval/code/loss has not improved since step 8" in text
