@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -45,12 +46,24 @@ def exit_code(work: Callable[[], int]) -> int:
             print("error:", printable(redact_shapes(line), keep="\t"), file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
+        if _output_is_read():  # another pipe: of a process that has died, or a socket
+            raise
         # Whoever read our output has gone (`| head`). Python flushes stdout at exit, and would fail there once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return Interrupted.exit_code
+
+
+def _output_is_read() -> bool:
+    """Whether somebody is there to read what this process prints."""
+    try:
+        ready = select.poll()
+        ready.register(sys.stdout.fileno(), 0)  # errors are reported anyway: that the other end is closed is one
+        return not ready.poll(0)
+    except (OSError, ValueError, AttributeError):
+        return True
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
 from raytune_fsdp.cli.screen import screen
@@ -84,4 +84,5 @@ class _Messages:
         now = time.monotonic()
         if done >= total or now - self._last.get(what, 0.0) >= _SECONDS_BETWEEN_MESSAGES:
             self._last[what] = now
-            os.write(self._file, f"{message(work=what, done=done, total=total)}\n".encode())
+            with suppress(OSError):  # the region has gone, with its terminal or killed: that is no reason to end
+                os.write(self._file, f"{message(work=what, done=done, total=total)}\n".encode())

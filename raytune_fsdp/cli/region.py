@@ -83,7 +83,7 @@ class View:
     @property
     def ticks(self) -> bool:
         """Whether it changes with time alone."""
-        return any(isinstance(self._main.get(key), int | float) for key in ("elapsed", "left"))
+        return any(_seconds(self._main.get(key)) is not None for key in ("elapsed", "left"))
 
     def lines(self, columns: int, rows: int) -> list[str]:
         columns -= _MARGIN
@@ -96,9 +96,9 @@ class View:
         fields, passed = self._main, time.monotonic() - self._since
         done, total = _count(fields.get("done")), _count(fields.get("total"))
         end = ""
-        if isinstance(elapsed := fields.get("elapsed"), int | float):
+        if (elapsed := _seconds(fields.get("elapsed"))) is not None:
             end = duration(elapsed + passed)
-        elif isinstance(left := fields.get("left"), int | float):
+        elif (left := _seconds(fields.get("left"))) is not None:
             end = f"{duration(max(0.0, left - passed))} left"
         first = self._with_bar(_plain(fields["title"]), done, total, end, columns)
         shown: list[str] = []
@@ -123,6 +123,11 @@ class View:
 
 def _count(value: object) -> int:
     return value if type(value) is int and 0 <= value < 1 << 63 else 0
+
+
+def _seconds(value: object) -> float | None:
+    """Of less than a thousand years."""
+    return float(value) if isinstance(value, int | float) and -3e10 < value < 3e10 else None
 
 
 def _plain(text: object) -> str:

@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,8 +63,9 @@ def runs_in(storage: Path) -> list[RunDir]:
     places = []
     for path in sorted(storage.absolute().iterdir()):
         place = RunDir(path, str(path / CHECKPOINTS))
-        if path.is_dir() and (is_run(path) or place.lock.is_file()):
-            places.append(place)
+        with suppress(OSError):  # another user's, who shares it with nobody
+            if path.is_dir() and (is_run(path) or place.lock.is_file()):
+                places.append(place)
     return places
 
 
@@ -82,7 +84,10 @@ def check_run(path: Path) -> RunDir:
         else ("is not a directory")
     )
     for storage in (path, path.absolute().parent, Path("runs")):
-        if storage.is_dir() and (names := [each.path.name for each in runs_in(storage)]):
+        names: list[str] = []
+        with suppress(OSError):
+            names = [each.path.name for each in runs_in(storage)] if storage.is_dir() else []
+        if names:
             shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
             raise ResumeError(f"{path}: {why}; the runs in {storage} are {shown}{nearest(path.name, names)}")
     raise ResumeError(f"{path}: {why}; give a run directory, <run.storage>/<run.name>")

@@ -20,6 +20,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Literal
 
 import raytune_fsdp
@@ -33,6 +35,8 @@ _END = "\x1e\x1eend"
 """The last line. The pipe may stay open for longer: processes that outlive the command may have it."""
 _MOST_LINES = 10_000
 """That wait for a terminal whose output was stopped (Ctrl-S); older ones are dropped then."""
+_MOST_OF_LINE = 1 << 16
+"""Characters of a line that has not ended."""
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGQUIT}
 """That a terminal or a scheduler sends to all processes of a command: this one ends when the command does."""
 
@@ -106,6 +110,7 @@ class _Screen:
     def __init__(self, source: int, terminal: int) -> None:
         encoding = sys.stdout.encoding or "utf-8"
         self._source, self._terminal, self._encoding = source, terminal, encoding
+        self._writer = _Writer(terminal)
         self._region, self._view = Region(), View(blocks=_can_show("█░", encoding))
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest = ""
@@ -129,7 +134,7 @@ class _Screen:
                 self._ended = "killed"
             elif self._view.ticks:
                 dirty = True
-            if dirty and time.monotonic() - drawn >= _DRAW_SECONDS and self._flows():
+            if dirty and time.monotonic() - drawn >= _DRAW_SECONDS and not self._writer.busy:
                 self._draw()
                 drawn, dirty = time.monotonic(), False
         self._above += [clean(self._rest)] if self._rest else []
@@ -140,10 +145,7 @@ class _Screen:
         else:
             self._hidden = True
             self._draw()
-
-    def _flows(self) -> bool:
-        """Whether the terminal takes anything now."""
-        return bool(select.select([], [self._terminal], [], 0)[1])
+        self._writer.finish()
 
     def _hide(self) -> None:
         if not self._hidden:
@@ -154,7 +156,9 @@ class _Screen:
     def _read(self) -> None:
         """Take what was printed."""
         found = os.read(self._source, 1 << 16)
-        *lines, self._rest = (self._rest + self._decoder.decode(found, not found)).split("\n")
+        *lines, rest = (self._rest + self._decoder.decode(found, not found)).split("\n")
+        # Of a line that is written over again and again, the last; of one without end, its end.
+        self._rest = rest[rest.rfind("\r", 0, -1) + 1 :][-_MOST_OF_LINE:]
         for line in lines:
             if line.endswith(_END):
                 self._rest, self._ended = line.removesuffix(_END), "done"
@@ -178,9 +182,47 @@ class _Screen:
         self._write(self._region.draw(above, lines, columns))
 
     def _write(self, text: str) -> None:
-        left = text.encode(self._encoding, "replace")
-        while left:  # in one piece, unless the terminal takes less
-            left = left[os.write(self._terminal, left) :]
+        self._writer.write(text.encode(self._encoding, "replace"))
+
+
+class _Writer:
+    """Writes to the terminal in a thread: one that takes nothing (Ctrl-S, a sleeping laptop at the other end) must not
+    keep whoever prints waiting. That it is ready says nothing: it may take less than there is to write."""
+
+    def __init__(self, terminal: int) -> None:
+        self._terminal = terminal
+        self._queue: SimpleQueue[bytes | None] = SimpleQueue()
+        self._given, self._taken = 0, 0
+        """Pieces; each is counted by one thread."""
+        self._failed: OSError | None = None
+        self._thread = Thread(target=self._run, name="terminal", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether the terminal has not taken everything yet. OSError if it has gone."""
+        if self._failed is not None:
+            raise self._failed
+        return self._taken < self._given
+
+    def write(self, data: bytes) -> None:
+        self._given += 1
+        self._queue.put(data)
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (data := self._queue.get()) is not None:
+            try:
+                while data:  # in one piece, unless the terminal takes less
+                    data = data[os.write(self._terminal, data) :]
+            except OSError as error:
+                self._failed = error
+                return
+            self._taken += 1
 
 
 def _wake_at_interrupts() -> int:

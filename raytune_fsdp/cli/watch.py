@@ -135,7 +135,7 @@ class _Watched:
         if self._tracker is not None and name != names.ATTEMPT_ENDED:
             try:
                 self._tracker.event(name, **fields)
-            except (TypeError, ValueError, LookupError, AttributeError):  # not as we write it
+            except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):  # not as we write it
                 self._tracker.event(name)
 
     def _begin(self, attempt: int, resumed_from: object) -> None:

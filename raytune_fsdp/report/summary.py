@@ -67,7 +67,7 @@ def _losses(run_dir: Path) -> Iterator[str]:
     for name in dict.fromkeys(name for values in evals.values() for name in values if not is_of_subject(name)):
         series = {step: values[name] for step, values in evals.items() if name in values}
         steps = list(series)
-        text = f"{name} {series[steps[0]]:.4f} -> {series[steps[-1]]:.4f}"
+        text = f"{printable(name)} {series[steps[0]]:.4f} -> {series[steps[-1]]:.4f}"
         if name.endswith("/loss"):
             text += f" (perplexity {perplexity(series[steps[0]]):.4g} -> {perplexity(series[steps[-1]]):.4g})"
         finite = [step for step in steps if math.isfinite(series[step])]
@@ -76,9 +76,13 @@ def _losses(run_dir: Path) -> Iterator[str]:
         yield text if best == steps[-1] else f"{text}, best {series[best]:.4f} at step {best}"
 
 
+_LINES = "\n"
+
+
 def _answers(run_dir: Path) -> list[Mapping[str, Any]]:
     found = [event["fields"] for event in each_event(run_dir / EVENTS_FILE) if event["event"] == ANSWERED]
-    return [fields for fields in found if {"prompt", "answer", "step"} <= fields.keys()]
+    kinds = {"prompt": str, "answer": str, "step": int}
+    return [fields for fields in found if all(isinstance(fields.get(key), kind) for key, kind in kinds.items())]
 
 
 def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None) -> str:
@@ -116,7 +120,7 @@ def _before_and_after(answers: list[Mapping[str, Any]]) -> Iterator[str]:
         series.setdefault(repr((answer["prompt"], answer.get("messages"))), []).append(answer)
     for said in series.values():
         yield ""
-        yield f"  {said[0]['prompt']}"
+        yield f"  {printable(said[0]['prompt'], keep=_LINES)}"
         yield f"    step {said[0]['step']:>5}: {_readable(said[0]['answer'])}"
         if len(said) > 1:
             yield f"    step {said[-1]['step']:>5}: {_readable(said[-1]['answer'])}"

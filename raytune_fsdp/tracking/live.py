@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -64,4 +65,5 @@ def read_message(line: str) -> Mapping[str, Any] | None:
 def tell(**fields: object) -> None:
     """Tell the region of this process's output, if it has one."""
     if VARIABLE in os.environ:
-        print(message(**fields), flush=True)
+        with suppress(OSError):  # it has gone, with its terminal or killed
+            print(message(**fields), flush=True)

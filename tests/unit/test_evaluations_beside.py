@@ -47,9 +47,10 @@ def test_which_checkpoints_are_measured(tmp_path: Path) -> None:
     place = RunDir.of(make_config(tmp_path))
     work = Evaluations(
         make_config(tmp_path, eval={"where": "task"}, data=DATA),
-        SimpleNamespace(place=place),  # type: ignore[arg-type]
+        SimpleNamespace(place=place, lease=None),  # type: ignore[arg-type]
         SimpleNamespace(eval_every=100, steps=350),  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
+        env=None,
         event=lambda *_, **__: None,
         say=lambda _: None,
     )
@@ -66,3 +67,5 @@ def test_which_checkpoints_are_measured(tmp_path: Path) -> None:
     place.path.mkdir(parents=True)
     append_evaluation(place.evaluations, 203, {"eval/x/loss": 1.0}, attempt=1)
     assert chosen(100, 200, 203, 204, 300) == [300], "one that has failed is not made up for once a later one is there"
+    work.record(CommittedCheckpoint(304, 1, place.checkpoints), ({}, [], 1.0))  # only prompts were asked
+    assert chosen(300, 304, 320) == []

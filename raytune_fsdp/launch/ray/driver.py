@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig
@@ -34,7 +35,7 @@ from raytune_fsdp.launch.ray.board import Board
 from raytune_fsdp.launch.ray.demand import Demand
 from raytune_fsdp.launch.ray.evaluations import Evaluations
 from raytune_fsdp.launch.ray.exports import Exports
-from raytune_fsdp.launch.ray.failures import ControllerWatch, underlying
+from raytune_fsdp.launch.ray.failures import DIED, ControllerWatch, underlying
 from raytune_fsdp.launch.ray.follow import Follow
 from raytune_fsdp.launch.ray.rank import RankJob, train_rank
 from raytune_fsdp.launch.ray.resources import Request, check, may_grow, nodes, request, scaling_config
@@ -96,7 +97,7 @@ def run(
     say(f"Ray: {session.about}")
     if standing.complete:
         if config.export.every is not None or config.eval.where == "task":
-            _make_up(config, prepared, standing, signals, say)
+            _make_up(config, prepared, standing, session, signals, say)
         return prepared, standing
     found = nodes()
     growing = may_grow()
@@ -175,7 +176,7 @@ def _train(
             (run_dir / _STORAGE_MARKER).unlink(missing_ok=True)
         raise
     else:
-        _finish(beside, signals)
+        _finish(beside, signals, session.lost, say)
     finally:
         token.remove(refused=not attempts.number)
 
@@ -191,17 +192,28 @@ def _beside(
 ) -> list[AfterCommit]:
     """What is done to committed checkpoints while training goes on."""
     place, trust, work = prepared.place, config.model.trust_remote_code, list[Chore]()
+    env = _env(config)
     if config.eval.where == "task":
-        work.append(Evaluations(config, prepared, plan, token, event=event, say=say))
+        work.append(Evaluations(config, prepared, plan, token, env=env, event=event, say=say))
     if config.export.every is not None:
-        work.append(Exports(config.export, place, token, trust_remote_code=trust, event=event, say=say))
+        work.append(Exports(config.export, place, token, trust_remote_code=trust, env=env, event=event, say=say))
     return [AfterCommit(each, place, say) for each in work]
 
 
-def _finish(beside: Sequence[AfterCommit], signals: Signals) -> None:
+def _env(config: FinetuneConfig) -> dict[str, Any] | None:
+    """The environment of ranks, and of tasks that do with their model what ranks do."""
+    return {"env_vars": dict(config.cluster.env)} if config.cluster.env else None
+
+
+def _finish(
+    beside: Sequence[AfterCommit], signals: Signals, lost: Callable[[], str | None], say: Callable[[str], None]
+) -> None:
     """Wait for what is left to do of a complete run."""
     for number, each in enumerate(beside):
-        if not each.finish(lambda: signals.count > 0):
+        if not each.finish(lambda: signals.count > 0, lost):
+            if (process := lost()) is not None:
+                say(f"Ray's {process} process {DIED}: the same command makes up for the {each.work.what}s")
+                return
             for left in beside[number:]:
                 left.cancel()
             what = each.work.what
@@ -211,7 +223,12 @@ def _finish(beside: Sequence[AfterCommit], signals: Signals) -> None:
 
 
 def _make_up(
-    config: FinetuneConfig, prepared: Prepared, standing: Standing, signals: Signals, say: Callable[[str], None]
+    config: FinetuneConfig,
+    prepared: Prepared,
+    standing: Standing,
+    session: Session,
+    signals: Signals,
+    say: Callable[[str], None],
 ) -> None:
     """Do what an earlier command did not get to, of a complete run."""
     place = prepared.place
@@ -222,7 +239,7 @@ def _make_up(
         append_event(place.events, name, attempt=standing.state.attempt, fields=fields)
 
     try:
-        _finish(_beside(config, prepared, standing.plan, token, event=event, say=say), signals)
+        _finish(_beside(config, prepared, standing.plan, token, event=event, say=say), signals, session.lost, say)
     finally:
         token.remove(refused=False)
 
@@ -253,7 +270,6 @@ def _fit(job: RankJob, run_dir: Path, follow: Follow, attempts: Attempts, sizes:
 def trainer_for(rank: Callable[[], None], board: Board, asked: Request, config: FinetuneConfig) -> TorchTrainer:
     """The TorchTrainer that runs `rank` in every worker, once."""
     logging.getLogger("ray.train").setLevel(logging.ERROR)  # it repeats, for developers, what we report
-    env = {"env_vars": dict(config.cluster.env)} if config.cluster.env else None
     return TorchTrainer(
         rank,
         torch_config=TorchConfig(
@@ -268,7 +284,7 @@ def trainer_for(rank: Callable[[], None], board: Board, asked: Request, config: 
             # Keep all: pruning is done by rank 0 after a commit, by step and score; Ray's own would delete others.
             checkpoint_config=CheckpointConfig(num_to_keep=None),
             callbacks=[ControllerWatch(board)],
-            worker_runtime_env=env,
+            worker_runtime_env=_env(config),
             logging_config=LoggingConfig(log_level="ERROR"),
         ),
     )

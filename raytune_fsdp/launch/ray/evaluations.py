@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.launch.ray.resources import nodes
 from raytune_fsdp.launch.shared_storage import Token, check_seen
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.tracking import names
@@ -44,6 +45,7 @@ class Evaluations:
         plan: Plan,
         token: Token,
         *,
+        env: Mapping[str, Any] | None,
         event: Callable[..., None],
         say: Callable[[str], None],
     ) -> None:
@@ -54,6 +56,7 @@ class Evaluations:
         """The same for the tasks, which may run on any node."""
         self._plan = plan
         self._token = token
+        self._env = env
         self._event = event
         self._say = say
 
@@ -65,16 +68,20 @@ class Evaluations:
             checkpoint.step == self._plan.steps or checkpoint.step // every > last // every
         )
 
-    def missing(self) -> str | None:
+    def missing(self, *, beside: bool) -> str | None:
         # A CPU stays free: the data of the ranks is read and tokenized by tasks, and they would wait for their batches.
-        chosen, free = self._config.eval, ray.available_resources()
-        cpus, gpus = int(free.get("CPU", 0)), int(free.get("GPU", 0))
-        if cpus >= chosen.task_cpus + 1 and gpus >= chosen.task_gpus:
+        chosen, spare = self._config.eval, int(beside)
+        free = [(int(node.free.get("CPU", 0)), int(node.free.get("GPU", 0))) for node in nodes()]
+        # On one node: a task is not spread. The spare one may be anywhere.
+        fits = any(cpus >= chosen.task_cpus and gpus >= chosen.task_gpus for cpus, gpus in free)
+        if fits and sum(cpus for cpus, _ in free) >= chosen.task_cpus + spare:
             return None
         on = f" and {chosen.task_gpus} GPU(s)" if chosen.task_gpus else ""
+        more = ", and one CPU more for the data; it comes when they are free, at the latest after the last step"
+        most = max(free, default=(0, 0))
         return (
-            f"it needs {chosen.task_cpus} CPU(s){on} (eval.task_cpus, eval.task_gpus), and one CPU more for the data; "
-            f"{cpus} and {gpus} are free. It comes when there are as many, at the latest after the last step"
+            f"it needs a node with {chosen.task_cpus} free CPU(s){on} (eval.task_cpus, eval.task_gpus); the most that "
+            f"one has is {most[0]} and {most[1]}{more if beside else ''}"
         )
 
     def begin(self, checkpoint: CommittedCheckpoint) -> ObjectRef:
@@ -85,15 +92,22 @@ class Evaluations:
             num_gpus=chosen.task_gpus,
             max_retries=0,  # what has crashed once would again, and take the memory of others with it
             max_calls=1,  # its process has the model in its memory
+            runtime_env=self._env,
         )(_measure)
         return task.remote(self._held, self._config, checkpoint, self._token)
+
+    def record(self, checkpoint: CommittedCheckpoint, result: Any) -> None:
+        found: Found = result
+        if self._prepared.lease is not None:
+            self._prepared.lease.check()  # another command may have taken over, and measured it, too
+        # Also without a value, where only prompts were answered: it is on record that they were.
+        place, step = self._prepared.place.evaluations, checkpoint.step
+        append_evaluation(place, step, found[0], attempt=checkpoint.attempt)
 
     def done(self, checkpoint: CommittedCheckpoint, result: Any) -> None:
         found: Found = result
         values, answered, seconds = found
         step = checkpoint.step
-        if values:
-            append_evaluation(self._prepared.place.evaluations, step, values, attempt=checkpoint.attempt)
         self._event(names.EVALUATED, step=step, seconds=round(seconds, 2))
         self._say(f"eval step {step}  {evaluation_in_words(values)}")
         for fields in answered:

@@ -10,7 +10,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,7 @@ class Exports:
         token: Token,
         *,
         trust_remote_code: bool,
+        env: Mapping[str, Any] | None,
         event: Callable[..., None],
         say: Callable[[str], None],
     ) -> None:
@@ -53,6 +54,7 @@ class Exports:
         self._run = place
         self._token = token
         self._trust_remote_code = trust_remote_code
+        self._env = env
         self._event = event
         self._say = say
         for left in self._run.exports.glob(".*.export-*"):  # left by a driver that was killed
@@ -66,14 +68,17 @@ class Exports:
         there += [found.step for found in asked]
         return checkpoint.step // every not in {step // every for step in there}
 
-    def missing(self) -> str | None:
+    def missing(self, *, beside: bool) -> str | None:
         return None
 
     def begin(self, checkpoint: CommittedCheckpoint) -> ObjectRef:
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-        return ray.remote(num_cpus=0, label_selector=here)(_export).remote(
+        return ray.remote(num_cpus=0, label_selector=here, runtime_env=self._env)(_export).remote(
             checkpoint, self._place(checkpoint), self._chosen, self._token, self._trust_remote_code
         )
+
+    def record(self, checkpoint: CommittedCheckpoint, result: Any) -> None:
+        pass  # it is in its place
 
     def done(self, checkpoint: CommittedCheckpoint, result: Any) -> None:
         place = self._place(checkpoint)
