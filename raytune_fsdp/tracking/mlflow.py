@@ -32,6 +32,7 @@ from raytune_fsdp.rundir import EVALUATIONS_FILE, EVENTS_FILE, MLFLOW_ID_FILE
 from raytune_fsdp.tracking.cursor import Position, RecordReader, Sent
 from raytune_fsdp.tracking.following import ALL, Follower
 from raytune_fsdp.tracking.jsonl import append_event
+from raytune_fsdp.tracking.kept_id import kept_id
 from raytune_fsdp.tracking.mlflow_beside import AttemptRuns, Tables, send_report
 from raytune_fsdp.tracking.mlflow_run import (
     ATTEMPT,
@@ -48,7 +49,7 @@ from raytune_fsdp.tracking.names import NOT_SENT_TO_MLFLOW
 from raytune_fsdp.tracking.points import Point, mlflow_name, node_points_of, points_of
 from raytune_fsdp.tracking.tracker import Status
 from raytune_fsdp.types import Progress
-from raytune_fsdp.untrusted import is_count, read_file
+from raytune_fsdp.untrusted import is_count
 
 logger = logging.getLogger(__name__)
 
@@ -203,9 +204,7 @@ class MlflowTracker(Follower):
         """The run of this attempt, of the run's directory, or of the checkpoint; else a new one."""
         client = connect(self._uri)
         file = self._directory / MLFLOW_ID_FILE
-        known = self._start.state.get(RUN_ID, "")
-        if file.exists():
-            known = read_file(file, limit=1024).decode().strip()
+        known = kept_id(file) or self._start.state.get(RUN_ID, "")
         asked_for = known.removeprefix(_ASKED_FOR) if known.startswith(_ASKED_FOR) else None
         run = find_run(client, self._uri, known) if known and asked_for is None else None
         if run is None:
@@ -308,10 +307,12 @@ class MlflowTracker(Follower):
         found: dict[str, bytearray] = {}
         limit = self._start.total_steps or ALL
         for key in run.keys:
+            began = time.monotonic()
             steps = [step for step in run.steps_of(key) if 0 <= step <= limit]
             found[key] = bytearray(max(steps, default=-1) + 1)
             for step in steps:
                 found[key][step] = 1
+            self._pause(time.monotonic() - began)  # as after what is sent
         return found
 
     def _go_to(self, sent: Sent) -> None:
@@ -344,7 +345,12 @@ class MlflowTracker(Follower):
     def _send_measured(self, run: MlflowRun) -> None:
         self._evaluations.seek(self._measured)
         found = list(self._evaluations.lines(ALL))
-        run.add_points([point for _, line in found for point in points_of(line, run.start_time)], {})
+        points = [point for _, line in found for point in points_of(line, run.start_time)]
+        if self._measured == Position():
+            # A run that began anew has measured its steps again, at another time: MLflow keeps what it has of them.
+            there = {key: set(run.steps_of(key)) for key in {point[0] for point in points} & set(run.keys)}
+            points = [point for point in points if point[3] not in there.get(point[0], ())]
+        run.add_points(points, {})
         self._measured = found[-1][0]
 
     def _has(self, run: MlflowRun, point: Point) -> bool:

@@ -12,9 +12,9 @@ from raytune_fsdp.durable import replace_at_once
 from raytune_fsdp.redaction import redact
 from raytune_fsdp.rundir import WANDB_ID_FILE
 from raytune_fsdp.tracking.following import Copy
+from raytune_fsdp.tracking.kept_id import kept_id
 from raytune_fsdp.tracking.points import node_points_of, points_of
 from raytune_fsdp.tracking.tracker import Status
-from raytune_fsdp.untrusted import read_file
 
 # Its codes: what is not 0 is a crash there, 255 what a user has stopped.
 _EXIT_CODES: dict[Status, int] = {"finished": 0, "failed": 1, "interrupted": 255}
@@ -45,12 +45,13 @@ class WandbTracker(Copy):
         if self._run is not None:
             return  # it takes a step again, and keeps the last value of a key
         file = self._directory / WANDB_ID_FILE
-        if not file.exists():
-            replace_at_once(file, f"{uuid.uuid4().hex}\n".encode())
+        if not (known := kept_id(file)):
+            known = uuid.uuid4().hex
+            replace_at_once(file, f"{known}\n".encode())
         self._run = wandb.init(
             project=self._project,
             entity=self._entity,
-            id=read_file(file, limit=1024).decode().strip(),
+            id=known,
             name=self._start.name,
             dir=str(self._directory),
             config=redact(dict(self._start.params)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def place(tmp_path: Path) -> RunDir:
 def _exports(place: RunDir, told: Told, every: int) -> AfterCommit:
     token = put_token(place.path, "the driver")
     chosen = ExportConfig(every=every, dtype="trained", push="never/pushed")
-    exports = Exports(chosen, place, token, trust_remote_code=False, event=told.event, say=told.lines.append)
+    exports = Exports(chosen, place, token, trust_remote_code=False, env=None, event=told.event, say=told.lines.append)
     return AfterCommit(exports, place, told.lines.append)
 
 
@@ -58,12 +59,12 @@ def test_what_was_left_out_is_made_up_for_and_failures_are_told(place: RunDir) -
     assert not left.exists(), "what a driver that was killed had begun"
     exports.make_up()
     exports.make_up()  # the next attempt of the same driver
-    assert exports.finish(lambda: False)
+    assert exports.finish(lambda: False, lambda: None)
     outcomes = {fields["step"]: (name, fields) for name, fields in told.events}
     assert {step: name for step, (name, _) in outcomes.items()} == {4: "exported", 8: "export_failed", 12: "exported"}
-    assert len(told.events) == 3 and told.lines[0] == "waiting for the export of step 4, 8, 12"
+    assert len(told.events) == 3 and told.lines[0].startswith("waiting for the export of step 4, 8, 12 (")
     assert f"{damaged.name} is gone" in outcomes[8][1]["problem"] and str(second.path) in outcomes[8][1]["problem"]
-    assert any("export of step 8 failed" in line and "training goes on" in line for line in told.lines)
+    assert any("export of step 8 failed" in line for line in told.lines)
     there = sorted(path.name for path in (place.exports).iterdir())
     assert there == ["step-00000004", "step-00000012"]
     for found in (first, last):
@@ -74,25 +75,32 @@ def test_what_was_left_out_is_made_up_for_and_failures_are_told(place: RunDir) -
         assert f"step {found.step}," in (exported / "README.md").read_text()
 
 
+def _waiting(exports: AfterCommit) -> list[int]:
+    """The steps that wait, once the storage has said all that it was asked."""
+    while exports._call is not None or exports._calls:
+        exports._look_at_storage()
+        time.sleep(0.01)
+    return [found.step for found in exports._waiting]
+
+
 def test_a_checkpoint_that_came_later_than_planned_is_exported_in_its_place(place: RunDir) -> None:
     exports = _exports(place, Told(), every=100)
     for step in (96, 100, 104, 203, 204, 300):
         exports.committed(CommittedCheckpoint(step, 1, place.checkpoints))
-    assert [found.step for found in exports._waiting] == [100, 203, 300]
+    assert _waiting(exports) == [100, 203, 300]
     again = _exports(place, Told(), every=100)
     (place.exports / "step-00000203").mkdir(parents=True)
     for step in (203, 204, 300):
         again.committed(CommittedCheckpoint(step, 1, place.checkpoints))
-    assert [found.step for found in again._waiting] == [300], "what is there is not made again"
+    assert _waiting(again) == [300], "what is there is not made again"
 
 
 def test_a_checkpoint_that_is_gone_and_a_stop(place: RunDir) -> None:
     told = Told()
     exports = _exports(place, told, every=4)
     exports.committed(CommittedCheckpoint(16, 1, place.checkpoints))
-    stops = iter([False, True])
-    assert not exports.finish(lambda: next(stops)), "3 more are wanted"
-    assert told.lines == ["waiting for the export of step 16, 4, 8, 12"]
+    assert not exports.finish(lambda: exports._running is not None, lambda: None), "3 more are wanted"
+    assert _waiting(exports) == [4, 8, 12]
     exports._waiting.clear()
     assert exports._running is not None
     while not told.events:

@@ -534,6 +534,19 @@ def test_whoever_dies_while_the_database_is_made_leaves_none(tmp_path: Path) -> 
     assert (tmp_path / "mlflow.db").stat().st_mode & 0o007 == 0
 
 
+def test_what_is_measured_anew_is_there_once(tmp_path: Path, server: FakeServer) -> None:
+    """All checkpoints were lost, so the run began anew, and with it what is measured beside it."""
+    record = tmp_path / "evaluations.jsonl"
+    append_evaluation(record, 10, {"eval/late/loss": 0.5}, attempt=1)
+    Attempt(tmp_path, start_of(1, 0)).train(1, 30).finish("handed_over")
+    record.unlink()
+    time.sleep(0.01)  # another time, which MLflow would keep as another point
+    for number in (10, 20):
+        append_evaluation(record, number, {"eval/late/loss": 5.0 / number}, attempt=2)
+    assert Attempt(tmp_path, start_of(2, 30)).train(31, 300).finish().unsent is None
+    assert server.values(the_run(server)) == on_record(tmp_path / "metrics.jsonl") | on_record(record)
+
+
 def test_what_is_measured_beside_training_is_there_once(tmp_path: Path, server: FakeServer) -> None:
     """Whenever it comes: while the ranks train, between two attempts, or after the last one."""
     record = tmp_path / "evaluations.jsonl"
