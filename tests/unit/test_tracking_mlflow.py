@@ -538,7 +538,9 @@ def test_what_is_measured_anew_is_there_once(tmp_path: Path, server: FakeServer)
     """All checkpoints were lost, so the run began anew, and with it what is measured beside it."""
     record = tmp_path / "evaluations.jsonl"
     append_evaluation(record, 10, {"eval/late/loss": 0.5}, attempt=1)
-    Attempt(tmp_path, start_of(1, 0)).train(1, 30).finish("handed_over")
+    first = Attempt(tmp_path, start_of(1, 0)).train(1, 30)
+    wait_for(lambda: server.whole() and ("eval/late/loss", 10) in server.values(the_run(server)))
+    first.finish("handed_over")
     record.unlink()
     time.sleep(0.01)  # another time, which MLflow would keep as another point
     for number in (10, 20):
