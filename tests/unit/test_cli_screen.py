@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from raytune_fsdp.cli.region import Region, View, clean, cut_to, width_of
@@ -150,6 +151,54 @@ def test_the_region_does_not_flicker() -> None:
         assert places == [len(frame) - 2] and frame[-1] == "loss 1.5  lr 0.1", frame
     times = [at for at, _ in session.arrived]
     assert len(times) / (times[-1] - times[0]) < 12
+
+
+STALLED = """
+import os, sys, time
+from pathlib import Path
+from raytune_fsdp.cli.progress import shown
+from raytune_fsdp.tracking.live import tell
+done, go = map(Path, sys.argv[1:])
+with shown() as progress:
+    tell(title="run", done=1, total=2)
+    for number in range({lines}):
+        print(f"line {{number:5}}", "x" * 100)
+    sys.stdout.flush()
+    while {lines} == 0 and not go.exists():
+        time.sleep(0.05)
+    tell(title="run", done=2, total=2)
+    progress("counting", 1, 2)
+    done.touch()
+print("end")
+"""
+
+
+def test_a_terminal_that_takes_nothing_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """As behind a network that is away: it says that it is ready, and takes less than there is to write."""
+    done = tmp_path / "done"
+    with on_terminal([sys.executable, "-c", STALLED.format(lines=5000), str(done), str(done)]) as session:
+        deadline = time.monotonic() + 60
+        while not done.exists():
+            assert time.monotonic() < deadline, "who prints waits for the terminal"
+            time.sleep(0.05)
+        assert session.end() == 0
+    assert session.screen.lines[-1] == "end" and "line  4999 xxx" in session.screen.text
+
+
+def test_a_region_that_is_killed_ends_nothing(tmp_path: Path) -> None:
+    done, go = tmp_path / "done", tmp_path / "go"
+    with on_terminal([sys.executable, "-c", STALLED.format(lines=0), str(done), str(go)]) as session:
+        session.shows("run")
+        region = [
+            each for each in psutil.Process(session.process.pid).children(recursive=True)
+            if "raytune_fsdp.cli.screen" in each.cmdline()
+        ]  # fmt: skip
+        region[0].kill()
+        while region[0].status() != psutil.STATUS_ZOMBIE:  # its parent has not asked for it
+            time.sleep(0.05)
+        go.touch()
+        assert session.end() == 0
+    assert done.exists() and "end" in session.screen.text
 
 
 def test_another_size_of_the_terminal_is_seen(tmp_path: Path) -> None:
