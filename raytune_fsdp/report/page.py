@@ -10,8 +10,10 @@ import base64
 import hashlib
 import json
 import logging
+import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,15 @@ from raytune_fsdp.report.rows import rows_of
 from raytune_fsdp.report.spikes import DEVIATIONS, WINDOW, spikes
 from raytune_fsdp.rundir import curve_of, report_of
 from raytune_fsdp.tracking.tracker import flatten
+from raytune_fsdp.untrusted import read_file
 
 logger = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
 _MOST_RUNS = 8
 _MOST_CAUSES, _MOST_SETTINGS = 40, 300
+_MOST_BYTES = 1 << 24
+_MADE = re.compile(r"Page made [0-9: -]+ UTC")
 
 
 def make_curve(run_dir: Path) -> Path | None:
@@ -57,12 +62,20 @@ def make_curve(run_dir: Path) -> Path | None:
 def make_report(run_dir: Path) -> Path | None:
     """The page in its place in a run directory. None, with a warning, if it cannot be made: no run fails of it."""
     try:
-        path = report_of(run_dir)
-        write_page(path, page([run_dir]))
+        path, text, there = report_of(run_dir), page([run_dir]), ""
+        with suppress(OSError, ValueError):
+            there = read_file(path, limit=_MOST_BYTES).decode()
+        # The same command on a complete run makes it again: another moment alone would send it to MLflow once more.
+        if _undated(text) != _undated(there):
+            write_page(path, text)
         return path
     except Exception as error:  # whatever it is, the model is trained
         logger.warning("there is no report of %s: %s", run_dir, in_one_line(error))
         return None
+
+
+def _undated(text: str) -> str:
+    return _MADE.sub("", text)
 
 
 def page(run_dirs: Sequence[Path]) -> str:
