@@ -76,9 +76,6 @@ def _losses(run_dir: Path) -> Iterator[str]:
         yield text if best == steps[-1] else f"{text}, best {series[best]:.4f} at step {best}"
 
 
-_LINES = "\n"
-
-
 def _answers(run_dir: Path) -> list[Mapping[str, Any]]:
     found = [event["fields"] for event in each_event(run_dir / EVENTS_FILE) if event["event"] == ANSWERED]
     kinds = {"prompt": str, "answer": str, "step": int}
@@ -88,7 +85,7 @@ def _answers(run_dir: Path) -> list[Mapping[str, Any]]:
 def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None) -> str:
     """Commands to try with a finished run."""
     program, model = _program("raytune-fsdp"), shlex.quote(_short(export or run_dir))
-    prompts = [fields["prompt"] for fields in _answers(run_dir) if isinstance(fields["prompt"], str)]
+    prompts = [fields["prompt"] for fields in _answers(run_dir)]
     question = shlex.quote(prompts[0]) if prompts and prompts[0].isprintable() else '"a question"'
     commands = [f"{program} generate {model} {question}"]
     if export is None:
@@ -120,7 +117,7 @@ def _before_and_after(answers: list[Mapping[str, Any]]) -> Iterator[str]:
         series.setdefault(repr((answer["prompt"], answer.get("messages"))), []).append(answer)
     for said in series.values():
         yield ""
-        yield f"  {printable(said[0]['prompt'], keep=_LINES)}"
+        yield "  " + printable(said[0]["prompt"], keep="\n")
         yield f"    step {said[0]['step']:>5}: {_readable(said[0]['answer'])}"
         if len(said) > 1:
             yield f"    step {said[-1]['step']:>5}: {_readable(said[-1]['answer'])}"
