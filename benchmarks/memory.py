@@ -26,7 +26,7 @@ from benchmarks.record import write_result
 from raytune_fsdp.config import ModelConfig, ParallelConfig
 from raytune_fsdp.data.batches import to_batch
 from raytune_fsdp.model.blocks import run_blocks
-from raytune_fsdp.model.fill import _allocate
+from raytune_fsdp.model.fill import allocate
 from raytune_fsdp.model.head import install
 from raytune_fsdp.model.loss import block_loss
 from raytune_fsdp.model.network import build_base
@@ -62,7 +62,7 @@ def peak_of(size: str, seq_len: int, mode: str) -> dict[str, float]:
         numbers = sum(parameter.numel() for parameter in model.parameters())
         run_blocks(model, recompute=mode)
         shard(model, mesh, config, units_of(model, config, ends=True))
-        _allocate(model, CPU)
+        allocate(model, CPU)
         model.train()
         tracker = FSDPMemTracker(model)
         with tracker:

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from raytune_fsdp.checkpoint.catalogue import Keep
@@ -52,14 +53,17 @@ from raytune_fsdp.optim import Optimizer, build_optimizer
 from raytune_fsdp.own_time import OwnTime
 from raytune_fsdp.parallel import (
     COMPUTE_DTYPE,
+    Unit,
     describe,
     for_one_rank,
     is_wrapped,
     make_mesh,
+    memory_of,
     shard,
     store_frozen,
     units_of,
 )
+from raytune_fsdp.plan import Layout
 from raytune_fsdp.profiling import StepProfiler
 from raytune_fsdp.run.base import agree_on_base
 from raytune_fsdp.run.initial_weights import fill_mode, first_weights
@@ -249,24 +253,13 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
     # Hooks would break the graphs of blocks that are computed again.
     routers = None if compiled else watched(model, config.train)
     compiler = Compiler() if compiled else None
-    if isinstance(config.method, QloraMethod):
-        quantize_layers(model, config.method.quantization)
-    store_frozen(model, config.parallel.precision)
-    kept = state_bytes(config.optim.optimizer, MASTER_DTYPE[config.parallel.precision].itemsize)
-    parallel = for_one_rank(config.parallel, standing.plan.layout, model, device, state=kept)
-    run_blocks(
-        model,
-        recompute=parallel.activation_checkpointing,
-        every=parallel.recompute_every,
-        offload=Offload(device) if parallel.activation_offload else None,
-        compiler=compiler,
-    )
-    units = units_of(model, parallel, ends=prepared.needs.ends)
     layout, micro_batches = standing.plan.layout, standing.plan.division.full_rounds
+    parallel = as_stored(model, config, layout, memory_of(device))
+    units = units_of(model, parallel, ends=prepared.needs.ends)
     sharding = None
     if is_wrapped(parallel, layout.world):  # before sharding, as well
         sharding = describe(model, units, parallel, layout, micro_batches=micro_batches)
-    shard(model, make_mesh(layout, device), parallel, units)
+    spread(model, units, parallel, make_mesh(layout, device), compiler, device)
     host = torch.device("cpu") if parallel.cpu_offload else None
     adapted, checkpoint = is_adapted(model), standing.checkpoint
     base = None
@@ -296,6 +289,35 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
         sharding=sharding,
         base=base,
     )
+
+
+def as_stored(model: PreTrainedModel, config: FinetuneConfig, layout: Layout, memory: int) -> ParallelConfig:
+    """Give frozen weights the type that they are kept in; returns how the network is spread on devices of so many bytes
+    of memory. The network is whole, on the meta device."""
+    if isinstance(config.method, QloraMethod):
+        quantize_layers(model, config.method.quantization)
+    store_frozen(model, config.parallel.precision)
+    kept = state_bytes(config.optim.optimizer, MASTER_DTYPE[config.parallel.precision].itemsize)
+    return for_one_rank(config.parallel, layout, model, memory, state=kept)
+
+
+def spread(
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    parallel: ParallelConfig,
+    mesh: DeviceMesh,
+    compiler: Compiler | None,
+    device: torch.device,
+) -> None:
+    """Say how the blocks run in training, and shard the network."""
+    run_blocks(
+        model,
+        recompute=parallel.activation_checkpointing,
+        every=parallel.recompute_every,
+        offload=Offload(device) if parallel.activation_offload else None,
+        compiler=compiler,
+    )
+    shard(model, mesh, parallel, units)
 
 
 def _choose(

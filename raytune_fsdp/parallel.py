@@ -207,11 +207,11 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig, unit
 
 
 def for_one_rank(
-    config: ParallelConfig, layout: Layout, model: nn.Module, device: torch.device, *, state: float
+    config: ParallelConfig, layout: Layout, model: nn.Module, memory: int, *, state: float
 ) -> ParallelConfig:
     """The config, with what one rank alone can do better for this network, whose frozen weights are as they are stored.
 
-    `state` is what the optimizer keeps of each trained number, in bytes.
+    `memory` is the device's, and `state` what the optimizer keeps of each trained number, both in bytes.
     """
     alone = layout.world == 1 and config.strategy == "full_shard" and config.precision in COMPUTE_DTYPE
     # Who writes full_shard means it.
@@ -221,12 +221,13 @@ def for_one_rank(
     # optimizer, or as much again of what is frozen (2, or 0.52 in 4 bits); of the rest of the memory activations get
     # most.
     needed = sum((10 + state) * p.numel() if p.requires_grad else 2 * p.nbytes for p in model.parameters())
-    if not alone or needed > _FOR_WEIGHTS * _memory_of(device):
+    if not alone or needed > _FOR_WEIGHTS * memory:
         return config
     return config.model_copy(update={"strategy": "shard_grad_op"})
 
 
-def _memory_of(device: torch.device) -> int:
+def memory_of(device: torch.device) -> int:
+    """The bytes that a device has; of a CPU, those of the machine."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return int(psutil.virtual_memory().total)

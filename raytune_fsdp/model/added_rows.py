@@ -7,7 +7,6 @@ Where head and embedding share their weight they share the rows, too.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,12 +15,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.model.tables import table
 
 ROWS = "added_rows"
 """What the parameter is called in its module."""
 
 
-@cache
+@table
 def _on(device: torch.device, ids: tuple[int, ...]) -> torch.Tensor:
     """The ids on a device. No buffer: those that no checkpoint holds are computed anew by their owner's class."""
     return torch.tensor(ids, device=device)

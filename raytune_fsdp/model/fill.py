@@ -58,7 +58,7 @@ def fill(
     """
     owned = list(owned_tensors(model))
     place = shards_at or device
-    _allocate(model, place)
+    allocate(model, place)
     wrong: dict[str, str] = {}
     if mode == "rank0":
         wrong = _scatter(_targets(model), weights, place, before)
@@ -118,7 +118,7 @@ def _read(target: Target, weights: Weights, start: int, stop: int) -> str | None
     return problem
 
 
-def _allocate(model: PreTrainedModel, device: torch.device) -> None:
+def allocate(model: PreTrainedModel, device: torch.device) -> None:
     """Give every tensor memory, in place: by default `to_empty` makes new parameters, and tied weights would be two."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)

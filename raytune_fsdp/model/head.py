@@ -82,6 +82,8 @@ class LossHead(HeadWithRows):
     _targets: Targets | None = None
     _objective: Objective = CROSS_ENTROPY
     losses: Losses | None = None
+    stands_for: str | None = None
+    """The type of device whose number of logits at a time is taken; None: the one that computes."""
 
     @classmethod
     def of(cls, linear: nn.Linear, shape: Shape) -> LossHead:
@@ -107,7 +109,14 @@ class LossHead(HeadWithRows):
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._targets.places)
         rows = NewRows(weight=self.added_rows, ids=self.places) if self.added_rows is not None else None
         losses = linear_cross_entropy(
-            chosen, self.weight, self.bias, self._targets.ids, self.shape, self._objective, rows
+            chosen,
+            self.weight,
+            self.bias,
+            self._targets.ids,
+            self.shape,
+            self._objective,
+            rows,
+            device_type=self.stands_for,
         )
         # One number in the place of the logits, for the network to cap and scale as it likes. Gradients must come back
         # through it, since FSDP gathers weights for backward where they reach what a module has returned.
@@ -150,13 +159,16 @@ def linear_cross_entropy(
     shape: Shape,
     objective: Objective = CROSS_ENTROPY,
     rows: NewRows | None = None,
+    *,
+    device_type: str | None = None,
 ) -> Losses:
     """The losses of `ids` after `hidden` (tokens, width), which are all target tokens."""
+    at_once = _CHUNK.get(device_type or hidden.device.type, _CHUNK["cpu"])
     # Asked here, since inside of a Function they are always off.
     learning = torch.is_grad_enabled()
     total, each, right = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, None if rows is None else rows.weight, None if rows is None else rows.ids,
-        ids, shape, objective, learning,
+        ids, shape, objective, learning, at_once,
     )  # fmt: skip
     return Losses(total=total, each=each, right=right)
 
@@ -176,6 +188,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         shape: Shape,
         objective: Objective,
         learning: bool,
+        at_once: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         each = torch.empty(len(ids), dtype=wide, device=hidden.device)
@@ -187,7 +200,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
         of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
         of_rows = torch.zeros_like(rows, dtype=wide) if rows is not None and wanted[3] else None
-        size = max(1, _CHUNK.get(hidden.device.type, _CHUNK["cpu"]) // weight.shape[0])
+        size = max(1, at_once // weight.shape[0])
         for start in range(0, len(ids), size):
             part = slice(start, start + size)
             logits, slope = _logits(hidden[part], weight, bias, rows, places, shape, wide)
@@ -218,7 +231,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, factor: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         scaled = [None if g is None else g.mul_(factor.to(g.dtype)).to(ctx.dtype) for g in ctx.gradients]
         del ctx.gradients  # scaled in place: a second backward would be wrong, and finds nothing
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, *[None] * 6)
 
 
 def _logits(

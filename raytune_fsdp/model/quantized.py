@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -30,6 +29,7 @@ from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.adapters import base_name
 from raytune_fsdp.model.blocks import blocks_of
 from raytune_fsdp.model.routers import numbers_of_experts, routers_of
+from raytune_fsdp.model.tables import table
 from raytune_fsdp.model.weights import Weights
 
 Kind = Literal["nf4", "int8"]
@@ -133,7 +133,7 @@ def widen(packed: torch.Tensor, numbers: int, kind: Kind, dtype: torch.dtype) ->
     return (padded * scales[..., None]).reshape(count, -1)[:, :numbers].to(dtype)
 
 
-@cache
+@table
 def _pairs(device: torch.device) -> torch.Tensor:
     """The two numbers that each byte stands for: one look-up where two would need the codes taken apart."""
     byte, values = torch.arange(256), torch.tensor(_NF4)

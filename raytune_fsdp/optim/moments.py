@@ -7,11 +7,11 @@ tensor: so the numbers that are kept do not depend on how it is split.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Protocol
 
 import torch
 
+from raytune_fsdp.model.tables import table
 from raytune_fsdp.optim.noise import LEVELS, to_bf16
 from raytune_fsdp.optim.pieces import split_like
 
@@ -135,7 +135,7 @@ def _spread(scale: torch.Tensor, columns: int) -> torch.Tensor:
     return scale[:, :, None].expand(rows, blocks, _block(columns)).reshape(rows, -1)[:, :columns]
 
 
-@cache
+@table
 def _levels(signed: bool, device: torch.device) -> torch.Tensor:
     """The values of the codes, in rising order: 255 from -1 to 1, or 256 from 0 to 1. The largest number is exact."""
     most = 127 if signed else 255

@@ -207,14 +207,14 @@ def _with_fake_tensors(model: PreTrainedModel) -> AbstractContextManager[object]
         model.set_experts_implementation("batched_mm")  # the shape rule of grouped products is for bf16 on GPUs only
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        _replace(model, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), buffers=True)
+        with_memory(model, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), buffers=True)
     return mode
 
 
 def _fill(model: PreTrainedModel) -> AbstractContextManager[object]:
     """Weights and buffers as transformers draws them. What it does not draw is zero."""
     torch.manual_seed(0)
-    _replace(model, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), buffers=False)
+    with_memory(model, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), buffers=False)
     with torch.no_grad():
         for module in reversed(list(model.modules())):
             model._init_weights(module)
@@ -222,7 +222,7 @@ def _fill(model: PreTrainedModel) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def _replace(model: PreTrainedModel, make: Callable[[torch.Tensor], torch.Tensor], *, buffers: bool) -> None:
+def with_memory(model: PreTrainedModel, make: Callable[[torch.Tensor], torch.Tensor], *, buffers: bool) -> None:
     """Put tensors with memory in place of those on the meta device; tied ones stay tied.
 
     Without `buffers` those that are computed, not stored, stay where they are.

@@ -16,7 +16,7 @@ from raytune_fsdp.config import OptimConfig, ParallelConfig
 from raytune_fsdp.config.optimizers import state_bytes
 from raytune_fsdp.model.network import MASTER_DTYPE
 from raytune_fsdp.model.quantized import QuantizedLayer
-from raytune_fsdp.parallel import for_one_rank
+from raytune_fsdp.parallel import for_one_rank, memory_of
 from raytune_fsdp.plan import Layout
 from tests.models import build
 from tests.ranks import run_ranks
@@ -123,7 +123,7 @@ def test_a_step_takes_what_is_counted_with() -> None:
 def _kept(model: nn.Module, state: float, precision: str = "bf16") -> bool:
     layout = Layout(world=1, data_ranks=1, replicas=1, shard_size=1)
     asked = ParallelConfig.model_validate({"precision": precision})
-    return for_one_rank(asked, layout, model, torch.device("cpu"), state=state).strategy == "shard_grad_op"
+    return for_one_rank(asked, layout, model, memory_of(torch.device("cpu")), state=state).strategy == "shard_grad_op"
 
 
 def _borders(state: float) -> Iterator[tuple[int, bool]]:

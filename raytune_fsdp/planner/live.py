@@ -1,0 +1,198 @@
+"""The bytes that are alive while operations run, and what they are. Works on fake tensors, and on real ones."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+Kind = Literal["weights", "gradients", "optimizer", "gathered", "activations", "host"]
+"""`gathered`: weights of other ranks that a unit computes with, gradients on their way there, and buffers of both.
+`activations`: everything else. `host`: what a GPU would have sent to the memory of its host."""
+
+Bytes = Mapping[Kind, int]
+
+_MOVES = ("c10d", "fsdp")
+"""The namespaces of collectives, and of what copies into and out of their buffers."""
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A piece of memory that tensors share."""
+
+    ref: weakref.ref[torch.UntypedStorage]
+    size: int
+    moves: bool = False
+    """Whether a collective reads or writes it."""
+    kind: Kind | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A piece of memory was taken, given back, or made larger."""
+
+    storage: int
+    by: int
+
+
+@dataclass(slots=True)
+class Timeline:
+    """All changes in the order in which they came, and marks between them."""
+
+    changes: list[_Change] = field(default_factory=list)
+    marks: list[tuple[str, int]] = field(default_factory=list)
+    """Each with how many changes came before it."""
+    kinds: dict[int, Kind] = field(default_factory=dict)
+    """Of each piece of memory, as far as it is known."""
+
+    def kind(self, storage: int) -> Kind:
+        return self.kinds.get(storage, "activations")
+
+
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """In here, what operations make is followed from when it is made to when nothing holds it.
+
+    FSDP gives the memory of gathered weights back, and takes it again, without an operation: their storages are asked
+    for their size after each one.
+    """
+
+    def __init__(self, *, copies_to_reduce: bool = False) -> None:
+        """`copies_to_reduce`: collectives that sum copy what they are given, as gloo's do."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.timeline = Timeline()
+        self._storages: dict[int, _Storage] = {}
+        self._numbers = WeakIdKeyDictionary()
+        self._resized: list[int] = []
+        self._groups: list[Any] = []
+        self._copies_to_reduce = copies_to_reduce
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it will call operations on what it holds
+        self._look_at_resized()
+        moves = func.namespace in _MOVES
+        if moves and self._copies_to_reduce and "reduce" in func.__name__:
+            self._pass_by(sum(each.nbytes for each in _summed(func, args)))
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            self._see(tensor, moves=moves)
+        if moves:
+            for tensor in _tensors((args, kwargs)):
+                self._see(tensor, moves=True)
+            self._find_gathered()
+        return result
+
+    def mark(self, name: str) -> None:
+        self._look_at_resized()
+        self.timeline.marks.append((name, len(self.timeline.changes)))
+
+    def name(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
+        """Say what these are, or were. The last word counts."""
+        for tensor in tensors:
+            self.timeline.kinds[self._see(tensor)] = kind
+
+    def follow_gathered(self, model: nn.Module) -> None:
+        """Look for the memory that the model's gathered weights come into, which FSDP keeps between passes without
+        bytes."""
+        self._groups = groups_of(model)
+
+    def _find_gathered(self) -> None:
+        for group in [*self._groups]:  # made when they are first gathered
+            found = [tensor for each in group.fsdp_params for tensor in getattr(each, "all_gather_outputs", ())]
+            if found:
+                self._groups.remove(group)
+                self._resized += [self._see(tensor, moves=True) for tensor in found]
+
+    @contextmanager
+    def sending_to_host(self) -> Iterator[None]:
+        """What is first written in here is in the memory of the host."""
+        with _Destinations(self):
+            yield
+
+    def _see(self, tensor: torch.Tensor, *, moves: bool = False) -> int:
+        storage = tensor.untyped_storage()
+        number: int | None = self._numbers.get(storage)  # type: ignore[no-untyped-call]
+        if number is None:
+            number = len(self._storages)
+            self._numbers[storage] = number
+            self._storages[number] = _Storage(ref=weakref.ref(storage, lambda _: self._gone(number)), size=0)
+            self._resize(number, storage.nbytes())
+        if moves and number not in self.timeline.kinds:
+            self.timeline.kinds[number] = "gathered"
+        return number
+
+    def _gone(self, number: int) -> None:
+        self._resize(number, 0)
+
+    def _resize(self, number: int, size: int) -> None:
+        each = self._storages[number]
+        if size != each.size:
+            self.timeline.changes.append(_Change(number, size - each.size))
+            each.size = size
+
+    def _look_at_resized(self) -> None:
+        for number in self._resized:
+            storage = self._storages[number].ref()
+            if storage is not None:
+                self._resize(number, storage.nbytes())
+
+    def _pass_by(self, size: int) -> None:
+        """Memory that an operation has only while it runs."""
+        number = len(self._storages)
+        gone: Any = lambda: None  # noqa: E731
+        self._storages[number] = _Storage(ref=gone, size=0)
+        self.timeline.kinds[number] = "gathered"
+        self._resize(number, size)
+        self._resize(number, 0)
+
+
+class _Destinations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Names what is copied into."""
+
+    def __init__(self, live: Live) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._live = live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self._live.name([args[0]], "host")
+        return func(*args, **(kwargs or {}))
+
+
+def groups_of(model: nn.Module) -> list[Any]:
+    """FSDP's own record of each unit."""
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]  # type: ignore[attr-defined]
+    return [group for state in states for group in state._fsdp_param_groups]
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for each in pytree.tree_leaves(values):
+        if isinstance(each, DTensor):
+            each = each._local_tensor
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+    return found
+
+
+def _summed(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
+    """What a collective sums: the second argument of a reduce-scatter, the first of an all-reduce."""
+    return _tensors(args[1] if "reduce_scatter" in func.__name__ else args[0])
+
+
+def add(one: Bytes, other: Bytes, times: int = 1) -> Bytes:
+    found = Counter(one)
+    for kind, size in other.items():
+        found[kind] += times * size
+    return found

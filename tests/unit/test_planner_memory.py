@@ -1,0 +1,110 @@
+"""What the planner says of memory: a few blocks stand for all, bytes that stay are those of the shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.model.network import build_network, load_architecture
+from raytune_fsdp.plan import resolve
+from raytune_fsdp.planner.memory import Memory, memory_of
+from raytune_fsdp.planner.trace import representatives, trace
+from raytune_fsdp.run.needs import network_needs
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_hidden_layers": 11, "vocab_size": 512, "max_position_embeddings": 256,
+}  # fmt: skip
+SHORT = {**LLAMA, "num_hidden_layers": 6}
+GEMMA = {
+    "model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 26, "vocab_size": 512, "sliding_window": 32,
+    "max_position_embeddings": 256,
+}  # fmt: skip
+EXPERTS = {
+    "model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 160, "moe_intermediate_size": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 8, "num_experts": 8,
+    "num_experts_per_tok": 2, "vocab_size": 512, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def config_of(architecture: dict[str, Any], **sections: Any) -> FinetuneConfig:
+    values: dict[str, Any] = {
+        "run": {"name": "planned"},
+        "model": {"init": "random", "architecture": architecture, "tokenizer": "none"},
+        "data": {"train": [{"path": "rows.jsonl"}], "seq_len": 128},
+        "train": {"max_steps": 4, "global_batch": 16, "micro_batch": 2},
+    }
+    for section, fields in sections.items():
+        values[section] = {**values.get(section, {}), **fields}
+    return FinetuneConfig.model_validate(values)
+
+
+def planned(config: FinetuneConfig, world: int, **how: Any) -> Memory:
+    hf_config = load_architecture(config.model, None)
+    needs = network_needs(config, hf_config, build_network(hf_config, config))
+    plan = resolve(config, world)
+    return memory_of(trace(config, hf_config, needs, plan, memory=80 << 30, **how))
+
+
+CONFIGS = {
+    "full_shard": (LLAMA, 4, {}),
+    "selective": (LLAMA, 4, {"parallel": {"activation_checkpointing": "selective"}}),
+    "recomputed": (LLAMA, 2, {"parallel": {"activation_checkpointing": "full"}}),
+    "every_n": (LLAMA, 2, {"parallel": {"activation_checkpointing": "every_n", "recompute_every": 3}}),
+    "wrap": (LLAMA, 4, {"parallel": {"wrap": 2}}),
+    "grad_op": (LLAMA, 4, {"parallel": {"strategy": "shard_grad_op"}}),
+    "replicate": (LLAMA, 2, {"parallel": {"strategy": "replicate", "precision": "fp32"}}),
+    "hybrid": (LLAMA, 4, {"parallel": {"strategy": "hybrid_shard", "shard_size": 2}}),
+    "deferred": (LLAMA, 4, {"parallel": {"defer_gradient_sync": True}}),
+    "alone": (LLAMA, 1, {"parallel": {"precision": "fp32"}}),
+    "lora": (LLAMA, 2, {"method": {"type": "lora"}}),
+    "qlora": (SHORT, 2, {"method": {"type": "qlora"}}),
+    "freeze": (LLAMA, 2, {"method": {"type": "freeze", "trained": ["layers.([7-9]|10)", "lm_head"]}}),
+    "8bit": (LLAMA, 2, {"optim": {"optimizer": {"type": "adamw", "moments": "8bit"}}}),
+    "muon": (LLAMA, 2, {"optim": {"optimizer": {"type": "muon"}}}),
+    "pure": (LLAMA, 2, {"parallel": {"precision": "bf16_pure"}}),
+    "windows": (GEMMA, 2, {}),
+    "experts": (EXPERTS, 2, {}),
+}
+
+
+QUICK = ("full_shard", "hybrid", "alone", "freeze", "experts")
+
+EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", EACH)
+def test_a_few_blocks_say_what_all_of_them_need(name: str) -> None:
+    architecture, world, sections = CONFIGS[name]
+    config = config_of(architecture, **sections)
+    few, all_ = planned(config, world), planned(config, world, whole=True)
+    assert dict(few.start) == dict(all_.start)
+    assert few.total == all_.total
+    assert dict(few.peak) == dict(all_.peak)
+
+
+def test_what_stays_is_what_the_shapes_say() -> None:
+    config = config_of(LLAMA, parallel={"strategy": "replicate"})
+    numbers = sum(p.numel() for p in build_network(load_architecture(config.model, None), config).parameters())
+    start = planned(config, 2).start
+    # The rotary frequencies, twice, and a counter of steps for every weight.
+    assert 0 <= start["weights"] - 4 * numbers <= 2 * 4 * 8
+    weights = 3 + 9 * 11
+    assert start["optimizer"] == 8 * numbers + 4 * weights
+    assert planned(config, 2).peak["gradients"] == 4 * numbers
+
+
+def test_repetitions_are_taken_out_of_the_middle() -> None:
+    assert representatives([0] * 4, 2) == [0, 1, 2, 3]
+    assert representatives([0] * 9, 2) == [0, 1, 2, 2, 2, 2, 2, 7, 8]
+    pattern = representatives([0, 0, 1] * 8, 2)
+    assert all([0, 0, 1][i % 3] == [0, 0, 1][stands % 3] for i, stands in enumerate(pattern))
+    assert len(set(pattern)) <= 11
+    two = representatives([0] * 20 + [1] * 20, 2)
+    assert all((i < 20) == (stands < 20) for i, stands in enumerate(two))
+    assert len(set(two)) == 10
+    assert representatives(list(range(7)), 2) == list(range(7))
