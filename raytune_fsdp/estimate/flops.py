@@ -88,4 +88,5 @@ def mfu(flops: float, *, seconds: float, devices: int, peak_flops: float) -> flo
 
 def peak_flops(device_name: str) -> float | None:
     """The peak of a device by its name; None if it is not known, and MFU then not reported."""
-    return next((peak for part, peak in PEAK_FLOPS.items() if re.search(rf"\b{part}\b", device_name)), None)
+    spaced = device_name.replace("-", " ")  # a plan's "H100-PCIe" is torch's "H100 PCIe", and no H100
+    return next((peak for part, peak in PEAK_FLOPS.items() if re.search(rf"\b{part}\b", spaced)), None)
