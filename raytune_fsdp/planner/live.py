@@ -7,15 +7,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
+
+from raytune_fsdp.planner.work import Operation, tensors_in, work_of
 
 Kind = Literal["weights", "gradients", "optimizer", "gathered", "activations", "host"]
 """`gathered`: weights of other ranks that a unit computes with, gradients on their way there, and buffers of both.
@@ -46,13 +47,20 @@ class _Change:
     by: int
 
 
+class Mark(NamedTuple):
+    name: str
+    changes: int
+    """How many came before it."""
+    operations: int
+
+
 @dataclass(slots=True)
 class Timeline:
     """All changes in the order in which they came, and marks between them."""
 
     changes: list[_Change] = field(default_factory=list)
-    marks: list[tuple[str, int]] = field(default_factory=list)
-    """Each with how many changes came before it."""
+    marks: list[Mark] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
     kinds: dict[int, Kind] = field(default_factory=dict)
     """Of each piece of memory, as far as it is known."""
 
@@ -67,15 +75,16 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     for their size after each one.
     """
 
-    def __init__(self, *, copies_to_reduce: bool = False) -> None:
-        """`copies_to_reduce`: collectives that sum copy what they are given, as gloo's do."""
+    def __init__(self, *, copies_to_reduce: bool = False, longest: int = 0) -> None:
+        """`copies_to_reduce`: collectives that sum copy what they are given, as gloo's do. `longest`: tokens of a
+        document, for the work of attention."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.timeline = Timeline()
         self._storages: dict[int, _Storage] = {}
         self._numbers = WeakIdKeyDictionary()
         self._resized: list[int] = []
         self._groups: list[Any] = []
-        self._copies_to_reduce = copies_to_reduce
+        self._copies_to_reduce, self._longest = copies_to_reduce, longest
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
@@ -85,17 +94,19 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if moves and self._copies_to_reduce and "reduce" in func.__name__:
             self._pass_by(sum(each.nbytes for each in _summed(func, args)))
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             self._see(tensor, moves=moves)
         if moves:
-            for tensor in _tensors((args, kwargs)):
+            for tensor in tensors_in((args, kwargs)):
                 self._see(tensor, moves=True)
             self._find_gathered()
+        elif operation := work_of(func, args, kwargs or {}, result, self._longest):
+            self.timeline.operations.append(operation)
         return result
 
     def mark(self, name: str) -> None:
         self._look_at_resized()
-        self.timeline.marks.append((name, len(self.timeline.changes)))
+        self.timeline.marks.append(Mark(name, len(self.timeline.changes), len(self.timeline.operations)))
 
     def name(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
         """Say what these are, or were. The last word counts."""
@@ -176,19 +187,9 @@ def groups_of(model: nn.Module) -> list[Any]:
     return [group for state in states for group in state._fsdp_param_groups]
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for each in pytree.tree_leaves(values):
-        if isinstance(each, DTensor):
-            each = each._local_tensor
-        if isinstance(each, torch.Tensor):
-            found.append(each)
-    return found
-
-
 def _summed(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
     """What a collective sums: the second argument of a reduce-scatter, the first of an all-reduce."""
-    return _tensors(args[1] if "reduce_scatter" in func.__name__ else args[0])
+    return tensors_in(args[1] if "reduce_scatter" in func.__name__ else args[0])
 
 
 def add(one: Bytes, other: Bytes, times: int = 1) -> Bytes:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
-from raytune_fsdp.planner.live import Bytes, Timeline, add
+from raytune_fsdp.planner.live import Bytes, Mark, Timeline, add
 from raytune_fsdp.planner.trace import Trace
 
 
@@ -47,7 +47,7 @@ def memory_of(trace: Trace) -> Memory:
         now = add(now, trace.persistent[stands]) if stands in used else now
         used.add(stands)
     start, peak, where = now, now, "start"
-    for name in _all_phases(trace, phases):
+    for name in all_phases(trace, phases):
         phase = phases[name]
         most = add(now, add(phase.most, phase.before, -1))
         if on_device(most) > on_device(peak):
@@ -56,7 +56,7 @@ def memory_of(trace: Trace) -> Memory:
     return Memory(start=_whole(start), peak=_whole(peak), where=_in_words(where))
 
 
-def _all_phases(trace: Trace, phases: dict[str, _Phase]) -> Iterator[str]:
+def all_phases(trace: Trace, phases: Container[str]) -> Iterator[str]:
     """The names of the phases of the whole network, in order."""
     yield "start"
     for number in range(trace.passes):
@@ -73,10 +73,11 @@ def _phases(timeline: Timeline) -> Iterator[_Phase]:
     now: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     place = 0
-    names = [*timeline.marks, ("", len(timeline.changes))]
+    marks = [*timeline.marks, Mark("", len(timeline.changes), 0)]
     before: dict[str, int] = {}
     most: dict[str, int] = {}
-    for index, (_, until) in enumerate(names):
+    for index, mark in enumerate(marks):
+        until = mark.changes
         total = on_device(now)  # type: ignore[arg-type]
         for change in timeline.changes[place:until]:
             kind = timeline.kind(change.storage)
@@ -87,7 +88,7 @@ def _phases(timeline: Timeline) -> Iterator[_Phase]:
                     sizes["most"], most = total, dict(now)
         place = until
         if index:
-            yield _Phase(names[index - 1][0], before, most, dict(now))  # type: ignore[arg-type]
+            yield _Phase(marks[index - 1].name, before, most, dict(now))  # type: ignore[arg-type]
         before, most = dict(now), dict(now)
         sizes["most"] = on_device(now)  # type: ignore[arg-type]
 

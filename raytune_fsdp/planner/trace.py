@@ -7,7 +7,7 @@ that talks to nobody; a rank among 16 of a 70B needs 0.8 s for this, and no memo
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,20 +23,23 @@ from transformers import PretrainedConfig, PreTrainedModel
 from raytune_fsdp.assemble import as_stored, spread
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.data.batches import FILLER_INDEX, to_batch
+from raytune_fsdp.estimate.flops import Architecture
+from raytune_fsdp.estimate.traffic import Traffic
 from raytune_fsdp.model.attention import Needs, choose, use
 from raytune_fsdp.model.blocks import blocks_of
 from raytune_fsdp.model.calls import PREFIX
 from raytune_fsdp.model.fill import allocate
 from raytune_fsdp.model.head import LossHead, choose_loss, install
-from raytune_fsdp.model.network import MASTER_DTYPE, build_network, init_buffers
+from raytune_fsdp.model.network import MASTER_DTYPE, build_network, count_parameters, init_buffers
 from raytune_fsdp.model.objective import Objective
+from raytune_fsdp.model.operations import count_architecture
 from raytune_fsdp.optim import Optimizer, build_optimizer
-from raytune_fsdp.parallel import COMPUTE_DTYPE, make_mesh, reached_by_backward, units_of
+from raytune_fsdp.parallel import COMPUTE_DTYPE, is_wrapped, make_mesh, reached_by_backward, traffic_of, units_of
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.planner.live import Bytes, Kind, Live, Timeline, groups_of
 from raytune_fsdp.run.probe import with_memory
 from raytune_fsdp.step import LossScale, train_step
-from raytune_fsdp.types import Batch, Cursor, PackedSample, StepBatches
+from raytune_fsdp.types import Batch, Cursor, PackedSample, ParameterCount, StepBatches
 
 CPU = torch.device("cpu")
 
@@ -63,6 +66,14 @@ class Trace:
     """The config's, with what one rank alone does better."""
     attention: str
     """The kernel, as transformers knows it."""
+    architecture: Architecture
+    parameters: ParameterCount
+    traffic: Traffic | None
+    """Of a step; None: nothing is spread."""
+    trained_bytes: int
+    """Of this rank's trained weights, in the whole network."""
+    trained_bytes_traced: int
+    """In the traced blocks and what is beside them."""
 
 
 def trace(
@@ -93,7 +104,9 @@ def trace(
         head.stands_for = device
     if model._can_set_experts_implementation() and device == "cpu":
         model.set_experts_implementation("batched_mm")  # the others ask how many tokens come to an expert
+    architecture, parameters = count_architecture(model), count_parameters(model)
     parallel = as_stored(model, config, plan.layout, memory)
+    traffic = _traffic(model, parallel, plan, ends=needs.ends)
     kept = range(len(blocks_of(model))) if whole else keep_blocks(model, parallel, ends=needs.ends)
     passes = min(2, plan.division.full_rounds)
     batches = full_batches(config, hf_config, passes)
@@ -104,7 +117,7 @@ def trace(
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         _allocate(model, fake)
         model.train()
-        live = Live(copies_to_reduce=gloo)
+        live = Live(copies_to_reduce=gloo, longest=config.data.seq_len)
         with fake:
             optimizer = build_optimizer(model, config.optim, config.method)
             optimizer.init_state()
@@ -117,7 +130,19 @@ def trace(
         passes=passes,
         parallel=parallel,
         attention=attention,
+        architecture=architecture,
+        parameters=parameters,
+        traffic=traffic,
+        trained_bytes=recorder.rest + sum(recorder.trained[number] for number in kept),
+        trained_bytes_traced=recorder.rest + sum(recorder.trained),
     )
+
+
+def _traffic(model: PreTrainedModel, parallel: ParallelConfig, plan: Plan, *, ends: bool) -> Traffic | None:
+    if not is_wrapped(parallel, plan.layout.world):
+        return None
+    units = units_of(model, parallel, ends=ends)
+    return traffic_of(model, units, parallel, plan.layout, micro_batches=plan.division.full_rounds)
 
 
 def _allocate(model: PreTrainedModel, fake: AbstractContextManager[object]) -> None:
@@ -193,6 +218,8 @@ class Recorder:
         live.name(weights, "weights")
         live.name((_local(each) for each in optimizer.state_tensors().values()), "optimizer")
         self.persistent = tuple(self._kept(block) for block in self._blocks)
+        self.trained = [_trained(block.parameters()) for block in self._blocks]
+        self.rest = _trained(model.parameters()) - sum(self.trained)
 
     def record(self, step: Any) -> None:
         """Follow a step."""
@@ -268,6 +295,10 @@ class Recorder:
         )
         found: dict[Kind, int] = {"weights": weights, "optimizer": state}
         return found
+
+
+def _trained(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(_local(parameter).nbytes for parameter in parameters if parameter.requires_grad)
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor:

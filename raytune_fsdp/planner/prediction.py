@@ -1,0 +1,131 @@
+"""What a config needs on a cluster, and how fast it will be there: one call for everybody who asks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.estimate.devices import Device
+from raytune_fsdp.estimate.flops import Architecture, training_flops
+from raytune_fsdp.estimate.traffic import Traffic
+from raytune_fsdp.model.attention import Needs
+from raytune_fsdp.model.network import build_network, load_architecture
+from raytune_fsdp.plan import Plan, resolve
+from raytune_fsdp.planner.memory import Memory, memory_of
+from raytune_fsdp.planner.speed import Network, Seconds, rates_of, seconds_of
+from raytune_fsdp.planner.trace import trace
+from raytune_fsdp.run.needs import network_needs
+from raytune_fsdp.types import ParameterCount
+
+GIB = 2**30
+
+CONTEXT = int(1.0 * GIB)
+"""What CUDA, its libraries and NCCL's buffers take of a device beside tensors. An assumption; not measured here."""
+
+HOLES = 0.03
+"""Of what comes and goes in a step, what the allocator cannot use in between. An assumption; with expandable segments,
+which runs have, holes are small."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A network, and what it needs of its attention and its loss."""
+
+    hf_config: PretrainedConfig
+    needs: Needs
+
+    @classmethod
+    def of(cls, config: FinetuneConfig, hf_config: PretrainedConfig | None = None) -> Subject:
+        found = hf_config if hf_config is not None else load_architecture(config.model, None)
+        return cls(hf_config=found, needs=network_needs(config, found, build_network(copy.deepcopy(found), config)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Where it is to run."""
+
+    device: Device
+    per_node: int = 8
+    between: float | None = None
+    """Bytes a second from machine to machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a rank needs, moves, and takes for a step."""
+
+    world: int
+    plan: Plan
+    cluster: Cluster
+    memory: Memory
+    beside: Mapping[str, int]
+    """Bytes of the device that no tensor has."""
+    seconds: Seconds
+    traffic: Traffic | None
+    flops: float
+    """Of a step, as MFU counts them."""
+    parameters: ParameterCount
+    attention: str
+    checkpoint: int
+    """Bytes of one."""
+    tokens: int
+    """Of a step."""
+
+    @property
+    def needed(self) -> int:
+        return self.memory.total + sum(self.beside.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.cluster.device.memory
+
+    @property
+    def mfu(self) -> float:
+        return self.flops / (self.seconds.step * self.world * self.cluster.device.peak)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one device."""
+        return self.tokens / self.seconds.step / self.world
+
+
+def predict(subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster) -> Prediction:
+    plan = resolve(config, world) if config.train.max_steps is not None else resolve(_bounded(config), world)
+    device = cluster.device
+    found = trace(config, subject.hf_config, subject.needs, plan, memory=int(device.memory))
+    memory = memory_of(found)
+    network = Network(per_node=cluster.per_node, inside=device.link_bandwidth, between=cluster.between)
+    rates = rates_of(device, compiled=config.parallel.compile in (True, "auto"), tf32=config.parallel.tf32)
+    seconds = seconds_of(found, rates, network, plan.layout, found.traffic, plan.division.full_rounds)
+    tokens = plan.division.global_batch * config.data.seq_len
+    changing = memory.total - sum(size for kind, size in memory.start.items() if kind != "host")
+    return Prediction(
+        world=world,
+        plan=plan,
+        cluster=cluster,
+        memory=memory,
+        beside={"context and libraries": CONTEXT, "holes of the allocator": int(HOLES * changing)},
+        seconds=seconds,
+        traffic=found.traffic,
+        flops=_flops(found.architecture, plan, config.data.seq_len),
+        parameters=found.parameters,
+        checkpoint=(found.trained_bytes + memory.start.get("optimizer", 0)) * plan.layout.shard_size,
+        attention=found.attention,
+        tokens=tokens,
+    )
+
+
+def _bounded(config: FinetuneConfig) -> FinetuneConfig:
+    """With a length: that of a run in epochs is not known without its data, and no step depends on it."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 1, "epochs": None})})
+
+
+def _flops(architecture: Architecture, plan: Plan, length: int) -> float:
+    """Of a step of full samples, each of one document."""
+    samples = plan.division.global_batch
+    pairs = samples * length * (length + 1) // 2
+    return training_flops(architecture, tokens=samples * length, targets=samples * length, attended_pairs=pairs)

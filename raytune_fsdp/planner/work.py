@@ -1,0 +1,91 @@
+"""The work of one operation: floating-point operations, and bytes that it reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+Sort = Literal["products", "attention", "rest"]
+
+
+class Operation(NamedTuple):
+    sort: Sort
+    flops: float
+    nbytes: int
+    """Read and written."""
+    itemsize: int
+    """Of the numbers that are multiplied: 2 in 16 bits."""
+    smallest: int = 0
+    """Of a product: its shortest side, which decides how much of the device it can use."""
+
+
+_ATTENTION = {
+    # By name, and how many products of two matrices as large as the scores each computes. Forward: scores and values.
+    # Backward: scores once more, and the gradients of scores, queries, keys and values.
+    "_varlen_attn": 2,
+    "_varlen_attn_backward": 5,
+    "sdpa_by_document": 2,
+    "sdpa_by_document_backward": 5,
+    "varlen_attention_with_sinks": 2,
+    "varlen_attention_with_sinks_backward": 5,
+}
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+
+_NOTHING = (
+    "detach", "alias", "lift_fresh", "_unsafe_view", "empty", "new_empty", "empty_like", "empty_strided",
+    "new_empty_strided",
+)  # fmt: skip
+"""Beside those that say themselves that they return views: nothing is computed."""
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """All tensors, those of a DTensor as this rank has them."""
+    found: list[torch.Tensor] = []
+    for each in pytree.tree_leaves(values):
+        if isinstance(each, DTensor):
+            each = each._local_tensor
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+    return found
+
+
+def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, longest: int) -> Operation | None:
+    """What an operation does; None if it only looks at something in another way. `longest`: tokens of a document."""
+    name = func._schema.name.partition("::")[2]
+    made = tensors_in(result)
+    if not made or func.is_view or name in _NOTHING:
+        return None
+    given = tensors_in((args, kwargs))
+    nbytes = sum(each.nbytes for each in given) + sum(each.nbytes for each in made)
+    if name in _ATTENTION:
+        queries = next(each for each in given if each.ndim == 3)
+        window = next((each for each in args if isinstance(each, int) and not isinstance(each, bool) and each), 0)
+        pairs = _pairs(queries.shape[0], longest, window if "window" in name else 0)
+        flops = 2.0 * _ATTENTION[name] * pairs * queries.shape[1] * queries.shape[2]
+        return Operation("attention", flops, nbytes, queries.itemsize)
+    if name in _PRODUCTS:
+        matrices = [each for each in given if each.ndim >= 2][-2:]
+        return Operation("products", _product(matrices), nbytes, matrices[0].itemsize, min(matrices[0].shape[-2:]))
+    count = flop_registry.get(func._overloadpacket)
+    if count is not None:
+        sort: Sort = "attention" if "attention" in name else "products"
+        return Operation(sort, float(count(*args, **kwargs, out_val=result)), nbytes, given[0].itemsize)
+    return Operation("rest", 0.0, nbytes, 4)
+
+
+def _product(matrices: Sequence[torch.Tensor]) -> float:
+    """Of (.., m, k) and (.., k, n). Experts' products have the tokens of all experts in one matrix."""
+    left, right = matrices
+    return 2.0 * left.numel() * right.shape[-1]
+
+
+def _pairs(tokens: int, longest: int, window: int) -> float:
+    """Queries and the keys that they see, in documents that are all equally long."""
+    seen = min(longest, window) if window else longest
+    return tokens * (seen - seen * (seen - 1) / (2 * max(1, longest)))
