@@ -19,7 +19,8 @@ from typing import Any
 from benchmarks.record import write_result
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.estimate.devices import find_device
-from raytune_fsdp.planner.prediction import Cluster, Subject, predict
+from raytune_fsdp.planner.prediction import Cluster, predict
+from raytune_fsdp.planner.subject import Subject
 
 ROWS = Path(__file__).parent / "published" / "throughput.jsonl"
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from transformers import PretrainedConfig
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.estimate.devices import Device
 from raytune_fsdp.estimate.flops import Architecture, training_flops
 from raytune_fsdp.estimate.traffic import Traffic
-from raytune_fsdp.model.attention import Needs
-from raytune_fsdp.model.network import build_network, load_architecture
 from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.planner.memory import Memory, memory_of
-from raytune_fsdp.planner.speed import Network, Seconds, rates_of, seconds_of
+from raytune_fsdp.planner.speed import MIDDLE, REACHED, Network, Seconds, rates_of, seconds_of
+from raytune_fsdp.planner.subject import Subject, with_torch_alone
 from raytune_fsdp.planner.trace import trace
-from raytune_fsdp.run.needs import network_needs
 from raytune_fsdp.types import ParameterCount
 
 GIB = 2**30
@@ -29,19 +24,6 @@ CONTEXT = int(1.0 * GIB)
 HOLES = 0.03
 """Of what comes and goes in a step, what the allocator cannot use in between. An assumption; with expandable segments,
 which runs have, holes are small."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """A network, and what it needs of its attention and its loss."""
-
-    hf_config: PretrainedConfig
-    needs: Needs
-
-    @classmethod
-    def of(cls, config: FinetuneConfig, hf_config: PretrainedConfig | None = None) -> Subject:
-        found = hf_config if hf_config is not None else load_architecture(config.model, None)
-        return cls(hf_config=found, needs=network_needs(config, found, build_network(copy.deepcopy(found), config)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +54,19 @@ class Prediction:
     attention: str
     checkpoint: int
     """Bytes of one."""
+    largest: int
+    """Bytes of the largest weight."""
     tokens: int
     """Of a step."""
+
+    rates: str
+    """What the device's speed is based on."""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Seconds of a step, between which half of the published runs were."""
+        seconds = self.seconds
+        return tuple(max(seconds.compute * REACHED / reached, seconds.moving) + seconds.update for reached in MIDDLE)  # type: ignore[return-value]
 
     @property
     def needed(self) -> int:
@@ -93,10 +86,12 @@ class Prediction:
         return self.tokens / self.seconds.step / self.world
 
 
-def predict(subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster) -> Prediction:
-    plan = resolve(config, world) if config.train.max_steps is not None else resolve(_bounded(config), world)
-    device = cluster.device
-    found = trace(config, subject.hf_config, subject.needs, plan, memory=int(device.memory))
+def predict(subject: Subject, config: FinetuneConfig, plan: Plan | int, cluster: Cluster) -> Prediction:
+    """`plan`: the run's, or a number of GPUs where no more than a step is asked for."""
+    if isinstance(plan, int):
+        plan = resolve(_bounded(config), plan)
+    config, device, world = with_torch_alone(config), cluster.device, plan.layout.world
+    found = trace(config, subject.hf_config, subject.needs, plan, memory=int(device.memory), added=subject.added)
     memory = memory_of(found)
     network = Network(per_node=cluster.per_node, inside=device.link_bandwidth, between=cluster.between)
     rates = rates_of(device, compiled=config.parallel.compile in (True, "auto"), tf32=config.parallel.tf32)
@@ -113,6 +108,8 @@ def predict(subject: Subject, config: FinetuneConfig, world: int, cluster: Clust
         traffic=found.traffic,
         flops=_flops(found.architecture, plan, config.data.seq_len),
         parameters=found.parameters,
+        largest=found.largest,
+        rates=rates.basis,
         checkpoint=(found.trained_bytes + memory.start.get("optimizer", 0)) * plan.layout.shard_size,
         attention=found.attention,
         tokens=tokens,

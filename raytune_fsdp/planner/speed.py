@@ -36,6 +36,9 @@ REACHED = 0.70
 """Of the roofline, by real steps: the median of the six published rows that were set aside for this before anything was
 predicted (0.35, 0.66, 0.69, 0.71, 0.76, 0.85; `benchmarks/published_speed.py`)."""
 
+MIDDLE = (0.81, 0.68)
+"""Of the roofline: the upper and the lower quartile of the scored rows."""
+
 _ATTENTION = {
     # Of the peak, forward and backward together, causal, heads of 128. FlashAttention-2's paper: 190 to 230 TFLOP/s on
     # A100; its kernels on H100: 335 to 400 (FlashAttention-3's paper). torch's own is FlashAttention-2.

@@ -70,6 +70,8 @@ class Trace:
     parameters: ParameterCount
     traffic: Traffic | None
     """Of a step; None: nothing is spread."""
+    largest: int
+    """Bytes of the largest weight, as it is trained."""
     trained_bytes: int
     """Of this rank's trained weights, in the whole network."""
     trained_bytes_traced: int
@@ -105,6 +107,7 @@ def trace(
     if model._can_set_experts_implementation() and device == "cpu":
         model.set_experts_implementation("batched_mm")  # the others ask how many tokens come to an expert
     architecture, parameters = count_architecture(model), count_parameters(model)
+    largest = max(parameter.nbytes for parameter in model.parameters())
     parallel = as_stored(model, config, plan.layout, memory)
     traffic = _traffic(model, parallel, plan, ends=needs.ends)
     kept = range(len(blocks_of(model))) if whole else keep_blocks(model, parallel, ends=needs.ends)
@@ -133,6 +136,7 @@ def trace(
         architecture=architecture,
         parameters=parameters,
         traffic=traffic,
+        largest=largest,
         trained_bytes=recorder.rest + sum(recorder.trained[number] for number in kept),
         trained_bytes_traced=recorder.rest + sum(recorder.trained),
     )
@@ -176,14 +180,10 @@ def _step(
 
 def _attention(config: FinetuneConfig, needs: Needs, device: str) -> Any:
     """The attention that ranks on such a device would choose, if nothing is installed beside torch."""
-    # The flash-attn packages keep for backward what torch's own kernel keeps.
     precision = config.parallel.precision
     dtype = COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])
-    asked = config.model.attention
-    if asked.startswith("flash_attention"):
-        asked = "auto"
     return choose(
-        asked, needs, kept=None, device=torch.device(device), dtype=dtype,
+        config.model.attention, needs, kept=None, device=torch.device(device), dtype=dtype,
         fails=lambda name: None if name == f"{PREFIX}varlen" else "it is not looked for",
     )  # fmt: skip
 

@@ -59,7 +59,7 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     """What an operation does; None if it only looks at something in another way. `longest`: tokens of a document."""
     name = func._schema.name.partition("::")[2]
     made = tensors_in(result)
-    if not made or func.is_view or name in _NOTHING:
+    if func.is_view or name in _NOTHING or (not made and func.namespace != "aten"):
         return None
     given = tensors_in((args, kwargs))
     nbytes = sum(each.nbytes for each in given) + sum(each.nbytes for each in made)

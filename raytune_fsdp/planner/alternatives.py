@@ -1,0 +1,169 @@
+"""Other ways to train the same thing on the same cluster, or on more or less of it.
+
+How weights are spread, what is computed again and how many samples go at a time change how long a run takes, never what
+it learns; another method does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.optimizers import state_bytes
+from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.model.network import MASTER_DTYPE
+from raytune_fsdp.planner.prediction import Cluster, Prediction, predict
+from raytune_fsdp.planner.speed import Seconds
+from raytune_fsdp.planner.subject import Subject
+
+_METHODS: Mapping[str, Mapping[str, Any]] = {
+    "lora": {"type": "lora", "rank": 16, "alpha": 32},
+    "qlora": {"type": "qlora", "rank": 16, "alpha": 32},
+}
+
+_PAYS = 0.95
+"""Of the throughput that ever larger micro-batches come to: from there on a larger one no longer pays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    changes: Mapping[str, Any]
+    """Fields of the config, as they are written; `world` for the number of GPUs."""
+    prediction: Prediction
+
+    @property
+    def learns_the_same(self) -> bool:
+        return not any(name.startswith("method") for name in self.changes)
+
+    @property
+    def gpu_seconds(self) -> float:
+        """Of a step."""
+        return self.prediction.seconds.step * self.prediction.world
+
+
+def alternatives(subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster) -> list[Alternative]:
+    """Those that fit first, the cheapest first."""
+    found = []
+    for changes, changed in _candidates(config, world, cluster):
+        best = _largest_batch(subject, changed, world, cluster)
+        if best is not None:
+            micro, prediction = best
+            if micro != config.train.micro_batch:
+                changes = {**changes, "train.micro_batch": micro}
+            found.append(Alternative(changes=changes, prediction=prediction))
+    for size in (world // 2, world * 2):
+        try:
+            found.append(Alternative(changes={"world": size}, prediction=predict(subject, config, size, cluster)))
+        except (ConfigError, ZeroDivisionError):
+            continue  # too many ranks for the batch, or none
+    return sorted(found, key=lambda each: (not each.prediction.fits, each.gpu_seconds))
+
+
+def cheapest_fit(found: list[Alternative]) -> Alternative | None:
+    """What makes it fit for the least: what learns the same first, then the fewest changes, then the fastest."""
+    fitting = [each for each in found if each.prediction.fits]
+    return min(fitting, key=lambda each: (not each.learns_the_same, len(each.changes), each.gpu_seconds), default=None)
+
+
+def micro_batches(subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster) -> tuple[int | None, int]:
+    """The largest number of samples at a time that fits, whatever the batch is (None: not even one), and the number
+    from which a larger one no longer pays, whether it fits or not."""
+    one, two = (predict(subject, with_micro_batch(config, world, size), world, cluster) for size in (1, 2))
+    room, slope = cluster.device.memory - one.needed, max(1, two.needed - one.needed)
+    # The peak of a sum of phases is convex: the line through two sizes is at or below it, so the answer is tried.
+    size = 1 + int(room / slope) if room >= 0 else 0
+    while size > 1 and not predict(subject, with_micro_batch(config, world, size), world, cluster).fits:
+        size -= max(1, size // 16)
+    return size or None, _paying(one.seconds, two.seconds)
+
+
+def _paying(one: Seconds, two: Seconds) -> int:
+    slope = max(1e-9, two.compute - one.compute)
+    fixed, beside = max(0.0, one.compute - slope), one.update
+    size = 1
+    while size < 4096:
+        step = max(fixed + slope * size, one.moving) + beside
+        if slope * size >= _PAYS * step:
+            break
+        size += 1
+    return size
+
+
+def with_micro_batch(config: FinetuneConfig, world: int, size: int) -> FinetuneConfig:
+    """One pass of so many samples in each step."""
+    train = config.train.model_copy(update={"micro_batch": size, "global_batch": size * world})
+    return config.model_copy(update={"train": train})
+
+
+def _candidates(
+    config: FinetuneConfig, world: int, cluster: Cluster
+) -> Iterator[tuple[dict[str, Any], FinetuneConfig]]:
+    methods: list[Mapping[str, Any] | None] = [None]
+    if config.method.type == "full":
+        methods += [_METHODS["lora"], _METHODS["qlora"]]
+    elif config.method.type == "lora":
+        methods.append({**config.method.model_dump(exclude_unset=True), "type": "qlora"})
+    for method in methods:
+        for strategy in _strategies(world, cluster):
+            for recompute in ("none", "selective", "full"):
+                changes: dict[str, Any] = {}
+                if method is not None:
+                    changes["method.type"] = method["type"]
+                for name, value in (*strategy.items(), ("activation_checkpointing", recompute)):
+                    if getattr(config.parallel, name) != value:
+                        changes[f"parallel.{name}"] = value
+                yield changes, _changed(config, method, {**strategy, "activation_checkpointing": recompute})
+
+
+def _strategies(world: int, cluster: Cluster) -> list[dict[str, Any]]:
+    if world == 1:
+        return [{"strategy": "full_shard"}]
+    found: list[dict[str, Any]] = [{"strategy": name} for name in ("full_shard", "shard_grad_op", "replicate")]
+    if world > cluster.per_node and world % cluster.per_node == 0:
+        found.append({"strategy": "hybrid_shard", "shard_size": cluster.per_node})
+    return found
+
+
+def _changed(config: FinetuneConfig, method: Mapping[str, Any] | None, parallel: Mapping[str, Any]) -> FinetuneConfig:
+    values = config.model_dump(exclude_unset=True)
+    values["parallel"] = {**values.get("parallel", {}), **parallel}
+    if parallel["strategy"] != "hybrid_shard":
+        values["parallel"].pop("shard_size", None)
+    if parallel["activation_checkpointing"] != "every_n":
+        values["parallel"].pop("recompute_every", None)
+    if method is not None:
+        values["method"] = dict(method)
+    return FinetuneConfig.model_validate(values)
+
+
+def _largest_batch(
+    subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster
+) -> tuple[int, Prediction] | None:
+    """The largest power of two of samples at a time that fits and gives every rank a block; or one sample."""
+    if _certainly_too_much(subject, config, world, cluster):
+        return None
+    batch = config.train.global_batch
+    sizes = [size for size in (2**power for power in range(12)) if batch % size == 0 and batch // size >= world]
+    best: tuple[int, Prediction] | None = None
+    for size in sizes or [1]:
+        train = config.train.model_copy(update={"micro_batch": size})
+        prediction = predict(subject, config.model_copy(update={"train": train}), world, cluster)
+        if best is not None and (not prediction.fits or prediction.seconds.step > 0.99 * best[1].seconds.step):
+            break
+        best = size, prediction
+        if not prediction.fits:
+            break
+    return best
+
+
+def _certainly_too_much(subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster) -> bool:
+    """Whether weights and what the optimizer keeps of them are more than the device has, by their number alone."""
+    if config.method.type != "full" or config.parallel.cpu_offload:
+        return False
+    width = MASTER_DTYPE[config.parallel.precision].itemsize
+    each = width + state_bytes(config.optim.optimizer, width)
+    shards = {"replicate": 1, "hybrid_shard": config.parallel.shard_size or 1}.get(config.parallel.strategy, world)
+    stays = 2 if config.parallel.strategy == "shard_grad_op" else 0
+    return subject.numbers * (each / shards + stays) > cluster.device.memory

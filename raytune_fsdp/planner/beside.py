@@ -1,0 +1,62 @@
+"""What a run needs beside its GPUs: memory of the machines, and storage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.planner.prediction import GIB, Prediction
+
+PROCESS = int(0.9 * GIB)
+"""Of a rank that has imported torch and transformers and holds no weights: about 930 MB in Hugging Face's article on
+fine-tuning Llama 2 70B, whose ranks above 0 hold nothing else. (1,506 MB with its share of a 7B's buffers.)"""
+
+_FILES = 2
+"""Of the largest tensor, while weights are read, exported or merged: the project's own bound (docs/architecture.md)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """Bytes."""
+
+    loading: int
+    """Of a machine's memory, while weights are read."""
+    training: int
+    saving: int
+    """While a checkpoint is copied and written."""
+    exporting: int
+    """Of the one machine that does it."""
+    naive: int
+    """Of a machine, if every rank read the whole model, in 32 bits, as it is stored by default."""
+    checkpoint: int
+    kept: Mapping[str, int]
+    """Of checkpoints at a time: those that stay, and the one that is being written."""
+
+    @property
+    def storage(self) -> int:
+        return self.checkpoint * sum(self.kept.values())
+
+
+def beside(config: FinetuneConfig, found: Prediction) -> Beside:
+    """On machines with as many ranks as the cluster says."""
+    ranks = min(found.cluster.per_node, found.world)
+    at_rest = sum(size for kind, size in found.memory.start.items() if kind != "host")
+    on_host = ranks * PROCESS
+    if config.parallel.cpu_offload:  # weights, their gradients and what the optimizer keeps
+        on_host += ranks * (at_rest + found.memory.peak.get("gradients", 0))
+    on_host += ranks * found.memory.peak.get("host", 0)
+    staged = found.checkpoint * ranks // found.world if config.checkpoint.asynchronous else 0
+    chosen = config.checkpoint
+    kept = {"newest": chosen.keep_last or found.plan.steps // found.plan.save_every, "best": chosen.keep_best}
+    if chosen.keep_every and chosen.keep_last:
+        kept["every"] = found.plan.steps // chosen.keep_every
+    return Beside(
+        loading=on_host + ranks * _FILES * found.largest,
+        training=on_host,
+        saving=on_host + staged,
+        exporting=PROCESS + _FILES * found.largest,
+        naive=ranks * (PROCESS + 4 * found.parameters.total),
+        checkpoint=found.checkpoint,
+        kept={**{name: count for name, count in kept.items() if count}, "being written": 1},
+    )

@@ -1,0 +1,65 @@
+"""Everything that is found out about a config on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.plan import Plan
+from raytune_fsdp.planner.advice import Advice, advice
+from raytune_fsdp.planner.alternatives import Alternative, alternatives, micro_batches
+from raytune_fsdp.planner.beside import Beside, beside
+from raytune_fsdp.planner.prediction import Cluster, Prediction, predict
+from raytune_fsdp.planner.subject import Subject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """Everything that was found out about a config on a cluster."""
+
+    prediction: Prediction
+    beside: Beside
+    advice: Sequence[Advice]
+    largest_micro_batch: int | None
+    paying_micro_batch: int
+    alternatives: Sequence[Alternative]
+    price: float | None
+    """Of a GPU and hour."""
+    basis: str
+    """Where the network's sizes are from."""
+
+
+def planned(
+    config: FinetuneConfig,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    architecture: Path | None = None,
+    price: float | None = None,
+    with_alternatives: bool = False,
+) -> Planned:
+    """Plan a run on so many of these GPUs. Where it does not fit, alternatives are always looked for."""
+    subject, world = Subject.of(config, architecture), plan.layout.world
+    found = predict(subject, config, plan, cluster)
+    others = alternatives(subject, config, world, cluster) if with_alternatives or not found.fits else []
+    largest, paying = micro_batches(subject, config, world, cluster)
+    return Planned(
+        prediction=found,
+        beside=beside(config, found),
+        advice=advice(config, found),
+        largest_micro_batch=largest,
+        paying_micro_batch=paying,
+        alternatives=others,
+        price=price,
+        basis=subject.basis,
+    )
+
+
+def hours(found: Prediction) -> float:
+    return found.seconds.step * found.plan.steps / 3600
+
+
+def cost(found: Prediction, price: float | None) -> float | None:
+    return None if price is None else hours(found) * found.world * price
