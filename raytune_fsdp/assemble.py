@@ -43,7 +43,7 @@ from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.head import choose_loss, install
 from raytune_fsdp.model.network import MASTER_DTYPE, build_network
 from raytune_fsdp.model.objective import Objective
-from raytune_fsdp.model.offload import Offload
+from raytune_fsdp.model.offload import Copies, Offload
 from raytune_fsdp.model.operations import count_architecture
 from raytune_fsdp.model.principal import pairs_of
 from raytune_fsdp.model.quantized import quantize_layers
@@ -308,13 +308,14 @@ def spread(
     mesh: DeviceMesh,
     compiler: Compiler | None,
     device: torch.device,
+    copies: Copies | None = None,
 ) -> None:
-    """Say how the blocks run in training, and shard the network."""
+    """Say how the blocks run in training, and shard the network. `copies`: what sends activations to the host."""
     run_blocks(
         model,
         recompute=parallel.activation_checkpointing,
         every=parallel.recompute_every,
-        offload=Offload(device) if parallel.activation_offload else None,
+        offload=Offload(device, copies) if parallel.activation_offload else None,
         compiler=compiler,
     )
     shard(model, mesh, parallel, units)

@@ -100,7 +100,7 @@ class Offload:
         """In here, `block` computes, the `number`th of a forward pass."""
         self._give_up_coming()
         # Weights have a place of their own, which FSDP frees and fills again.
-        weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+        weights = {_storage(parameter) for parameter in block.parameters()}
         # A tensor that several operations keep goes once. It is held until the block ends, so that none is taken for
         # another one at the same address.
         sent: list[tuple[torch.Tensor, _Away]] = []
@@ -108,7 +108,7 @@ class Offload:
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | tuple[int, _Away]:
             elsewhere = self._cuda and not tensor.is_cuda
-            if elsewhere or tensor.nbytes < _SMALLEST or tensor.untyped_storage().data_ptr() in weights:
+            if elsewhere or tensor.nbytes < _SMALLEST or _storage(tensor) in weights:
                 return tensor
             away = next((away for known, away in sent if _same(known, tensor)), None)
             if away is None:
@@ -171,9 +171,15 @@ class Offload:
         self._coming[number] = (self._copies.mark(), [*before, *backs])
 
 
+def _storage(tensor: torch.Tensor) -> int:
+    """Whose memory it is. Not the address, which a plan's tensors do not have."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (
-        one.data_ptr() == other.data_ptr()
+        _storage(one) == _storage(other)
+        and one.storage_offset() == other.storage_offset()
         and one.dtype == other.dtype
         and one.shape == other.shape
         and one.stride() == other.stride()

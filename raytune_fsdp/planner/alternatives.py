@@ -23,6 +23,9 @@ _METHODS: Mapping[str, Mapping[str, Any]] = {
     "qlora": {"type": "qlora", "rank": 16, "alpha": 32},
 }
 
+_HIDDEN = 0.5
+"""Of the computation's time: collectives that take no longer are behind it."""
+
 _PAYS = 0.95
 """Of the throughput that ever larger micro-batches come to: from there on a larger one no longer pays."""
 
@@ -45,20 +48,36 @@ class Alternative:
 
 def alternatives(subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster) -> list[Alternative]:
     """Those that fit first, the cheapest first."""
-    found = []
-    for changes, changed in _candidates(config, world, cluster):
+    found: list[Alternative] = []
+    moves: dict[Any, bool] = {}
+    for how, changes, changed in _candidates(config, world, cluster):
+        # Less sharding only saves what moves: not looked at where that is hidden behind the computation.
+        if changed.parallel.strategy != "full_shard" and not moves.get(how, True):
+            continue
         best = _largest_batch(subject, changed, world, cluster)
-        if best is not None:
-            micro, prediction = best
-            if micro != config.train.micro_batch:
-                changes = {**changes, "train.micro_batch": micro}
-            found.append(Alternative(changes=changes, prediction=prediction))
-    for size in (world // 2, world * 2):
-        try:
-            found.append(Alternative(changes={"world": size}, prediction=predict(subject, config, size, cluster)))
-        except (ConfigError, ZeroDivisionError):
-            continue  # too many ranks for the batch, or none
+        if best is None:
+            continue
+        micro, prediction = best
+        if changed.parallel.strategy == "full_shard":
+            moves[how] = prediction.seconds.moving > _HIDDEN * prediction.seconds.compute or not prediction.fits
+        if micro != config.train.micro_batch:
+            changes = {**changes, "train.micro_batch": micro}
+        found.append(Alternative(changes=changes, prediction=prediction))
+    found += _sizes(subject, config, world, cluster)
     return sorted(found, key=lambda each: (not each.prediction.fits, each.gpu_seconds))
+
+
+def _sizes(subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster) -> Iterator[Alternative]:
+    """Half as many GPUs, and twice as many, until it fits."""
+    for size in (world // 2, world * 2, world * 4, world * 8):
+        try:
+            prediction = predict(subject, config, size, cluster) if size else None
+        except ConfigError:  # too many for the batch, or no multiple of shard_size
+            continue
+        if prediction is not None:
+            yield Alternative(changes={"world": size}, prediction=prediction)
+            if prediction.fits and size > world:
+                return
 
 
 def cheapest_fit(found: list[Alternative]) -> Alternative | None:
@@ -99,22 +118,24 @@ def with_micro_batch(config: FinetuneConfig, world: int, size: int) -> FinetuneC
 
 def _candidates(
     config: FinetuneConfig, world: int, cluster: Cluster
-) -> Iterator[tuple[dict[str, Any], FinetuneConfig]]:
+) -> Iterator[tuple[object, dict[str, Any], FinetuneConfig]]:
+    """Method and what is computed again; what that changes; and the config that it makes."""
     methods: list[Mapping[str, Any] | None] = [None]
     if config.method.type == "full":
         methods += [_METHODS["lora"], _METHODS["qlora"]]
     elif config.method.type == "lora":
         methods.append({**config.method.model_dump(exclude_unset=True), "type": "qlora"})
     for method in methods:
-        for strategy in _strategies(world, cluster):
-            for recompute in ("none", "selective", "full"):
+        for recompute in ("none", "selective", "full"):
+            for strategy in _strategies(world, cluster):
                 changes: dict[str, Any] = {}
                 if method is not None:
                     changes["method.type"] = method["type"]
                 for name, value in (*strategy.items(), ("activation_checkpointing", recompute)):
                     if getattr(config.parallel, name) != value:
                         changes[f"parallel.{name}"] = value
-                yield changes, _changed(config, method, {**strategy, "activation_checkpointing": recompute})
+                changed = _changed(config, method, {**strategy, "activation_checkpointing": recompute})
+                yield (str(method), recompute), changes, changed
 
 
 def _strategies(world: int, cluster: Cluster) -> list[dict[str, Any]]:
@@ -141,21 +162,27 @@ def _changed(config: FinetuneConfig, method: Mapping[str, Any] | None, parallel:
 def _largest_batch(
     subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster
 ) -> tuple[int, Prediction] | None:
-    """The largest power of two of samples at a time that fits and gives every rank a block; or one sample."""
+    """How many samples at a time are the fastest that fit and give every rank a block: two sizes are traced."""
     if _certainly_too_much(subject, config, world, cluster):
         return None
     batch = config.train.global_batch
     sizes = [size for size in (2**power for power in range(12)) if batch % size == 0 and batch // size >= world]
-    best: tuple[int, Prediction] | None = None
-    for size in sizes or [1]:
+
+    def of(size: int) -> tuple[int, Prediction]:
         train = config.train.model_copy(update={"micro_batch": size})
-        prediction = predict(subject, config.model_copy(update={"train": train}), world, cluster)
-        if best is not None and (not prediction.fits or prediction.seconds.step > 0.99 * best[1].seconds.step):
-            break
-        best = size, prediction
-        if not prediction.fits:
-            break
-    return best
+        return size, predict(subject, config.model_copy(update={"train": train}), world, cluster)
+
+    one = of(1)
+    if not one[1].fits or len(sizes) < 2:
+        return one
+    # What a sample more takes is about what the first one takes beside weights, gradients and the optimizer's state.
+    changing = one[1].memory.peak.get("activations", 0)
+    room = cluster.device.memory - one[1].needed
+    more = max((size for size in sizes if (size - 1) * changing <= room), default=1)
+    if more == 1 or one[1].seconds.moving < _HIDDEN * one[1].seconds.compute:
+        return one  # nothing to hide
+    larger = of(more)
+    return larger if larger[1].fits and larger[1].seconds.step < one[1].seconds.step else one
 
 
 def _certainly_too_much(subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster) -> bool:

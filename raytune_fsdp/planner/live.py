@@ -89,6 +89,8 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it will call operations on what it holds
+        if func.is_view or func.namespace == "prim":  # half of all: no memory is taken, nothing is computed
+            return func(*args, **(kwargs or {}))
         self._look_at_resized()
         moves = func.namespace in _MOVES
         if moves and self._copies_to_reduce and "reduce" in func.__name__:
@@ -99,7 +101,6 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if moves:
             for tensor in tensors_in((args, kwargs)):
                 self._see(tensor, moves=True)
-            self._find_gathered()
         elif operation := work_of(func, args, kwargs or {}, result, self._longest):
             self.timeline.operations.append(operation)
         return result
@@ -119,11 +120,11 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._groups = groups_of(model)
 
     def _find_gathered(self) -> None:
-        for group in [*self._groups]:  # made when they are first gathered
-            found = [tensor for each in group.fsdp_params for tensor in getattr(each, "all_gather_outputs", ())]
-            if found:
+        for group in [*self._groups]:  # made one after the other, when they are first gathered
+            made = [getattr(each, "all_gather_outputs", ()) for each in group.fsdp_params]
+            if all(made):
                 self._groups.remove(group)
-                self._resized += [self._see(tensor, moves=True) for tensor in found]
+                self._resized += [self._see(tensor, moves=True) for tensors in made for tensor in tensors]
 
     @contextmanager
     def sending_to_host(self) -> Iterator[None]:
@@ -153,6 +154,8 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             each.size = size
 
     def _look_at_resized(self) -> None:
+        if self._groups:
+            self._find_gathered()
         for number in self._resized:
             storage = self._storages[number].ref()
             if storage is not None:

@@ -41,6 +41,11 @@ def planned(
     with_alternatives: bool = False,
 ) -> Planned:
     """Plan a run on so many of these GPUs. Where it does not fit, alternatives are always looked for."""
+    asked = config
+    # As long as the run, also where that was given in epochs.
+    config = config.model_copy(
+        update={"train": config.train.model_copy(update={"max_steps": plan.steps, "epochs": None})}
+    )
     subject, world = Subject.of(config, architecture), plan.layout.world
     found = predict(subject, config, plan, cluster)
     others = alternatives(subject, config, world, cluster) if with_alternatives or not found.fits else []
@@ -48,7 +53,7 @@ def planned(
     return Planned(
         prediction=found,
         beside=beside(config, found),
-        advice=advice(config, found),
+        advice=advice(asked, found),
         largest_micro_batch=largest,
         paying_micro_batch=paying,
         alternatives=others,

@@ -89,7 +89,7 @@ class Prediction:
 def predict(subject: Subject, config: FinetuneConfig, plan: Plan | int, cluster: Cluster) -> Prediction:
     """`plan`: the run's, or a number of GPUs where no more than a step is asked for."""
     if isinstance(plan, int):
-        plan = resolve(_bounded(config), plan)
+        plan = resolve(config if config.train.max_steps else _bounded(config), plan)
     config, device, world = with_torch_alone(config), cluster.device, plan.layout.world
     found = trace(config, subject.hf_config, subject.needs, plan, memory=int(device.memory), added=subject.added)
     memory = memory_of(found)
@@ -97,13 +97,19 @@ def predict(subject: Subject, config: FinetuneConfig, plan: Plan | int, cluster:
     rates = rates_of(device, compiled=config.parallel.compile in (True, "auto"), tf32=config.parallel.tf32)
     seconds = seconds_of(found, rates, network, plan.layout, found.traffic, plan.division.full_rounds)
     tokens = plan.division.global_batch * config.data.seq_len
+    offloaded = memory.peak.get("host", 0) // max(1, len(found.stands_for))
     changing = memory.total - sum(size for kind, size in memory.start.items() if kind != "host")
     return Prediction(
         world=world,
         plan=plan,
         cluster=cluster,
         memory=memory,
-        beside={"context and libraries": CONTEXT, "holes of the allocator": int(HOLES * changing)},
+        beside={
+            "context and libraries": CONTEXT,
+            "holes of the allocator": int(HOLES * changing),
+            # Of the block that computes, and of the next one, whose copies are on their way (model/offload.py).
+            **({"back from the host": 2 * offloaded} if offloaded else {}),
+        },
         seconds=seconds,
         traffic=found.traffic,
         flops=_flops(found.architecture, plan, config.data.seq_len),

@@ -116,11 +116,11 @@ def trace(
     with as_rank_of(plan.layout.world), torch.random.fork_rng(devices=[]), torch.enable_grad():
         mesh = make_mesh(plan.layout, CPU)
         units = units_of(model, parallel, ends=needs.ends)
-        spread(model, units, parallel, mesh, None, CPU)
+        live = Live(copies_to_reduce=gloo, longest=config.data.seq_len)
+        spread(model, units, parallel, mesh, None, CPU, _ToHost(live))
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         _allocate(model, fake)
         model.train()
-        live = Live(copies_to_reduce=gloo, longest=config.data.seq_len)
         with fake:
             optimizer = build_optimizer(model, config.optim, config.method)
             optimizer.init_state()
@@ -161,6 +161,22 @@ def _allocate(model: PreTrainedModel, fake: AbstractContextManager[object]) -> N
         for module, buffers in real:
             kept = {name: buffer for name, buffer in buffers.items() if buffer is None or not buffer.is_meta}
             module._buffers.update(kept)
+
+
+class _ToHost:
+    """Copies of activations to the memory of the host, and none back: where they are in use is for the plan to say."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+
+    def behind_compute(self) -> AbstractContextManager[None]:
+        return self._live.sending_to_host()
+
+    def mark(self) -> None:
+        return None
+
+    def hold_compute(self, mark: None) -> None:
+        pass
 
 
 def _step(

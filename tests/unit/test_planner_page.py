@@ -1,0 +1,148 @@
+"""`raytune-fsdp plan --gpu`: what it prints, what it refuses, and that every recipe fits the hardware that it names."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytune_fsdp.cli.plan import main
+from raytune_fsdp.config.load import load_config, recipes
+from raytune_fsdp.config.model import ModelConfig
+from raytune_fsdp.estimate.devices import find_device
+from raytune_fsdp.model.network import build_base, load_architecture
+from raytune_fsdp.planner.alternatives import alternatives, cheapest_fit, micro_batches, with_micro_batch
+from raytune_fsdp.planner.page import WIDTH
+from raytune_fsdp.planner.prediction import Cluster, predict
+from raytune_fsdp.planner.subject import Subject, bundled
+
+_HARDWARE = re.compile(r"Hardware: (\d+) x (\w+) 80 GB on (\d+) node")
+
+SEVENTY = ("--config", "llama2-70b-full-16xa100", "--gpu", "A100-80GB", "--network", "400Gbps", "--price", "2.5")
+
+
+def on_hardware() -> list[Any]:
+    found = []
+    for name, path in recipes().items():
+        if match := _HARDWARE.search(path.read_text()):
+            device = {"A100": "A100-80GB", "H100": "H100"}[match[2]]
+            quick = name in ("llama2-70b-full-16xa100", "qwen3-30b-a3b-full")
+            marks = [] if quick else [pytest.mark.slow]
+            found.append(pytest.param(name, int(match[1]), int(match[3]), device, marks=marks, id=name))
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "gpus", "nodes", "device"), on_hardware())
+def test_every_recipe_fits_the_hardware_that_it_names(name: str, gpus: int, nodes: int, device: str) -> None:
+    config = load_config(name)
+    cluster = Cluster(device=find_device(device), per_node=gpus // nodes, between=50e9)
+    found = predict(Subject.of(config), config, gpus, cluster)
+    assert found.fits, f"{found.needed / 2**30:.1f} GiB"
+    assert 0.05 < found.mfu < 0.6
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main([*arguments, "--json"]) == 0
+    values: dict[str, Any] = json.loads(capsys.readouterr().out)["on_gpus"]
+    return values
+
+
+@pytest.mark.thorough
+def test_the_70b_of_the_article_fits_16_gpus_and_is_bound_by_its_network(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, *SEVENTY, "--world-size", "16")
+    assert found["fits"] and found["bound"] == "communication"
+    numbers = 68_976_648_192
+    assert found["network"]["parameters"] == numbers
+    # 4 bytes of weights and 8 of moments, a sixteenth of each; the norms are split in rows, too.
+    between = found["memory"]["between_steps"]
+    assert between["weights"] + between["optimizer"] == pytest.approx(12 * numbers / 16, rel=1e-4)
+    # Weights in 16 bits twice, gradients in 32 bits once, but for the end whose weights stay gathered.
+    assert found["bytes_between"] == pytest.approx(8 * numbers * 15 / 16, rel=0.01)
+    assert found["moving_seconds"] == pytest.approx(found["bytes_between"] / (0.8 * 50e9))
+    # From the micro-batch that pays on it is as fast as published runs of 70B on A100: 276 to 410 tokens/s and GPU.
+    config = with_micro_batch(load_config("llama2-70b-full-16xa100"), 16, found["micro_batch"]["paying"])
+    cluster = Cluster(device=find_device("A100-80GB"), between=50e9)
+    assert 276 <= predict(Subject.of(config), config, 16, cluster).tokens_per_second <= 410
+
+
+@pytest.mark.thorough
+def test_the_page_says_what_to_do_where_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config", "llama3-8b-full-8xa100", "--gpu", "A100-40GB", "--world-size", "2", "--samples", "64"]
+    assert main(arguments) == 0
+    page = capsys.readouterr().out
+    assert "DOES NOT FIT" in page and "the cheapest change: 4 GPUs" in page
+    plan = page.split("\n\n", 1)[1]
+    assert all(len(line) <= WIDTH for line in plan.splitlines()), [x for x in plan.splitlines() if len(x) > WIDTH]
+
+
+@pytest.mark.slow
+def test_alternatives_change_no_batch_and_the_best_fit_is_the_least_change() -> None:
+    config = load_config("llama3-8b-full-8xa100", ["--train.max_steps", "10", "--train.epochs", "null"])
+    subject, cluster = Subject.of(config), Cluster(device=find_device("A100-40GB"))
+    found = alternatives(subject, config, 2, cluster)
+    batch = config.train.global_batch * config.data.seq_len
+    assert {each.prediction.tokens for each in found} == {batch}
+    fitting = [each for each in found if each.prediction.fits]
+    assert found[: len(fitting)] == fitting
+    best = cheapest_fit(found)
+    assert best is not None and best.learns_the_same and dict(best.changes) == {"world": 4}
+
+
+@pytest.mark.slow
+def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
+    config = load_config("qwen3-8b-lora", ["--train.max_steps", "10", "--train.epochs", "null"])
+    subject, cluster = Subject.of(config), Cluster(device=find_device("H100"))
+    most, _ = micro_batches(subject, config, 1, cluster)
+    assert most is not None
+    assert predict(subject, with_micro_batch(config, 1, most), 1, cluster).fits
+    assert not predict(subject, with_micro_batch(config, 1, most + 1), 1, cluster).fits
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--gpu", "A100-81GB"), "A100-80GB"),
+        (("--gpu", "H1000"), "H100"),
+        (("--gpu", "H100", "--network", "400"), "400Gbps"),
+        (("--network", "400Gbps"), "--gpu"),
+        (("--gpu", "H100", "--price", "-1"), "--price -1.0 must be 0 or more"),
+        (("--gpu", "H100", "--gpus-per-node", "0"), "--gpus-per-node 0 must be at least 1"),
+        (("--gpu", "H100", "--architecture", "nowhere"), "give the config.json of a model"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    arguments: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["--config", "llama2-70b-full-16xa100", "--world-size", "16", *arguments])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    assert code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_config_json_takes_the_place_of_a_model_that_is_not_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    values = {**bundled()["HuggingFaceTB/SmolLM2-135M"]["config"], "num_hidden_layers": 7}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    arguments = ["--config", "qwen3-8b-lora", "--model.path", "nobody/smollm2-7", "--gpu", "L4", "--samples", "8"]
+    assert main([*arguments, "--world-size", "1"]) == 2
+    assert "--architecture FILE" in capsys.readouterr().err
+    found = planned(capsys, *arguments, "--world-size", "1", "--architecture", str(tmp_path))
+    assert found["network"]["parameters"] < 60e6
+    assert found["fits"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", sorted({json.dumps(v["config"]): k for k, v in bundled().items()}.values()))
+def test_bundled_architectures_have_as_many_weights_as_their_models(name: str) -> None:
+    known = bundled()[name]
+    model = ModelConfig.model_validate({"init": "random", "architecture": known["config"], "tokenizer": "none"})
+    network = build_base(load_architecture(model, None), model, "bf16")
+    assert sum(parameter.numel() for parameter in network.parameters()) == known["parameters"]
