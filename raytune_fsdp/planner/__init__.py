@@ -1,6 +1,13 @@
 """What a run will need, before anything is started.
 
-live.py     the bytes that are alive while operations run on tensors without data, and what they are
-trace.py    one step of a few blocks of the network, as a run computes it, on such tensors
-memory.py   from those few blocks to the whole network: the peak, where it is, and by part
+subject.py      which network a config is about, also offline
+live.py         the bytes that are alive while operations run on tensors without data, and what they are
+work.py         what one operation computes, reads and writes
+trace.py        one step of a few blocks of the network, as a rank computes it, on such tensors (recorder.py: its
+                phases; representatives.py: which blocks stand for which)
+memory.py       from those few blocks to the whole network: the peak, where it is, and by part
+speed.py        how long a step takes on a device and a network
+prediction.py   all of that in one call
+alternatives.py other ways to train the same, beside.py: hosts and storage, advice.py: what may not be meant
+planned.py      everything about a config on a cluster; page.py: as a page, and as data
 """

@@ -47,7 +47,7 @@ class _Change:
     by: int
 
 
-class Mark(NamedTuple):
+class PhaseStart(NamedTuple):
     name: str
     changes: int
     """How many came before it."""
@@ -59,7 +59,7 @@ class Timeline:
     """All changes in the order in which they came, and marks between them."""
 
     changes: list[_Change] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[PhaseStart] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     kinds: dict[int, Kind] = field(default_factory=dict)
     """Of each piece of memory, as far as it is known."""
@@ -107,7 +107,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self, name: str) -> None:
         self._look_at_resized()
-        self.timeline.marks.append(Mark(name, len(self.timeline.changes), len(self.timeline.operations)))
+        self.timeline.marks.append(PhaseStart(name, len(self.timeline.changes), len(self.timeline.operations)))
 
     def name(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
         """Say what these are, or were. The last word counts."""

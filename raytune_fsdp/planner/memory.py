@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
-from raytune_fsdp.planner.live import Bytes, Mark, Timeline, add
+from raytune_fsdp.planner.live import PhaseStart, Bytes, Timeline, add
 from raytune_fsdp.planner.trace import Trace
 
 
@@ -73,7 +73,7 @@ def _phases(timeline: Timeline) -> Iterator[_Phase]:
     now: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     place = 0
-    marks = [*timeline.marks, Mark("", len(timeline.changes), 0)]
+    marks = [*timeline.marks, PhaseStart("", len(timeline.changes), 0)]
     before: dict[str, int] = {}
     most: dict[str, int] = {}
     for index, mark in enumerate(marks):

@@ -7,16 +7,13 @@ that talks to nobody; a rank among 16 of a 70B needs 0.8 s for this, and no memo
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -34,21 +31,16 @@ from raytune_fsdp.model.network import MASTER_DTYPE, build_network, count_parame
 from raytune_fsdp.model.objective import Objective
 from raytune_fsdp.model.operations import count_architecture
 from raytune_fsdp.optim import Optimizer, build_optimizer
-from raytune_fsdp.parallel import COMPUTE_DTYPE, is_wrapped, make_mesh, reached_by_backward, traffic_of, units_of
+from raytune_fsdp.parallel import COMPUTE_DTYPE, is_wrapped, make_mesh, traffic_of, units_of
 from raytune_fsdp.plan import Plan
-from raytune_fsdp.planner.live import Bytes, Kind, Live, Timeline, groups_of
+from raytune_fsdp.planner.live import Bytes, Live, Timeline
+from raytune_fsdp.planner.recorder import Recorder
+from raytune_fsdp.planner.representatives import keep_blocks
 from raytune_fsdp.run.probe import with_memory
 from raytune_fsdp.step import LossScale, train_step
 from raytune_fsdp.types import Batch, Cursor, PackedSample, ParameterCount, StepBatches
 
 CPU = torch.device("cpu")
-
-_MARGIN = 2
-"""Units that are kept at either end of a stretch of alike ones: what is fetched ahead, and what is still on its way,
-belongs to a neighbour."""
-
-_NUMBERED = ("idx", "index", "layer_id", "layer_number", "layer_num")
-"""Parts of the names under which a module keeps its place, which says nothing about its size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,14 +90,7 @@ def trace(
     from torch._subclasses import FakeTensorMode  # half of the compiler, a second
 
     model = build_network(copy.deepcopy(hf_config), config, added)
-    attention = use(model, _attention(config, needs, device)).name
-    if choose_loss(config.model.loss, needs, kept=None).name == "chunked":
-        install(model)
-        head = model.get_output_embeddings()
-        assert isinstance(head, LossHead)
-        head.stands_for = device
-    if model._can_set_experts_implementation() and device == "cpu":
-        model.set_experts_implementation("batched_mm")  # the others ask how many tokens come to an expert
+    attention = _choose_kernels(model, config, needs, device)
     architecture, parameters = count_architecture(model), count_parameters(model)
     largest = max(parameter.nbytes for parameter in model.parameters())
     parallel = as_stored(model, config, plan.layout, memory)
@@ -194,14 +179,23 @@ def _step(
     )  # fmt: skip
 
 
-def _attention(config: FinetuneConfig, needs: Needs, device: str) -> Any:
-    """The attention that ranks on such a device would choose, if nothing is installed beside torch."""
+def _choose_kernels(model: PreTrainedModel, config: FinetuneConfig, needs: Needs, device: str) -> str:
+    """Give the network what ranks on such a device would choose, if nothing is installed beside torch; returns its
+    attention."""
+    if choose_loss(config.model.loss, needs, kept=None).name == "chunked":
+        install(model)
+        head = model.get_output_embeddings()
+        assert isinstance(head, LossHead)
+        head.stands_for = device
+    if model._can_set_experts_implementation() and device == "cpu":
+        model.set_experts_implementation("batched_mm")  # the others ask how many tokens come to an expert
     precision = config.parallel.precision
     dtype = COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])
-    return choose(
+    attention = choose(
         config.model.attention, needs, kept=None, device=torch.device(device), dtype=dtype,
         fails=lambda name: None if name == f"{PREFIX}varlen" else "it is not looked for",
     )  # fmt: skip
+    return use(model, attention).name
 
 
 def full_batches(config: FinetuneConfig, hf_config: PretrainedConfig, passes: int) -> StepBatches:
@@ -221,173 +215,6 @@ def full_batches(config: FinetuneConfig, hf_config: PretrainedConfig, passes: in
     assert all(each.index != FILLER_INDEX for each in blocks)
     counts = torch.ones(3 + len(config.data.train), dtype=torch.int64)
     return StepBatches(step=1, blocks=blocks, counts=counts)
-
-
-class Recorder:
-    """Marks the timeline where passes, blocks and the update begin, and says what is what."""
-
-    def __init__(self, live: Live, model: PreTrainedModel, optimizer: Optimizer) -> None:
-        self._live, self._model, self._optimizer = live, model, optimizer
-        self._blocks = blocks_of(model)
-        self._pass = -1
-        weights = [_local(each) for each in (*model.parameters(), *model.buffers())]
-        live.name(weights, "weights")
-        live.name((_local(each) for each in optimizer.state_tensors().values()), "optimizer")
-        self.persistent = tuple(self._kept(block) for block in self._blocks)
-        self.trained = [_trained(block.parameters()) for block in self._blocks]
-        self.rest = _trained(model.parameters()) - sum(self.trained)
-
-    def record(self, step: Any) -> None:
-        """Follow a step."""
-        hooks = [self._model.register_forward_pre_hook(self._begins)]
-        for number, block in enumerate(self._blocks):
-            hooks.append(block.register_forward_pre_hook(self._marker(number)))
-            hooks.append(block.register_forward_hook(self._behind(number)))
-        try:
-            self._live.follow_gathered(self._model)
-            with self._live:
-                self._live.mark("start")
-                step()
-                self._live.mark("end")
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def init_state(self) -> None:
-        self._optimizer.init_state()
-
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        return self._optimizer.state_tensors()
-
-    def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
-        self._name_gradients()
-        self._live.mark("update")
-        self._optimizer.step(lr_factor, found_inf)
-
-    def _begins(self, *_: Any) -> None:
-        self._name_gradients()
-        self._pass += 1
-        self._live.mark(f"pass {self._pass}")
-
-    def _marker(self, number: int) -> Any:
-        def begins(*_: Any) -> None:
-            self._live.mark(f"forward {self._pass} {number}")
-
-        return begins
-
-    def _behind(self, number: int) -> Any:
-        """The end of the last block's forward, and where backward comes to a block."""
-        last = number == len(self._blocks) - 1
-
-        def behind(_: nn.Module, __: Any, output: Any) -> None:
-            if last:
-                self._live.mark(f"head {self._pass}")
-            tensor = output[0] if isinstance(output, tuple) else output
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                reached = partial(self._backward, number)
-                tensor.register_hook(reached)  # type: ignore[no-untyped-call]
-
-        return behind
-
-    def _backward(self, number: int, _: torch.Tensor) -> None:
-        self._live.mark(f"backward {self._pass} {number}")
-
-    def _name_gradients(self) -> None:
-        parameters = [p for p in self._model.parameters() if p.grad is not None]
-        self._live.name((_local(p.grad) for p in parameters), "gradients")
-        for group in groups_of(self._model):
-            held = [each.unsharded_accumulated_grad for each in group.fsdp_params]
-            held.append(group._partial_reduce_output)  # of replicas, until they are summed over all of them
-            self._live.name((each for each in held if each is not None), "gradients")
-
-    def _kept(self, block: nn.Module) -> Bytes:
-        ids = {id(parameter) for parameter in block.parameters()}
-        names = {name for name, parameter in self._model.named_parameters() if id(parameter) in ids}
-        weights = sum(_local(parameter).nbytes for parameter in block.parameters())
-        state = sum(
-            _local(tensor).nbytes
-            for key, tensor in self._optimizer.state_tensors().items()
-            if any(key.startswith(f"{name}.") for name in names)
-        )
-        found: dict[Kind, int] = {"weights": weights, "optimizer": state}
-        return found
-
-
-def _trained(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(_local(parameter).nbytes for parameter in parameters if parameter.requires_grad)
-
-
-def _local(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.detach()
-
-
-def keep_blocks(model: PreTrainedModel, parallel: ParallelConfig, *, ends: bool) -> list[int]:
-    """Cut blocks out of a network on the meta device that is not sharded yet; returns what stands for each of all."""
-    blocks = blocks_of(model)
-    units = units_of(model, parallel.model_copy(update={"wrap": 1}), ends=ends)
-    reached = [
-        flag for unit, flag in zip(units, reached_by_backward(model, units), strict=True) if unit.name == "block"
-    ]
-    every = parallel.recompute_every if parallel.activation_checkpointing == "every_n" else 1
-    kinds = [
-        (*_kind(block), flag, number % (every or 1), number % parallel.wrap)
-        for number, (block, flag) in enumerate(zip(blocks, reached, strict=True))
-    ]
-    stands_for = representatives(kinds, _MARGIN * parallel.wrap)
-    kept = sorted(set(stands_for))
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and any(b in blocks for b in m)]
-    if len(lists) != 1 or [*lists[0]] != blocks:
-        return list(range(len(blocks)))
-    for number in reversed(range(len(blocks))):
-        if number not in kept:
-            del lists[0][number]
-    return [kept.index(number) for number in stands_for]
-
-
-def _kind(block: nn.Module) -> tuple[Hashable, ...]:
-    """What makes two blocks need the same: what they are made of, and their settings."""
-    weights = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
-    settings = tuple(
-        (key, value)
-        for module in block.modules()
-        for key, value in sorted(vars(module).items())
-        if isinstance(value, int | float | str) and not any(part in key for part in _NUMBERED)
-    )
-    return (type(block).__qualname__, weights, settings)
-
-
-def representatives(kinds: Sequence[Hashable], margin: int) -> list[int]:
-    """For each of a sequence, one that stands for it: repetitions are taken out of the middle of what is periodic, but
-    for so many at either end."""
-    stands_for = list(range(len(kinds)))
-    kept = list(range(len(kinds)))
-    while cut := _largest_cut([kinds[number] for number in kept], margin):
-        start, stop, period = cut
-        before = {kept[i]: kept[start - period + (i - start) % period] for i in range(start, stop)}
-        stands_for = [before.get(number, number) for number in stands_for]
-        del kept[start:stop]
-    return stands_for
-
-
-def _largest_cut(kinds: Sequence[Hashable], margin: int) -> tuple[int, int, int] | None:
-    """[start, stop) of what can be left out, and the period that it repeats."""
-    best: tuple[int, int, int] | None = None
-    for period in range(1, len(kinds) // 2 + 1):
-        first = 0
-        for place in range(len(kinds) - period + 1):
-            if place < len(kinds) - period and kinds[place] == kinds[place + period]:
-                continue
-            # kinds[first : place + period] repeats. What stands for others has a whole period before it and behind it:
-            # the rotations of full attention, which all such layers share, belong to the first of them.
-            edge = max(margin, period)
-            start = first + edge + period
-            periods = (place + period - edge - start) // period
-            if periods > 0 and (best is None or periods * period > best[1] - best[0]):
-                best = start, start + periods * period, period
-            first = place + 1
-    return best
 
 
 @contextmanager

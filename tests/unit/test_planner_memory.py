@@ -10,7 +10,8 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.network import build_network, load_architecture
 from raytune_fsdp.plan import resolve
 from raytune_fsdp.planner.memory import Memory, memory_of
-from raytune_fsdp.planner.trace import representatives, trace
+from raytune_fsdp.planner.representatives import representatives
+from raytune_fsdp.planner.trace import trace
 from raytune_fsdp.run.needs import network_needs
 
 LLAMA = {
