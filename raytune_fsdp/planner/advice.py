@@ -58,7 +58,7 @@ def _of_hardware(config: FinetuneConfig, found: Prediction) -> Iterator[Advice]:
     if not device.bf16 and config.parallel.precision.startswith("bf16"):
         yield Advice(
             id="no-bf16",
-            text=f"parallel.precision={config.parallel.precision}: a {device.name} has no bf16; set fp16",
+            text=f"parallel.precision={config.parallel.precision}: {device.name} has no bf16; set fp16",
             source="NVIDIA: bf16 from compute capability 8.0 on",
         )
     if found.seconds.bound == "communication":

@@ -41,7 +41,7 @@ def _memory(planned: Planned) -> list[str]:
     verdict = "fits" if found.fits else "DOES NOT FIT"
     lines = _row(
         "memory",
-        f"{_gib(found.needed)} of the {_gib(device.memory)} of a {device.name}: {verdict}. "
+        f"{_gib(found.needed)} of the {_gib(device.memory)} of {_a(device.name)}: {verdict}. "
         f"The most: {found.memory.where}.",
     )
     parts: dict[str, tuple[int, str]] = {name: (found.memory.peak.get(name, 0), why) for name, why in _PARTS.items()}  # type: ignore[call-overload]
@@ -147,6 +147,11 @@ def _basis(found: Prediction, network: str) -> str:
 
 def _row(label: str, text: str) -> list[str]:
     return [f"{label if number == 0 else '':{_LABEL}}{line}" for number, line in enumerate(wrap(text, WIDTH - _LABEL))]
+
+
+def _a(name: str) -> str:
+    """With its article: an A100, an H100, a B200."""
+    return f"{'an' if name[0] in 'AHLR' else 'a'} {name}"
 
 
 def _bar(share: float) -> str:
