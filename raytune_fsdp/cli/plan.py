@@ -1,23 +1,22 @@
 """`raytune-fsdp plan`: what a config amounts to at a world size, and on which GPUs it fits. A laptop will do.
 
-Imports torch only for `--gpu` and `--units`.
+Imports torch only for GPUs (`plan_on_gpus.py`) and `--units`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.cli.common import ConfigParser, exit_code
+from raytune_fsdp.cli.plan_on_gpus import add_flags, plan_on_gpus
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.plan import Plan
-    from raytune_fsdp.planner.planned import Planned
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp plan") -> int:
@@ -32,18 +31,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp plan") -> 
     parser.add_argument(
         "--units", action="store_true", help="also what of the model is gathered together; needs torch and its config"
     )
-    parser.add_argument("--gpu", metavar="NAME", help="plan memory and time on this device: A100-80GB, H100, L40S, ...")
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="of a machine (default: 8)")
-    parser.add_argument(
-        "--network", metavar="SPEED", help="of a machine to the others, with --gpu: 400Gbps, or 50GB/s (the same)"
-    )
-    parser.add_argument("--price", type=float, metavar="X", help="of a GPU and hour, with --gpu")
-    parser.add_argument(
-        "--architecture", type=Path, metavar="FILE", help="a config.json, for a model that is neither here nor bundled"
-    )
-    parser.add_argument(
-        "--alternatives", action="store_true", help="with --gpu: other ways on the same GPUs, and half or twice as many"
-    )
+    add_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = sys.argv[1:] if argv is None else argv
     return exit_code(lambda: _plan(parser, arguments))
@@ -51,12 +39,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp plan") -> 
 
 def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
     found, config = parser.parse_with_config(arguments)
-    counts = (
-        ("--world-size", found.world_size),
-        ("--samples", found.samples),
-        ("--gpus-per-node", found.gpus_per_node),
-    )
-    for flag, value in counts:
+    for flag, value in (("--world-size", found.world_size), ("--samples", found.samples)):
         if value is not None and value < 1:
             parser.error(f"{flag} {value} must be at least 1")
     from raytune_fsdp.counts import Census
@@ -72,45 +55,20 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
     plan = resolve(config, world, census)
     place = RunDir.of(config)
     units = _units(config, world) if found.units else {}
-    planned = _on_gpus(parser, found, config, plan)
-    if planned:
-        from raytune_fsdp.planner.page import as_data, as_page
-
+    on_gpus = plan_on_gpus(parser, found, config, plan)
     if found.json:
-        on_gpus = {"on_gpus": as_data(planned)} if planned else {}
-        print(json.dumps({**plan.to_dict(), "layout": plan.spread(), **units, **on_gpus}, indent=2))
+        data = on_gpus.data if on_gpus else {}
+        print(json.dumps({**plan.to_dict(), "layout": plan.spread(), **units, **data}, indent=2))
         return 0
     print(plan_in_words(config, plan, place.path))
-    if planned:
-        print(f"\n{as_page(planned)}")
+    if on_gpus:
+        print(f"\n{on_gpus.page}")
     if found.units:
         from raytune_fsdp.tracking.console import event_in_words
         from raytune_fsdp.tracking.names import SHARDED
 
         print(f"{'units':10} {event_in_words(SHARDED, units['sharding']) if units['sharding'] else 'not sharded'}")
     return 0
-
-
-def _on_gpus(parser: ConfigParser, found: Namespace, config: FinetuneConfig, plan: Plan) -> Planned | None:
-    if found.gpu is None:
-        for flag in ("network", "price", "alternatives", "architecture"):
-            if getattr(found, flag):
-                parser.error(f"--{flag} is for a plan on GPUs: name them, too (--gpu A100-80GB)")
-        return None
-    if found.price is not None and not found.price >= 0:
-        parser.error(f"--price {found.price} must be 0 or more")
-    from raytune_fsdp.estimate.devices import find_device, link_speed
-
-    device = find_device(found.gpu)  # before torch is imported: mistakes are answered at once
-    between = link_speed(found.network) if found.network else None
-    from raytune_fsdp.planner.planned import planned
-    from raytune_fsdp.planner.prediction import Cluster
-
-    cluster = Cluster(device=device, per_node=found.gpus_per_node, between=between)
-    return planned(
-        config, plan, cluster,
-        architecture=found.architecture, price=found.price, with_alternatives=found.alternatives,
-    )  # fmt: skip
 
 
 def _units(config: FinetuneConfig, world: int) -> dict[str, Any]:

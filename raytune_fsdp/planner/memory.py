@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
-from raytune_fsdp.planner.live import PhaseStart, Bytes, Timeline, add
+from raytune_fsdp.planner.live import Bytes, PhaseStart, Timeline, add
 from raytune_fsdp.planner.trace import Trace
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from textwrap import wrap
 from typing import Any
 
@@ -10,6 +10,7 @@ from raytune_fsdp.planner.advice import Advice
 from raytune_fsdp.planner.alternatives import Alternative, cheapest_fit
 from raytune_fsdp.planner.planned import Planned, cost, hours
 from raytune_fsdp.planner.prediction import GIB, Prediction
+from raytune_fsdp.planner.search import Found
 
 WIDTH = 100
 _LABEL = 12
@@ -172,6 +173,42 @@ def _time(seconds: float) -> str:
 
 def _duration(each: float) -> str:
     return f"{each:,.1f} hours" if each >= 1 else f"{60 * each:.0f} minutes"
+
+
+def search_as_page(found: Sequence[Found], most_hours: float | None) -> str:
+    """Clusters, the cheapest first."""
+    within = f" within {most_hours:g} hours" if most_hours is not None else ""
+    if not found:
+        way = "more hours, other GPUs, or another method (method.type=lora)"
+        return f"On none of these GPUs, up to 16 machines, does it fit and end{within}: {way}."
+    lines = [f"{'GPUs':24}{'':20}{'memory':>10}{'tokens/s/GPU':>14}{'hours':>9}{'GPU-h':>10}{'price':>11}"]
+    for each in found[:20]:
+        on = each.prediction
+        name = f"{on.world} x {on.cluster.device.name}"
+        price = "" if each.price is None else f"{each.price:,.0f}"
+        lines.append(
+            f"{name:24}{_in_words(each.changes):20}{_gib(on.needed):>10}{on.tokens_per_second:>14,.0f}"
+            f"{each.hours:>9,.1f}{each.hours * on.world:>10,.1f}{price:>11}"
+        )
+    best = found[0].prediction
+    flags = f"--world-size {best.world} --gpu {best.cluster.device.name}"
+    if found[0].changes:
+        flags += f" --parallel.activation_checkpointing {found[0].changes['parallel.activation_checkpointing']}"
+    return "\n".join(
+        [*lines, "", *_row("cheapest", f"fits{' and ends' if within else ''}{within}; planned in full by: {flags}")]
+    )
+
+
+def search_as_data(found: Sequence[Found]) -> list[dict[str, Any]]:
+    return [
+        {
+            "device": each.prediction.cluster.device.name,
+            "changes": dict(each.changes),
+            **_figures(each.prediction, None),
+            "price": each.price,
+        }
+        for each in found
+    ]
 
 
 def as_data(planned: Planned) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.planner.memory import Memory, memory_of
 from raytune_fsdp.planner.speed import MIDDLE, REACHED, Network, Seconds, rates_of, seconds_of
 from raytune_fsdp.planner.subject import Subject, with_torch_alone
-from raytune_fsdp.planner.trace import trace
+from raytune_fsdp.planner.trace import Trace, trace
 from raytune_fsdp.types import ParameterCount
 
 GIB = 2**30
@@ -90,9 +90,18 @@ def predict(subject: Subject, config: FinetuneConfig, plan: Plan | int, cluster:
     """`plan`: the run's, or a number of GPUs where no more than a step is asked for."""
     if isinstance(plan, int):
         plan = resolve(config if config.train.max_steps else _bounded(config), plan)
-    config, device, world = with_torch_alone(config), cluster.device, plan.layout.world
-    found = trace(config, subject.hf_config, subject.needs, plan, memory=int(device.memory), added=subject.added)
-    memory = memory_of(found)
+    return judge(traced(subject, config, plan, int(cluster.device.memory)), config, plan, cluster)
+
+
+def traced(subject: Subject, config: FinetuneConfig, plan: Plan, memory: int) -> Trace:
+    """A step on devices of so many bytes. One rank alone looks at that number; of several the trace is the same."""
+    config = with_torch_alone(config)
+    return trace(config, subject.hf_config, subject.needs, plan, memory=memory, added=subject.added)
+
+
+def judge(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Cluster) -> Prediction:
+    """What a traced step takes on these devices."""
+    device, world, memory = cluster.device, plan.layout.world, memory_of(found)
     network = Network(per_node=cluster.per_node, inside=device.link_bandwidth, between=cluster.between)
     rates = rates_of(device, compiled=config.parallel.compile in (True, "auto"), tf32=config.parallel.tf32)
     seconds = seconds_of(found, rates, network, plan.layout, found.traffic, plan.division.full_rounds)

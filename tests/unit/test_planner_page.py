@@ -93,6 +93,21 @@ def test_alternatives_change_no_batch_and_the_best_fit_is_the_least_change() -> 
 
 
 @pytest.mark.slow
+def test_a_search_names_the_cheapest_that_ends_in_time(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config", "qwen3-8b-lora", "--samples", "400", "--train.global_batch", "2"]
+    arguments += ["--train.micro_batch", "1", "--gpus-per-node", "2", "--search", "L4=0.5,H100=3,T4=0.1"]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["search"]
+    assert found == sorted(found, key=lambda each: each["price"])
+    assert {each["device"] for each in found} == {"L4", "H100"}, "a T4 has no bf16"
+    assert {each["gpus"] for each in found} == {1, 2}
+    least = min(each["hours"] for each in found)
+    assert main([*arguments, "--hours", f"{least * 1.01}"]) == 0
+    page = capsys.readouterr().out
+    assert "2 x H100" in page and "L4" not in page.split("GPU-h", 1)[1]
+
+
+@pytest.mark.slow
 def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
     config = load_config("qwen3-8b-lora", ["--train.max_steps", "10", "--train.epochs", "null"])
     subject, cluster = Subject.of(config), Cluster(device=find_device("H100"))
@@ -112,6 +127,10 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
         (("--gpu", "H100", "--price", "-1"), "--price -1.0 must be 0 or more"),
         (("--gpu", "H100", "--gpus-per-node", "0"), "--gpus-per-node 0 must be at least 1"),
         (("--gpu", "H100", "--architecture", "nowhere"), "give the config.json of a model"),
+        (("--gpu", "H100", "--search", "H100"), "give one of the two"),
+        (("--search", "H100=cheap"), "as in A100-80GB=1.8"),
+        (("--search", "H100,H101"), "H100"),
+        (("--hours", "3"), "--search"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(

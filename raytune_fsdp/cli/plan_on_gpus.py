@@ -1,0 +1,119 @@
+"""`raytune-fsdp plan --gpu` and `--search`: which GPUs a run fits on, and how fast it is there."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raytune_fsdp.cli.common import ConfigParser
+
+if TYPE_CHECKING:
+    from raytune_fsdp.config import FinetuneConfig
+    from raytune_fsdp.plan import Plan
+    from raytune_fsdp.planner.search import Offer
+
+
+@dataclass(frozen=True, slots=True)
+class OnGpus:
+    """What was found out, for people and for programs."""
+
+    page: str
+    data: dict[str, Any]
+
+
+def add_flags(parser: ConfigParser) -> None:
+    parser.add_argument("--gpu", metavar="NAME", help="plan memory and time on this device: A100-80GB, H100, L40S, ...")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="of a machine (default: 8)")
+    parser.add_argument("--network", metavar="SPEED", help="of a machine to the others: 400Gbps, or 50GB/s (the same)")
+    parser.add_argument("--price", type=float, metavar="X", help="of a GPU and hour, with --gpu")
+    parser.add_argument(
+        "--architecture", type=Path, metavar="FILE", help="a config.json, for a model that is neither here nor bundled"
+    )
+    parser.add_argument(
+        "--alternatives", action="store_true", help="with --gpu: other ways on the same GPUs, and half or twice as many"
+    )
+    parser.add_argument(
+        "--search", metavar="LIST", help="the cheapest of these GPUs, with their prices: A100-80GB=1.8,H100=2.9"
+    )
+    parser.add_argument("--hours", type=float, metavar="H", help="with --search: the run has to end within so many")
+
+
+def plan_on_gpus(parser: ConfigParser, found: Namespace, config: FinetuneConfig, plan: Plan) -> OnGpus | None:
+    """None: it was not asked for."""
+    _check(parser, found)
+    if found.gpu is None and found.search is None:
+        return None
+    from raytune_fsdp.estimate.devices import find_device, link_speed
+
+    # Before torch is imported: mistakes are answered at once.
+    between = link_speed(found.network) if found.network else None
+    if found.search is not None:
+        return _search(found, config, plan, _offers(parser, found.search), between)
+    device = find_device(found.gpu)
+    from raytune_fsdp.planner.page import as_data, as_page
+    from raytune_fsdp.planner.planned import planned
+    from raytune_fsdp.planner.prediction import Cluster
+
+    each = planned(
+        config, plan, Cluster(device=device, per_node=found.gpus_per_node, between=between),
+        architecture=found.architecture, price=found.price, with_alternatives=found.alternatives,
+    )  # fmt: skip
+    return OnGpus(as_page(each), {"on_gpus": as_data(each)})
+
+
+def _check(parser: ConfigParser, found: Namespace) -> None:
+    if found.gpu is not None and found.search is not None:
+        parser.error("--gpu plans one kind of GPU, --search finds one of several: give one of the two")
+    needs: dict[str, Callable[[], bool]] = {
+        "network": lambda: found.gpu is None and found.search is None,
+        "architecture": lambda: found.gpu is None and found.search is None,
+        "price": lambda: found.gpu is None,
+        "alternatives": lambda: found.gpu is None,
+        "hours": lambda: found.search is None,
+    }
+    for flag, missing in needs.items():
+        if getattr(found, flag) not in (None, False) and missing():
+            parser.error(f"--{flag} is for a plan on GPUs: name them, too (--{_with(flag)})")
+    if found.gpus_per_node < 1:
+        parser.error(f"--gpus-per-node {found.gpus_per_node} must be at least 1")
+    for flag in ("price", "hours"):
+        value = getattr(found, flag)
+        if value is not None and not 0 <= value < float("inf"):
+            parser.error(f"--{flag} {value} must be 0 or more")
+
+
+def _with(flag: str) -> str:
+    return "search A100-80GB=1.8,H100=2.9" if flag == "hours" else "gpu A100-80GB"
+
+
+def _offers(parser: ConfigParser, text: str) -> list[Offer]:
+    from raytune_fsdp.estimate.devices import find_device
+    from raytune_fsdp.planner.search import Offer
+
+    offers = []
+    for each in text.split(","):
+        name, given, price = each.strip().partition("=")
+        try:
+            value = float(price) if given else None
+        except ValueError:
+            value = -1.0
+        if value is not None and not 0 <= value < float("inf"):
+            parser.error(f"--search {each.strip()}: write a device and its price by the hour, as in A100-80GB=1.8")
+        offers.append(Offer(device=find_device(name), price=value))
+    return offers
+
+
+def _search(found: Namespace, config: FinetuneConfig, plan: Plan, offers: list[Offer], between: float | None) -> OnGpus:
+    from raytune_fsdp.planner.page import search_as_data, search_as_page
+    from raytune_fsdp.planner.search import search
+    from raytune_fsdp.planner.subject import Subject
+
+    subject = Subject.of(config, found.architecture)
+    clusters = search(
+        subject, config, plan, offers,
+        per_node=found.gpus_per_node, between=between, most_hours=found.hours,
+    )  # fmt: skip
+    return OnGpus(search_as_page(clusters, found.hours), {"search": search_as_data(clusters)})
