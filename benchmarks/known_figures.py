@@ -2,8 +2,8 @@
 
     python -m benchmarks.known_figures [--out benchmarks/results/known_figures.json]
 
-Nothing is measured here: it is arithmetic on both sides, theirs by their formulas, ours from traces of the code of a run
-on tensors without data.
+Nothing is measured here: it is arithmetic on both sides, theirs by their formulas, ours from traces of the code of a
+run on tensors without data.
 """
 
 from __future__ import annotations
