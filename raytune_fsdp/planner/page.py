@@ -10,7 +10,7 @@ from raytune_fsdp.planner.advice import Advice
 from raytune_fsdp.planner.alternatives import Alternative, cheapest_fit
 from raytune_fsdp.planner.planned import Planned, cost, hours
 from raytune_fsdp.planner.prediction import GIB, Prediction
-from raytune_fsdp.planner.search import Found
+from raytune_fsdp.planner.search import Suitable
 
 WIDTH = 100
 _LABEL = 12
@@ -175,7 +175,7 @@ def _duration(each: float) -> str:
     return f"{each:,.1f} hours" if each >= 1 else f"{60 * each:.0f} minutes"
 
 
-def search_as_page(found: Sequence[Found], most_hours: float | None) -> str:
+def search_as_page(found: Sequence[Suitable], most_hours: float | None) -> str:
     """Clusters, the cheapest first."""
     within = f" within {most_hours:g} hours" if most_hours is not None else ""
     if not found:
@@ -199,7 +199,7 @@ def search_as_page(found: Sequence[Found], most_hours: float | None) -> str:
     )
 
 
-def search_as_data(found: Sequence[Found]) -> list[dict[str, Any]]:
+def search_as_data(found: Sequence[Suitable]) -> list[dict[str, Any]]:
     return [
         {
             "device": each.prediction.cluster.device.name,

@@ -30,7 +30,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Suitable:
     changes: Mapping[str, Any]
     """Fields of the config."""
     prediction: Prediction
@@ -51,17 +51,17 @@ def search(
     per_node: int,
     between: float | None,
     most_hours: float | None,
-) -> list[Found]:
+) -> list[Suitable]:
     """Clusters on which it fits and ends in time, the cheapest first: by price where all have one, else by GPU-hours.
 
     How activations are kept is chosen for each; everything that decides what is learned stays.
     """
     train = config.train.model_copy(update={"max_steps": plan.steps, "epochs": None})
-    best: list[Found] = []
+    best: list[Suitable] = []
     wants_bf16 = config.parallel.precision.startswith("bf16")
     offers = [each for each in offers if each.device.bf16 or not wants_bf16]
     for world in _sizes(config, per_node):
-        fitting: dict[str, list[Found]] = {}
+        fitting: dict[str, list[Suitable]] = {}
         for recompute in _RECOMPUTE:
             parallel = config.parallel.model_copy(update={"activation_checkpointing": recompute})
             changed = config.model_copy(update={"train": train, "parallel": parallel})
@@ -76,7 +76,7 @@ def search(
                 cluster = Cluster(device=offer.device, per_node=per_node, between=between)
                 prediction = judge(same, changed, here, cluster)
                 changes = {} if recompute == config.parallel.activation_checkpointing else {_FIELD: recompute}
-                each = Found(changes=changes, prediction=prediction, price=cost(prediction, offer.price))
+                each = Suitable(changes=changes, prediction=prediction, price=cost(prediction, offer.price))
                 if prediction.fits and (most_hours is None or each.hours <= most_hours):
                     fitting.setdefault(offer.device.name, []).append(each)
         best += [min(found, key=lambda each: each.hours) for found in fitting.values()]
