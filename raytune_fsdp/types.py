@@ -155,7 +155,7 @@ class StepMetrics:
     rank_compute_seconds: tuple[float, ...] = ()
     """The same of the seconds that the units of the network took, without what ranks waited for each other."""
     rank_memory_bytes: tuple[int, ...] = ()
-    """`memory_bytes` of the rank with the least, of the median and of the one with the most, where there are several."""
+    """`memory_bytes` of the rank with the least, the median, and the rank with the most, where there are several."""
     reserved_bytes: int | None = None
     """What torch's allocator has taken of the GPU that it has taken most of; None on CPUs."""
     host_memory_bytes: int | None = None
