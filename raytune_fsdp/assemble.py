@@ -185,8 +185,9 @@ def _report(tracker: Tracker, learner: _Learner, saver: Saver) -> None:
 
 
 def _exam(config: FinetuneConfig, prepared: Prepared) -> Exam:
-    """What the ranks measure: nothing, where a task does."""
-    return Exam.of(config, prepared.evals, prepared.tasks) if config.eval.where == "ranks" else Exam()
+    """What the ranks measure: nothing, where a task does, or the run is dry."""
+    measuring = config.eval.where == "ranks" and not prepared.dry
+    return Exam.of(config, prepared.evals, prepared.tasks) if measuring else Exam()
 
 
 def _not_evaluated(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> bool:

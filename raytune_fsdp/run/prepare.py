@@ -98,12 +98,11 @@ def prepare(
     train, evals = open_data(config, tokenizer, vocabulary, progress, order_version=found.order_version)
     tasks = open_tasks(config, tokenizer, vocabulary, positions=positions, progress=progress)
     check_names(tasks, evals)
-    evals = {} if dry else evals  # opened in any case: what is held out is not trained on
     identity, files_of_data = identity_of(config, hf_config, train), files_of(train)
     # Before the census, which may take an hour, so that a run that cannot continue is refused in seconds.
     check_size(RunState(identity=identity, files=files_of_data))
     check_same_run(found, identity, files_of_data)
-    counted, built = _counted(config, train, evals, found.state.cursor, progress, build)
+    counted, built = _counted(config, train, {} if dry else evals, found.state.cursor, progress, build)
     prepared = Prepared(
         place=place,
         hf_config=hf_config,
