@@ -116,8 +116,8 @@ def _steps_of(config: FinetuneConfig, trial: FinetuneConfig, prepared: Prepared)
         return config.train.max_steps, False
     windows = prepared.train
     window, _ = Stream(windows, seed=trial.run.seed).first_window(Cursor())
-    rows, inside = windows.rows(0), min(windows.rows(0), windows.data.window)
-    census = Census(seq_len=windows.seq_len, epochs=(math.ceil(len(window.samples) * rows / inside),))
+    inside = sum(dataset.rows for dataset in window.counts.datasets)  # the last window of the data has fewer
+    census = Census(seq_len=windows.seq_len, epochs=(math.ceil(len(window.samples) * windows.rows(0) / inside),))
     samples = census.samples_in(Fraction(str(config.train.epochs)))
     return math.ceil(samples / config.train.global_batch), not (windows.repeats and windows.count(0) == 1)
 
