@@ -147,7 +147,7 @@ def _rows(found: DryRun) -> Iterator[tuple[str, str]]:
     if found.predicted_bytes is None:
         yield "predicted", f"not known: {found.predicted_where}"
     else:
-        yield "predicted", f"{gibibytes(found.predicted_bytes)} of tensors, in the {found.predicted_where}"
+        yield "predicted", f"{gibibytes(found.predicted_bytes)} of tensors at the peak ({found.predicted_where})"
     yield "load", f"{found.load_seconds:.1f} s until the first step"
     yield "steps", f"the first {found.first_step_seconds:.3g} s, the second {found.second_step_seconds:.3g} s"
     mfu = "" if found.mfu is None else f", MFU {100 * found.mfu:.1f} %"

@@ -167,7 +167,7 @@ def test_what_was_measured_in_words() -> None:
         "mine fits: 2 steps of a dry run on 8 rank(s), cuda: NVIDIA H100 80GB HBM3",
         "memory     60.00 GiB allocated at most (the least: 59.00 GiB)",
         "reserved   66.00 GiB at most of 79.00 GiB",
-        "predicted  58.00 GiB of tensors, in the norm, head and loss",
+        "predicted  58.00 GiB of tensors at the peak (norm, head and loss)",
         "load       41.2 s until the first step",
         "steps      the first 8.21 s, the second 3.1 s",
         "speed      84.5k tokens/s, MFU 43.1 %",
