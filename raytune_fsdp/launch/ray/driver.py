@@ -149,7 +149,7 @@ def _train(
         board = Board()
         follow = Follow(
             config, place, attempts, sizes, beside,
-            demand=demand, board=board, lost=session.lost, signals=signals, phases=phases, say=say,
+            demand=demand, board=board, lost=session.lost, signals=signals, phases=phases, say=say, dry=prepared.dry,
         )  # fmt: skip
         job = RankJob(
             config=config,
