@@ -69,7 +69,7 @@ from raytune_fsdp.run.base import agree_on_base
 from raytune_fsdp.run.initial_weights import fill_mode, first_weights
 from raytune_fsdp.run.record import open_run, start_tracker
 from raytune_fsdp.run.standing import Prepared, Standing
-from raytune_fsdp.saving import Saves
+from raytune_fsdp.saving import NothingSaved, Saves
 from raytune_fsdp.step import FIRST_SCALE, LossScale
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import read_evaluations
@@ -146,7 +146,7 @@ def assemble(
         documents=DocumentRecord(learner.objective.documents, prepared.place.documents, standing.attempt),
         profiler=StepProfiler(config.profile.steps, prepared.place.profile, device, dist.get_rank()),
         skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
-        saves=Saves(
+        saves=(NothingSaved if prepared.dry else Saves)(
             saver=saver,
             tracker=tracker,
             requests=Requests(prepared.place.path),
@@ -185,8 +185,9 @@ def _report(tracker: Tracker, learner: _Learner, saver: Saver) -> None:
 
 
 def _exam(config: FinetuneConfig, prepared: Prepared) -> Exam:
-    """What the ranks measure: nothing, where a task does."""
-    return Exam.of(config, prepared.evals, prepared.tasks) if config.eval.where == "ranks" else Exam()
+    """What the ranks measure: nothing, where a task does, or the run is dry."""
+    measuring = config.eval.where == "ranks" and not prepared.dry
+    return Exam.of(config, prepared.evals, prepared.tasks) if measuring else Exam()
 
 
 def _not_evaluated(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> bool:

@@ -141,22 +141,27 @@ class Meter:
         if self._own is None:
             used, busy = seen[:2]
             nodes = self._figures.of_nodes(np.array([seen]))
-            return {"host_memory_bytes": int(used), "gpu_utilization": known(busy), "nodes": nodes}
+            return {
+                "host_memory_bytes": int(used), "gpu_utilization": known(busy), "nodes": nodes,
+                "reserved_bytes": self._reserved() or None,
+            }  # fmt: skip
         steps = len(data_seconds)
         own = np.column_stack([data_seconds, self._own.fetch(steps)])
-        mine = [seconds, *seen, *own.mean(0)[:2], *typical(own)]
+        mine = [seconds, *seen, *own.mean(0)[:2], self._memory(), self._reserved(), *typical(own)]
         world = self._plan.layout.world
         everyone = [torch.empty(len(mine), dtype=torch.float64) for _ in range(world)]
         # On the hosts, which are here together once for every fetch.
         dist.all_gather(everyone, torch.tensor(mine, dtype=torch.float64))
         found = torch.stack(everyone).numpy()
-        each_step, memory, utilization, _, _, _, waits, computed = found.T[:8]
-        slow = self._slow_ranks.judge(found[:, 8:], steps=steps, step_seconds=seconds)
+        each_step, memory, utilization, _, _, _, waits, computed, allocated, reserved = found.T[:10]
+        slow = self._slow_ranks.judge(found[:, 10:], steps=steps, step_seconds=seconds)
         self._slow += [{**fields, "node": self._figures.nodes[fields["rank"]]} for fields in slow]
         return {
             "rank_seconds": _spread(each_step),
             "rank_data_seconds": _spread(waits),
             "rank_compute_seconds": _spread(computed),
+            "rank_memory_bytes": tuple(map(int, _spread(allocated))),
+            "reserved_bytes": int(reserved.max()) or None,
             "host_memory_bytes": int(memory.max()),
             "gpu_utilization": known(utilization.min()),
             "nodes": self._figures.of_nodes(found[:, 1:6]),
@@ -212,6 +217,9 @@ class Meter:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+    def _reserved(self) -> int:
+        return torch.cuda.max_memory_reserved(self._device) if self._device.type == "cuda" else 0
 
 
 def to_host(tensors: StepTensors) -> tuple[StepTensors, _Arrival | None]:

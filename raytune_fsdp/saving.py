@@ -172,3 +172,13 @@ class Saves:
             )
         else:
             self.tracker.event(names.SAVE_FAILED, step=outcome.step, problem=outcome.problem)
+
+
+class NothingSaved(Saves):
+    """Those of a dry run: it ends, or is stopped, and there is nothing to go on from."""
+
+    def due(self, boundary: Boundary, planned: bool, step: int) -> bool:
+        return False
+
+    def last(self, state: RunState) -> None:
+        pass

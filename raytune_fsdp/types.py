@@ -154,6 +154,10 @@ class StepMetrics:
     """The same of the seconds that ranks waited for data."""
     rank_compute_seconds: tuple[float, ...] = ()
     """The same of the seconds that the units of the network took, without what ranks waited for each other."""
+    rank_memory_bytes: tuple[int, ...] = ()
+    """`memory_bytes` of the rank with the least, the median, and the rank with the most, where there are several."""
+    reserved_bytes: int | None = None
+    """What torch's allocator has taken of the GPU that it has taken most of; None on CPUs."""
     host_memory_bytes: int | None = None
     """Memory in use on the node that uses most."""
     gpu_utilization: float | None = None

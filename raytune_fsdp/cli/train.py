@@ -6,11 +6,17 @@ import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from raytune_fsdp.cli.common import ConfigParser, exit_code
 from raytune_fsdp.cli.progress import shown
+
+if TYPE_CHECKING:
+    from raytune_fsdp.config import FinetuneConfig
 
 _WAITING = ("save-", "storage")
 """How the names of threads begin that wait for storage."""
@@ -31,6 +37,13 @@ def main(
         help="how long to wait at the end for MLflow to take what it has missed; the same command sends what is left "
         f"(default: {WAIT_FOR_TRACKING:g})",
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="train two whole steps on the ranks that the run would have, print memory, speed and how long the run "
+        "would take, and leave nothing behind",
+    )
+    parser.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
     parser.add_argument("--verbose", action="store_true", help="show what libraries print and warn of, on every rank")
     arguments = sys.argv[1:] if argv is None else argv
     code = exit_code(lambda: _train(parser, arguments))
@@ -46,12 +59,16 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
     found, config = parser.parse_with_config(arguments)
     if not 0 <= found.wait_for_tracking < math.inf:
         parser.error(f"--wait-for-tracking {found.wait_for_tracking:g} must be 0 or more seconds")
+    if found.json and not found.dry_run:
+        parser.error("--json goes with --dry-run")
     if found.verbose:
         from raytune_fsdp.launch.quiet import VERBOSE
 
         os.environ[VERBOSE] = "1"
     if not (sys.stdout.isatty() and sys.stderr.isatty()) or "NO_COLOR" in os.environ:
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colours `(raylet)` in files, too
+    if found.dry_run:
+        return _dry_run(config, as_json=found.json)
     # Not before the config is valid: importing torch and transformers takes about three seconds (docs/results.md).
     from raytune_fsdp.api import finetune
     from raytune_fsdp.launch.torchrun import is_rank0
@@ -90,4 +107,18 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
         if result.unsent is not None:
             print()
             print(result.unsent)
+    return 0
+
+
+def _dry_run(config: FinetuneConfig, *, as_json: bool) -> int:
+    began = time.time()  # the imports are of the time to load
+    from raytune_fsdp.dry_run import dry_run, in_words, to_json
+    from raytune_fsdp.launch.torchrun import is_rank0
+
+    if as_json:  # nothing else is to stand on stdout, also of what ranks print there
+        config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"console": False})})
+    with shown(quiet=as_json or not is_rank0()) as progress, redirect_stdout(sys.stderr) if as_json else nullcontext():
+        found = dry_run(config, progress, began=began)
+    if found is not None:
+        print(to_json(found) if as_json else "\n".join(("", *in_words(found))))
     return 0

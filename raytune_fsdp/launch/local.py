@@ -56,15 +56,15 @@ def check_gpus(config: FinetuneConfig) -> None:
         raise ConfigError("cluster.device=cuda, but this machine has no GPU that torch can use: set cluster.device=cpu")
 
 
-def run(config: FinetuneConfig, progress: Progress | None = None) -> tuple[Prepared, Standing]:
+def run(config: FinetuneConfig, progress: Progress | None = None, *, dry: bool = False) -> tuple[Prepared, Standing]:
     """Prepare and train. Returns the run, and where it stood before, once it is complete; raises what stopped it."""
     if under_torchrun():
-        return _run_rank(config)
+        return _run_rank(config, dry)
     world = world_size(config)
     check_device(config, choose_device(config.cluster.device, world).type)
     phases = Phases(HERE if world == 1 else TOGETHER)
     with Signals():
-        prepared, standing = prepare(config, world, progress)
+        prepared, standing = prepare(config, world, progress, dry=dry)
     phases.finished("checks")
     if standing.complete:
         return prepared, standing
@@ -138,7 +138,7 @@ def _rank_main(config: FinetuneConfig, prepared: Prepared, standing: Standing, p
 
 
 @stacks_at_signal()
-def _run_rank(config: FinetuneConfig) -> tuple[Prepared, Standing]:
+def _run_rank(config: FinetuneConfig, dry: bool) -> tuple[Prepared, Standing]:
     """Run in a process that torchrun started: rank 0 prepares for all."""
     device = choose_device(config.cluster.device, ranks_here())
     check_device(config, device.type)
@@ -146,7 +146,7 @@ def _run_rank(config: FinetuneConfig) -> tuple[Prepared, Standing]:
     with stop:
         _join(config, device)
         try:
-            prepared, standing = prepare_on_rank0(config)
+            prepared, standing = prepare_on_rank0(config, dry=dry)
             if not standing.complete:
                 check_shared(prepared.place.path)
                 work(config, prepared, standing, device, stop)
@@ -161,9 +161,9 @@ def _join(config: FinetuneConfig, device: torch.device) -> None:
     join(device, alone=False, minutes=config.cluster.collective_minutes, subgroups=subgroups)
 
 
-def prepare_on_rank0(config: FinetuneConfig) -> tuple[Prepared, Standing]:
+def prepare_on_rank0(config: FinetuneConfig, *, dry: bool = False) -> tuple[Prepared, Standing]:
     """Prepare on rank 0, and share the result with every rank; all verify the checkpoint together. Collective."""
-    prepared, standing = on_rank0(lambda: prepare(config, dist.get_world_size()), what="prepare the run")
+    prepared, standing = on_rank0(lambda: prepare(config, dist.get_world_size(), dry=dry), what="prepare the run")
     return prepared, agree(config, prepared, lambda: standing)
 
 

@@ -20,6 +20,7 @@ from raytune_fsdp.answers import check_prompts
 from raytune_fsdp.checkpoint.state import RunState, check_size
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.method import LoraMethod, QloraMethod
+from raytune_fsdp.counts import Census
 from raytune_fsdp.data.census import Builder, build_here, census
 from raytune_fsdp.data.open_data import open_data
 from raytune_fsdp.data.questions import Questions, check_names, open_tasks
@@ -61,18 +62,23 @@ from raytune_fsdp.run.standing import Prepared, Standing, confirm_complete, stan
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tasks import metrics_of
 from raytune_fsdp.tracking.names import evaluation_accuracy, evaluation_loss
-from raytune_fsdp.types import Progress
+from raytune_fsdp.types import Cursor, Progress
 from raytune_fsdp.urls import is_url
 
 logger = logging.getLogger(__name__)
 
 
 def prepare(
-    config: FinetuneConfig, world: int, progress: Progress | None = None, *, build: Builder = build_here
+    config: FinetuneConfig,
+    world: int,
+    progress: Progress | None = None,
+    *,
+    build: Builder = build_here,
+    dry: bool = False,
 ) -> tuple[Prepared, Standing]:
     """Check everything, count the data, and find out where the run stands. Writes only caches (data, hub).
 
-    `build` builds the windows to count.
+    `build` builds the windows to count. `dry`: for a run that saves and evaluates nothing.
     """
     place = check_first(config, world)
     if config.export.push is not None:
@@ -96,15 +102,7 @@ def prepare(
     # Before the census, which may take an hour, so that a run that cannot continue is refused in seconds.
     check_size(RunState(identity=identity, files=files_of_data))
     check_same_run(found, identity, files_of_data)
-    # Evaluation data is counted in every run: its broken rows show now, not in the middle of training.
-    built = sum(census(windows, progress=progress, build=build).built for windows in evals.values())
-    counted = None
-    if config.train.epochs is not None:
-        counted = census(train, config.train.epochs, progress=progress, build=build)
-        built += counted.built
-    else:
-        # The first window only; the others are built during training. A wrong column or template shows in it already.
-        built += Stream(train, seed=config.run.seed).first_window(found.state.cursor)[1]
+    counted, built = _counted(config, train, {} if dry else evals, found.state.cursor, progress, build)
     prepared = Prepared(
         place=place,
         hf_config=hf_config,
@@ -122,11 +120,30 @@ def prepare(
         needs=needs,
         lease=lease_of(place.lock),
         added=tuple(added),
+        dry=dry,
         commit=commit_here(),
     )
     standing = stand(config, prepared, world, found, windows_built=built)
     _check_plan(config, standing.plan, evals, tasks)
     return prepared, confirm_complete(config, prepared, standing)
+
+
+def _counted(
+    config: FinetuneConfig,
+    train: Windows,
+    evals: Mapping[str, Windows],
+    cursor: Cursor,
+    progress: Progress | None,
+    build: Builder,
+) -> tuple[Census | None, int]:
+    """The census, where the length of the run needs it, and how many windows were built."""
+    # Evaluation data is counted in every run: its broken rows show now, not in the middle of training.
+    built = sum(census(windows, progress=progress, build=build).built for windows in evals.values())
+    if config.train.epochs is not None:
+        counted = census(train, config.train.epochs, progress=progress, build=build)
+        return counted, built + counted.built
+    # The first window only; the others are built during training. A wrong column or template shows in it already.
+    return None, built + Stream(train, seed=config.run.seed).first_window(cursor)[1]
 
 
 def _check_plan(config: FinetuneConfig, plan: Plan, evals: Iterable[str], tasks: Sequence[Questions]) -> None:

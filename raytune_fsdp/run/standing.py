@@ -65,6 +65,8 @@ class Prepared:
     """What evaluations ask."""
     added: Collection[int] = ()
     """The ids of new tokens."""
+    dry: bool = False
+    """A dry run: nothing is saved, and nothing evaluated."""
     commit: str | None = None
     """The git commit of the directory in which the command was started, if that is in a repository."""
 

@@ -108,7 +108,7 @@ class ConsoleTracker:
             self._tell()
         if status in ("failed", "handed_over"):
             return  # perhaps another attempt follows; if none does, the launcher says what has failed
-        if len(self._losses) > 1:
+        if len(self._losses) > 2:  # two make no curve
             last = self._first_step + len(self._losses) - 1
             self._print(f"loss, steps {self._first_step} to {last}")
             self._print(curve(self._losses, width=60, height=8))

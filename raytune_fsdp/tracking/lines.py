@@ -22,8 +22,8 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _TRAJECTORY = ("step", "epoch", "samples", "tokens", "target_tokens", "loss", "grad_norm", "lr")
 _BESIDE = (
     "accuracy", "datasets", "step_seconds", "data_seconds", "tokens_per_second", "mfu", "memory_bytes",
-    "rank_seconds", "rank_data_seconds", "rank_compute_seconds", "host_memory_bytes", "gpu_utilization",
-    "windows_built", "skipped", "expert_load", "experts_idle", "nodes",
+    "rank_seconds", "rank_data_seconds", "rank_compute_seconds", "rank_memory_bytes", "reserved_bytes",
+    "host_memory_bytes", "gpu_utilization", "windows_built", "skipped", "expert_load", "experts_idle", "nodes",
 )  # fmt: skip
 
 _NUMBER = rb'(?:-?[0-9][0-9.eE+-]*+|"NaN"|"-?Infinity")'

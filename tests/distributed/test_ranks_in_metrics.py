@@ -54,6 +54,9 @@ def test_ranks_say_how_long_they_took_and_what_took_their_memory(tmp_path: Path)
     for line in lines:
         for key in ("rank_seconds", "rank_data_seconds"):
             assert line[key] == sorted(line[key]) and len(line[key]) == 3
+        least, median, most = line["rank_memory_bytes"]
+        assert 1e8 < least <= median <= most < 1e10 and least <= line["memory_bytes"] <= most
+        assert line["reserved_bytes"] is None, "a CPU has no allocator of ours"
         assert line["host_memory_bytes"] > 0
     ((node, held, left, *_),) = lines[0]["nodes"]
     assert node and held > 2e8 and left > 0, "both ranks are on it"

@@ -36,6 +36,7 @@ def test_a_run_in_lines() -> None:
     tracker.event("saved", step=10, seconds=1.234, bytes=2**31, path="x")
     tracker.event("resized", before=4, after=3)
     tracker.event("node_lost", node="n1", step=11)
+    tracker.steps([step(11)], world_size=4, attempt=2)
     tracker.finish("interrupted")
     tracker.finish("failed")
     lines = stream.getvalue().splitlines()
@@ -49,9 +50,17 @@ def test_a_run_in_lines() -> None:
         "     resized from 4 to 3 workers",
         "     node lost at step 11: node n1",
     ]
-    assert lines[8] == "loss, steps 9 to 10"
+    assert lines[8].startswith("step  11/100  loss   2.5000") and lines[9] == "loss, steps 9 to 11"
     assert lines[-1] == "interrupted; the same command continues"
     assert "\033" not in stream.getvalue()
+
+
+def test_two_steps_make_no_curve() -> None:
+    stream = io.StringIO()
+    tracker = begin(stream)
+    tracker.steps([step(1), step(2)], world_size=1, attempt=2)
+    tracker.finish("finished")
+    assert [line.split()[0] for line in stream.getvalue().splitlines()] == ["demo:", "step", "step", "finished"]
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_a_line_has_the_trajectory_and_the_rest_beside_it(tmp_path: Path) -> Non
         "world_size": 2, "attempt": 1, "step_seconds": 0.5, "data_seconds": 0.01, "tokens_per_second": 8192.0,
         "mfu": None, "memory_bytes": 2**30, "windows_built": 0, "skipped": False, "accuracy": None, "datasets": [],
             "rank_seconds": [], "rank_data_seconds": [], "rank_compute_seconds": [],
-        "host_memory_bytes": None, "gpu_utilization": None,
+        "rank_memory_bytes": [], "reserved_bytes": None, "host_memory_bytes": None, "gpu_utilization": None,
         "expert_load": [], "experts_idle": None, "nodes": [],
     }  # fmt: skip
 

@@ -86,10 +86,11 @@ def run(
     phases: Phases,
     progress: Progress | None,
     say: Callable[[str], None],
+    dry: bool = False,
 ) -> tuple[Prepared, Standing]:
     """Prepare and train. Returns the run, and where it stood before, once it is complete; raises what stopped it."""
     phases.finished("start")
-    prepared, standing = prepare(config, sizes_of(config)[0], progress, build=_builder(connecting))
+    prepared, standing = prepare(config, sizes_of(config)[0], progress, build=_builder(connecting), dry=dry)
     phases.finished("checks")
     session = connecting.result()
     signals.take()  # Ray has installed a SIGTERM handler that prints a stack and aborts
@@ -148,7 +149,7 @@ def _train(
         board = Board()
         follow = Follow(
             config, place, attempts, sizes, beside,
-            demand=demand, board=board, lost=session.lost, signals=signals, phases=phases, say=say,
+            demand=demand, board=board, lost=session.lost, signals=signals, phases=phases, say=say, dry=prepared.dry,
         )  # fmt: skip
         job = RankJob(
             config=config,

@@ -85,8 +85,11 @@ class Follow:
         signals: Signals,
         phases: Phases,
         say: Callable[[str], None],
+        dry: bool = False,
     ) -> None:
         self._config = config
+        self._dry = dry
+        """A dry run, which has nothing to save when it is stopped."""
         self._place = place
         self._attempts = attempts
         self._sizes = sizes
@@ -278,7 +281,8 @@ class Follow:
         if self._stopping_since is None:
             self._stopping_since = now
             self._board.stop(StopReason.SIGNAL)
-            what = "a checkpoint is committed after the current step" if training else "no step is being trained"
+            saved = "nothing is saved of a dry run" if self._dry else "a checkpoint is committed after the current step"
+            what = saved if training else "no step is being trained"
             self._say(f"stopping: {what} (again to stop at once)")
         if self._signals.count > 1 or (not training and now - self._stopping_since > _GONE_SECONDS):
             raise Interrupted("stopped without another checkpoint; the same command continues from the last one")
