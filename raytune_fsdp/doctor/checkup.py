@@ -1,0 +1,213 @@
+"""All checks, begun together; each is waited for only as long as it may take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.doctor import beside, machines, node, services, storage
+from raytune_fsdp.doctor.cluster import check_cluster
+from raytune_fsdp.doctor.finding import Finding, failed, ok, problem, refused, warning
+from raytune_fsdp.doctor.kernels import check_kernels
+from raytune_fsdp.errors import ConfigError, RaytuneError
+from raytune_fsdp.launch.shared_storage import Token, put_token
+from raytune_fsdp.plan import sizes_of
+from raytune_fsdp.run.checks import check_first
+from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.threads import in_thread
+from raytune_fsdp.urls import is_url
+
+_TOKEN_SECONDS, _SECONDS, _RAY_SECONDS, _NETWORK_SECONDS = 3.0, 13.5, 13.0, 180.0
+"""Together under 20 s: the token of the storage comes first, everything else runs at the same time."""
+_HUNG_MOUNT = "a mount that hangs has to be mounted again (umount -l, mount); then run doctor again"
+_HUNG_RAY = (
+    "look whether the head lives (ray status there) and whether a firewall is between; RAY_ADDRESS=local makes a run "
+    "start a Ray of its own"
+)
+
+
+@dataclass(slots=True)
+class _Check:
+    name: str
+    hung: str
+    """What to do if it does not end."""
+    outcome: Future[list[Finding]]
+
+
+@dataclass(slots=True)
+class Checkup:
+    """The checks of a machine, of the cluster that a run would join, and of the run itself if there is a config."""
+
+    config: FinetuneConfig | None
+    network: bool = False
+    nominal: float | None = None
+    _began: float = field(default_factory=time.monotonic)
+    _sizing: Future[int | None] = field(default_factory=Future)
+    """The bytes of a checkpoint, once they are known."""
+
+    def findings(self) -> list[Finding]:
+        config = self.config
+        if config is None:
+            return list(self._all(None))
+        place = RunDir.of(config)
+        putting = in_thread(partial(put_token, place.path, "this command"), "storage")
+        if not wait([putting], timeout=_TOKEN_SECONDS).done:
+            said = f"run.storage={config.run.storage} does not answer within {_TOKEN_SECONDS:g} s"
+            return [problem("storage", said, _HUNG_MOUNT), *self._all(None, hangs=True)]
+        error = putting.exception()
+        token = putting.result() if error is None else None
+        try:
+            first = [] if error is None else [failed("storage", error)]
+            return [*first, *self._all(token)]
+        finally:
+            storage.clean(token, place.path)
+
+    def _all(self, token: Token | None, *, hangs: bool = False) -> Iterator[Finding]:
+        checks = [*self._of_machine(), *self._of_cluster(token)]
+        if self.config is not None:
+            checks += self._of_services(self.config)
+            if not hangs:  # one line is enough
+                checks += self._of_storage(self.config, token)
+        for check in checks:
+            limit = (_NETWORK_SECONDS + 2 if check.name == "Ray" and self.network else _SECONDS) + _TOKEN_SECONDS
+            left = max(0.0, self._began + limit - time.monotonic())
+            if not wait([check.outcome], timeout=left).done:
+                yield problem(check.name, "this check did not end in time", check.hung)
+            elif (error := check.outcome.exception()) is not None:
+                yield failed(check.name, error)
+            else:
+                yield from check.outcome.result()
+
+    def _of_machine(self) -> Iterator[_Check]:
+        config = self.config
+        device = config.cluster.device if config else None
+        facts = in_thread(node.look, "facts")
+
+        def judged() -> list[Finding]:
+            found = facts.result()
+            limits = machines.check_limits(found, "this machine")
+            here = config if self._is_local() else None
+            return [
+                *machines.check_versions(found, machines.own_requirements()),
+                *machines.check_gpus(found, "this machine", device=here.cluster.device if here else None),
+                *(machines.check_bf16(found, "this machine", here.parallel.precision) if here else []),
+                *(limits or [ok("limits", _limits(found))]),
+            ]
+
+        def kernels() -> list[Finding]:
+            on_gpus = device == "cuda" or (device != "cpu" and bool(facts.result()["gpus"]))
+            return check_kernels(config.model.attention if config else "auto", device="cuda" if on_gpus else "cpu")
+
+        yield _begin("machine", judged, "run nvidia-smi: if it hangs, the driver does; reboot the machine")
+        yield _begin(
+            "attention", kernels, "python -c 'import torch' has to end within seconds: look at the disk it is on"
+        )
+
+    def _is_local(self) -> bool:
+        return self.config is not None and (self.config.cluster.launch == "local" or find_spec("ray") is None)
+
+    def _of_cluster(self, token: Token | None) -> Iterator[_Check]:
+        if self._is_local():
+            assert self.config is not None
+            yield _begin("resources", partial(_without_ray, self.config, self.network), _HUNG_RAY)
+            return
+        if find_spec("ray") is None:
+            yield _begin(
+                "Ray",
+                lambda: [
+                    warning(
+                        "Ray",
+                        "it is not installed: runs start processes on this machine only",
+                        "pip install 'ray[data,train]==2.60.0'",
+                    )
+                ],
+                _HUNG_RAY,
+            )
+            return
+        seconds = _NETWORK_SECONDS if self.network else _RAY_SECONDS
+        arguments: tuple[Any, ...] = (check_cluster, self.config, token, self.network, self.nominal)
+        yield _begin("Ray", partial(beside.run, *arguments, check="Ray", seconds=seconds, hung=_HUNG_RAY), _HUNG_RAY)
+
+    def _of_services(self, config: FinetuneConfig) -> Iterator[_Check]:
+        # One after the other: both import transformers, and of two threads that do one waits.
+        sizing = self._sizing = in_thread(partial(_checkpoint_bytes, config), "size")
+        yield _begin("model", lambda: _after(sizing, partial(services.check_model, config)), _HUNG_MOUNT)
+        yield _begin(
+            "MLflow",
+            partial(services.check_mlflow, config),
+            "start the server again, or set tracking.mlflow.uri to another one (tracking.mlflow.enabled=false does "
+            "without)",
+        )
+        if is_url(place := RunDir.of(config).checkpoints):
+            yield _begin(
+                "store",
+                partial(storage.check_object_store, place),
+                "check the address of the store (AWS_ENDPOINT_URL, ?endpoint_override=), and the proxy on the way",
+            )
+
+    def _of_storage(self, config: FinetuneConfig, token: Token | None) -> Iterator[_Check]:
+        yield _begin("config", partial(_first, config), _HUNG_MOUNT)
+        yield _begin("run", partial(storage.check_lock, config), _HUNG_MOUNT)
+        if token is not None:
+            sizing = self._sizing
+            yield _begin("storage", lambda: storage.check_writing(config, token, _result(sizing)), _HUNG_MOUNT)
+
+
+def _begin(name: str, work: Callable[[], list[Finding]], hung: str) -> _Check:
+    return _Check(name, hung, in_thread(work, name))
+
+
+def _first(config: FinetuneConfig) -> list[Finding]:
+    """What every start refuses at once, by the function that does it there."""
+    workers = config.cluster.fewest
+    try:
+        place = check_first(config, workers if workers is not None else None)
+    except RaytuneError as error:
+        return [refused("config", error)]
+    return [ok("config", f"nothing in it is refused; the run is {place.path}")]
+
+
+def _without_ray(config: FinetuneConfig, network: bool) -> list[Finding]:
+    from raytune_fsdp.launch.local import world_size
+
+    try:
+        world = sizes_of(config, world_size(config))[0]
+    except ConfigError as error:
+        return [refused("resources", error)]
+    found = [ok("Ray", "cluster.launch=local does without it"), ok("resources", f"{world} process(es) on this machine")]
+    if network:
+        found.append(
+            warning(
+                "network",
+                "not measured: without Ray nobody here starts processes on several machines",
+                "measure on a Ray cluster of the same machines, or with nccl-tests",
+            )
+        )
+    return found
+
+
+def _checkpoint_bytes(config: FinetuneConfig) -> int | None:
+    try:
+        return services.checkpoint_bytes(config)
+    except Exception:  # of many types; what is wrong with the model is said by the check of the model
+        return None
+
+
+def _result(sizing: Future[int | None]) -> int | None:
+    return sizing.result() if wait([sizing], timeout=_SECONDS - 3).done else None
+
+
+def _after(first: Future[Any], then: Callable[[], list[Finding]]) -> list[Finding]:
+    wait([first], timeout=_SECONDS - 5)
+    return then()
+
+
+def _limits(facts: machines.Facts) -> str:
+    shm = f"/dev/shm {facts['shm'] / 2**30:.1f} GiB, " if facts["shm"] is not None else ""
+    return f"this machine: {shm}up to {facts['open_files'][1]:,} open files"
