@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -35,8 +34,8 @@ def parse_speed(text: str) -> float:
     return float(found[1]) * unit * (8 if found[3].startswith("B") else 1)
 
 
-def measure(*, rank: int, world: int, device: str, init: str, seconds: float = _SECONDS) -> dict[str, Any]:
-    """On every rank: bits a second of the bus, by collective, of the slowest rank; and which host this is.
+def measure(*, rank: int, world: int, device: str, init: str, node: str, seconds: float = _SECONDS) -> dict[str, Any]:
+    """On every rank: bits a second of the bus, by collective, of the slowest rank; and which node this is.
 
     Of the bus: what passes the slowest link of a ring, which is what a network's nominal speed means. An all-reduce
     sends each byte 2 (n-1) / n times, the other two (n-1) / n times.
@@ -53,16 +52,9 @@ def measure(*, rank: int, world: int, device: str, init: str, seconds: float = _
         speeds = {}
         for name, (call, times_sent) in _collectives(world, place).items():
             speeds[name] = 8 * _BYTES[device] * times_sent / _seconds(call, place, seconds)
-        return {"host": socket.gethostname(), "node": _node_of(), "backend": backend, "speeds": speeds}
+        return {"node": node, "backend": backend, "speeds": speeds}
     finally:
         dist.destroy_process_group()
-
-
-def _node_of() -> str:
-    """Which node this process is on: of nodes on one machine the host is the same."""
-    import os
-
-    return os.environ.get("RAY_NODE_ID") or socket.gethostname()
 
 
 def _collectives(world: int, place: torch.device) -> Mapping[str, tuple[Callable[[], object], float]]:

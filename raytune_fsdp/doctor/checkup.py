@@ -23,8 +23,9 @@ from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.threads import in_thread
 from raytune_fsdp.urls import is_url
 
-_TOKEN_SECONDS, _SECONDS, _RAY_SECONDS, _NETWORK_SECONDS = 3.0, 13.5, 13.0, 180.0
-"""Together under 20 s: the token of the storage comes first, everything else runs at the same time."""
+_TOKEN_SECONDS, _SECONDS, _LONG_SECONDS, _NETWORK_SECONDS = 3.0, 8.0, 13.0, 180.0
+"""Under 20 s with the imports: the token of the storage comes first, everything else runs at the same time. The long
+ones: a cluster, drivers of GPUs, and a lock, whose owner may beat for 10 s."""
 _HUNG_MOUNT = "a mount that hangs has to be mounted again (umount -l, mount); then run doctor again"
 _HUNG_RAY = (
     "look whether the head lives (ray status there) and whether a firewall is between; RAY_ADDRESS=local makes a run "
@@ -38,6 +39,7 @@ class _Check:
     hung: str
     """What to do if it does not end."""
     outcome: Future[list[Finding]]
+    seconds: float = _SECONDS
 
 
 @dataclass(slots=True)
@@ -75,8 +77,7 @@ class Checkup:
             if not hangs:  # one line is enough
                 checks += self._of_storage(self.config, token)
         for check in checks:
-            limit = (_NETWORK_SECONDS + 2 if check.name == "Ray" and self.network else _SECONDS) + _TOKEN_SECONDS
-            left = max(0.0, self._began + limit - time.monotonic())
+            left = max(0.0, self._began + _TOKEN_SECONDS + check.seconds - time.monotonic())
             if not wait([check.outcome], timeout=left).done:
                 yield problem(check.name, "this check did not end in time", check.hung)
             elif (error := check.outcome.exception()) is not None:
@@ -104,7 +105,9 @@ class Checkup:
             on_gpus = device == "cuda" or (device != "cpu" and bool(facts.result()["gpus"]))
             return check_kernels(config.model.attention if config else "auto", device="cuda" if on_gpus else "cpu")
 
-        yield _begin("machine", judged, "run nvidia-smi: if it hangs, the driver does; reboot the machine")
+        yield _begin(
+            "machine", judged, "run nvidia-smi: if it hangs, the driver does; reboot the machine", _LONG_SECONDS
+        )
         yield _begin(
             "attention", kernels, "python -c 'import torch' has to end within seconds: look at the disk it is on"
         )
@@ -130,14 +133,18 @@ class Checkup:
                 _HUNG_RAY,
             )
             return
-        seconds = _NETWORK_SECONDS if self.network else _RAY_SECONDS
+        # What the storage has not taken of its time is the cluster's.
+        left = self._began + _TOKEN_SECONDS + _LONG_SECONDS - time.monotonic()
+        seconds = _NETWORK_SECONDS if self.network else round(left, 1)
         arguments: tuple[Any, ...] = (check_cluster, self.config, token, self.network, self.nominal)
-        yield _begin("Ray", partial(beside.run, *arguments, check="Ray", seconds=seconds, hung=_HUNG_RAY), _HUNG_RAY)
+        yield _begin(
+            "Ray", partial(beside.run, *arguments, check="Ray", seconds=seconds, hung=_HUNG_RAY), _HUNG_RAY, seconds + 1
+        )
 
     def _of_services(self, config: FinetuneConfig) -> Iterator[_Check]:
         # One after the other: both import transformers, and of two threads that do one waits.
         sizing = self._sizing = in_thread(partial(_checkpoint_bytes, config), "size")
-        yield _begin("model", lambda: _after(sizing, partial(services.check_model, config)), _HUNG_MOUNT)
+        yield _begin("model", lambda: _after(sizing, partial(services.check_model, config)), _HUNG_MOUNT, _LONG_SECONDS)
         yield _begin(
             "MLflow",
             partial(services.check_mlflow, config),
@@ -153,14 +160,16 @@ class Checkup:
 
     def _of_storage(self, config: FinetuneConfig, token: Token | None) -> Iterator[_Check]:
         yield _begin("config", partial(_first, config), _HUNG_MOUNT)
-        yield _begin("run", partial(storage.check_lock, config), _HUNG_MOUNT)
+        yield _begin("run", partial(storage.check_lock, config), _HUNG_MOUNT, _LONG_SECONDS)
         if token is not None:
             sizing = self._sizing
-            yield _begin("storage", lambda: storage.check_writing(config, token, _result(sizing)), _HUNG_MOUNT)
+            yield _begin(
+                "storage", lambda: storage.check_writing(config, token, _result(sizing)), _HUNG_MOUNT, _LONG_SECONDS
+            )
 
 
-def _begin(name: str, work: Callable[[], list[Finding]], hung: str) -> _Check:
-    return _Check(name, hung, in_thread(work, name))
+def _begin(name: str, work: Callable[[], list[Finding]], hung: str, seconds: float = _SECONDS) -> _Check:
+    return _Check(name, hung, in_thread(work, name), seconds)
 
 
 def _first(config: FinetuneConfig) -> list[Finding]:
@@ -200,11 +209,11 @@ def _checkpoint_bytes(config: FinetuneConfig) -> int | None:
 
 
 def _result(sizing: Future[int | None]) -> int | None:
-    return sizing.result() if wait([sizing], timeout=_SECONDS - 3).done else None
+    return sizing.result() if wait([sizing], timeout=_SECONDS).done else None
 
 
 def _after(first: Future[Any], then: Callable[[], list[Finding]]) -> list[Finding]:
-    wait([first], timeout=_SECONDS - 5)
+    wait([first], timeout=_SECONDS)
     return then()
 
 

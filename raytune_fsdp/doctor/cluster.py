@@ -58,9 +58,10 @@ def check_cluster(
         _without(send, config, here, network)
         return
     try:
+        asking = in_thread(partial(_token, address), "token")  # a process, whose start takes as long as the connection
         with connected(address, cluster) as about:
             send(ok("Ray", about))
-            send(_token(address))
+            send(asking.result())
             _look_at(send, config, here, token)
             if network and config is not None:
                 _measure(send, config, nominal)

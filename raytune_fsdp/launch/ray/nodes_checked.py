@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.cluster import ClusterConfig
 from raytune_fsdp.errors import TransientError, in_one_line
-from raytune_fsdp.launch.ray.resources import Node, Request, bundle, local_cpus, shortage
+from raytune_fsdp.launch.ray.resources import Node, Request, bundle, local_cpus, nodes, shortage
 from raytune_fsdp.launch.ray.session import check_not_in_a_copy, connect, find
 
 __all__ = ["ask_each", "asks_for_a_token", "check_not_in_a_copy", "connected", "find", "on_ranks", "this_machine"]
@@ -69,7 +69,7 @@ def this_machine(config: ClusterConfig, gpus: int) -> Node:
 
 
 def ask_each(
-    nodes: Sequence[Node], work: Callable[..., Any], *arguments: Any, seconds: float, by_value: ModuleType | None = None
+    among: Sequence[Node], work: Callable[..., Any], *arguments: Any, seconds: float, by_value: ModuleType | None = None
 ) -> dict[str, Any]:
     """What a function returns on each node, by the node's id; an exception where it fails or takes too long.
 
@@ -83,7 +83,7 @@ def ask_each(
         task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(
             *arguments
         ): node.id
-        for node in nodes
+        for node in among
     }
     try:
         done, late = ray.wait(list(asked), num_returns=len(asked), timeout=seconds)
@@ -112,7 +112,7 @@ class _Rank:
             return f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
 
     def call(self, work: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        return work(**arguments)
+        return work(node=ray.get_runtime_context().get_node_id(), **arguments)
 
 
 def on_ranks(
@@ -120,14 +120,12 @@ def on_ranks(
 ) -> list[Any]:
     """What a function returns on every rank of processes that are placed and equipped as the run's would be.
 
-    It is called with `rank`, `world`, `device` and `init`, the address at which the ranks meet.
+    It is called with `rank`, `world`, `device`, `node` (its id) and `init`, the address at which the ranks meet.
     """
     group = placement_group([bundle(request)] * request.workers, strategy=request.placement.upper())
     actors: list[Any] = []
     try:
-        if not ray.get_runtime_context() or not group.wait(wait):
-            from raytune_fsdp.launch.ray.resources import nodes
-
+        if not group.wait(wait):
             raise TransientError(f"{shortage(request, nodes())}; try again when it is free")
         kind = ray.remote(max_restarts=0)(_Rank)
         env = {"env_vars": dict(config.cluster.env)} if config.cluster.env else None
