@@ -26,6 +26,8 @@ from raytune_fsdp.urls import is_url
 _TOKEN_SECONDS, _SECONDS, _LONG_SECONDS, _NETWORK_SECONDS = 3.0, 8.0, 13.0, 180.0
 """Under 20 s with the imports: the token of the storage comes first, everything else runs at the same time. The long
 ones: a cluster, drivers of GPUs, and a lock, whose owner may beat for 10 s."""
+_ALONE_SECONDS = 2.0
+"""How long storage is written to before anything else begins: imports would read from it meanwhile."""
 _HUNG_MOUNT = "a mount that hangs has to be mounted again (umount -l, mount); then run doctor again"
 _HUNG_RAY = (
     "look whether the head lives (ray status there) and whether a firewall is between; RAY_ADDRESS=local makes a run "
@@ -61,21 +63,23 @@ class Checkup:
         putting = in_thread(partial(put_token, place.path, "this command"), "storage")
         if not wait([putting], timeout=_TOKEN_SECONDS).done:
             said = f"run.storage={config.run.storage} does not answer within {_TOKEN_SECONDS:g} s"
-            return [problem("storage", said, _HUNG_MOUNT), *self._all(None, hangs=True)]
-        error = putting.exception()
-        token = putting.result() if error is None else None
+            putting.add_done_callback(partial(_clean_late, place))
+            return [problem("storage", said, _HUNG_MOUNT), *self._all(None)]
+        if (error := putting.exception()) is not None:
+            return [storage.refusal(error), *self._all(None)]
+        token = putting.result()
         try:
-            first = [] if error is None else [failed("storage", error)]
-            return [*first, *self._all(token)]
+            return list(self._all(token))
         finally:
             storage.clean(token, place.path)
 
-    def _all(self, token: Token | None, *, hangs: bool = False) -> Iterator[Finding]:
+    def _all(self, token: Token | None) -> Iterator[Finding]:
+        # Begun first, and shown last.
+        stored = list(self._of_storage(self.config, token)) if self.config is not None and token is not None else []
         checks = [*self._of_machine(), *self._of_cluster(token)]
         if self.config is not None:
             checks += self._of_services(self.config)
-            if not hangs:  # one line is enough
-                checks += self._of_storage(self.config, token)
+        checks += stored
         for check in checks:
             left = max(0.0, self._began + _TOKEN_SECONDS + check.seconds - time.monotonic())
             if not wait([check.outcome], timeout=left).done:
@@ -142,9 +146,12 @@ class Checkup:
         )
 
     def _of_services(self, config: FinetuneConfig) -> Iterator[_Check]:
-        # One after the other: both import transformers, and of two threads that do one waits.
-        sizing = self._sizing = in_thread(partial(_checkpoint_bytes, config), "size")
-        yield _begin("model", lambda: _after(sizing, partial(services.check_model, config)), _HUNG_MOUNT, _LONG_SECONDS)
+        # One after the other: both import transformers, and one of two threads that do it waits.
+        def check() -> list[Finding]:
+            self._sizing.set_result(_checkpoint_bytes(config))
+            return services.check_model(config)
+
+        yield _begin("model", check, _HUNG_MOUNT, _LONG_SECONDS)
         yield _begin(
             "MLflow",
             partial(services.check_mlflow, config),
@@ -158,14 +165,24 @@ class Checkup:
                 "check the address of the store (AWS_ENDPOINT_URL, ?endpoint_override=), and the proxy on the way",
             )
 
-    def _of_storage(self, config: FinetuneConfig, token: Token | None) -> Iterator[_Check]:
+    def _of_storage(self, config: FinetuneConfig, token: Token) -> Iterator[_Check]:
+        measuring = in_thread(partial(storage.measure, config, token), "storage")
+        wait([measuring], timeout=_ALONE_SECONDS)
+
+        def judged() -> list[Finding]:
+            written = measuring.result()
+            wait([self._sizing], timeout=_SECONDS)
+            return storage.judge_writing(config, written, self._sizing.result() if self._sizing.done() else None)
+
+        yield _begin("storage", judged, _HUNG_MOUNT, _LONG_SECONDS)
         yield _begin("config", partial(_first, config), _HUNG_MOUNT)
         yield _begin("run", partial(storage.check_lock, config), _HUNG_MOUNT, _LONG_SECONDS)
-        if token is not None:
-            sizing = self._sizing
-            yield _begin(
-                "storage", lambda: storage.check_writing(config, token, _result(sizing)), _HUNG_MOUNT, _LONG_SECONDS
-            )
+
+
+def _clean_late(place: RunDir, late: Future[Token]) -> None:
+    """A mount that hung came back before this command has ended."""
+    if late.exception() is None:
+        storage.clean(late.result(), place.path)
 
 
 def _begin(name: str, work: Callable[[], list[Finding]], hung: str, seconds: float = _SECONDS) -> _Check:
@@ -206,15 +223,6 @@ def _checkpoint_bytes(config: FinetuneConfig) -> int | None:
         return services.checkpoint_bytes(config)
     except Exception:  # of many types; what is wrong with the model is said by the check of the model
         return None
-
-
-def _result(sizing: Future[int | None]) -> int | None:
-    return sizing.result() if wait([sizing], timeout=_SECONDS).done else None
-
-
-def _after(first: Future[Any], then: Callable[[], list[Finding]]) -> list[Finding]:
-    wait([first], timeout=_SECONDS)
-    return then()
 
 
 def _limits(facts: machines.Facts) -> str:

@@ -13,6 +13,7 @@ from raytune_fsdp.config.cluster import ClusterConfig
 from raytune_fsdp.doctor import node
 from raytune_fsdp.doctor.beside import Send
 from raytune_fsdp.doctor.finding import Finding, ok, problem, refused, warning
+from raytune_fsdp.doctor.kernels import check_packages
 from raytune_fsdp.doctor.machines import check_bf16, check_clocks, check_gpus, check_limits, check_same
 from raytune_fsdp.errors import RaytuneError, in_one_line
 from raytune_fsdp.threads import in_thread
@@ -149,7 +150,10 @@ def _of_gpus(send: Send, config: FinetuneConfig | None, facts: Mapping[str, Any]
     if not (on_gpus or facts["gpus"] or facts["smi"]):
         return  # a node of CPUs alone, as many clusters have
     found = check_gpus(facts, where, device="cuda" if on_gpus else None)
-    for finding in [*found, *(check_bf16(facts, where, config.parallel.precision) if on_gpus and config else [])]:
+    if on_gpus and config is not None:
+        found += check_bf16(facts, where, config.parallel.precision)
+        found.append(check_packages(config.model.attention, facts["packages"], where))
+    for finding in found:
         send(finding)
 
 

@@ -169,7 +169,7 @@ def check_clocks(offsets: Mapping[str, float]) -> list[Finding]:
             found.append(
                 make("clocks", said, "on that node: sudo chronyc makestep (or: sudo timedatectl set-ntp true)")
             )
-    return found or [ok("clocks", f"{_nodes(len(offsets))} agree within {_CLOCK_WARNS:g} s and the time of a call")]
+    return found or [ok("clocks", f"{_nodes(len(offsets))}, no clock more than {_CLOCK_WARNS:g} s off")]
 
 
 def check_gpus(facts: Facts, where: str, *, device: str | None) -> list[Finding]:

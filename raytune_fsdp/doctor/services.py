@@ -61,6 +61,7 @@ def _server(uri: str) -> Finding:
     except Exception as error:  # requests, urllib3 and MLflow each have their own
         said = in_one_line(error)
     if "Max retries" in said or "Connection" in said:
+        said = "no connection"
         fix = "start it (mlflow server --host 0.0.0.0 --port ...) so that `curl "
         fix += f"{shown}/health` says OK, or set tracking.mlflow.uri to another"
     elif any(code in said for code in ("401", "403", "Unauthorized", "Forbidden")):
@@ -156,6 +157,8 @@ def checkpoint_bytes(config: FinetuneConfig) -> int | None:
     directory = model_here(config)
     if directory is None and config.model.architecture is None:
         return None
+    # With any attention: the one that is asked for may be what is not installed.
+    config = config.model_copy(update={"model": config.model.model_copy(update={"attention": "auto"})})
     network = build_network(load_architecture(config.model, directory), config)
     weight = MASTER_DTYPE[config.parallel.precision].itemsize
     return int(count_parameters(network).trainable * (weight + state_bytes(config.optim.optimizer, weight)))

@@ -6,7 +6,9 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from raytune_fsdp.config import FinetuneConfig
@@ -74,6 +76,12 @@ def missing_above(run_dir: Path) -> list[Path]:
     return [each for each in (run_dir, *run_dir.parents) if not each.exists()]
 
 
+def refusal(error: BaseException) -> Finding:
+    """Why nothing can be written where the run will."""
+    fix = "set run.storage to a path that this user can write, and that all nodes mount"
+    return problem("storage", in_one_line(error).partition(". All nodes must")[0], fix)
+
+
 def clean(token: Token | None, run_dir: Path) -> None:
     """Remove what a check has written: also what one left that was ended in the middle."""
     if token is None:
@@ -84,33 +92,48 @@ def clean(token: Token | None, run_dir: Path) -> None:
     token.remove(refused=True)
 
 
-def check_writing(config: FinetuneConfig, token: Token, checkpoint: int | None) -> list[Finding]:
-    """Write where this run will. `checkpoint`: the bytes of one, if they are known."""
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What was measured at one of the run's places."""
+
+    field: str
+    wanted: Path
+    there: Path
+    """The innermost directory of `wanted` that is there."""
+    speed: float = 0.0
+    free: int = 0
+    refused: str | None = None
+
+
+def measure(config: FinetuneConfig, token: Token) -> list[Written]:
+    """Write where this run will."""
     elsewhere, place = config.checkpoint.storage, RunDir.of(config)
-    found = _judge(config, token.path.parent, "run.storage", checkpoint if elsewhere is None else 0)
+    places = {"run.storage": token.path.parent}
     if elsewhere is not None and not is_url(place.checkpoints):
-        found += _judge(config, Path(place.checkpoints), "checkpoint.storage", checkpoint)
+        places["checkpoint.storage"] = Path(place.checkpoints)
+    found = []
+    for field, wanted in places.items():
+        there = next(path for path in (wanted, *wanted.parents) if path.exists())
+        try:
+            found.append(Written(field, wanted, there, write_speed(there), shutil.disk_usage(there).free))
+        except OSError as error:
+            found.append(Written(field, wanted, there, refused=in_one_line(error)))
     return found
 
 
-def _judge(config: FinetuneConfig, wanted: Path, field: str, checkpoint: int | None) -> list[Finding]:
-    there = next(path for path in (wanted, *wanted.parents) if path.exists())
-    where = f"{field}: {there}"
-    try:
-        speed = write_speed(there)
-    except OSError as error:
-        return [
-            problem(
-                "storage",
-                f"{where} cannot be written ({in_one_line(error)})",
-                f"set {field} to a path that can be written, or make room",
-            )
-        ]
-    free = shutil.disk_usage(there).free
-    return [
-        judge_speed(where, speed, checkpoint, config.checkpoint.timeout_minutes),
-        *judge_room(config, wanted, free, checkpoint),
-    ]
+def judge_writing(config: FinetuneConfig, written: Sequence[Written], checkpoint: int | None) -> list[Finding]:
+    """`checkpoint`: the bytes of one, if they are known."""
+    found = []
+    for each in written:
+        where = f"{each.field}: {each.there}"
+        if each.refused is not None:
+            fix = f"set {each.field} to a path that can be written, or make room"
+            found.append(problem("storage", f"{where} cannot be written ({each.refused})", fix))
+            continue
+        mine = 0 if each.field == "run.storage" and config.checkpoint.storage is not None else checkpoint
+        found.append(judge_speed(where, each.speed, mine, config.checkpoint.timeout_minutes))
+        found.append(judge_room(config, each.wanted, each.free, mine))
+    return found
 
 
 def judge_speed(where: str, speed: float, checkpoint: int | None, timeout_minutes: float) -> Finding:
@@ -130,17 +153,15 @@ def judge_speed(where: str, speed: float, checkpoint: int | None, timeout_minute
     return ok("storage", said)
 
 
-def judge_room(config: FinetuneConfig, wanted: Path, free: int, checkpoint: int | None) -> list[Finding]:
+def judge_room(config: FinetuneConfig, wanted: Path, free: int, checkpoint: int | None) -> Finding:
     """Is there room for the checkpoints that will be kept, and the one that is written before an older one goes?
 
     `checkpoint`: the bytes of one; None: not known; 0: they go elsewhere.
     """
     if checkpoint is None:
-        return [
-            ok("room", f"{_size(free)} free; the size of a checkpoint is not known, as the model's config is not here")
-        ]
+        return ok("room", f"{_size(free)} free; the size of a checkpoint is not known here")
     if not checkpoint:
-        return [ok("room", f"{_size(free)} free; checkpoints go elsewhere")]
+        return ok("room", f"{_size(free)} free; checkpoints go elsewhere")
     kept = config.checkpoint
     there = len(list((wanted if wanted.name == "checkpoints" else wanted / "checkpoints").glob(_TENSOR_SUFFIX)))
     wanted_many = max(1, (kept.keep_last or 1) + kept.keep_best + 1 - there)
@@ -149,8 +170,8 @@ def judge_room(config: FinetuneConfig, wanted: Path, free: int, checkpoint: int 
     )
     fix = "make room, lower checkpoint.keep_last or checkpoint.keep_best, or set checkpoint.storage to where room is"
     if free < checkpoint:
-        return [problem("room", said, fix)]
-    return [warning("room", said, fix) if free < checkpoint * wanted_many else ok("room", said)]
+        return problem("room", said, fix)
+    return warning("room", said, fix) if free < checkpoint * wanted_many else ok("room", said)
 
 
 def check_lock(config: FinetuneConfig) -> list[Finding]:

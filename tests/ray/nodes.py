@@ -2,8 +2,8 @@
 
 A line of stdin is `add NAME CPUS GPUS METADATA` (the address of its metadata service), `remove NAME` (its processes are
 killed), `drain NAME SECONDS` or `set VARIABLE VALUE`, for the nodes that come later. The first line of stdout is the
-cluster's address; then each line is repeated once it is done. The cluster ends when stdin is closed. Every node's processes have a working directory of their own: what lies
-in /proc/self/cwd is not shared by them.
+cluster's address; then each line is repeated once it is done. The cluster ends when stdin is closed. Every
+node's processes have a working directory of their own: what lies in /proc/self/cwd is not shared by them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import pytest
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import dump_config
-from raytune_fsdp.doctor import bandwidth, checkup, cluster, machines, node, services, storage
+from raytune_fsdp.doctor import bandwidth, checkup, cluster, kernels, machines, node, services, storage
 from raytune_fsdp.doctor.finding import Finding, page, refused
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.launch.shared_storage import put_token
@@ -128,6 +128,13 @@ def test_storage_that_cannot_be_written(tmp_path: Path) -> None:
     assert "cannot write to /proc/runs/run" in found.found and "set run.storage" in found.fix
 
 
+def test_checkpoints_elsewhere_are_measured_there(tmp_path: Path) -> None:
+    config = make_config(tmp_path, checkpoint={"storage": str(tmp_path / "elsewhere")})
+    found = [each.found for each in writing(config, 10**15)]
+    assert "run.storage" in found[0] and "checkpoints go elsewhere" in found[1]
+    assert "checkpoint.storage" in found[2] and "3 more of them" in found[3] and not (tmp_path / "elsewhere").exists()
+
+
 @pytest.mark.thorough
 def test_storage_that_hangs_costs_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkup, "put_token", lambda *_: time.sleep(600))
@@ -140,7 +147,7 @@ def test_storage_that_hangs_costs_seconds(tmp_path: Path, monkeypatch: pytest.Mo
 def writing(config: FinetuneConfig, checkpoint: int | None) -> list[Finding]:
     token = put_token(RunDir.of(config).path, "a test")
     try:
-        return storage.check_writing(config, token, checkpoint)
+        return storage.judge_writing(config, storage.measure(config, token), checkpoint)
     finally:
         storage.clean(token, RunDir.of(config).path)
         assert not Path(config.run.storage).exists()
@@ -305,6 +312,14 @@ def test_attention_that_is_not_installed(tmp_path: Path) -> None:
     config = make_config(tmp_path, model={"attention": "flash_attention_2"})
     found = only(checkup.Checkup(config).findings(), "attention")
     assert "flash-attn is not installed" in found.found and "model.attention=auto" in found.fix
+
+
+def test_attention_on_nodes_with_gpus() -> None:
+    there = {"torch": "2.13.0", "flash-attn": "2.8.0"}
+    assert "flash-attn, then torch's varlen_attn" in kernels.check_packages("auto", there, "node a").found
+    assert kernels.check_packages("flash_attention_2", there, "node a").status == "ok"
+    found = kernels.check_packages("flash_attention_4", there, "node a")
+    assert found.status == "problem" and "pip install flash-attn-4 there" in found.fix
 
 
 def test_versions_that_do_not_go_together(here: dict[str, Any]) -> None:
