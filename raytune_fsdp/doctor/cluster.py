@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from raytune_fsdp.launch.ray.resources import Node, Request
     from raytune_fsdp.launch.shared_storage import Token
 
-_NODE_SECONDS = 8.0
+_NODE_SECONDS = 9.5
 _NETWORK_SECONDS = 90.0
 _MOUNT_FIX = "run `timeout 5 ls` on run.storage there: a mount that hangs has to be mounted again (umount -l, mount)"
 _SHARED_FIX = (
@@ -120,7 +120,7 @@ def _token(address: str) -> Finding:
 
 
 def _look_at(send: Send, config: FinetuneConfig | None, here: Mapping[str, Any], token: Token | None) -> None:
-    from raytune_fsdp.doctor.storage import from_node
+    from raytune_fsdp.doctor.storage import as_text
     from raytune_fsdp.launch.ray.nodes_checked import ask_each
     from raytune_fsdp.launch.ray.resources import answering, may_grow, nodes, room
 
@@ -128,9 +128,8 @@ def _look_at(send: Send, config: FinetuneConfig | None, here: Mapping[str, Any],
     names, live = _names(there), answering(there)
     asks = _plan(send, config, there, growing=may_grow()) if config is not None else None
     asked = time.time()
-    # Both questions at once: a mount that hangs on a node must not cost the time that the other answers have.
-    storing = in_thread(partial(ask_each, live, from_node, token, seconds=_NODE_SECONDS), "storage")
-    answers = ask_each(live, node.look, seconds=_NODE_SECONDS, by_value=node)
+    told = None if token is None else as_text(token)
+    answers = ask_each(live, node.look, True, told, seconds=_NODE_SECONDS, by_value=node)
     lost = {each.id: "its raylet takes no connection" for each in there if each not in live}
     lost |= {id: in_one_line(answer) for id, answer in answers.items() if isinstance(answer, Exception)}
     for id, why in lost.items():
@@ -142,8 +141,8 @@ def _look_at(send: Send, config: FinetuneConfig | None, here: Mapping[str, Any],
             on_gpus = asks is not None and asks.device == "cuda" and room(asks, [each]) > 0
             _of_gpus(send, config, answers[each.id], f"node {names[each.id]}", on_gpus=on_gpus)
     if config is not None and token is not None:
-        found = {id: answer for id, answer in storing.result().items() if id not in lost}
-        _storage(send, found, names, config.checkpoint.timeout_minutes)
+        stored = {id: each["storage"] for id, each in answers.items() if id not in lost}
+        _storage(send, stored, names, config.checkpoint.timeout_minutes)
 
 
 def _of_gpus(send: Send, config: FinetuneConfig | None, facts: Mapping[str, Any], where: str, *, on_gpus: bool) -> None:
@@ -223,16 +222,12 @@ def _storage(send: Send, answers: Mapping[str, Any], names: Mapping[str, str], t
     from raytune_fsdp.doctor.storage import judge_speed
 
     speeds = {}
-    for id, answer in answers.items():
-        if isinstance(answer, Exception):
-            send(
-                problem("shared", f"node {names[id]}: run.storage does not answer ({in_one_line(answer)})", _MOUNT_FIX)
-            )
-        elif answer[0] is not None:
-            said = answer[0].partition(". All nodes must")[0]
-            send(problem("shared", f"node {names[id]}: {said}", _SHARED_FIX))
+    for id, (why, speed) in answers.items():
+        if why is None:
+            speeds[names[id]] = speed
         else:
-            speeds[names[id]] = answer[1]
+            fix = _MOUNT_FIX if why.startswith(node.NO_ANSWER) else _SHARED_FIX
+            send(problem("shared", f"node {names[id]}: {why.partition('. All nodes must')[0]}", fix))
     if speeds:
         slowest = min(speeds, key=lambda name: speeds[name])
         seeing = "all nodes see" if len(speeds) == len(answers) else f"{len(speeds)} of {len(answers)} nodes see"

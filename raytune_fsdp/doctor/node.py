@@ -20,13 +20,15 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 PACKAGES = (
     "torch", "transformers", "tokenizers", "ray", "numpy", "pyarrow", "datasets", "safetensors", "pydantic",
     "peft", "mlflow", "accelerate", "flash-attn", "flash-attn-3", "flash-attn-4",
 )  # fmt: skip
-_SMI_SECONDS, _TORCH_SECONDS = 3.0, 8.0
+_SMI_SECONDS, _TORCH_SECONDS, _STORAGE_SECONDS = 2.0, 6.0, 6.0
+NO_ANSWER = "run.storage does not answer there"
 _SEEN_BY_TORCH = """
 import json, torch
 found = {"count": torch.cuda.device_count(), "cuda": torch.version.cuda, "nccl": None}
@@ -37,12 +39,14 @@ print(json.dumps(found))
 """
 
 
-def look(try_torch: bool = True) -> dict[str, Any]:
+def look(try_torch: bool = True, token: tuple[str, ...] | None = None) -> dict[str, Any]:
     """The facts about this machine, as plain data: classes of this file would be others where it was sent.
 
-    `try_torch`: also whether torch can use the GPUs, which takes seconds.
+    `try_torch`: also whether torch can use the GPUs, which takes seconds. `token`: what to look for in the run's
+    storage (storage.py).
     """
     began = time.time()
+    stored = _begin_storage(token) if token is not None else None
     gpus, why_none = _gpus()
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
@@ -57,8 +61,30 @@ def look(try_torch: bool = True) -> dict[str, Any]:
         "shm": shm.f_frsize * shm.f_blocks if shm else None,
         "shm_free": shm.f_frsize * shm.f_bavail if shm else None,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "storage": _end_storage(*stored) if stored is not None else None,
         "clock": (began, time.time()),
     }
+
+
+def _begin_storage(token: tuple[str, ...]) -> tuple[Thread, list[tuple[str | None, float]]]:
+    found: list[tuple[str | None, float]] = []
+
+    def work() -> None:
+        try:
+            from raytune_fsdp.doctor.storage import from_node
+
+            found.append(from_node(*token))
+        except Exception as error:  # another version of this package, or none
+            found.append((f"it could not be tried there ({type(error).__name__}: {error})", 0.0))
+
+    thread = Thread(target=work, daemon=True)  # a dead mount would keep it for ever
+    thread.start()
+    return thread, found
+
+
+def _end_storage(thread: Thread, found: list[tuple[str | None, float]]) -> tuple[str | None, float]:
+    thread.join(_STORAGE_SECONDS)
+    return found[0] if found else (f"{NO_ANSWER} within {_STORAGE_SECONDS:g} s", 0.0)
 
 
 def _version(name: str) -> str | None:

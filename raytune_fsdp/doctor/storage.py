@@ -58,10 +58,14 @@ def _write(directory: Path, size: int) -> float:
             file.unlink()
 
 
-def from_node(token: Token | None) -> tuple[str | None, float]:
+def as_text(token: Token) -> tuple[str, ...]:
+    """For nodes, which may not have its class."""
+    return str(token.path), token.text, token.who, token.node
+
+
+def from_node(path: str, text: str, who: str, node: str) -> tuple[str | None, float]:
     """On a node: why it does not see the token of the run's storage, and how fast it writes there."""
-    if token is None:
-        return None, 0.0
+    token = Token(Path(path), text, who, node, ())
     try:
         check_seen(token, by="a task", patience_seconds=_NODE_PATIENCE)
         return None, write_speed(token.path.parent)

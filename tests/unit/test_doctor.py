@@ -153,6 +153,21 @@ def writing(config: FinetuneConfig, checkpoint: int | None) -> list[Finding]:
         assert not Path(config.run.storage).exists()
 
 
+def test_a_node_whose_mount_hangs_says_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = put_token(tmp_path / "run", "a test")
+    seen = node.look(False, storage.as_text(token))
+    assert seen["storage"][0] is None and seen["storage"][1] > 0
+    token.remove(refused=True)
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(storage, "from_node", lambda *_: time.sleep(60))
+    monkeypatch.setattr(node, "_STORAGE_SECONDS", 0.2)
+    facts = node.look(False, storage.as_text(token))
+    assert facts["python"] == seen["python"] and facts["storage"][0].startswith(node.NO_ANSWER)
+    found: list[Finding] = []
+    cluster._storage(found.append, {"id": facts["storage"]}, {"id": "a"}, 30)
+    assert [(each.status, each.check) for each in found] == [("problem", "shared")] and "umount" in found[0].fix
+
+
 def test_slow_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sync = os.fsync
 
