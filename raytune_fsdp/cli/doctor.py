@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -45,13 +47,23 @@ def _doctor(parser: ConfigParser, arguments: Sequence[str]) -> int:
         from raytune_fsdp.doctor.checkup import Checkup
 
         nominal = bandwidth.parse_speed(found.bandwidth) if found.bandwidth else None
-        findings = Checkup(config, network=found.network, nominal=nominal).findings()
+        checkup = Checkup(config, network=found.network, nominal=nominal)
+        findings = checkup.findings()
     about = f"run {config.run.name}" if config else "no run: --config FILE checks what a run needs, too"
     if found.json:
         print(json.dumps(finding.as_json(findings, about, time.monotonic() - began), indent=2))
     else:
         print(finding.page(findings, f"doctor: {about} ({time.monotonic() - began:.0f} s)"))
-    return finding.exit_code(findings)
+    code = finding.exit_code(findings)
+    if checkup.hangs():
+        # Last in, first out: before pyarrow's, which waits for a request to S3 for 90 s.
+        atexit.register(_end, code)
+    return code
+
+
+def _end(code: int) -> None:
+    sys.stdout.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ class Checkup:
     _began: float = field(default_factory=time.monotonic)
     _sizing: Future[int | None] = field(default_factory=Future)
     """The bytes of a checkpoint, once they are known."""
+    _begun: list[_Check] = field(default_factory=list)
 
     def findings(self) -> list[Finding]:
         config = self.config
@@ -71,7 +72,11 @@ class Checkup:
         try:
             return list(self._all(token))
         finally:
-            storage.clean(token, place.path)
+            storage.clean(token, place)
+
+    def hangs(self) -> bool:
+        """Whether something still waits for what does not answer."""
+        return any(not check.outcome.done() for check in self._begun)
 
     def _all(self, token: Token | None) -> Iterator[Finding]:
         # Begun first, and shown last.
@@ -80,6 +85,7 @@ class Checkup:
         if self.config is not None:
             checks += self._of_services(self.config)
         checks += stored
+        self._begun = checks
         for check in checks:
             left = max(0.0, self._began + _TOKEN_SECONDS + check.seconds - time.monotonic())
             if not wait([check.outcome], timeout=left).done:
@@ -171,7 +177,7 @@ class Checkup:
 
         def judged() -> list[Finding]:
             written = measuring.result()
-            wait([self._sizing], timeout=_SECONDS)
+            wait([self._sizing], timeout=_LONG_SECONDS - 1)
             return storage.judge_writing(config, written, self._sizing.result() if self._sizing.done() else None)
 
         yield _begin("storage", judged, _HUNG_MOUNT, _LONG_SECONDS)
@@ -182,7 +188,7 @@ class Checkup:
 def _clean_late(place: RunDir, late: Future[Token]) -> None:
     """A mount that hung came back before this command has ended."""
     if late.exception() is None:
-        storage.clean(late.result(), place.path)
+        storage.clean(late.result(), place)
 
 
 def _begin(name: str, work: Callable[[], list[Finding]], hung: str, seconds: float = _SECONDS) -> _Check:

@@ -75,29 +75,28 @@ def from_node(path: str, text: str, who: str, node: str) -> tuple[str | None, fl
         return f"run.storage={token.path.parent.parent}: it cannot be written there ({in_one_line(error)})", 0.0
 
 
-def missing_above(run_dir: Path) -> list[Path]:
-    """The directories that are not there, innermost first."""
-    return [each for each in (run_dir, *run_dir.parents) if not each.exists()]
-
-
 def refusal(error: BaseException) -> Finding:
     """Why nothing can be written where the run will."""
     fix = "set run.storage to a path that this user can write, and that all nodes mount"
     return problem("storage", in_one_line(error).partition(". All nodes must")[0], fix)
 
 
-def clean(token: Token | None, run_dir: Path) -> None:
-    """Remove what a check has written: also what one left that was ended in the middle."""
-    if token is None:
-        return
-    for left in run_dir.glob(f"{PREFIX}*"):
-        with suppress(OSError):
-            left.unlink()
+def clean(token: Token, place: RunDir) -> None:
+    """Remove what the checks have written: also what one left that was ended in the middle."""
+    for directory in (token.path.parent, *([] if is_url(place.checkpoints) else [_there(Path(place.checkpoints))])):
+        for left in directory.glob(f"{PREFIX}*"):
+            with suppress(OSError):
+                left.unlink()
     token.remove(refused=True)
 
 
+def _there(wanted: Path) -> Path:
+    """The innermost directory of a path that is there."""
+    return next(path for path in (wanted, *wanted.parents) if path.exists())
+
+
 @dataclass(frozen=True, slots=True)
-class Written:
+class Measured:
     """What was measured at one of the run's places."""
 
     field: str
@@ -109,7 +108,7 @@ class Written:
     refused: str | None = None
 
 
-def measure(config: FinetuneConfig, token: Token) -> list[Written]:
+def measure(config: FinetuneConfig, token: Token) -> list[Measured]:
     """Write where this run will."""
     elsewhere, place = config.checkpoint.storage, RunDir.of(config)
     places = {"run.storage": token.path.parent}
@@ -117,15 +116,15 @@ def measure(config: FinetuneConfig, token: Token) -> list[Written]:
         places["checkpoint.storage"] = Path(place.checkpoints)
     found = []
     for field, wanted in places.items():
-        there = next(path for path in (wanted, *wanted.parents) if path.exists())
+        there = _there(wanted)
         try:
-            found.append(Written(field, wanted, there, write_speed(there), shutil.disk_usage(there).free))
+            found.append(Measured(field, wanted, there, write_speed(there), shutil.disk_usage(there).free))
         except OSError as error:
-            found.append(Written(field, wanted, there, refused=in_one_line(error)))
+            found.append(Measured(field, wanted, there, refused=in_one_line(error)))
     return found
 
 
-def judge_writing(config: FinetuneConfig, written: Sequence[Written], checkpoint: int | None) -> list[Finding]:
+def judge_writing(config: FinetuneConfig, written: Sequence[Measured], checkpoint: int | None) -> list[Finding]:
     """`checkpoint`: the bytes of one, if they are known."""
     found = []
     for each in written:

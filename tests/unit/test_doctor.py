@@ -149,7 +149,7 @@ def writing(config: FinetuneConfig, checkpoint: int | None) -> list[Finding]:
     try:
         return storage.judge_writing(config, storage.measure(config, token), checkpoint)
     finally:
-        storage.clean(token, RunDir.of(config).path)
+        storage.clean(token, RunDir.of(config))
         assert not Path(config.run.storage).exists()
 
 
@@ -444,6 +444,19 @@ def test_an_object_store_that_refuses(tmp_path: Path, monkeypatch: pytest.Monkey
     import fsspec
 
     assert not fsspec.filesystem("memory").find("/place")
+
+
+@pytest.mark.thorough
+def test_an_object_store_that_says_nothing_costs_seconds(tmp_path: Path) -> None:
+    """Also at the end of the process, where pyarrow would wait for it."""
+    config = make_config(tmp_path, checkpoint={"storage": "s3://bucket/place"})
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        environment = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{silent.getsockname()[1]}", "AWS_ACCESS_KEY_ID": "someone",
+            "AWS_SECRET_ACCESS_KEY": "secret", "AWS_EC2_METADATA_DISABLED": "true",
+        }  # fmt: skip
+        code, found, seconds = command(config, tmp_path, **environment)
+    assert code == 2 and "AWS_ENDPOINT_URL" in of(found, "store")["fix"] and seconds < 20
 
 
 def test_a_network_that_is_slower_than_promised() -> None:
