@@ -20,6 +20,7 @@ COMMANDS = {
     "train": "fine-tune a model",
     "data": "look at the data, count it, remove old prepared data",
     "plan": "show what a config amounts to, without starting anything",
+    "doctor": "check machine, cluster, storage and services before a run",
     "generate": "ask a trained model",
     "chat": "talk with a trained model",
     "eval": "measure a model on evaluation data",

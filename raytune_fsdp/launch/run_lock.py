@@ -254,7 +254,7 @@ def _listen(config: FinetuneConfig, place: RunDir, seconds: float) -> None:
             said = True
             logger.warning(
                 "run.name=%s: %s has not been heard of; if it stays silent for %.0f s, this command takes the run",
-                config.run.name, _holder(place) or "the command that works on it", seconds,
+                config.run.name, holder_of(place) or "the command that works on it", seconds,
             )  # fmt: skip
 
 
@@ -324,7 +324,7 @@ def _lock(handle: int) -> bool | None:
 
 
 def _refusal(config: FinetuneConfig, place: RunDir, more: str = "") -> ConfigError:
-    holder = _holder(place)
+    holder = holder_of(place)
     return ConfigError(
         f"run.name={config.run.name}: another command works on {place.path}{holder and ': '}{holder}; wait for its "
         f"end, stop it, or choose another run.name{more}"
@@ -364,8 +364,8 @@ def _content(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _holder(place: RunDir) -> str:
-    """Who has the lock, for a message; nothing if the file does not say."""
+def holder_of(place: RunDir) -> str:
+    """Which process has the lock, for a message; nothing if the file does not say."""
     found = _content(place.lock)
     with suppress(TypeError, ValueError, KeyError):
         text = f"process {int(found['pid'])} on {str(found['host'])[:80]}, since {str(found['since'])[:30]}"

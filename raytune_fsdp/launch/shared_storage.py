@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch.distributed as dist
 
 from raytune_fsdp.durable import write_durably
 from raytune_fsdp.errors import ConfigError, in_one_line
@@ -33,12 +32,14 @@ def check_shared(run_dir: Path, *, patience_seconds: float = 10.0) -> None:
     Every rank raises the same error, and none waits for one that failed. A refused run leaves nothing behind.
     """
     # Not at the top: a rank imports this file to unpickle its token, and must report to the driver before it imports
-    # torch and transformers, which takes seconds.
+    # torch and transformers, which takes seconds. Nodes that only look for a token (doctor) never import them.
+    import torch.distributed as dist
+
     from raytune_fsdp.collectives import on_rank0
 
     token = on_rank0(lambda: put_token(run_dir, "rank 0"), what="write to the run's storage")
     everyone: list[_Outcome | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, _look(token, patience_seconds))
+    dist.all_gather_object(everyone, _look(token, patience_seconds, dist.get_rank()))
     on_rank0(lambda: _judge(token, [each for each in everyone if each]), what="write to the run's storage")
 
 
@@ -99,8 +100,8 @@ def put_token(run_dir: Path, who: str) -> Token:
     return token
 
 
-def _look(token: Token, patience_seconds: float) -> _Outcome:
-    rank, node = dist.get_rank(), _node()
+def _look(token: Token, patience_seconds: float, rank: int) -> _Outcome:
+    node = _node()
     reason = _wait_for(token, patience_seconds)
     if reason is not None:
         return _Outcome(rank, node, not_seen=reason)
@@ -156,7 +157,8 @@ def _by_node(found: Sequence[tuple[str | None, _Outcome]]) -> str:
 
 
 def _rule() -> str:
-    return _RULE if not dist.is_initialized() or dist.get_world_size() > 1 else _RULE_ALONE
+    dist = sys.modules.get("torch.distributed")  # not imported here only to say this
+    return _RULE if dist is None or not dist.is_initialized() or dist.get_world_size() > 1 else _RULE_ALONE
 
 
 def _node() -> str:

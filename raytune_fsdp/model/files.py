@@ -140,7 +140,7 @@ def _fetch(name: str, revision: str | None, *, field: str, weights: bool) -> Pat
 
     patterns = [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES
     what = f"{field}={name}" + (f" at revision {revision}" if revision else "")
-    silence = _ask_hub(name, revision)
+    silence = ask_hub(name, revision).silence
     try:
         return Path(
             snapshot_download(
@@ -175,8 +175,16 @@ def _fetch(name: str, revision: str | None, *, field: str, weights: bool) -> Pat
         ) from error
 
 
-def _ask_hub(name: str, revision: str | None) -> str | None:
-    """Why the hub cannot be reached; None if it answers, whatever the answer: a download gets the same one.
+@dataclass(frozen=True, slots=True)
+class HubAnswer:
+    silence: str | None = None
+    """Why the hub cannot be reached; None if it answers, whatever the answer: a download gets the same one."""
+    refusal: str | None = None
+    """Why it does not give the model."""
+
+
+def ask_hub(name: str, revision: str | None) -> HubAnswer:
+    """Whether the hub can be reached, and would give the model.
 
     A thread asks, and is abandoned after HUB_SECONDS: a download waits far longer than a user should for a name server,
     a proxy or a hub that accepts connections and then says nothing.
@@ -186,10 +194,23 @@ def _ask_hub(name: str, revision: str | None) -> str | None:
 
     asked = in_thread(lambda: HfApi().model_info(name, revision=revision, timeout=HUB_SECONDS), "hub")
     if not wait([asked], timeout=HUB_SECONDS).done:
-        return f"no answer within {HUB_SECONDS} s"
+        return HubAnswer(f"no answer within {HUB_SECONDS} s")
     error = asked.exception()  # which HTTP library raises it depends on the version of huggingface_hub
+    if error is None:
+        return HubAnswer()
     refused = isinstance(error, HfHubHTTPError) and error.response.status_code < 500
-    return None if error is None or refused else in_one_line(error)
+    return HubAnswer(refusal=in_one_line(error)) if refused else HubAnswer(in_one_line(error))
+
+
+def cached(name: str, revision: str | None) -> Path | None:
+    """The directory of a hub model in the local cache, complete or not; None if it is not there. Asks nobody."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
 
 
 def find_weights(directory: Path, name: str = "model") -> WeightFiles:

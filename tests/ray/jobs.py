@@ -97,7 +97,7 @@ class Command:
 class Nodes:
     """A cluster whose nodes come and go (nodes.py)."""
 
-    def __init__(self, directory: Path, *, head_cpus: int) -> None:
+    def __init__(self, directory: Path, *, head_cpus: int, **environment: str) -> None:
         self._temporary = tempfile.mkdtemp(prefix="ray-")
         (directory / "nodes").mkdir()
         with open(directory / "nodes.txt", "w") as output:
@@ -107,6 +107,7 @@ class Nodes:
                 env={
                     **os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": self._temporary,
                     "PYTHONPATH": f"{FAULTS}:{ROOT}", "FAULTS": str(directory / "faults"), "OMP_NUM_THREADS": "1",
+                    **environment,
                 },
             )  # fmt: skip
         self.address = self._read()
@@ -132,6 +133,10 @@ class Nodes:
 
     def drain(self, name: str, seconds: float) -> None:
         self._do(f"drain {name} {seconds}")
+
+    def set(self, variable: str, value: str) -> None:
+        """For the nodes that are added from now on."""
+        self._do(f"set {variable} {value}")
 
     def _do(self, line: str) -> None:
         assert self._process.stdin is not None

@@ -1,9 +1,9 @@
 """A Ray of several nodes on this machine, whose nodes come and go as its stdin says.
 
 A line of stdin is `add NAME CPUS GPUS METADATA` (the address of its metadata service), `remove NAME` (its processes are
-killed) or `drain NAME SECONDS`. The first line of stdout is the cluster's address; then each line is repeated once it
-is done. The cluster ends when stdin is closed. Every node's processes have a working directory of their own: what lies
-in /proc/self/cwd is not shared by them.
+killed), `drain NAME SECONDS` or `set VARIABLE VALUE`, for the nodes that come later. The first line of stdout is the
+cluster's address; then each line is repeated once it is done. The cluster ends when stdin is closed. Every
+node's processes have a working directory of their own: what lies in /proc/self/cwd is not shared by them.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def main(directory: Path) -> None:
                 cluster.wait_for_nodes()
             case ["remove", name]:
                 cluster.remove_node(nodes.pop(name), allow_graceful=False)
+            case ["set", name, value]:
+                os.environ[name] = value
             case ["drain", name, seconds]:
                 deadline = int((time.time() + float(seconds)) * 1000)
                 reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")

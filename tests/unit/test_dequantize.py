@@ -231,7 +231,7 @@ def test_weights_are_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     there = ["config.json", "model-00000-of-00002.safetensors", "original/model.safetensors", "original/dtypes.json"]
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(files, "_ask_hub", lambda name, revision: None)
+    monkeypatch.setattr(files, "ask_hub", lambda name, revision: files.HubAnswer())
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **how: asked.update(how) or str(tmp_path))
     files.locate("openai/gpt-oss-20b", None, field="model.path", weights=True)
     patterns = {key: asked[key] for key in ("allow_patterns", "ignore_patterns")}

@@ -9,6 +9,7 @@ On the driver:
     follow            what the ranks report; stopping; waiting for resources, and giving up
     placement_groups  the groups that hold the workers' resources
     exports           exports during training
+    nodes_checked     what `raytune-fsdp doctor` asks a cluster that runs already
 
 Between the driver and the ranks:
 

@@ -1,0 +1,70 @@
+"""`raytune-fsdp doctor`: is everything there that a run needs? Starts nothing, changes nothing."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from raytune_fsdp.cli.common import ConfigParser, exit_code
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp doctor") -> int:
+    """Print what was found; returns 0, or 2 if there is a problem."""
+    parser = ConfigParser(
+        prog,
+        "Check this machine, the Ray cluster that a run would join and, with a config, what the run needs. At most 20 "
+        "seconds without --network; nothing is started or changed. Ends with 2 if there is a problem.",
+    )
+    parser.add_argument(
+        "--network", action="store_true", help="also measure collectives between the run's workers, for up to 3 minutes"
+    )
+    parser.add_argument(
+        "--bandwidth", metavar="SPEED", help="the nominal speed of the network, such as 400Gbps, to compare with"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda: _doctor(parser, arguments))
+
+
+def _doctor(parser: ConfigParser, arguments: Sequence[str]) -> int:
+    began = time.monotonic()
+    # The flags of this command alone need no config: then the run is left out.
+    own, overrides = parser.parse_known_args(arguments)
+    found, config = parser.parse_with_config(arguments) if own.config or overrides else (own, None)
+    if found.bandwidth is not None and not found.network:
+        parser.error(f"--bandwidth {found.bandwidth} is compared with what --network measures: add --network")
+    if found.network and config is None:
+        parser.error("--network measures between the workers of a run: add --config FILE")
+    from raytune_fsdp.launch.environment import environment
+    from raytune_fsdp.launch.quiet import ignoring_warnings, quieting
+
+    with environment(quieting()), ignoring_warnings():
+        from raytune_fsdp.doctor import bandwidth, finding
+        from raytune_fsdp.doctor.checkup import Checkup
+
+        nominal = bandwidth.parse_speed(found.bandwidth) if found.bandwidth else None
+        checkup = Checkup(config, network=found.network, nominal=nominal)
+        findings = checkup.findings()
+    about = f"run {config.run.name}" if config else "no run: --config FILE checks what a run needs, too"
+    if found.json:
+        print(json.dumps(finding.as_json(findings, about, time.monotonic() - began), indent=2))
+    else:
+        print(finding.page(findings, f"doctor: {about} ({time.monotonic() - began:.0f} s)"))
+    code = finding.exit_code(findings)
+    if checkup.hangs():
+        # Last in, first out: before pyarrow's, which waits for a request to S3 for 90 s.
+        atexit.register(_end, code)
+    return code
+
+
+def _end(code: int) -> None:
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""The Ray cluster of a run: its token, its nodes, its resources against the plan. Runs in a process of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.cluster import ClusterConfig
+from raytune_fsdp.doctor import node
+from raytune_fsdp.doctor.beside import Send
+from raytune_fsdp.doctor.finding import Finding, ok, problem, refused, warning
+from raytune_fsdp.doctor.kernels import check_packages
+from raytune_fsdp.doctor.machines import check_bf16, check_clocks, check_gpus, check_limits, check_same
+from raytune_fsdp.errors import RaytuneError, in_one_line
+from raytune_fsdp.threads import in_thread
+
+if TYPE_CHECKING:
+    from raytune_fsdp.launch.ray.resources import Node, Request
+    from raytune_fsdp.launch.shared_storage import Token
+
+_NODE_SECONDS = 9.5
+_NETWORK_SECONDS = 90.0
+_MOUNT_FIX = "run `timeout 5 ls` on run.storage there: a mount that hangs has to be mounted again (umount -l, mount)"
+_SHARED_FIX = (
+    "mount the same storage under the same path, writable, on all nodes, and set run.storage to it; or keep all ranks "
+    "on one node (cluster.placement=strict_pack)"
+)
+_NODE_FIX = (
+    "look at `ray list nodes`, and at the raylet's log in /tmp/ray/session_latest/logs there; restart Ray on it (ray "
+    "stop, ray start), or remove it"
+)
+_JOIN_FIX = (
+    "see whether it lives (on the head: ray status) and start it (ray start --head), or set RAY_ADDRESS to "
+    "the HOST:PORT of another; with RAY_ADDRESS=local a Ray is started for the run"
+)
+_TOKEN_FIX = (
+    "restart it with a token: export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(python -c 'import secrets; "
+    "print(secrets.token_hex(32))') before `ray start`, on every node and where jobs are started"
+)
+
+
+def check_cluster(
+    send: Send, config: FinetuneConfig | None, token: Token | None, network: bool, nominal: float | None
+) -> None:
+    """Send what there is to say about the cluster that a run would join, if there is one."""
+    from raytune_fsdp.launch.ray.nodes_checked import connected, find
+
+    cluster, here = config.cluster if config else ClusterConfig(), node.look(try_torch=False)
+    try:
+        address = find()
+    except RaytuneError as error:
+        send(_not_joined(error))
+        return
+    if address is None:
+        _without(send, config, here, network)
+        return
+    try:
+        asking = in_thread(partial(_token, address), "token")  # a process, whose start takes as long as the connection
+        with connected(address, cluster) as about:
+            send(ok("Ray", about))
+            send(asking.result())
+            _look_at(send, config, here, token)
+            if network and config is not None:
+                _measure(send, config, nominal)
+    except RaytuneError as error:
+        send(_not_joined(error))
+
+
+def _not_joined(error: RaytuneError) -> Finding:
+    found, says_what, fix = str(error).partition(": set ")  # of a token
+    if says_what:
+        return problem("Ray", found, f"set {fix}")
+    found = str(error).partition(". It was named by")[0]
+    return problem("Ray", found, _JOIN_FIX)
+
+
+def _without(send: Send, config: FinetuneConfig | None, here: Mapping[str, Any], network: bool) -> None:
+    """No Ray runs, and none is started: a run would start one here."""
+    send(
+        ok(
+            "Ray",
+            "none runs here and RAY_ADDRESS names none, so only this machine is checked; a run starts its own here",
+        )
+    )
+    if config is not None:
+        from raytune_fsdp.launch.ray.nodes_checked import this_machine
+
+        asked = _plan(send, config, [this_machine(config.cluster, len(here["gpus"]))], growing=False)
+        if asked is not None and asked.device == "cuda":
+            for finding in check_bf16(here, "this machine", config.parallel.precision):
+                send(finding)
+    if network:
+        send(
+            warning(
+                "network", "not measured: there is no cluster",
+                "start it (ray start), or set RAY_ADDRESS to the head's HOST:PORT",
+            )
+        )  # fmt: skip
+
+
+def _token(address: str) -> Finding:
+    from raytune_fsdp.launch.ray.nodes_checked import asks_for_a_token
+
+    asks = asks_for_a_token(address)
+    if asks:
+        return ok("token", f"the cluster at {address} turns away who has no token (RAY_AUTH_MODE=token)")
+    if asks is None:
+        return warning(
+            "token",
+            f"whether the cluster at {address} asks for a token could not be found out",
+            "run doctor again; the head may be busy",
+        )
+    return problem(
+        "token", f"the cluster at {address} takes jobs from everyone who reaches it: RAY_AUTH_MODE is off", _TOKEN_FIX
+    )
+
+
+def _look_at(send: Send, config: FinetuneConfig | None, here: Mapping[str, Any], token: Token | None) -> None:
+    from raytune_fsdp.doctor.storage import as_text
+    from raytune_fsdp.launch.ray.nodes_checked import ask_each
+    from raytune_fsdp.launch.ray.resources import answering, may_grow, nodes, room
+
+    there = nodes()
+    names, live = _names(there), answering(there)
+    asks = _plan(send, config, there, growing=may_grow()) if config is not None else None
+    asked = time.time()
+    told = None if token is None else as_text(token)
+    answers = ask_each(live, node.look, True, told, seconds=_NODE_SECONDS, by_value=node)
+    lost = {each.id: "its raylet takes no connection" for each in there if each not in live}
+    lost |= {id: in_one_line(answer) for id, answer in answers.items() if isinstance(answer, Exception)}
+    for id, why in lost.items():
+        send(problem("nodes", f"node {names[id]} does not answer ({why})", _NODE_FIX))
+    for finding in _of_nodes({names[id]: each for id, each in answers.items() if id not in lost}, here, asked):
+        send(finding)
+    for each in there:
+        if each.id not in lost:
+            on_gpus = asks is not None and asks.device == "cuda" and room(asks, [each]) > 0
+            _of_gpus(send, config, answers[each.id], f"node {names[each.id]}", on_gpus=on_gpus)
+    if config is not None and token is not None:
+        stored = {id: each["storage"] for id, each in answers.items() if id not in lost}
+        _storage(send, stored, names, config.checkpoint.timeout_minutes)
+
+
+def _of_gpus(send: Send, config: FinetuneConfig | None, facts: Mapping[str, Any], where: str, *, on_gpus: bool) -> None:
+    if not (on_gpus or facts["gpus"] or facts["smi"]):
+        return  # a node of CPUs alone, as many clusters have
+    found = check_gpus(facts, where, device="cuda" if on_gpus else None)
+    if on_gpus and config is not None:
+        found += check_bf16(facts, where, config.parallel.precision)
+        found.append(check_packages(config.model.attention, facts["packages"], where))
+    for finding in found:
+        send(finding)
+
+
+def _of_nodes(facts: Mapping[str, Mapping[str, Any]], here: Mapping[str, Any], asked: float) -> list[Finding]:
+    found = check_same(facts, here)
+    limits = [finding for name, each in facts.items() for finding in check_limits(each, f"node {name}")]
+    found += limits or [ok("limits", f"/dev/shm and open files are enough on {len(facts)} node(s)")]
+    now = time.time()
+    return [*found, *check_clocks({name: _offset(each["clock"], asked, now) for name, each in facts.items()})]
+
+
+def _offset(clock: tuple[float, float], asked: float, now: float) -> float:
+    """The seconds that a clock is off by at least: a right one is between the question and the answer."""
+    began, ended = clock
+    return began - asked if began < asked else max(0.0, ended - now)
+
+
+def _names(there: Sequence[Node]) -> dict[str, str]:
+    """What nodes are called; those of one name, as on one machine, by a piece of their id, too."""
+    names = [each.name for each in there]
+    return {each.id: each.name if names.count(each.name) == 1 else f"{each.name} ({each.id[:6]})" for each in there}
+
+
+def _plan(send: Send, config: FinetuneConfig, there: Sequence[Node], *, growing: bool) -> Request | None:
+    """The run's resources against those that there are: as at its start, and what is free now."""
+    from raytune_fsdp.launch.ray.nodes_checked import check_not_in_a_copy
+    from raytune_fsdp.launch.ray.resources import check, request, room, shortage
+    from raytune_fsdp.plan import sizes_of
+    from raytune_fsdp.run.checks import check_device
+    from raytune_fsdp.rundir import RunDir
+
+    try:
+        check_not_in_a_copy(config, RunDir.of(config).path)
+        asked = request(config.cluster, there, growing=growing)
+        fewest = replace(asked, workers=sizes_of(config, asked.workers)[0])
+        check(fewest, there, growing=growing)
+        check_device(config, asked.device)
+    except RaytuneError as error:
+        send(refused("resources", error))
+        return None
+    free = room(fewest, [replace(each, total=each.free) for each in there])
+    on = "GPUs" if asked.device == "cuda" else "CPUs"
+    if free < fewest.workers and not growing:
+        send(
+            warning(
+                "resources",
+                f"the run has to wait: {shortage(fewest, there)}",
+                f"wait for the other jobs (ray list jobs), or set cluster.workers={free}"
+                if free
+                else "wait for the other jobs (ray list jobs), or end them",
+            )
+        )
+    else:
+        most = room(asked, there)
+        send(
+            ok(
+                "resources",
+                f"{fewest.workers} worker(s) on {on}, room for {most}, free now for {free}"
+                + (", and it may grow" if growing else ""),
+            )
+        )
+    return fewest
+
+
+def _storage(send: Send, answers: Mapping[str, Any], names: Mapping[str, str], timeout_minutes: float) -> None:
+    """Does every node see what was written here, and write there itself? All were asked at once, as ranks write."""
+    from raytune_fsdp.doctor.storage import judge_speed
+
+    speeds = {}
+    for id, (why, speed) in answers.items():
+        if why is None:
+            speeds[names[id]] = speed
+        else:
+            fix = _MOUNT_FIX if why.startswith(node.NO_ANSWER) else _SHARED_FIX
+            send(problem("shared", f"node {names[id]}: {why.partition('. All nodes must')[0]}", fix))
+    if speeds:
+        slowest = min(speeds, key=lambda name: speeds[name])
+        seeing = "all nodes see" if len(speeds) == len(answers) else f"{len(speeds)} of {len(answers)} nodes see"
+        where = f"{seeing} run.storage; of them at once the slowest, {slowest},"
+        send(replace(judge_speed(where, speeds[slowest], None, timeout_minutes), check="shared"))
+
+
+def _measure(send: Send, config: FinetuneConfig, nominal: float | None) -> None:
+    from raytune_fsdp.doctor.bandwidth import judge, measure
+    from raytune_fsdp.launch.ray.nodes_checked import on_ranks
+    from raytune_fsdp.launch.ray.resources import may_grow, nodes, request
+
+    asked = request(config.cluster, nodes(), growing=may_grow())
+    if asked.workers < 2:
+        send(ok("network", "one rank: nothing crosses a network"))
+        return
+    try:
+        for finding in judge(on_ranks(config, asked, measure, wait=20.0, seconds=_NETWORK_SECONDS), nominal):
+            send(finding)
+    except RaytuneError as error:
+        send(refused("network", error))
