@@ -104,7 +104,7 @@ def trace(
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         _allocate(model, fake)
         model.train()
-        live = Live(copies_to_reduce=gloo)
+        live = Live(copies_to_reduce=gloo, copies_to_promote=device == "cpu")
         with fake:
             optimizer = build_optimizer(model, config.optim, config.method)
             optimizer.init_state()
@@ -272,8 +272,8 @@ class Recorder:
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.detach()
+    # Not detached: fake tensors' mode would make a copy of a buffer that has data, and that copy is gone at once.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def keep_blocks(model: PreTrainedModel, parallel: ParallelConfig, *, ends: bool) -> list[int]:
