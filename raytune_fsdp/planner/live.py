@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -75,16 +76,18 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     for their size after each one.
     """
 
-    def __init__(self, *, copies_to_reduce: bool = False, longest: int = 0) -> None:
-        """`copies_to_reduce`: collectives that sum copy what they are given, as gloo's do. `longest`: tokens of a
-        document, for the work of attention."""
+    def __init__(self, *, copies_to_reduce: bool = False, copies_to_promote: bool = False, longest: int = 0) -> None:
+        """`copies_to_reduce`: collectives that sum copy what they are given, as gloo's do. `copies_to_promote`:
+        operations on tensors of several types first copy some to the type they compute in, as those of CPUs do.
+        `longest`: tokens of a document, for the work of attention."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.timeline = Timeline()
         self._storages: dict[int, _Storage] = {}
         self._numbers = WeakIdKeyDictionary()
         self._resized: list[int] = []
         self._groups: list[Any] = []
-        self._copies_to_reduce, self._longest = copies_to_reduce, longest
+        self._copies_to_reduce, self._copies_to_promote = copies_to_reduce, copies_to_promote
+        self._longest = longest
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
@@ -94,10 +97,12 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._look_at_resized()
         moves = func.namespace in _MOVES
         if moves and self._copies_to_reduce and "reduce" in func.__name__:
-            self._pass_by(sum(each.nbytes for each in _summed(func, args)))
+            self._pass_by(sum(each.nbytes for each in _summed(func, args)), "gathered")
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
             self._see(tensor, moves=moves)
+        if self._copies_to_promote and torch.Tag.pointwise in func.tags:
+            self._pass_by(_promoted(args), "activations")
         if moves:
             for tensor in tensors_in((args, kwargs)):
                 self._see(tensor, moves=True)
@@ -161,12 +166,12 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage is not None:
                 self._resize(number, storage.nbytes())
 
-    def _pass_by(self, size: int) -> None:
+    def _pass_by(self, size: int, kind: Kind) -> None:
         """Memory that an operation has only while it runs."""
         number = len(self._storages)
         gone: Any = lambda: None  # noqa: E731
         self._storages[number] = _Storage(ref=gone, size=0)
-        self.timeline.kinds[number] = "gathered"
+        self.timeline.kinds[number] = kind
         self._resize(number, size)
         self._resize(number, 0)
 
@@ -193,6 +198,15 @@ def groups_of(model: nn.Module) -> list[Any]:
 def _summed(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
     """What a collective sums: the second argument of a reduce-scatter, the first of an all-reduce."""
     return tensors_in(args[1] if "reduce_scatter" in func.__name__ else args[0])
+
+
+def _promoted(args: Sequence[Any]) -> int:
+    """The bytes of copies of tensors in the type that they all have in common."""
+    tensors = [each for each in args if isinstance(each, torch.Tensor) and each.ndim]
+    if len({each.dtype for each in tensors if each.dtype != torch.bool}) < 2:
+        return 0
+    width = reduce(torch.promote_types, (each.dtype for each in tensors)).itemsize
+    return sum(each.numel() * width for each in tensors if each.dtype != torch.bool and each.itemsize != width)
 
 
 def add(one: Bytes, other: Bytes, times: int = 1) -> Bytes:

@@ -112,5 +112,5 @@ def _trained(parameters: Iterable[nn.Parameter]) -> int:
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.detach()
+    # Not detached: fake tensors' mode would make a copy of a buffer that has data, and that copy is gone at once.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -101,7 +101,7 @@ def trace(
     with as_rank_of(plan.layout.world), torch.random.fork_rng(devices=[]), torch.enable_grad():
         mesh = make_mesh(plan.layout, CPU)
         units = units_of(model, parallel, ends=needs.ends)
-        live = Live(copies_to_reduce=gloo, longest=config.data.seq_len)
+        live = Live(copies_to_reduce=gloo, copies_to_promote=device == "cpu", longest=config.data.seq_len)
         spread(model, units, parallel, mesh, None, CPU, _ToHost(live))
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         _allocate(model, fake)

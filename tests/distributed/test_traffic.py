@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from benchmarks.collectives import KINDS, Collectives
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.method import QloraMethod
 from raytune_fsdp.model.quantized import quantize_layers
@@ -23,36 +21,6 @@ from tests.runs import make_config
 SLOW = pytest.mark.slow
 LORA = {"type": "lora", "rank": 4, "alpha": 8}
 QLORA = {**LORA, "type": "qlora"}
-
-_KINDS = ("gathered", "scattered", "all_reduced")
-_OPERATIONS = {"c10d::_allgather_base_": "gathered", "c10d::_reduce_scatter_base_": "scattered"}
-
-
-class Collectives(TorchDispatchMode):
-    """Adds up what a rank receives, by kind: numbers, and bytes. Backward runs in this thread on CPUs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-            group = next(leaf for leaf in tree_leaves(args) if hasattr(leaf, "_type_") or "ProcessGroup" in str(leaf))
-            self._count(func._schema.name, tensors, torch.distributed.ProcessGroup.unbox(group).size())
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, operation: str, tensors: list[torch.Tensor], ranks: int) -> None:
-        largest = max(tensors, key=torch.Tensor.numel)
-        kind, times = _OPERATIONS.get(operation), 1
-        if operation == "c10d::allreduce_":
-            # Counts and sums of a step are integers and doubles; gradients are neither here.
-            kind = "all_reduced" if largest.dtype not in (torch.int64, torch.float64) else "beside"
-            times = 2
-        assert kind is not None, f"{operation} is not known here"
-        self.numbers[kind] += times * largest.numel() * (ranks - 1) / ranks
-        self.bytes[kind] += times * largest.nbytes * (ranks - 1) / ranks
 
 
 def moved(
@@ -87,15 +55,15 @@ def _moved(config: FinetuneConfig, steps: int) -> tuple[list[dict[str, Any]], di
                 plan=plan, parallel=parts.parallel, optim=config.optim, lr_factor=1.0, seed=3,
             )  # fmt: skip
         found.append({"numbers": dict(seen.numbers), "bytes": dict(seen.bytes)})
-    predicted = {kind: getattr(said, kind) for kind in (*_KINDS, "numbers", "bytes")}
+    predicted = {kind: getattr(said, kind) for kind in (*KINDS, "numbers", "bytes")}
     return found, predicted, prepared.parameters
 
 
 def check(found: Mapping[str, Any], predicted: Mapping[str, float], *, numbers: bool = True) -> None:
     """`numbers`: not where several types are gathered in one, as bytes."""
-    for kind in _KINDS if numbers else ():
+    for kind in KINDS if numbers else ():
         assert found["numbers"].get(kind, 0) == pytest.approx(predicted[kind], rel=1e-12), kind
-    assert sum(found["bytes"].get(kind, 0) for kind in _KINDS) == pytest.approx(predicted["bytes"], rel=1e-12)
+    assert sum(found["bytes"].get(kind, 0) for kind in KINDS) == pytest.approx(predicted["bytes"], rel=1e-12)
 
 
 def config_of(directory: Path, blocks: int, name: str = "run", **sections: Any) -> FinetuneConfig:
@@ -166,8 +134,8 @@ def test_in_units_of_all_weights(tmp_path: Path) -> None:
     for name, ((step, *_), predicted, parameters) in zip(kinds, results, strict=True):
         check(step, predicted)
         across = parameters.total * (2 - 1) / 2
-        numbers[name] = sum(step["numbers"].get(kind, 0) for kind in _KINDS) / across
-        sent[name] = sum(step["bytes"].get(kind, 0) for kind in _KINDS) / across
+        numbers[name] = sum(step["numbers"].get(kind, 0) for kind in KINDS) / across
+        sent[name] = sum(step["bytes"].get(kind, 0) for kind in KINDS) / across
     last = (131 + 1) * 32 / parameters.total  # norm and head, which stay for backward, 2 % of this network
     for strategy, times in (("full_shard", 3 - last), ("shard_grad_op", 2), ("replicate", 2)):
         assert numbers[strategy] == pytest.approx(times, rel=2e-3), strategy  # 131 rows on two ranks

@@ -1,0 +1,40 @@
+"""Counts what the collectives of a rank move while it trains."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+KINDS = ("gathered", "scattered", "all_reduced")
+_OPERATIONS = {"c10d::_allgather_base_": "gathered", "c10d::_reduce_scatter_base_": "scattered"}
+
+
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up what a rank receives, by kind: numbers, and bytes. Backward runs in this thread on CPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numbers: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            group = next(leaf for leaf in tree_leaves(args) if hasattr(leaf, "_type_") or "ProcessGroup" in str(leaf))
+            self._count(func._schema.name, tensors, torch.distributed.ProcessGroup.unbox(group).size())
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, operation: str, tensors: list[torch.Tensor], ranks: int) -> None:
+        largest = max(tensors, key=torch.Tensor.numel)
+        kind, times = _OPERATIONS.get(operation), 1
+        if operation == "c10d::allreduce_":
+            # Counts and sums of a step are integers and doubles; gradients are neither here.
+            kind = "all_reduced" if largest.dtype not in (torch.int64, torch.float64) else "beside"
+            times = 2
+        assert kind is not None, f"{operation} is not known here"
+        self.numbers[kind] += times * largest.numel() * (ranks - 1) / ranks  # type: ignore[assignment]
+        self.bytes[kind] += times * largest.nbytes * (ranks - 1) / ranks  # type: ignore[assignment]
