@@ -117,10 +117,39 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         llama(1280, 20, 32768),
         {"parallel": {"precision": "bf16", "activation_checkpointing": "full"}, "method": LORA, "seq_len": 256},
     ),
+    "20M GPT-2, hybrid_shard": (
+        4,
+        {"model_type": "gpt2", "vocab_size": 8192, "n_embd": 384, "n_layer": 8, "n_head": 6, "n_positions": 1024},
+        {
+            "parallel": {
+                "precision": "bf16",
+                "strategy": "hybrid_shard",
+                "shard_size": 2,
+                "activation_checkpointing": "selective",
+            },
+            "train": {"global_batch": 16},
+        },
+    ),
+    "40M Gemma 3, QLoRA": (
+        2,
+        {
+            "model_type": "gemma3_text",
+            "vocab_size": 16384,
+            "hidden_size": 512,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "max_position_embeddings": 2048,
+        },
+        {"parallel": {"precision": "bf16", "wrap": 2}, "method": QLORA, "seq_len": 768},
+    ),
 }
 """World, architecture, sections of the config."""
 
-LATER: tuple[str, ...] = ()
+LATER = ("20M GPT-2, hybrid_shard", "40M Gemma 3, QLoRA")
 
 
 def config_of(directory: Path, architecture: Mapping[str, Any], sections: Mapping[str, Any], world: int) -> Any:
