@@ -44,12 +44,17 @@ class FinetuneResult:
 
 
 def finetune(
-    config: FinetuneConfig, progress: Progress | None = None, *, wait_for_tracking: float = WAIT_FOR_TRACKING
+    config: FinetuneConfig,
+    progress: Progress | None = None,
+    *,
+    wait_for_tracking: float = WAIT_FOR_TRACKING,
+    force: bool = False,
 ) -> FinetuneResult:
     """Train to the end, from the newest checkpoint if there is one, export, and make the report. Raises RaytuneError.
 
     `progress(what, done, total)` is called while the data is prepared and counted, and while this waits for MLflow to
-    take what it has missed: at most `wait_for_tracking` seconds. Under torchrun every rank calls this.
+    take what it has missed: at most `wait_for_tracking` seconds. `force` starts also what does not fit the devices or
+    the storage. Under torchrun every rank calls this.
     """
     from raytune_fsdp.launch.environment import environment
     from raytune_fsdp.launch.quiet import ignoring_warnings, quieting
@@ -61,7 +66,7 @@ def finetune(
         with Signals():  # before the imports, which take seconds; and transformers reads its variables in them
             from raytune_fsdp.launch.start import run
 
-            prepared, before = run(config, progress)
+            prepared, before = run(config, progress, force=force)
         return _result(config, prepared, before, wait_for_tracking, progress)
 
 

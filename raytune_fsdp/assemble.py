@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TextIO
 
 import torch
@@ -30,8 +31,10 @@ from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.document_record import DocumentRecord
 from raytune_fsdp.early_stop import EarlyStop, ended_by
 from raytune_fsdp.estimate.flops import Architecture
+from raytune_fsdp.estimate.predicted import NotPredicted, Predicted
 from raytune_fsdp.evaluate import check_network
 from raytune_fsdp.exam import Exam
+from raytune_fsdp.forecast import Forecast, bytes_kept
 from raytune_fsdp.loop import Parts
 from raytune_fsdp.metrics import Meter
 from raytune_fsdp.model.adapters import is_adapted, keep_beginning, why_not_compiled
@@ -96,6 +99,8 @@ class LauncherHooks:
     """Called on every rank for every committed checkpoint."""
     reached: Callable[[str], object] = _nobody
     """Called with the name of each phase before the first step, when this rank has finished it."""
+    predicted: Predicted | NotPredicted | None = None
+    """What was predicted of a rank. None: nobody asked."""
 
 
 def assemble(
@@ -121,7 +126,7 @@ def assemble(
         cursor=state.cursor, data_rank=dist.get_rank(),
     )  # fmt: skip
     saver = _saver(config, prepared, standing, learner)
-    _report(tracker, learner, saver)
+    _report(tracker, learner, saver, hooks.predicted)
     own = OwnTime(learner.units, device, storage=lambda: saver.own_seconds) if plan.layout.world > 1 else None
     return Parts(
         config=config,
@@ -142,7 +147,7 @@ def assemble(
         ),
         batches=to_device(batches, device),
         exam=_exam(config, prepared),
-        meter=_meter(config, prepared, standing, learner, device, own),
+        meter=_meter(config, prepared, standing, learner, device, own, hooks.predicted),
         documents=DocumentRecord(learner.objective.documents, prepared.place.documents, standing.attempt),
         profiler=StepProfiler(config.profile.steps, prepared.place.profile, device, dist.get_rank()),
         skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
@@ -167,17 +172,28 @@ def _meter(
     learner: _Learner,
     device: torch.device,
     own: OwnTime | None,
+    predicted: Predicted | NotPredicted | None,
 ) -> Meter:
+    kept = partial(bytes_kept, learner.model, learner.optimizer, device)
     return Meter(
         standing.plan, learner.architecture, device,
         windows=prepared.train.count, cursor=standing.state.cursor, datasets=prepared.train.names,
         max_skipped=config.optim.max_skipped, checkpoints=prepared.place.checkpoints,
         skipped_in_row=standing.state.skipped_in_row, experts=learner.objective.experts, own=own,
+        forecast=Forecast(predicted, kept, gpu=device.type == "cuda", last=standing.plan.steps),
     )  # fmt: skip
 
 
-def _report(tracker: Tracker, learner: _Learner, saver: Saver) -> None:
+def _report(tracker: Tracker, learner: _Learner, saver: Saver, predicted: Predicted | NotPredicted | None) -> None:
     """How the attempt lies in the devices' and the nodes' memory. Collective."""
+    match predicted:
+        case Predicted():
+            tracker.event(
+                names.PREDICTED, kept_bytes=predicted.kept, peak_bytes=predicted.peak, where=predicted.where,
+                beside_bytes=predicted.beside, checkpoint_bytes=predicted.checkpoint, step_seconds=predicted.seconds,
+            )  # fmt: skip
+        case NotPredicted():
+            tracker.event(names.PREDICTED, because=predicted.because)
     if learner.sharding is not None:
         tracker.event(names.SHARDED, **learner.sharding)
     if cramped := node_without_room(saver.nbytes_staged()):

@@ -124,6 +124,8 @@ def _log(parts: Parts, step: int, *, last: bool) -> None:
     _log_compiler(parts, step)
     for fields in parts.meter.slow():
         parts.tracker.event(names.SLOW_RANK, step=step, **fields)
+    for fields in parts.meter.forecast():
+        parts.tracker.event(names.PREDICTION_CHECKED, **fields)
     for fields in parts.profiler.news():
         parts.tracker.event(names.PROFILED, **fields)
     parts.meter.check(rows)

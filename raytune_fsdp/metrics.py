@@ -15,6 +15,7 @@ import torch.distributed as dist
 from raytune_fsdp.checkpoint.catalogue import way_out
 from raytune_fsdp.errors import TrainingError
 from raytune_fsdp.estimate.flops import Architecture, mfu, peak_flops, training_flops
+from raytune_fsdp.forecast import Forecast
 from raytune_fsdp.node_figures import NodeFigures, known
 from raytune_fsdp.own_time import OwnTime, SlowRanks, typical
 from raytune_fsdp.plan import Plan
@@ -57,6 +58,7 @@ class Meter:
         skipped_in_row: int = 0,
         experts: tuple[int, int] = (0, 0),
         own: OwnTime | None = None,
+        forecast: Forecast | None = None,
     ) -> None:
         self._plan = plan
         self._architecture = architecture
@@ -78,6 +80,7 @@ class Meter:
         self._pending: list[_Pending] = []
         self._own = own
         """None: this rank is alone."""
+        self._forecast = forecast
         self._figures = NodeFigures(device, plan.layout.world)
         self._slow_ranks = SlowRanks(plan.layout.world, device)
         self._slow: list[dict[str, Any]] = []
@@ -117,7 +120,11 @@ class Meter:
         rows[-1] = replace(rows[-1], nodes=nodes)
         self._pending = self._pending[len(ready) :]
         self._since = now
-        return rows
+        return rows if self._forecast is None else self._forecast.beside(rows)
+
+    def forecast(self) -> list[dict[str, Any]]:
+        """What was predicted and measured, if that has come out since the last call."""
+        return [] if self._forecast is None else self._forecast.news()
 
     def check(self, rows: list[StepMetrics]) -> None:
         """Count skipped updates in a row, and stop the run at `optim.max_skipped`."""

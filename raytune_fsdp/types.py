@@ -164,6 +164,9 @@ class StepMetrics:
     """Percent, of the GPU that is used least; None without NVIDIA's library for it (nvidia-ml-py)."""
     nodes: tuple[tuple[str, float | None, float | None, float | None, float | None], ...] = ()
     """A line for each node, in one step of ten seconds at most (`node_figures.py`)."""
+    predicted: tuple[float | None, ...] = ()
+    """By how much too much was predicted of what a rank keeps, of its peak, and of the seconds of a step, of what was
+    measured: in one step of an attempt (`forecast.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,12 @@ def main(
         "would take, and leave nothing behind",
     )
     parser.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="start also where weights and what is kept of them are more than a device has, or storage has no room for "
+        "a checkpoint",
+    )
     parser.add_argument("--verbose", action="store_true", help="show what libraries print and warn of, on every rank")
     arguments = sys.argv[1:] if argv is None else argv
     code = exit_code(lambda: _train(parser, arguments))
@@ -68,13 +74,13 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
     if not (sys.stdout.isatty() and sys.stderr.isatty()) or "NO_COLOR" in os.environ:
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colours `(raylet)` in files, too
     if found.dry_run:
-        return _dry_run(config, as_json=found.json)
+        return _dry_run(config, as_json=found.json, force=found.force)
     # Not before the config is valid: importing torch and transformers takes about three seconds (docs/results.md).
     from raytune_fsdp.api import finetune
     from raytune_fsdp.launch.torchrun import is_rank0
 
     with shown(quiet=not is_rank0()) as progress:
-        result = finetune(config, progress, wait_for_tracking=found.wait_for_tracking)
+        result = finetune(config, progress, wait_for_tracking=found.wait_for_tracking, force=found.force)
     if is_rank0():
         from raytune_fsdp.report.summary import next_commands, summary
         from raytune_fsdp.rundir import mlflow_database
@@ -110,7 +116,7 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _dry_run(config: FinetuneConfig, *, as_json: bool) -> int:
+def _dry_run(config: FinetuneConfig, *, as_json: bool, force: bool) -> int:
     began = time.time()  # the imports are of the time to load
     from raytune_fsdp.dry_run import dry_run, in_words, to_json
     from raytune_fsdp.launch.torchrun import is_rank0
@@ -118,7 +124,7 @@ def _dry_run(config: FinetuneConfig, *, as_json: bool) -> int:
     if as_json:  # nothing else is to stand on stdout, also of what ranks print there
         config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"console": False})})
     with shown(quiet=as_json or not is_rank0()) as progress, redirect_stdout(sys.stderr) if as_json else nullcontext():
-        found = dry_run(config, progress, began=began)
+        found = dry_run(config, progress, began=began, force=force)
     if found is not None:
         print(to_json(found) if as_json else "\n".join(("", *in_words(found))))
     return 0

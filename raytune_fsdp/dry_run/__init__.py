@@ -2,7 +2,6 @@
 
     scratch.py     a directory that is removed whatever happens
     trial.py       the config of the ordinary run of two steps that is trained in it
-    prediction.py  what the planner says of the same run
     outcome.py     what the record of the two steps says, in words
 
 A directory of the run itself is neither read nor written.
@@ -31,11 +30,13 @@ from raytune_fsdp.types import Progress
 __all__ = ["DryRun", "dry_run", "in_words", "to_json"]
 
 
-def dry_run(config: FinetuneConfig, progress: Progress | None = None, *, began: float | None = None) -> DryRun | None:
+def dry_run(
+    config: FinetuneConfig, progress: Progress | None = None, *, began: float | None = None, force: bool = False
+) -> DryRun | None:
     """Train two steps as the run would, and measure them. None on ranks other than 0 of torchrun.
 
-    `began`: when the command did (seconds since 1970); None: now. Raises what keeps the run from being trained, its
-    memory included.
+    `began`: when the command did (seconds since 1970); None: now. `force`: try also what does not fit. Raises what
+    keeps the run from being trained, its memory included.
     """
     check_config(config, None)  # the trial's config no longer has all of it
     began, storage = began or time.time(), storage_of(config)
@@ -43,7 +44,7 @@ def dry_run(config: FinetuneConfig, progress: Progress | None = None, *, began: 
     here = scratch(storage, f"dry-run-{config.run.name}-") if is_rank0() else nullcontext(storage / "dry-run")
     try:
         with here as directory:
-            return _tried(config, directory, began, progress)
+            return _tried(config, directory, began, progress, force)
     except Interrupted:
         # Training says that what it has saved is there to go on from: not here.
         raise Interrupted("the dry run was stopped, and what it has written is removed") from None
@@ -52,11 +53,13 @@ def dry_run(config: FinetuneConfig, progress: Progress | None = None, *, began: 
         raise TrainingError(f"{error}\n{left}") from error
 
 
-def _tried(config: FinetuneConfig, directory: Path, began: float, progress: Progress | None) -> DryRun | None:
+def _tried(
+    config: FinetuneConfig, directory: Path, began: float, progress: Progress | None, force: bool
+) -> DryRun | None:
     trial = trial_of(config, directory)
     with environment(quieting()), ignoring_warnings(), locked(trial) if is_rank0() else nullcontext():
         with Signals():  # before the imports, which take seconds
             from raytune_fsdp.launch.start import run
 
-            prepared, _ = run(trial, progress, dry=True)
+            prepared, _ = run(trial, progress, dry=True, force=force)
         return measured(config, trial, prepared, began) if is_rank0() else None

@@ -9,12 +9,15 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
+import torch
+
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.counts import Census
 from raytune_fsdp.data.stream import Stream
-from raytune_fsdp.dry_run.prediction import device_bytes, predicted
 from raytune_fsdp.dry_run.trial import STEPS
-from raytune_fsdp.errors import TrainingError
+from raytune_fsdp.errors import ConfigError, TrainingError
+from raytune_fsdp.estimate.devices import find_device
+from raytune_fsdp.parallel import memory_of as memory_here
 from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.run.standing import Prepared
 from raytune_fsdp.tracking import names
@@ -68,9 +71,8 @@ def measured(config: FinetuneConfig, trial: FinetuneConfig, prepared: Prepared, 
     first, second = _two_steps(prepared)
     one, two = metrics_of(first), metrics_of(second)
     plan = resolve(trial, second["world_size"])
-    started = [event for event in read_events(prepared.place.events) if event["event"] == names.ATTEMPT_STARTED]
-    device = str(started[-1]["fields"]["device"])
-    memory, where = predicted(config, prepared, plan, device)
+    events = {event["event"]: event["fields"] for event in read_events(prepared.place.events)}
+    device, predicted = str(events[names.ATTEMPT_STARTED]["device"]), events[names.PREDICTED]
     steps, estimated = _steps_of(config, trial, prepared)
     ranks = second["rank_memory_bytes"] or [two.memory_bytes]
     return DryRun(
@@ -81,8 +83,8 @@ def measured(config: FinetuneConfig, trial: FinetuneConfig, prepared: Prepared, 
         memory_bytes_least=min(ranks),
         reserved_bytes=second["reserved_bytes"],
         device_bytes=device_bytes(device),
-        predicted_bytes=None if memory is None else memory.total,
-        predicted_where=where if memory is None else memory.where,
+        predicted_bytes=predicted.get("peak_bytes"),
+        predicted_where=predicted.get("where") or predicted["because"],
         host_bytes=second["host_memory_bytes"],
         # The clock of rank 0's machine may be another one.
         load_seconds=max(0.0, (time_of(first) or 0) / 1000 - one.step_seconds - began),
@@ -96,6 +98,19 @@ def measured(config: FinetuneConfig, trial: FinetuneConfig, prepared: Prepared, 
         steps_are_estimated=estimated,
         run_seconds=steps * two.step_seconds,
     )
+
+
+def device_bytes(device: str) -> int | None:
+    """The memory of a device as the record names it (`cuda: NVIDIA H100 80GB HBM3`); of a CPU, that of this machine.
+    None: not known."""
+    kind, _, name = device.partition(": ")
+    if kind == "cuda":
+        try:
+            return int(find_device(name).memory)
+        except ConfigError:
+            here = torch.cuda.is_available() and torch.cuda.get_device_name(0) == name
+            return memory_here(torch.device("cuda", 0)) if here else None
+    return memory_here(torch.device("cpu"))
 
 
 def _two_steps(prepared: Prepared) -> list[Mapping[str, Any]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,16 +20,21 @@ from raytune_fsdp.assemble import LauncherHooks
 from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, TrainingError
+from raytune_fsdp.estimate.predicted import NotPredicted, Predicted
 from raytune_fsdp.launch.environment import environment
 from raytune_fsdp.launch.phases import HERE, TOGETHER, Phases
+from raytune_fsdp.launch.preflight import preflight
 from raytune_fsdp.launch.shared_storage import check_shared
 from raytune_fsdp.launch.signals import Signals, StopFlag, deaf_children, listening, stacks_at_signal
-from raytune_fsdp.launch.torchrun import ranks_here, under_torchrun, world_of_torchrun
+from raytune_fsdp.launch.torchrun import is_rank0, ranks_here, under_torchrun, world_of_torchrun
 from raytune_fsdp.launch.worker import alone, choose_device, join, work
+from raytune_fsdp.parallel import memory_of
 from raytune_fsdp.run.checks import check_device
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.standing import Prepared, Standing, agree
 from raytune_fsdp.types import Progress
+
+T = TypeVar("T")
 
 SHUTDOWN_SECONDS = 120
 """Ranks that were told to end get this long to save, or to notice that another rank died. torch's default is 30."""
@@ -56,37 +63,62 @@ def check_gpus(config: FinetuneConfig) -> None:
         raise ConfigError("cluster.device=cuda, but this machine has no GPU that torch can use: set cluster.device=cpu")
 
 
-def run(config: FinetuneConfig, progress: Progress | None = None, *, dry: bool = False) -> tuple[Prepared, Standing]:
+def run(
+    config: FinetuneConfig, progress: Progress | None = None, *, dry: bool = False, force: bool = False
+) -> tuple[Prepared, Standing]:
     """Prepare and train. Returns the run, and where it stood before, once it is complete; raises what stopped it."""
     if under_torchrun():
-        return _run_rank(config, dry)
+        return _run_rank(config, dry, force)
     world = world_size(config)
-    check_device(config, choose_device(config.cluster.device, world).type)
+    device = choose_device(config.cluster.device, world)
+    check_device(config, device.type)
     phases = Phases(HERE if world == 1 else TOGETHER)
     with Signals():
         prepared, standing = prepare(config, world, progress, dry=dry)
+        if not standing.complete:
+            predicted = _preflight(config, prepared, standing, device, ranks=world, force=force)
     phases.finished("checks")
     if standing.complete:
         return prepared, standing
     if world == 1:
-        _alone(config, prepared, standing, phases)
+        _alone(config, prepared, standing, phases, predicted)
     else:
-        _start_ranks(config, prepared, standing, world, phases)
+        _start_ranks(config, prepared, standing, world, phases, predicted)
     return prepared, standing
 
 
+def _preflight(
+    config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device, *, ranks: int, force: bool
+) -> Predicted | NotPredicted:
+    """Of so many ranks on this machine."""
+    cuda = device.type == "cuda"
+    return preflight(
+        config, prepared, standing.plan, device.type, torch.cuda.get_device_name(device) if cuda else None,
+        memory=memory_of(device), ranks=1 if cuda else ranks, per_node=ranks, forced=force,
+    )  # fmt: skip
+
+
 @stacks_at_signal()
-def _alone(config: FinetuneConfig, prepared: Prepared, standing: Standing, phases: Phases) -> None:
+def _alone(
+    config: FinetuneConfig, prepared: Prepared, standing: Standing, phases: Phases, predicted: Predicted | NotPredicted
+) -> None:
     device = choose_device(config.cluster.device, 1)
     stop = StopFlag()
     with stop:
         with alone(device):
-            hooks = LauncherHooks(reached=phases.finished)
+            hooks = LauncherHooks(reached=phases.finished, predicted=predicted)
             work(config, prepared, agree(config, prepared, lambda: standing), device, stop, hooks)
         stop.check_export(config.export.at_end)
 
 
-def _start_ranks(config: FinetuneConfig, prepared: Prepared, standing: Standing, world: int, phases: Phases) -> None:
+def _start_ranks(
+    config: FinetuneConfig,
+    prepared: Prepared,
+    standing: Standing,
+    world: int,
+    phases: Phases,
+    predicted: Predicted | NotPredicted,
+) -> None:
     """Start `world` processes on this machine and wait for them. If one fails, the others are ended."""
     # The cores divided among the ranks: by default torch takes all of them in every process, and ranks compete.
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world))}
@@ -110,7 +142,7 @@ def _start_ranks(config: FinetuneConfig, prepared: Prepared, standing: Standing,
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         with environment(threads), deaf_children():
-            elastic_launch(launch, _rank_main)(config, prepared, standing, phases)
+            elastic_launch(launch, _rank_main)(config, prepared, standing, phases, predicted)
     except SignalException as signal:
         raise Interrupted(
             f"stopped by {signal.sigval.name}; the same command continues from the last checkpoint"
@@ -121,7 +153,9 @@ def _start_ranks(config: FinetuneConfig, prepared: Prepared, standing: Standing,
 
 @record
 @stacks_at_signal()
-def _rank_main(config: FinetuneConfig, prepared: Prepared, standing: Standing, phases: Phases) -> int:
+def _rank_main(
+    config: FinetuneConfig, prepared: Prepared, standing: Standing, phases: Phases, predicted: Predicted | NotPredicted
+) -> int:
     """The main function of a process that elastic_launch started."""
     # Without `insist`: Ctrl-C reaches this process twice, from the terminal and from elastic_launch.
     stop = StopFlag(insist=False)
@@ -131,29 +165,49 @@ def _rank_main(config: FinetuneConfig, prepared: Prepared, standing: Standing, p
         hooks = None
         if dist.get_rank() == 0:
             phases.finished("workers")
-            hooks = LauncherHooks(reached=phases.finished)
+            hooks = LauncherHooks(reached=phases.finished, predicted=predicted)
         step = work(config, prepared, agree(config, prepared, lambda: standing), device, stop, hooks)
         dist.destroy_process_group()
         return step
 
 
 @stacks_at_signal()
-def _run_rank(config: FinetuneConfig, dry: bool) -> tuple[Prepared, Standing]:
+def _run_rank(config: FinetuneConfig, dry: bool = False, force: bool = False) -> tuple[Prepared, Standing]:
     """Run in a process that torchrun started: rank 0 prepares for all."""
     device = choose_device(config.cluster.device, ranks_here())
     check_device(config, device.type)
     stop = StopFlag(insist=False)
+
+    def look() -> tuple[Prepared, Standing, Predicted | NotPredicted | None]:
+        prepared, standing = prepare(config, world_of_torchrun(), dry=dry)
+        if standing.complete:
+            return prepared, standing, None
+        return prepared, standing, _preflight(config, prepared, standing, device, ranks=ranks_here(), force=force)
+
     with stop:
+        # Before it joins the others, who hear of it then: the planner needs a process group of its own.
+        found = _beforehand(look) if is_rank0() else look
         _join(config, device)
         try:
-            prepared, standing = prepare_on_rank0(config, dry=dry)
+            prepared, standing, predicted = on_rank0(found, what="prepare the run")
+            standing = agree(config, prepared, lambda: standing)
             if not standing.complete:
                 check_shared(prepared.place.path)
-                work(config, prepared, standing, device, stop)
+                work(config, prepared, standing, device, stop, LauncherHooks(predicted=predicted))
         finally:
             dist.destroy_process_group()
         stop.check_export(config.export.at_end)
     return prepared, standing
+
+
+def _beforehand(work: Callable[[], T]) -> Callable[[], T]:
+    """Call it now; what is returned has its result, or raises its error, later."""
+    outcome: Future[T] = Future()
+    try:
+        outcome.set_result(work())
+    except Exception as error:
+        outcome.set_exception(error)
+    return outcome.result
 
 
 def _join(config: FinetuneConfig, device: torch.device) -> None:
@@ -161,9 +215,9 @@ def _join(config: FinetuneConfig, device: torch.device) -> None:
     join(device, alone=False, minutes=config.cluster.collective_minutes, subgroups=subgroups)
 
 
-def prepare_on_rank0(config: FinetuneConfig, *, dry: bool = False) -> tuple[Prepared, Standing]:
+def prepare_on_rank0(config: FinetuneConfig) -> tuple[Prepared, Standing]:
     """Prepare on rank 0, and share the result with every rank; all verify the checkpoint together. Collective."""
-    prepared, standing = on_rank0(lambda: prepare(config, dist.get_world_size(), dry=dry), what="prepare the run")
+    prepared, standing = on_rank0(lambda: prepare(config, dist.get_world_size()), what="prepare the run")
     return prepared, agree(config, prepared, lambda: standing)
 
 

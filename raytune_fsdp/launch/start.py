@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from raytune_fsdp.types import Progress
 
 
-def run(config: FinetuneConfig, progress: Progress | None = None, *, dry: bool = False) -> tuple[Prepared, Standing]:
+def run(
+    config: FinetuneConfig, progress: Progress | None = None, *, dry: bool = False, force: bool = False
+) -> tuple[Prepared, Standing]:
     """Prepare and train, following `cluster.launch`. Returns the run, and where it stood before, once it is complete.
 
-    Raises what stopped it. `dry`: without saving or evaluating anything.
+    Raises what stopped it. `dry`: without saving or evaluating anything. `force`: also what is known not to fit.
     """
     launch = config.cluster.launch
     if launch == "auto":
@@ -33,14 +35,14 @@ def run(config: FinetuneConfig, progress: Progress | None = None, *, dry: bool =
         _check_local(config)
         from raytune_fsdp.launch import local
 
-        return local.run(config, progress, dry=dry)
+        return local.run(config, progress, dry=dry, force=force)
     if under_torchrun():
         raise ConfigError("cluster.launch=ray under torchrun: both would start the ranks; use only one of them")
     if find_spec("ray") is None:
         raise ConfigError(
             "cluster.launch=ray, but Ray is not installed: pip install 'ray[data,train]', or set it to local"
         )
-    return _run_on_ray(config, progress, dry)
+    return _run_on_ray(config, progress, dry, force)
 
 
 def _say(text: str) -> None:
@@ -82,7 +84,7 @@ def _check_local(config: FinetuneConfig) -> None:
         check_first(config, None if wanted == "auto" else wanted)
 
 
-def _run_on_ray(config: FinetuneConfig, progress: Progress | None, dry: bool) -> tuple[Prepared, Standing]:
+def _run_on_ray(config: FinetuneConfig, progress: Progress | None, dry: bool, force: bool) -> tuple[Prepared, Standing]:
     sizes = sizes_of(config)
     place = check_first(config, sizes[0])
     phases = Phases()
@@ -94,6 +96,8 @@ def _run_on_ray(config: FinetuneConfig, progress: Progress | None, dry: bool) ->
             # Imported while Ray starts, which is mostly waiting for its processes.
             from raytune_fsdp.launch.ray import driver
 
-            found = driver.run(config, session, signals=signals, phases=phases, progress=progress, say=_say, dry=dry)
+            found = driver.run(
+                config, session, signals=signals, phases=phases, progress=progress, say=_say, dry=dry, force=force
+            )
         signals.check_export(config.export.at_end)
     return found

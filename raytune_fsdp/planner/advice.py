@@ -80,8 +80,8 @@ def _of_hardware(config: FinetuneConfig, found: Prediction) -> Iterator[Advice]:
     if config.parallel.cpu_offload and found.fits and layout.world > 1:
         yield Advice(
             id="offload-last",
-            text="parallel.cpu_offload moves all weights over PCIe in every step: recomputing, smaller micro-batches "
-            "and more ranks come first",
+            text="parallel.cpu_offload moves all weights over PCIe in every step and updates them on the host, which "
+            "the time of a step does not count: recomputing, smaller micro-batches and more ranks come first",
             source="ZeRO-Offload, arXiv 2101.06840: 30 to 40 TFLOP/s on a V100",
         )
     if found.fits and found.needed > _TIGHT * device.memory:

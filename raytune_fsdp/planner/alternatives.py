@@ -89,13 +89,27 @@ def cheapest_fit(found: list[Alternative]) -> Alternative | None:
 def micro_batches(subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster) -> tuple[int | None, int]:
     """The largest number of samples at a time that fits, whatever the batch is (None: not even one), and the number
     from which a larger one no longer pays, whether it fits or not."""
-    one, two = (predict(subject, with_micro_batch(config, world, size), world, cluster) for size in (1, 2))
-    room, slope = cluster.device.memory - one.needed, max(1, two.needed - one.needed)
-    # The peak of a sum of phases is convex: the line through two sizes is at or below it, so the answer is tried.
-    size = 1 + int(room / slope) if room >= 0 else 0
-    while size > 1 and not predict(subject, with_micro_batch(config, world, size), world, cluster).fits:
-        size -= max(1, size // 16)
-    return size or None, _paying(one.seconds, two.seconds)
+
+    def at(size: int) -> Prediction:
+        return predict(subject, with_micro_batch(config, world, size), world, cluster)
+
+    one, two, memory = at(1), at(2), cluster.device.memory
+    paying = _paying(one.seconds, two.seconds)
+    if not one.fits:
+        return None, paying
+    # The peak of a sum of phases is convex: the line through two sizes is at or below it beyond them, and at or above
+    # it between them. So the answer is between two crossings, and close to the lower one.
+    fits, most = 1, 1 + int((memory - one.needed) / max(1, two.needed - one.needed))
+    tried = most
+    while fits < most:
+        found = at(tried)
+        if found.fits:
+            fits = tried
+        else:
+            most = tried - 1
+            fits = max(fits, 1 + int((memory - one.needed) * (tried - 1) / (found.needed - one.needed)))
+        tried = fits + 1 + (most - fits) // 16
+    return fits, paying
 
 
 def _paying(one: Seconds, two: Seconds) -> int:

@@ -41,10 +41,10 @@ class Beside:
 def beside(config: FinetuneConfig, found: Prediction) -> Beside:
     """On machines with as many ranks as the cluster says."""
     ranks = min(found.cluster.per_node, found.world)
-    at_rest = sum(size for kind, size in found.memory.start.items() if kind != "host")
     on_host = ranks * PROCESS
-    if config.parallel.cpu_offload:  # weights, their gradients and what the optimizer keeps
-        on_host += ranks * (at_rest + found.memory.peak.get("gradients", 0))
+    if config.parallel.cpu_offload:  # weights and what the optimizer keeps; gradients, as large as trained weights
+        at_rest, state = sum(found.memory.start.values()), found.memory.start.get("optimizer", 0)
+        on_host += ranks * (at_rest + found.checkpoint // found.plan.layout.shard_size - state)
     on_host += ranks * found.memory.peak.get("host", 0)
     staged = found.checkpoint * ranks // found.world if config.checkpoint.asynchronous else 0
     chosen = config.checkpoint

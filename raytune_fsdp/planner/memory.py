@@ -6,8 +6,11 @@ from collections import Counter
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
-from raytune_fsdp.planner.live import Bytes, PhaseStart, Timeline, add
+from raytune_fsdp.planner.live import Bytes, Kind, PhaseStart, Timeline, add
 from raytune_fsdp.planner.trace import Trace
+
+_OFFLOADED: frozenset[Kind] = frozenset({"weights", "gradients", "optimizer"})
+"""What `parallel.cpu_offload` keeps in the memory of the host; traced as if it were on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,10 +23,23 @@ class Memory:
     """When they are most together."""
     where: str
     """What the rank does then."""
+    elsewhere: frozenset[Kind]
+    """What of it the memory of the host has."""
 
     @property
     def total(self) -> int:
-        return on_device(self.peak)
+        """Of the device, at the peak."""
+        return _on_device(self.peak, self.elsewhere)
+
+    @property
+    def kept(self) -> int:
+        """Of the device, from step to step."""
+        return _on_device(self.start, self.elsewhere)
+
+    @property
+    def on_host(self) -> int:
+        """Of the host, at the peak."""
+        return sum(self.peak.values()) - self.total
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +50,14 @@ class _Phase:
     after: Bytes
 
 
-def on_device(parts: Bytes) -> int:
-    return sum(size for kind, size in parts.items() if kind != "host")
+def _on_device(parts: Bytes, elsewhere: Container[Kind]) -> int:
+    return sum(size for kind, size in parts.items() if kind not in elsewhere)
 
 
 def memory_of(trace: Trace) -> Memory:
     """The traced phases, each as often as the whole network goes through it, one after the other."""
-    phases = {phase.name: phase for phase in _phases(trace.timeline)}
+    elsewhere = frozenset[Kind]({"host"}) | (_OFFLOADED if trace.offloaded else frozenset())
+    phases = {phase.name: phase for phase in _phases(trace.timeline, elsewhere)}
     now = phases["start"].before
     used: set[int] = set()
     for stands in trace.stands_for:  # what the blocks that were left out keep
@@ -50,10 +67,10 @@ def memory_of(trace: Trace) -> Memory:
     for name in all_phases(trace, phases):
         phase = phases[name]
         most = add(now, add(phase.most, phase.before, -1))
-        if on_device(most) > on_device(peak):
+        if _on_device(most, elsewhere) > _on_device(peak, elsewhere):
             peak, where = most, name
         now = add(now, add(phase.after, phase.before, -1))
-    return Memory(start=_whole(start), peak=_whole(peak), where=_in_words(where))
+    return Memory(start=_whole(start), peak=_whole(peak), where=_in_words(where), elsewhere=elsewhere)
 
 
 def all_phases(trace: Trace, phases: Container[str]) -> Iterator[str]:
@@ -68,7 +85,7 @@ def all_phases(trace: Trace, phases: Container[str]) -> Iterator[str]:
     yield "update"
 
 
-def _phases(timeline: Timeline) -> Iterator[_Phase]:
+def _phases(timeline: Timeline, elsewhere: Container[Kind]) -> Iterator[_Phase]:
     """What is alive at the beginning, at the most and at the end of what is between two marks."""
     now: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
@@ -78,11 +95,11 @@ def _phases(timeline: Timeline) -> Iterator[_Phase]:
     most: dict[str, int] = {}
     for index, mark in enumerate(marks):
         until = mark.changes
-        total = on_device(now)  # type: ignore[arg-type]
+        total = _on_device(now, elsewhere)  # type: ignore[arg-type]
         for change in timeline.changes[place:until]:
             kind = timeline.kind(change.storage)
             now[kind] += change.by
-            if kind != "host":
+            if kind not in elsewhere:
                 total += change.by
                 if total > sizes["most"]:
                     sizes["most"], most = total, dict(now)
@@ -90,7 +107,7 @@ def _phases(timeline: Timeline) -> Iterator[_Phase]:
         if index:
             yield _Phase(marks[index - 1].name, before, most, dict(now))  # type: ignore[arg-type]
         before, most = dict(now), dict(now)
-        sizes["most"] = on_device(now)  # type: ignore[arg-type]
+        sizes["most"] = _on_device(now, elsewhere)  # type: ignore[arg-type]
 
 
 def _whole(parts: Bytes) -> Bytes:

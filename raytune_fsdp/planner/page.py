@@ -45,13 +45,18 @@ def _memory(planned: Planned) -> list[str]:
         f"{_gib(found.needed)} of the {_gib(device.memory)} of {_a(device.name)}: {verdict}. "
         f"The most: {found.memory.where}.",
     )
-    parts: dict[str, tuple[int, str]] = {name: (found.memory.peak.get(name, 0), why) for name, why in _PARTS.items()}  # type: ignore[call-overload]
+    memory = found.memory
+    parts: dict[str, tuple[int, str]] = {
+        name: (memory.peak.get(name, 0), why)  # type: ignore[call-overload]
+        for name, why in _PARTS.items()
+        if name not in memory.elsewhere
+    }
     parts |= {name: (size, "assumed, not measured") for name, size in found.beside.items()}
     for name, (size, why) in parts.items():
         if size:
             lines.append(f"{'':{_LABEL}}{name:23}{_gib(size):>10}  {_bar(size / device.memory):16} {why}")
-    if found.memory.peak.get("host"):
-        lines += _row("", f"{_gib(found.memory.peak['host'])} more in the host's memory (activation_offload)")
+    if memory.on_host:
+        lines += _row("", f"{_gib(memory.on_host)} more in the host's memory (activation_offload, cpu_offload)")
     if not found.fits:
         best = cheapest_fit(list(planned.alternatives))
         way = _in_words(best.changes) if best else "none of the ways that were tried: more GPUs, or a smaller model"
@@ -228,6 +233,7 @@ def as_data(planned: Planned) -> dict[str, Any]:
             "of": int(found.cluster.device.memory),
             "peak": dict(found.memory.peak),
             "between_steps": dict(found.memory.start),
+            "on_host": sorted(kind for kind in found.memory.elsewhere if found.memory.peak.get(kind)),
             "where": found.memory.where,
             "assumed": dict(found.beside),
         },

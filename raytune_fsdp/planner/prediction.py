@@ -107,7 +107,7 @@ def judge(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Cluster) ->
     seconds = seconds_of(found, rates, network, plan.layout, found.traffic, plan.division.full_rounds)
     tokens = plan.division.global_batch * config.data.seq_len
     offloaded = memory.peak.get("host", 0) // max(1, len(found.stands_for))
-    changing = memory.total - sum(size for kind, size in memory.start.items() if kind != "host")
+    changing = memory.total - memory.kept
     return Prediction(
         world=world,
         plan=plan,

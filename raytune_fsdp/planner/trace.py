@@ -68,6 +68,8 @@ class Trace:
     """Of this rank's trained weights, in the whole network."""
     trained_bytes_traced: int
     """In the traced blocks and what is beside them."""
+    offloaded: bool
+    """Weights, gradients and the optimizer's state are in the memory of the host."""
 
 
 def trace(
@@ -124,6 +126,7 @@ def trace(
         largest=largest,
         trained_bytes=recorder.rest + sum(recorder.trained[number] for number in kept),
         trained_bytes_traced=recorder.rest + sum(recorder.trained),
+        offloaded=parallel.cpu_offload and device != "cpu",
     )
 
 

@@ -9,6 +9,7 @@ history.py     a run directory -> columns of numbers, evaluations, events
 thin.py        100,000 steps -> 1,000 points that lose no extreme
 charts.py      which curves the page has; drawing.py what it shows without a script
 marks.py       events on the axis; spikes.py losses that stand out
-facts.py       what the page says in tables; rows.py of the data, and census.py the file it is from
+facts.py       what the page says in tables; rows.py of the data, and census.py the file it is from; predictions.py of
+               what the planner said
 difference.py  the first step at which two runs part, and why
 """

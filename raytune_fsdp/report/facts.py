@@ -23,7 +23,10 @@ from raytune_fsdp.tracking.tracker import flatten
 from raytune_fsdp.untrusted import is_count
 
 _MOST_ROWS = 300
-_QUIET = {names.ANSWERED, names.SAVED, names.KERNELS, names.SHARDED, names.RANKS_JOINED, names.SKIPPED_UPDATE}
+_QUIET = {
+    names.ANSWERED, names.SAVED, names.KERNELS, names.SHARDED, names.RANKS_JOINED, names.SKIPPED_UPDATE,
+    names.PREDICTED, names.PREDICTION_CHECKED,
+}  # fmt: skip
 """Events that are shown elsewhere on the page, or that every attempt has."""
 _ANSWER_STEPS, _PROMPTS, _ANSWER = 8, 20, 1000
 _VALUE = 300

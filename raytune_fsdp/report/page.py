@@ -31,6 +31,7 @@ from raytune_fsdp.report.drawing import bars, static_curves
 from raytune_fsdp.report.figure import can_draw
 from raytune_fsdp.report.history import History, read_history
 from raytune_fsdp.report.marks import lanes, marks_of, step_command
+from raytune_fsdp.report.predictions import predictions
 from raytune_fsdp.report.rows import rows_of
 from raytune_fsdp.report.spikes import DEVIATIONS, WINDOW, spikes
 from raytune_fsdp.rundir import curve_of, report_of
@@ -120,6 +121,7 @@ def _of_one(history: History, drawn: dict[str, Any]) -> dict[str, Any]:
         "answers": facts.answers(history),
         "attempts": [(a.number, a.began, a.ranks, a.after, a.to, a.ended) for a in facts.attempts(history, marks)],
         "events": facts.events(marks),
+        "predictions": predictions(history),
         "data": {
             **{name: getattr(data, name) for name in ("packed", "counts", "counted", "bars", "notes")},
             "shares": [(name, f"{tokens:,}", f"{part:.1%}") for name, tokens, part in data.shares],

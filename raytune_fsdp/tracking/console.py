@@ -211,6 +211,8 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
                 f"node {get('node')} has {free} of free memory, and saves copy {wanted} there: it may run out at the "
                 "first one; give it more, or set checkpoint.asynchronous=false, which copies nothing"
             )
+        case names.PREDICTED | names.PREDICTION_CHECKED:
+            return (_predicted if name == names.PREDICTED else _checked)(fields)
         case names.SLOW_RANK:
             mine, others = (f"{n:.3f}" if isinstance(n := get(key), float) else n for key in ("seconds", "others"))
             return (
@@ -235,6 +237,23 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
             return f"metrics.jsonl was broken: {what}" + (f" (as it was: {get('kept')})" if get("kept") else "")
     step = f" at step {fields['step']}" if "step" in fields else ""
     return name.replace("_", " ") + step + (f": {rest}" if rest else "")
+
+
+def _predicted(fields: Mapping[str, object]) -> str:
+    kept, peak, seconds = (fields.get(key) for key in ("kept_bytes", "peak_bytes", "step_seconds"))
+    if not isinstance(kept, int) or not isinstance(peak, int):
+        return f"memory was not predicted: {fields.get('because')}"
+    step = f", {seconds:.3g} s a step" if isinstance(seconds, int | float) else ""
+    return f"predicted of a rank: keeps {gibibytes(kept)}, {gibibytes(peak)} at the most ({fields.get('where')}){step}"
+
+
+def _checked(fields: Mapping[str, object]) -> str:
+    found = [
+        f"{what} {off:+.2%}"
+        for name, what in (("kept", "what a rank keeps"), ("peak", "its peak"), ("seconds", "the time of a step"))
+        if isinstance(off := fields.get(f"{name}_error"), int | float)
+    ]
+    return f"predicted, beside what is measured at step {fields.get('step')}: {', '.join(found) or 'nothing'}"
 
 
 def _unit(unit: object) -> str:

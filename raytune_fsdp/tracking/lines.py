@@ -24,6 +24,7 @@ _BESIDE = (
     "accuracy", "datasets", "step_seconds", "data_seconds", "tokens_per_second", "mfu", "memory_bytes",
     "rank_seconds", "rank_data_seconds", "rank_compute_seconds", "rank_memory_bytes", "reserved_bytes",
     "host_memory_bytes", "gpu_utilization", "windows_built", "skipped", "expert_load", "experts_idle", "nodes",
+    "predicted",
 )  # fmt: skip
 
 _NUMBER = rb'(?:-?[0-9][0-9.eE+-]*+|"NaN"|"-?Infinity")'

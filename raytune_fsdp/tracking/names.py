@@ -31,6 +31,9 @@ RANKS = ("fastest", "median", "slowest")
 """perf/step_seconds/<rank>, and of data_seconds and compute_seconds, where there are several."""
 SPREAD = ("perf/step_seconds_min", "perf/step_seconds_median", "perf/step_seconds_max")
 """The same numbers as perf/step_seconds/<rank>, which stay."""
+PREDICTION_ERRORS = ("predicted/kept_error", "predicted/peak_error", "predicted/seconds_error")
+"""By how much too much was predicted before the run, of what was measured: of the memory that a rank keeps, of its
+peak, of the time of a step. 0.05 is 5 % too much."""
 NODE_FIGURES = ("host_rss", "host_free", "gpu_util", "gpu_memory")
 """system/<node>/<figure>: bytes that its ranks have in memory, bytes that it has left, percent (the mean of its GPUs),
 bytes in use on its fullest GPU."""
@@ -47,6 +50,13 @@ it is this one of each."""
 SHARDED = "sharded"
 """What an attempt gathers together. Fields: units (name, count, and bytes of the largest), gathered (when); and what a
 rank receives in a step: weights_bytes, gradients_bytes."""
+PREDICTED = "predicted"
+"""What a rank of the attempt needs, as the planner says. Fields: kept_bytes (of its device, from step to step),
+peak_bytes (of tensors), where (what it does then), beside_bytes (of the device, beside tensors), checkpoint_bytes and
+step_seconds (null: the device is not known); or because: why nothing could be predicted."""
+PREDICTION_CHECKED = "prediction_checked"
+"""The same, measured. Fields: step, kept_bytes, peak_bytes (null on CPUs), step_seconds, and by how much too much was
+predicted, of what was measured: kept_error, peak_error, seconds_error (null: one of the two is not known)."""
 COMPILED = "compiled"
 """Graphs were compiled in the steps since the last fetch of metrics, up to this one; after step 3 none should be,
 but for the short last step of a run in epochs. Fields: step, graphs."""
@@ -198,6 +208,12 @@ def _of_experts(load: Any) -> dict[str, Any]:
     return dict(zip(EXPERT_LOAD, (sum(load) / len(load), max(load)), strict=True))
 
 
+def _of_prediction(errors: Any) -> dict[str, Any]:
+    if not isinstance(errors, list | tuple) or len(errors) != len(PREDICTION_ERRORS):
+        return {}
+    return dict(zip(PREDICTION_ERRORS, errors, strict=True))
+
+
 def _of_ranks(name: str, values: Any) -> dict[str, Any]:
     if not isinstance(values, list | tuple) or len(values) != len(RANKS):
         return {}
@@ -239,5 +255,6 @@ def step_values(line: Mapping[str, Any]) -> dict[str, float]:
         **_of_ranks(DATA_SECONDS, line.get("rank_data_seconds")),
         **_of_ranks(COMPUTE_SECONDS, line.get("rank_compute_seconds")),
         MFU: line.get("mfu"),
+        **_of_prediction(line.get("predicted")),
     }
     return {name: float(value) for name, value in values.items() if value is not None and is_number(value)}

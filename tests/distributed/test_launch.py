@@ -91,8 +91,13 @@ def test_one_command_trains_exports_and_says_what_it_left(tmp_path: Path, capsys
     }  # fmt: skip
     assert (run_dir / "report" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "All 6 steps are trained." in (run_dir / "report" / "index.html").read_text()
+    assert "memory that a rank keeps from step to step" in (run_dir / "report" / "index.html").read_text()
     assert json.loads((run_dir / "plan.json").read_text())["steps"] == 6
     assert mlflow_runs(tmp_path) == [("run", "FINISHED", 6)]
+    found = {event["event"]: event["fields"] for event in read_events(run_dir / "events.jsonl")}
+    said, checked = found["predicted"], found["prediction_checked"]
+    assert checked["kept_bytes"] == said["kept_bytes"] > 0 and checked["step"] == 6
+    assert 0 < found["saved"]["bytes"] - said["checkpoint_bytes"] < 5e5, "what is in a checkpoint beside tensors"
     again = run(*job("--config", str(config), "--train.max_steps", "8"), cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert [row["step"] for row in read_trajectory(run_dir / "metrics.jsonl")] == list(range(1, 9))
@@ -116,6 +121,7 @@ def mlflow_runs(directory: Path) -> list[tuple[str, str, int]]:
     ids = [experiment.experiment_id for experiment in client.search_experiments()]
     runs = whole(client.search_runs(ids))
     steps = [max(point.step for point in client.get_metric_history(r.info.run_id, "train/loss")) for r in runs]
+    assert all(r.data.metrics["predicted/kept_error"] == 0 for r in runs)
     return [(r.info.run_name, r.info.status, step) for r, step in zip(runs, steps, strict=True)]
 
 

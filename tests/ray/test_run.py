@@ -68,6 +68,7 @@ def test_killed_in_forward_and_in_save_and_the_driver_too(tmp_path: Path, dying:
     code, said = second.end()
     assert code == 0, said
     assert read_trajectory(run_dir / "metrics.jsonl") == whole
+    assert events(run_dir, "prediction_checked")[-1]["fields"]["kept_error"] == 0
     assert events(run_dir, "registry_repaired")
     assert [status for _, status in mlflow_runs(run_dir.parent)] == ["FINISHED"]
     latest = json.loads(snapshot.read_text())["latest_checkpoint_result"]["checkpoint_dir_name"]

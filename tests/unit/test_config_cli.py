@@ -80,10 +80,11 @@ def test_how_long_to_wait_for_mlflow_is_a_flag_of_train_not_of_the_config(
     started: list[Any], waits: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["train", *FLAGS]) == main.main(["train", *FLAGS, "--wait-for-tracking", "0.5"]) == 0
-    assert waits == [{"wait_for_tracking": 30.0}, {"wait_for_tracking": 0.5}]
+    assert waits == [{"wait_for_tracking": 30.0, "force": False}, {"wait_for_tracking": 0.5, "force": False}]
     assert main.main(["train", *FLAGS, "--wait-for-tracking=-1"]) == 2
     assert main.main(["train", *FLAGS, "--wait-for-tracking", "nan"]) == 2
     assert len(started) == 2
+    assert main.main(["train", *FLAGS, "--force"]) == 0 and waits[-1]["force"] is True
     assert errors(capsys)[0].startswith("error: --wait-for-tracking -1 must be 0 or more seconds")
 
 

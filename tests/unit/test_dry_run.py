@@ -17,7 +17,7 @@ import pytest
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config, recipes
-from raytune_fsdp.dry_run import DryRun, in_words, prediction, to_json
+from raytune_fsdp.dry_run import DryRun, in_words, to_json
 from raytune_fsdp.dry_run.scratch import scratch
 from raytune_fsdp.dry_run.trial import trial_of
 from raytune_fsdp.errors import ConfigError
@@ -187,22 +187,6 @@ def test_what_is_not_known_is_said() -> None:
     assert "memory     60.00 GiB of the host in the largest rank\n" in said and "reserved" not in said
     assert "predicted  not known: no such device" in said and "MFU" not in said
     assert "about 1,000 steps x 3.1 s = about 51m 40s" in said
-
-
-def test_a_prediction_that_fails_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError("aten::odd")
-
-    monkeypatch.setattr(prediction, "trace", fails)
-    found: Any = prediction.predicted(config_of(), _Prepared(), resolve(config_of(), 2), "cpu: any")  # type: ignore[arg-type]
-    assert found == (None, "NotImplementedError: aten::odd")
-    unknown = prediction.predicted(config_of(), _Prepared(), resolve(config_of(), 2), "cuda: Toaster 3000")  # type: ignore[arg-type]
-    assert unknown == (None, "the memory of cuda: Toaster 3000 is not known")
-
-
-class _Prepared:
-    hf_config = needs = None
-    added = ()
 
 
 def test_json_is_of_dry_runs(capsys: pytest.CaptureFixture[str]) -> None:

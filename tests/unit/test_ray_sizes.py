@@ -181,7 +181,9 @@ def test_a_size_that_ray_train_has_waited_for_in_vain_is_noted(tmp_path: Path, m
         token=nothing,
         looks=Looks(live=False, colours=False),
         verbose=False,
+        forced=False,
     )
+    foresight: Any = SimpleNamespace(of=lambda ranks: None)
     attempts = Attempts(RunDir.of(job.config), limit=0, step=0, say=print)
-    driver._fit(job, tmp_path, follow, attempts, known)
+    driver._fit(job, tmp_path, follow, attempts, known, foresight)
     assert tried == [4, 2]

@@ -52,7 +52,7 @@ def test_a_line_has_the_trajectory_and_the_rest_beside_it(tmp_path: Path) -> Non
         "mfu": None, "memory_bytes": 2**30, "windows_built": 0, "skipped": False, "accuracy": None, "datasets": [],
             "rank_seconds": [], "rank_data_seconds": [], "rank_compute_seconds": [],
         "rank_memory_bytes": [], "reserved_bytes": None, "host_memory_bytes": None, "gpu_utilization": None,
-        "expert_load": [], "experts_idle": None, "nodes": [],
+        "expert_load": [], "experts_idle": None, "nodes": [], "predicted": [],
     }  # fmt: skip
 
 

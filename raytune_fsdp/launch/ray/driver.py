@@ -37,6 +37,7 @@ from raytune_fsdp.launch.ray.evaluations import Evaluations
 from raytune_fsdp.launch.ray.exports import Exports
 from raytune_fsdp.launch.ray.failures import DIED, ControllerWatch, underlying
 from raytune_fsdp.launch.ray.follow import Follow
+from raytune_fsdp.launch.ray.foresight import Foresight
 from raytune_fsdp.launch.ray.rank import RankJob, train_rank
 from raytune_fsdp.launch.ray.resources import Request, check, may_grow, nodes, request, scaling_config
 from raytune_fsdp.launch.ray.session import Session
@@ -87,6 +88,7 @@ def run(
     progress: Progress | None,
     say: Callable[[str], None],
     dry: bool = False,
+    force: bool = False,
 ) -> tuple[Prepared, Standing]:
     """Prepare and train. Returns the run, and where it stood before, once it is complete; raises what stopped it."""
     phases.finished("start")
@@ -109,9 +111,11 @@ def run(
     check(sizes.fewest, found, growing=growing)
     check_device(config, asked.device)
     standing = on_world(config, prepared, standing, sizes.fewest.workers)
+    foresight = Foresight(config, prepared, sizes.fewest, found, force=force)
+    foresight.of(sizes.fewest.workers)  # what cannot fit is refused before any rank is asked for
     with environment(RAY_TRAIN):
         _train(
-            config, prepared, standing, sizes, demand,
+            config, prepared, standing, sizes, demand, foresight,
             session=session, signals=signals, phases=phases, say=say,
         )  # fmt: skip
     return prepared, standing
@@ -133,6 +137,7 @@ def _train(
     standing: Standing,
     sizes: Sizes,
     demand: Demand | None,
+    foresight: Foresight,
     *,
     session: Session,
     signals: Signals,
@@ -160,9 +165,10 @@ def _train(
             token=token,
             looks=Looks.of(sys.stdout),
             verbose=is_verbose(),
+            forced=foresight.force,
         )
         try:
-            _fit(job, run_dir, follow, attempts, sizes)
+            _fit(job, run_dir, follow, attempts, sizes, foresight)
         finally:
             follow.end()
     except RaytuneError as error:
@@ -245,10 +251,11 @@ def _make_up(
         token.remove(refused=False)
 
 
-def _fit(job: RankJob, run_dir: Path, follow: Follow, attempts: Attempts, sizes: Sizes) -> None:
+def _fit(job: RankJob, run_dir: Path, follow: Follow, attempts: Attempts, sizes: Sizes, foresight: Foresight) -> None:
     """Let Ray Train run the job to its end, an attempt at a time."""
     while True:
         asked = follow.next()
+        job = replace(job, predicted=foresight.of(asked.workers))
         repaired = repair_registry(run_dir)  # every fit() reads it
         if repaired is not None:
             attempts.event(names.REGISTRY_REPAIRED, what=repaired)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
     from raytune_fsdp.config import FinetuneConfig
+    from raytune_fsdp.estimate.predicted import NotPredicted, Predicted
     from raytune_fsdp.launch.shared_storage import Token
     from raytune_fsdp.run.standing import Prepared, Standing
     from raytune_fsdp.rundir import RunDir
@@ -71,6 +72,10 @@ class RankJob:
     """Of what the driver prints."""
     verbose: bool
     """Whether libraries may print what they like."""
+    forced: bool
+    """Whether what does not fit is to be started all the same."""
+    predicted: Predicted | NotPredicted | None = None
+    """What a rank of this attempt needs."""
 
 
 def train_rank(job: RankJob) -> None:
@@ -117,6 +122,7 @@ def _train(job: RankJob, rank: int, world: int) -> None:
     if standing.complete:
         return  # an earlier attempt committed the last step, and crashed afterwards
     device = _device(job, rank, node)
+    _check_memory(job, prepared, standing, device)
     reports = _Reports(prepared.place)
 
     def saved(checkpoint: Saved) -> None:
@@ -130,6 +136,7 @@ def _train(job: RankJob, rank: int, world: int) -> None:
         trackers=_trackers(job.config),
         saved=saved,
         reached=reached,
+        predicted=job.predicted,
     )
     stop: Stop = StopFromBoard(job.board) if rank == 0 else lambda: None
     try:
@@ -249,6 +256,19 @@ def _device(job: RankJob, rank: int, node: str) -> Any:
     device = get_device()
     use_gpu(device)
     return device
+
+
+def _check_memory(job: RankJob, prepared: Prepared, standing: Standing, device: Any) -> None:
+    """Refuse what this rank's device cannot hold: the driver may not know what devices there are."""
+    from raytune_fsdp.launch.preflight import check_memory
+    from raytune_fsdp.parallel import memory_of
+
+    if job.predicted is not None:
+        here = ray.train.get_context().get_local_world_size()
+        check_memory(
+            job.config, prepared, standing.plan, job.predicted, kind=device.type, memory=memory_of(device),
+            ranks=here if device.type == "cpu" else 1, forced=job.forced or not job.first, look=False,
+        )  # fmt: skip
 
 
 class _Reports:

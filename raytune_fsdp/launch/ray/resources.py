@@ -202,7 +202,7 @@ def check(request: Request, nodes: Sequence[Node], *, growing: bool) -> None:
 
 def _check_accelerator(request: Request, nodes: Sequence[Node], growing: bool) -> None:
     wanted = request.accelerator_type
-    possible = {name for node in nodes for name in _accelerators(node)}
+    possible = {name for node in nodes for name in accelerators_of(node)}
     what = "no node has it"
     if growing:
         possible |= {value for name, value in vars(accelerators).items() if not name.startswith("_")}
@@ -302,10 +302,11 @@ def local_cpus(config: ClusterConfig, workers: int) -> int:
 
 
 def _with(accelerator: str | None, nodes: Sequence[Node]) -> list[Node]:
-    return [node for node in nodes if accelerator is None or accelerator in _accelerators(node)]
+    return [node for node in nodes if accelerator is None or accelerator in accelerators_of(node)]
 
 
-def _accelerators(node: Node) -> list[str]:
+def accelerators_of(node: Node) -> list[str]:
+    """The kinds of accelerators that a node says it has."""
     return [name.removeprefix(_ACCELERATOR) for name in node.total if name.startswith(_ACCELERATOR)]
 
 
@@ -341,7 +342,7 @@ def _kinds(nodes: Sequence[Node], request: Request) -> str:
     """The nodes by what they have in total: `1 node with 4 CPU and 2 nodes with 8 CPU, 4 GPU`."""
 
     def described(node: Node) -> str:
-        of_type = f" ({', '.join(_accelerators(node))})" if _accelerators(node) else ""
+        of_type = f" ({', '.join(accelerators_of(node))})" if accelerators_of(node) else ""
         has = (_amount(name, node.total.get(name, 0)) for name in dict.fromkeys(["CPU", "GPU", *request.per_worker]))
         return ", ".join(has) + of_type
 

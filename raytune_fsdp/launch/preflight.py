@@ -1,0 +1,234 @@
+"""Will it fit? Asked of the planner and of the storage before ranks are started.
+
+The planner needs a process group of its own, so this runs in the process that starts ranks, before it joins any.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from raytune_fsdp.checkpoint.catalogue import committed
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.errors import ConfigError, RaytuneError, in_one_line
+from raytune_fsdp.estimate.devices import Device, find_device
+from raytune_fsdp.estimate.predicted import NotPredicted, Predicted
+from raytune_fsdp.plan import Plan, resolve
+from raytune_fsdp.planner.beside import PROCESS
+from raytune_fsdp.planner.memory import memory_of
+from raytune_fsdp.planner.prediction import Cluster, judge
+from raytune_fsdp.planner.trace import Trace, trace
+from raytune_fsdp.run.standing import Prepared
+from raytune_fsdp.urls import is_url
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+
+TOO_MUCH = 1.1
+"""A peak that is estimated to be this much more than the device has is refused; below it, only warned of: what no
+tensor has is assumed, and documents are shorter than a sample mostly."""
+
+_LOOKING_SECONDS = 20.0
+"""For how long what would fit is looked for, before a run is refused without it."""
+
+_ONE_TRACE_FOR_ALL = 1 << 50
+"""Bytes of a device that is not known. Only one rank alone looks at them."""
+
+
+def preflight(
+    config: FinetuneConfig,
+    prepared: Prepared,
+    plan: Plan,
+    kind: str,
+    name: str | None,
+    *,
+    memory: int | None,
+    ranks: int = 1,
+    per_node: int = 8,
+    forced: bool,
+) -> Predicted | NotPredicted:
+    """What a rank of this plan needs; refuses what cannot fit. `name` is that of the devices, as far as it is known,
+    and `memory` what one has, which so many `ranks` share."""
+    device = device_named(name)
+    found = predict(config, prepared, plan, kind, device, per_node)
+    known = memory if memory is not None or device is None else int(device.memory)
+    check_memory(config, prepared, plan, found, kind=kind, memory=known, ranks=ranks, forced=forced)
+    if not prepared.dry:
+        check_room(config, prepared, plan, found, forced=forced)
+    return found
+
+
+def predict(
+    config: FinetuneConfig, prepared: Prepared, plan: Plan, kind: str, device: Device | None, per_node: int = 8
+) -> Predicted | NotPredicted:
+    """What a rank needs on a `cuda` or `cpu` `kind` of device. Never raises: a run that was not predicted is trained
+    all the same."""
+    try:
+        found = _trace(config, prepared, plan, kind, None if device is None else int(device.memory))
+        memory, beside, seconds = memory_of(found), PROCESS, None
+        here = Cluster(device=device or find_device("H100"), per_node=per_node)
+        judged = judge(found, config, plan, here)
+        if kind == "cuda":
+            beside = sum(judged.beside.values())
+            seconds = None if device is None else judged.seconds.step
+    except Exception as error:  # of a network that operations on tensors without data do not suit
+        logger.info("what the run needs was not predicted", exc_info=True)
+        return NotPredicted(in_one_line(error))
+    return Predicted(
+        kept=memory.kept,
+        peak=memory.total,
+        where=memory.where,
+        beside=beside,
+        checkpoint=judged.checkpoint,
+        seconds=seconds,
+    )
+
+
+def _trace(config: FinetuneConfig, prepared: Prepared, plan: Plan, kind: str, memory: int | None) -> Trace:
+    return trace(
+        config, prepared.hf_config, prepared.needs, plan,
+        memory=memory or _ONE_TRACE_FOR_ALL, device=kind, added=tuple(prepared.added), gloo=kind == "cpu",
+    )  # fmt: skip
+
+
+def device_named(name: str | None) -> Device | None:
+    """The device that torch or Ray calls so; None if that is not known, or not which of several."""
+    try:
+        return None if name is None else find_device(name)
+    except ConfigError:
+        return None
+
+
+def check_memory(
+    config: FinetuneConfig,
+    prepared: Prepared,
+    plan: Plan,
+    found: Predicted | NotPredicted,
+    *,
+    kind: str,
+    memory: int | None,
+    ranks: int = 1,
+    forced: bool,
+    look: bool = True,
+) -> None:
+    """Refuse a run that cannot fit a device of `memory` bytes, which so many ranks share, and warn where it may not.
+
+    `look`: for what would fit, which a rank cannot.
+    """
+    if isinstance(found, NotPredicted) or memory is None:
+        return
+    has, room = f"{memory / GIB:.1f} GiB", memory / ranks
+    shared = f" for {ranks} ranks" if ranks > 1 else ""
+    if found.kept <= room and found.needed <= room:
+        return
+    if found.kept > room:
+        said = (
+            f"a rank keeps {found.kept / GIB:.1f} GiB of weights, buffers and the optimizer's state from step to step "
+            f"(counted, not estimated), and its device has {has}{shared}"
+        )
+    else:
+        said = (
+            f"a rank is estimated to need {found.needed / GIB:.1f} GiB at the most ({found.where}), and its device has "
+            f"{has}{shared}"
+        )
+    if forced or (found.kept <= room and found.needed <= TOO_MUCH * room):
+        logger.warning("it may run out of memory: %s", said)
+        return
+    remedy = "`raytune-fsdp plan --gpu` with --alternatives lists what fits"
+    if look:
+        remedy = _remedy(config, prepared, plan.layout.world, kind, room)
+    raise ConfigError(f"the run does not fit: {said}. {remedy}; --force starts it all the same")
+
+
+def _remedy(config: FinetuneConfig, prepared: Prepared, world: int, kind: str, room: float) -> str:
+    """What would fit, as traced: changes on top of each other, the cheapest first; else more ranks. The method, and so
+    what is learned, stays."""
+    until, made = time.monotonic() + _LOOKING_SECONDS, dict[str, Any]()
+    for changes in _changes(config, world):
+        made |= changes
+        if time.monotonic() < until and _fits(config, prepared, made, world, kind, room):
+            return f"It fits with {_in_words(made)}"
+    for more in (2, 4, 8, 16) if kind == "cuda" else ():  # on CPUs they would share the same memory
+        if time.monotonic() < until and _fits(config, prepared, made, world * more, kind, room):
+            alone = _fits(config, prepared, {}, world * more, kind, room)
+            with_changes = "" if alone or not made else f" with {_in_words(made)}"
+            return f"It fits on {world * more} ranks (cluster.workers={world * more}){with_changes}"
+    more_of = "more ranks" if kind == "cuda" else "more machines"
+    return (
+        f"Nothing that was tried makes it fit: use {more_of}, larger ones, method.type=qlora, which keeps less, or a "
+        "smaller model"
+    )
+
+
+def _changes(config: FinetuneConfig, world: int) -> list[Mapping[str, Any]]:
+    parallel, train, wanted = config.parallel, config.train, list[Mapping[str, Any]]()
+    if world > 1 and parallel.strategy != "full_shard":
+        wanted.append({"parallel.strategy": "full_shard"})
+    if parallel.activation_checkpointing in ("none", "every_n"):
+        wanted.append({"parallel.activation_checkpointing": "selective"})
+    if parallel.activation_checkpointing != "full":
+        wanted.append({"parallel.activation_checkpointing": "full"})
+    if train.micro_batch > 1:
+        wanted.append({"train.micro_batch": 1})
+    return wanted
+
+
+def _fits(
+    config: FinetuneConfig, prepared: Prepared, changes: Mapping[str, Any], world: int, kind: str, room: float
+) -> bool:
+    values = config.model_dump(exclude_unset=True)
+    for path, value in changes.items():
+        section, _, name = path.partition(".")
+        values[section] = {**values.get(section, {}), name: value}
+        if path == "parallel.strategy":
+            values[section].pop("shard_size", None)
+        if path == "parallel.activation_checkpointing":
+            values[section].pop("recompute_every", None)
+    try:
+        changed = FinetuneConfig.model_validate(values)
+        plan = resolve(changed, world, prepared.census)
+    except (ValidationError, RaytuneError):  # what does not go together, or too many ranks for the batch
+        return False
+    found = predict(changed, prepared, plan, kind, None)
+    return isinstance(found, Predicted) and found.needed <= room
+
+
+def _in_words(changes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in changes.items())
+
+
+def check_room(
+    config: FinetuneConfig, prepared: Prepared, plan: Plan, found: Predicted | NotPredicted, *, forced: bool
+) -> None:
+    """Refuse a run for whose next checkpoint there is no room, and warn where there is none for all that it keeps.
+
+    An older one is only removed once a newer one is complete, so none makes room for the next. How much is left in an
+    object store, or of a quota, nobody says.
+    """
+    place, chosen = prepared.place, config.checkpoint
+    if isinstance(found, NotPredicted) or is_url(place.checkpoints):
+        return
+    directory = Path(place.checkpoints)
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    free, size = shutil.disk_usage(there).free, found.checkpoint
+    field = "checkpoint.storage" if chosen.storage else "run.storage"
+    said = f"{field}: {free / GIB:.1f} GiB are free at {there}, and a checkpoint has {size / GIB:.1f} GiB"
+    if free < size:
+        if not forced:
+            raise ConfigError(
+                f"{said}: make room, or set {field} to a place that has it; --force starts the run all the same"
+            )
+        logger.warning("%s: saving will fail until there is room", said)
+        return
+    every = -(-plan.steps // plan.save_every)
+    most = every if chosen.keep_last is None else min(every, chosen.keep_last + chosen.keep_best + 1)
+    wanted = most - len(committed(place.checkpoints))
+    if free < wanted * size:
+        logger.warning("%s; %d more come before one is removed: make room, or lower checkpoint.keep_last", said, wanted)
