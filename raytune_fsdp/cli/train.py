@@ -77,8 +77,11 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
         return _dry_run(config, as_json=found.json, force=found.force)
     # Not before the config is valid: importing torch and transformers takes about three seconds (docs/results.md).
     from raytune_fsdp.api import finetune
+    from raytune_fsdp.doctor.at_start import look_around
     from raytune_fsdp.launch.torchrun import is_rank0
 
+    if is_rank0():
+        look_around()
     with shown(quiet=not is_rank0()) as progress:
         result = finetune(config, progress, wait_for_tracking=found.wait_for_tracking, force=found.force)
     if is_rank0():

@@ -1,5 +1,6 @@
 """`raytune-fsdp doctor`: is everything there that a run needs? Nothing is changed, and nothing may hang the command.
 
+at_start   the cheap part of it, beside the start of every run
 checkup    which checks there are; begins them together, and waits for each only as long as it may take
 finding    what a check says; the page and the JSON of it
 beside     a check in a process of its own, which can be ended

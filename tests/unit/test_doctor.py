@@ -21,7 +21,7 @@ import pytest
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import dump_config
-from raytune_fsdp.doctor import bandwidth, checkup, cluster, kernels, machines, node, services, storage
+from raytune_fsdp.doctor import at_start, bandwidth, checkup, cluster, kernels, machines, node, services, storage
 from raytune_fsdp.doctor.finding import Finding, page, refused
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.launch.shared_storage import put_token
@@ -380,6 +380,27 @@ def test_too_little_shared_memory_and_too_few_files(tmp_path: Path, here: dict[s
     code, found, _ = command(make_config(tmp_path), tmp_path, before="ulimit -n 512 &&")
     said = of(found, "limits")
     assert code == 2 and "may open 512 files" in said["found"] and "ulimit -Hn 65536" in said["fix"]
+
+
+def test_a_start_warns_of_what_is_wrong_here_and_waits_for_nothing(
+    here: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the command that starts a run, before it is refused for its own mistakes."""
+    go_on = threading.Event()
+
+    def look(try_torch: bool = True) -> dict[str, Any]:
+        assert not try_torch and go_on.wait(30)
+        return {**here, "shm": 64 << 20}
+
+    monkeypatch.setattr(at_start.node, "look", look)
+    monkeypatch.setattr("raytune_fsdp.api.finetune", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["train", "--config", "demo"])
+    go_on.set()
+    deadline = time.monotonic() + 10
+    while "/dev/shm has 64 MiB" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "/dev/shm has 64 MiB" in caplog.text and "to mend it: start the container with --shm-size=8g" in caplog.text
 
 
 def test_clocks(here: dict[str, Any]) -> None:
