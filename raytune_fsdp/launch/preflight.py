@@ -20,7 +20,7 @@ from raytune_fsdp.errors import ConfigError, RaytuneError, in_one_line
 from raytune_fsdp.estimate.devices import Device, find_device
 from raytune_fsdp.estimate.predicted import NotPredicted, Predicted
 from raytune_fsdp.plan import Plan, resolve
-from raytune_fsdp.planner.beside import PROCESS
+from raytune_fsdp.planner.beside import PROCESS, kept_at_once
 from raytune_fsdp.planner.memory import memory_of
 from raytune_fsdp.planner.prediction import Cluster, judge
 from raytune_fsdp.planner.trace import Trace, trace
@@ -138,12 +138,12 @@ def check_memory(
             f"a rank is estimated to need {found.needed / GIB:.1f} GiB at the most ({found.where}), and its device has "
             f"{has}{shared}"
         )
-    if forced or (found.kept <= room and found.needed <= TOO_MUCH * room):
-        logger.warning("it may run out of memory: %s", said)
-        return
     remedy = "`raytune-fsdp plan --gpu` with --alternatives lists what fits"
-    if look:
+    if look and not forced:
         remedy = _remedy(config, prepared, plan.layout.world, kind, room)
+    if forced or (found.kept <= room and found.needed <= TOO_MUCH * room):
+        logger.warning("it may run out of memory: %s. %s", said, remedy)
+        return
     raise ConfigError(f"the run does not fit: {said}. {remedy}; --force starts it all the same")
 
 
@@ -227,8 +227,6 @@ def check_room(
             )
         logger.warning("%s: saving will fail until there is room", said)
         return
-    every = -(-plan.steps // plan.save_every)
-    most = every if chosen.keep_last is None else min(every, chosen.keep_last + chosen.keep_best + 1)
-    wanted = most - len(committed(place.checkpoints))
+    wanted = sum(kept_at_once(chosen, plan).values()) - len(committed(place.checkpoints))
     if free < wanted * size:
         logger.warning("%s; %d more come before one is removed: make room, or lower checkpoint.keep_last", said, wanted)

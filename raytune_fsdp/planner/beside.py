@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config import CheckpointConfig, FinetuneConfig
+from raytune_fsdp.plan import Plan
 from raytune_fsdp.planner.prediction import GIB, Prediction
 
 PROCESS = int(0.9 * GIB)
@@ -47,10 +48,6 @@ def beside(config: FinetuneConfig, found: Prediction) -> Beside:
         on_host += ranks * (at_rest + found.checkpoint // found.plan.layout.shard_size - state)
     on_host += ranks * found.memory.peak.get("host", 0)
     staged = found.checkpoint * ranks // found.world if config.checkpoint.asynchronous else 0
-    chosen = config.checkpoint
-    kept = {"newest": chosen.keep_last or found.plan.steps // found.plan.save_every, "best": chosen.keep_best}
-    if chosen.keep_every and chosen.keep_last:
-        kept["every"] = found.plan.steps // chosen.keep_every
     return Beside(
         loading=on_host + ranks * _FILES * found.largest,
         training=on_host,
@@ -58,5 +55,19 @@ def beside(config: FinetuneConfig, found: Prediction) -> Beside:
         exporting=PROCESS + _FILES * found.largest,
         naive=ranks * (PROCESS + 4 * found.parameters.total),
         checkpoint=found.checkpoint,
-        kept={**{name: count for name, count in kept.items() if count}, "being written": 1},
+        kept=kept_at_once(config.checkpoint, found.plan),
     )
+
+
+def kept_at_once(chosen: CheckpointConfig, plan: Plan) -> dict[str, int]:
+    """How many checkpoints a run has at a time at most, by what they are kept for."""
+    saves = -(-plan.steps // plan.save_every)  # the last step is saved, too
+    kept = {"newest": min(saves, chosen.keep_last or saves), "best": chosen.keep_best}
+    if chosen.keep_every and chosen.keep_last:
+        kept["every"] = plan.steps // chosen.keep_every
+    left = saves
+    for name, count in kept.items():
+        kept[name] = min(count, left)
+        left -= kept[name]
+    # An older one is only removed once a newer one is complete.
+    return {**{name: count for name, count in kept.items() if count}, **({"being written": 1} if left else {})}

@@ -18,6 +18,7 @@ from raytune_fsdp.launch import preflight
 from raytune_fsdp.launch.preflight import check_memory, check_room, predict
 from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.planner import prediction
+from raytune_fsdp.planner.beside import kept_at_once
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.standing import Prepared
 from tests.runs import LLAMA, make_config
@@ -151,3 +152,21 @@ def test_room_for_checkpoints(
             assert ("3 more come before one is removed" in caplog.text) is warned
     store: Any = SimpleNamespace(place=SimpleNamespace(checkpoints="s3://bucket/run"))
     check_room(config, store, plan, FOUND, forced=False)  # nobody says how much is left there
+
+
+@pytest.mark.parametrize(
+    ("steps", "checkpoint", "kept"),
+    [
+        (1000, {"every": 5}, {"newest": 2, "being written": 1}),
+        (10, {"every": 5}, {"newest": 2}),  # the last one completes them, and none is removed
+        (3, {"every": 5}, {"newest": 1}),
+        (12, {"every": 5, "keep_last": 3}, {"newest": 3}),  # after steps 5, 10 and 12
+        (12, {"every": 5, "keep_last": None}, {"newest": 3}),
+        (1000, {"every": 5, "keep_last": 2, "keep_every": 100}, {"newest": 2, "every": 10, "being written": 1}),
+    ],
+)
+def test_how_many_checkpoints_there_are_at_a_time(
+    tmp_path: Path, steps: int, checkpoint: dict[str, Any], kept: dict[str, int]
+) -> None:
+    config = make_config(tmp_path, train={"max_steps": steps}, checkpoint=checkpoint)
+    assert kept_at_once(config.checkpoint, resolve(config, 1)) == kept
