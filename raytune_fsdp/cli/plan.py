@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raytune_fsdp.cli import plan_calibrate
 from raytune_fsdp.cli.common import ConfigParser, exit_code
 from raytune_fsdp.cli.plan_on_gpus import add_flags, plan_on_gpus
 
@@ -32,16 +33,20 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp plan") -> 
         "--units", action="store_true", help="also what of the model is gathered together; needs torch and its config"
     )
     add_flags(parser)
+    plan_calibrate.add_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = sys.argv[1:] if argv is None else argv
     return exit_code(lambda: _plan(parser, arguments))
 
 
 def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
-    found, config = parser.parse_with_config(arguments)
+    found, overrides = parser.parse_known_args(arguments)
     for flag, value in (("--world-size", found.world_size), ("--samples", found.samples)):
         if value is not None and value < 1:
             parser.error(f"{flag} {value} must be at least 1")
+    if found.calibrate is not None:
+        return plan_calibrate.calibrate_here(parser, found, overrides)
+    found, config = parser.parse_with_config(arguments)
     from raytune_fsdp.counts import Census
     from raytune_fsdp.plan import resolve, sizes_of
     from raytune_fsdp.rundir import RunDir

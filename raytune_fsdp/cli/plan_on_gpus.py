@@ -12,8 +12,12 @@ from raytune_fsdp.cli.common import ConfigParser
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
+    from raytune_fsdp.estimate.devices import Device
     from raytune_fsdp.plan import Plan
     from raytune_fsdp.planner.search import Offer
+
+
+_PER_NODE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +29,10 @@ class OnGpus:
 
 
 def add_flags(parser: ConfigParser) -> None:
-    parser.add_argument("--gpu", metavar="NAME", help="plan memory and time on this device: A100-80GB, H100, L40S, ...")
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="of a machine (default: 8)")
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="plan memory and time on this device: A100-80GB, H100, ..., or --calibrate's FILE"
+    )
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="of a machine (default: 8, or as calibrated)")
     parser.add_argument("--network", metavar="SPEED", help="of a machine to the others: 400Gbps, or 50GB/s (the same)")
     parser.add_argument("--price", type=float, metavar="X", help="of a GPU and hour, with --gpu")
     parser.add_argument(
@@ -46,22 +52,41 @@ def plan_on_gpus(parser: ConfigParser, found: Namespace, config: FinetuneConfig,
     _check(parser, found)
     if found.gpu is None and found.search is None:
         return None
-    from raytune_fsdp.estimate.devices import find_device, link_speed
+    from raytune_fsdp.estimate.devices import link_speed
 
     # Before torch is imported: mistakes are answered at once.
     between = link_speed(found.network) if found.network else None
     if found.search is not None:
         return _search(found, config, plan, _offers(parser, found.search), between)
-    device = find_device(found.gpu)
+    device = _device(found.gpu)
+    per_node = _per_node(parser, found, device, plan.layout.world)
     from raytune_fsdp.planner.page import as_data, as_page
     from raytune_fsdp.planner.planned import planned
     from raytune_fsdp.planner.prediction import Cluster
 
     each = planned(
-        config, plan, Cluster(device=device, per_node=found.gpus_per_node, between=between),
+        config, plan, Cluster(device=device, per_node=per_node, between=between),
         architecture=found.architecture, price=found.price, with_alternatives=found.alternatives,
     )  # fmt: skip
     return OnGpus(as_page(each), {"on_gpus": as_data(each)})
+
+
+def _device(name: str) -> Device:
+    """One of the table, or of a machine that was measured."""
+    from raytune_fsdp.estimate.calibration import read_calibration
+    from raytune_fsdp.estimate.devices import device_of, find_device
+
+    return device_of(read_calibration(Path(name))) if name.endswith(".json") else find_device(name)
+
+
+def _per_node(parser: ConfigParser, found: Namespace, device: Device, world: int) -> int:
+    measured = device.measured
+    if measured is not None and measured.ranks == 1 < world:
+        parser.error(
+            f"--gpu {found.gpu} was measured by one rank alone, which says nothing about --world-size {world}: "
+            f"measure again with --calibrate {found.gpu} --world-size N, N ranks on one machine"
+        )
+    return found.gpus_per_node or (_PER_NODE if measured is None else measured.ranks)
 
 
 def _check(parser: ConfigParser, found: Namespace) -> None:
@@ -77,7 +102,7 @@ def _check(parser: ConfigParser, found: Namespace) -> None:
     for flag, missing in needs.items():
         if getattr(found, flag) not in (None, False) and missing():
             parser.error(f"--{flag} is for a plan on GPUs: name them, too (--{_with(flag)})")
-    if found.gpus_per_node < 1:
+    if found.gpus_per_node is not None and found.gpus_per_node < 1:
         parser.error(f"--gpus-per-node {found.gpus_per_node} must be at least 1")
     for flag in ("price", "hours"):
         value = getattr(found, flag)
@@ -90,7 +115,6 @@ def _with(flag: str) -> str:
 
 
 def _offers(parser: ConfigParser, text: str) -> list[Offer]:
-    from raytune_fsdp.estimate.devices import find_device
     from raytune_fsdp.planner.search import Offer
 
     offers = []
@@ -102,7 +126,7 @@ def _offers(parser: ConfigParser, text: str) -> list[Offer]:
             value = -1.0
         if value is not None and not 0 <= value < float("inf"):
             parser.error(f"--search {each.strip()}: write a device and its price by the hour, as in A100-80GB=1.8")
-        offers.append(Offer(device=find_device(name), price=value))
+        offers.append(Offer(device=_device(name), price=value))
     return offers
 
 
@@ -114,6 +138,6 @@ def _search(found: Namespace, config: FinetuneConfig, plan: Plan, offers: list[O
     subject = Subject.of(config, found.architecture)
     clusters = search(
         subject, config, plan, offers,
-        per_node=found.gpus_per_node, between=between, most_hours=found.hours,
+        per_node=found.gpus_per_node or _PER_NODE, between=between, most_hours=found.hours,
     )  # fmt: skip
     return OnGpus(search_as_page(clusters, found.hours), {"search": search_as_data(clusters)})

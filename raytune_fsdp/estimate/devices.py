@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.estimate.calibration import Calibration
 from raytune_fsdp.estimate.flops import peak_flops
 
 GIB = 2**30
@@ -141,6 +142,13 @@ class Device:
     matmul: float
     """Fraction of the peak that large products reach."""
     matmul_basis: str
+    measured: Calibration | None = None
+    """What a machine with it does, where that was measured."""
+
+    @property
+    def kind(self) -> str:
+        """cuda or cpu, as torch calls it (a GPU of AMD, too)."""
+        return "cuda" if self.measured is None else self.measured.kind
 
 
 def _device(name: str, sold_gb: int, seen_gib: float | None, bandwidth: float, link: str, measured_as: str) -> Device:
@@ -220,6 +228,26 @@ def _unknown(name: str) -> str:
     near = [plain[match] for match in get_close_matches(asked, plain, n=3, cutoff=0.4)]
     nearest = f"; the nearest are {', '.join(near)}" if near else ""
     return f"the device {name!r} is not known{nearest}. To list all: {_LIST}"
+
+
+def device_of(found: Calibration) -> Device:
+    """The device of a machine, by what was measured of it."""
+    return Device(
+        name=found.device,
+        sold_gb=0,
+        # The ranks of a CPU share the memory of its machine.
+        memory=found.memory / (found.ranks if found.kind == "cpu" else 1),
+        memory_basis="as the machine says",
+        bandwidth=max(rate for _, _, rate in found.elementwise.points),
+        link="measured",
+        # Of one rank alone nobody asks.
+        link_bandwidth=found.gathering or math.inf,
+        bf16=True,
+        peak=peak_flops(found.device) or found.peak,
+        matmul=1.0,
+        matmul_basis="measured",
+        measured=found,
+    )
 
 
 _SPEEDS = {"Gbps": _GIGA / 8, "GB/s": _GIGA}

@@ -20,9 +20,9 @@ from raytune_fsdp.errors import ConfigError, RaytuneError, in_one_line
 from raytune_fsdp.estimate.devices import Device, find_device
 from raytune_fsdp.estimate.predicted import NotPredicted, Predicted
 from raytune_fsdp.plan import Plan, resolve
-from raytune_fsdp.planner.beside import PROCESS, kept_at_once
+from raytune_fsdp.planner.beside import kept_at_once
 from raytune_fsdp.planner.memory import memory_of
-from raytune_fsdp.planner.prediction import Cluster, judge
+from raytune_fsdp.planner.prediction import PROCESS, Cluster, judge
 from raytune_fsdp.planner.trace import Trace, trace
 from raytune_fsdp.run.standing import Prepared
 from raytune_fsdp.urls import is_url

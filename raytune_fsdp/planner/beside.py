@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 from raytune_fsdp.config import CheckpointConfig, FinetuneConfig
 from raytune_fsdp.plan import Plan
-from raytune_fsdp.planner.prediction import GIB, Prediction
-
-PROCESS = int(0.9 * GIB)
-"""Of a rank that has imported torch and transformers and holds no weights: about 930 MB in Hugging Face's article on
-fine-tuning Llama 2 70B, whose ranks above 0 hold nothing else. (1,506 MB with its share of a 7B's buffers.)"""
+from raytune_fsdp.planner.prediction import PROCESS, Prediction
 
 _FILES = 2
 """Of the largest tensor, while weights are read, exported or merged: the project's own bound (docs/architecture.md)."""

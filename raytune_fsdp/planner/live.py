@@ -106,6 +106,8 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if moves:
             for tensor in tensors_in((args, kwargs)):
                 self._see(tensor, moves=True)
+            if func.namespace == "c10d" and ("gather" in func.__name__ or "reduce" in func.__name__):
+                self.timeline.operations.append(Operation("collective", 0.0, 0, 0))
         elif operation := work_of(func, args, kwargs or {}, result, self._longest):
             self.timeline.operations.append(operation)
         return result

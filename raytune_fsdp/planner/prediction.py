@@ -9,9 +9,11 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.estimate.devices import Device
 from raytune_fsdp.estimate.flops import Architecture, training_flops
 from raytune_fsdp.estimate.traffic import Traffic
+from raytune_fsdp.model.network import MASTER_DTYPE
+from raytune_fsdp.parallel import COMPUTE_DTYPE
 from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.planner.memory import Memory, memory_of
-from raytune_fsdp.planner.speed import MIDDLE, REACHED, Network, Seconds, rates_of, seconds_of
+from raytune_fsdp.planner.speed import MIDDLE, REACHED, Seconds, network_of, rates_of, seconds_of
 from raytune_fsdp.planner.subject import Subject, with_torch_alone
 from raytune_fsdp.planner.trace import Trace, trace
 from raytune_fsdp.types import ParameterCount
@@ -21,9 +23,17 @@ GIB = 2**30
 CONTEXT = int(1.0 * GIB)
 """What CUDA, its libraries and NCCL's buffers take of a device beside tensors. An assumption; not measured here."""
 
+PROCESS = int(0.9 * GIB)
+"""Of a rank that has imported torch and transformers and holds no weights: about 930 MB in Hugging Face's article on
+fine-tuning Llama 2 70B, whose ranks above 0 hold nothing else. (1,506 MB with its share of a 7B's buffers.)"""
+
 HOLES = 0.03
 """Of what comes and goes in a step, what the allocator cannot use in between. An assumption; with expandable segments,
 which runs have, holes are small."""
+
+
+CALIBRATED_WITHIN = 0.25
+"""Of the measured time of a step, where the machine was measured before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +71,16 @@ class Prediction:
 
     rates: str
     """What the device's speed is based on."""
+    reached: float
+    """What real steps reach of it."""
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Seconds of a step, between which half of the published runs were."""
+        """Seconds of a step, between which half of the published runs were; where the machine was measured, between
+        which all cases of benchmarks/planned_time.py are."""
         seconds = self.seconds
+        if self.cluster.device.measured is not None:
+            return seconds.step / (1 + CALIBRATED_WITHIN), seconds.step / (1 - CALIBRATED_WITHIN)
         return tuple(max(seconds.compute * REACHED / reached, seconds.moving) + seconds.update for reached in MIDDLE)  # type: ignore[return-value]
 
     @property
@@ -90,20 +105,28 @@ def predict(subject: Subject, config: FinetuneConfig, plan: Plan | int, cluster:
     """`plan`: the run's, or a number of GPUs where no more than a step is asked for."""
     if isinstance(plan, int):
         plan = resolve(config if config.train.max_steps else _bounded(config), plan)
-    return judge(traced(subject, config, plan, int(cluster.device.memory)), config, plan, cluster)
+    return judge(traced(subject, config, plan, cluster.device), config, plan, cluster)
 
 
-def traced(subject: Subject, config: FinetuneConfig, plan: Plan, memory: int) -> Trace:
-    """A step on devices of so many bytes. One rank alone looks at that number; of several the trace is the same."""
+def traced(subject: Subject, config: FinetuneConfig, plan: Plan, device: Device) -> Trace:
+    """A step on such devices. One rank alone looks at their memory; of several the trace is the same on all of a
+    kind."""
     config = with_torch_alone(config)
-    return trace(config, subject.hf_config, subject.needs, plan, memory=memory, added=subject.added)
+    return trace(
+        config, subject.hf_config, subject.needs, plan,
+        memory=int(device.memory), device=device.kind, added=subject.added, gloo=device.kind == "cpu",
+    )  # fmt: skip
 
 
 def judge(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Cluster) -> Prediction:
     """What a traced step takes on these devices."""
     device, world, memory = cluster.device, plan.layout.world, memory_of(found)
-    network = Network(per_node=cluster.per_node, inside=device.link_bandwidth, between=cluster.between)
-    rates = rates_of(device, compiled=config.parallel.compile in (True, "auto"), tf32=config.parallel.tf32)
+    network = network_of(device, cluster.per_node, cluster.between)
+    precision = config.parallel.precision
+    rates = rates_of(
+        device, compiled=config.parallel.compile in (True, "auto"), tf32=config.parallel.tf32,
+        itemsize=COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision]).itemsize,
+    )  # fmt: skip
     seconds = seconds_of(found, rates, network, plan.layout, found.traffic, plan.division.full_rounds)
     tokens = plan.division.global_batch * config.data.seq_len
     offloaded = memory.peak.get("host", 0) // max(1, len(found.stands_for))
@@ -113,22 +136,30 @@ def judge(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Cluster) ->
         plan=plan,
         cluster=cluster,
         memory=memory,
-        beside={
-            "context and libraries": CONTEXT,
-            "holes of the allocator": int(HOLES * changing),
-            # Of the block that computes, and of the next one, whose copies are on their way (model/offload.py).
-            **({"back from the host": 2 * offloaded} if offloaded else {}),
-        },
+        beside=_beside(device, changing, offloaded),
         seconds=seconds,
         traffic=found.traffic,
         flops=_flops(found.architecture, plan, config.data.seq_len),
         parameters=found.parameters,
         largest=found.largest,
         rates=rates.basis,
+        reached=rates.reached,
         checkpoint=(found.trained_bytes + memory.start.get("optimizer", 0)) * plan.layout.shard_size,
         attention=found.attention,
         tokens=tokens,
     )
+
+
+def _beside(device: Device, changing: int, offloaded: int) -> dict[str, int]:
+    """Bytes that no tensor of the trace has."""
+    if device.kind == "cpu":
+        return {"process and libraries": PROCESS}
+    return {
+        "context and libraries": CONTEXT,
+        "holes of the allocator": int(HOLES * changing),
+        # Of the block that computes, and of the next one, whose copies are on their way (model/offload.py).
+        **({"back from the host": 2 * offloaded} if offloaded else {}),
+    }
 
 
 def _bounded(config: FinetuneConfig) -> FinetuneConfig:

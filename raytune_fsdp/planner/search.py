@@ -13,6 +13,7 @@ from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.planner.planned import cost, hours
 from raytune_fsdp.planner.prediction import Cluster, Prediction, judge, traced
 from raytune_fsdp.planner.subject import Subject
+from raytune_fsdp.planner.trace import Trace
 
 _RECOMPUTE = ("none", "selective", "full")
 
@@ -69,12 +70,13 @@ def search(
                 here = resolve(changed, world)
             except ConfigError:  # hybrid_shard wants multiples
                 break
-            same = None
+            same: dict[str, Trace] = {}
             for offer in offers:
-                if same is None or world == 1:
-                    same = traced(subject, changed, here, int(offer.device.memory))
+                kind = offer.device.kind
+                if kind not in same or world == 1:
+                    same[kind] = traced(subject, changed, here, offer.device)
                 cluster = Cluster(device=offer.device, per_node=per_node, between=between)
-                prediction = judge(same, changed, here, cluster)
+                prediction = judge(same[kind], changed, here, cluster)
                 changes = {} if recompute == config.parallel.activation_checkpointing else {_FIELD: recompute}
                 each = Suitable(changes=changes, prediction=prediction, price=cost(prediction, offer.price))
                 if prediction.fits and (most_hours is None or each.hours <= most_hours):

@@ -2,14 +2,17 @@
 
 An operation takes as long as its arithmetic or its memory traffic, whichever is longer. A pass takes as long as its
 operations or its collectives, whichever are longer, since FSDP gathers the next unit while one computes. What is not
-hidden: the first unit of a pass, the last reduction, the update of the weights.
+hidden: the first unit of a pass, the last reduction, the update of the weights. Of CPUs nothing is: the cores that
+compute also move.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
+from raytune_fsdp.estimate.calibration import Calibration
 from raytune_fsdp.estimate.devices import Device
 from raytune_fsdp.estimate.traffic import Traffic
 from raytune_fsdp.plan import Layout
@@ -47,10 +50,37 @@ _ATTENTION = {
 _OTHER_ATTENTION = 0.5
 """On devices that nobody published it for."""
 
+_ATTENTION_SORTS = ("attention", "attention backward")
+
+
+class Rates(Protocol):
+    """What a device does in a second."""
+
+    @property
+    def basis(self) -> str: ...
+
+    @property
+    def reached(self) -> float:
+        """What real steps reach of the sum of their operations."""
+        ...
+
+    @property
+    def hides(self) -> bool:
+        """Whether collectives run beside the computation, and take none of its time."""
+        ...
+
+    def seconds(self, operations: Sequence[Operation]) -> float:
+        """Of these operations, one after the other."""
+        ...
+
+    def uncompiled(self) -> Rates:
+        """The same, where no graph is made of operations."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """What a device does in a second."""
+class Published:
+    """By the measurements of others."""
 
     products: float
     """Operations, in the type that the run computes in."""
@@ -64,6 +94,61 @@ class Rates:
     per_operation: float
     """Seconds of the host."""
     basis: str
+    reached: float = REACHED
+    hides: bool = True
+
+    def seconds(self, operations: Sequence[Operation]) -> float:
+        found = [each for each in operations if each.sort != "collective"]
+        # A host that is slower than its device decides.
+        return max(sum(map(self._seconds, found)), len(found) * self.per_operation)
+
+    def uncompiled(self) -> Published:
+        return replace(self, bandwidth=self.copies)
+
+    def _seconds(self, operation: Operation) -> float:
+        speed = self.products if operation.itemsize <= 2 else self.wide_products
+        if operation.sort in _ATTENTION_SORTS:
+            speed = self.attention
+        bandwidth = self.bandwidth if operation.sort == "rest" else self.copies
+        return max(operation.flops / speed, operation.nbytes / bandwidth)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrated:
+    """By a calibration of the machine."""
+
+    calibration: Calibration
+    type: str
+    """Bytes of the numbers that the run computes with."""
+    compiled: bool
+    basis: str
+
+    @property
+    def reached(self) -> float:
+        return self.calibration.reached[self.type]
+
+    @property
+    def hides(self) -> bool:
+        return self.calibration.kind != "cpu"  # there both are computed by the same cores
+
+    def seconds(self, operations: Sequence[Operation]) -> float:
+        found = [each for each in operations if each.sort != "collective"]
+        device = sum(map(self._seconds, found))
+        host = len(found) * self.calibration.per_operation / (5 if self.compiled else 1)
+        return max(device, host) if self.calibration.kind == "cuda" else device + host
+
+    def uncompiled(self) -> Calibrated:
+        return replace(self, compiled=False)
+
+    def _seconds(self, operation: Operation) -> float:
+        calibration, width = self.calibration, "2" if operation.itemsize <= 2 else "4"
+        if operation.sort == "products":
+            return operation.flops / calibration.products[width].at(*operation.sides)
+        if operation.sort in _ATTENTION_SORTS:
+            way = "backward" if operation.sort == "attention backward" else "forward"
+            return operation.flops / calibration.attention[f"{width} {way}"].at(*operation.sides)
+        fused = _FUSED if self.compiled else 1
+        return fused * operation.nbytes / calibration.elementwise.at(operation.nbytes, operation.nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +161,11 @@ class Network:
     """Of a device, to the others of its machine; bytes."""
     between: float | None
     """Of a machine, to the others; None: nobody said."""
+    reducing: float | None = None
+    """Inside of a machine, of what is summed; None: as fast as the rest."""
+    per_collective: float = 0.0
+    """Seconds of one that moves next to nothing."""
+    share: float = _LINKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +189,16 @@ class Seconds:
         return "communication" if self.moving > self.compute else "computation"
 
 
-def rates_of(device: Device, *, compiled: bool, tf32: bool) -> Rates:
-    """By published measurements."""
+def rates_of(device: Device, *, compiled: bool, tf32: bool, itemsize: int) -> Rates:
+    """By what was measured on the device, or by published measurements. `itemsize`: of the numbers that are computed
+    with."""
+    if device.measured is not None:
+        found = device.measured
+        basis = f"kernels of {found.device}, measured by {found.ranks} ranks at a time on {found.date}"
+        fused = compiled and found.kind == "cuda"
+        return Calibrated(calibration=found, type="2" if itemsize <= 2 else "4", compiled=fused, basis=basis)
     share = next((s for start, s in _ATTENTION.items() if device.name.startswith(start)), _OTHER_ATTENTION)
-    return Rates(
+    return Published(
         products=device.peak * device.matmul,
         wide_products=device.peak * device.matmul * (0.5 if tf32 else 1 / 16),
         attention=device.peak * share,
@@ -114,15 +210,50 @@ def rates_of(device: Device, *, compiled: bool, tf32: bool) -> Rates:
 
 
 def network_of(device: Device, per_node: int, between: float | None) -> Network:
-    return Network(per_node=per_node, inside=device.link_bandwidth, between=between)
+    found = device.measured
+    if found is None or found.ranks == 1:
+        return Network(per_node=per_node, inside=device.link_bandwidth, between=between)
+    # Measured at what collectives reach.
+    return Network(
+        per_node=per_node,
+        inside=found.gathering,
+        between=between,
+        reducing=found.reducing,
+        per_collective=found.per_collective,
+        share=1.0,
+    )
 
 
 def seconds_of(
     trace: Trace, rates: Rates, network: Network, layout: Layout, traffic: Traffic | None, passes: int
 ) -> Seconds:
     """Of a step with so many forward and backward passes."""
-    by_phase = {name: compute_seconds(operations, rates) for name, operations in phases_of(trace)}
-    first, later, update = 0.0, 0.0, update_seconds(trace, rates)
+    phases = dict(phases_of(trace))
+    compute = _of_all_passes(trace, {name: rates.seconds(operations) for name, operations in phases.items()}, passes)
+    # Of the traced blocks only; every weight takes as long.
+    update = rates.uncompiled().seconds(phases["update"]) * trace.trained_bytes / max(1, trace.trained_bytes_traced)
+    moving = inside = between = 0.0
+    if traffic is not None:
+        counts = {name: float(sum(each.sort == "collective" for each in ops)) for name, ops in phases.items()}
+        moving, inside, between = moving_seconds(layout, network, traffic)
+        moving += network.per_collective * (_of_all_passes(trace, counts, passes) + counts["start"] + counts["update"])
+    # What is gathered before the first block, and what is reduced after the last: of about as many units as blocks.
+    ends = 2 * moving / (len(trace.stands_for) + 2)
+    if not rates.hides:
+        ends = moving
+    roofline = max(compute + ends, moving) + update
+    # Links are counted at what collectives reach; arithmetic and memory at what an operation reaches alone.
+    reached = rates.reached
+    step = max(compute / reached + ends, moving) + update / reached
+    return Seconds(
+        step=step, roofline=roofline, compute=compute / reached, moving=moving, update=update / reached,
+        inside=inside, between=between,
+    )  # fmt: skip
+
+
+def _of_all_passes(trace: Trace, by_phase: Mapping[str, float], passes: int) -> float:
+    """Of all blocks and passes, without what comes before the first and after the last."""
+    first = later = 0.0
     for name in all_phases(trace, by_phase):
         if name in ("start", "update"):
             continue
@@ -130,25 +261,7 @@ def seconds_of(
             first += by_phase[name]
         else:
             later += by_phase[name]
-    # Of the traced blocks only; every weight takes as long.
-    update *= trace.trained_bytes / max(1, trace.trained_bytes_traced)
-    compute = first + (passes - 1) * later
-    moving, inside, between = moving_seconds(layout, network, traffic) if traffic else (0.0, 0.0, 0.0)
-    # What is gathered before the first block, and what is reduced after the last: of about as many units as blocks.
-    ends = moving / passes / (len(trace.stands_for) + 2)
-    roofline = max(compute + 2 * ends * passes, moving) + update
-    # Links are counted at what collectives reach; arithmetic and memory at what an operation reaches alone.
-    step = max(compute / REACHED + 2 * ends * passes, moving) + update / REACHED
-    return Seconds(
-        step=step, roofline=roofline, compute=compute / REACHED, moving=moving, update=update / REACHED,
-        inside=inside, between=between,
-    )  # fmt: skip
-
-
-def update_seconds(trace: Trace, rates: Rates) -> float:
-    """Of gradients' norm, their scaling and the optimizer, which no graph is made of."""
-    plain = replace(rates, bandwidth=rates.copies)
-    return sum(compute_seconds(ops, plain) for name, ops in phases_of(trace) if name == "update")
+    return first + (passes - 1) * later
 
 
 def phases_of(trace: Trace) -> Iterable[tuple[str, Sequence[Operation]]]:
@@ -157,38 +270,27 @@ def phases_of(trace: Trace) -> Iterable[tuple[str, Sequence[Operation]]]:
         yield mark.name, trace.timeline.operations[mark.operations : following.operations]
 
 
-def compute_seconds(operations: Sequence[Operation], rates: Rates) -> float:
-    seconds = sum(_seconds(each, rates) for each in operations)
-    # A host that is slower than its device decides.
-    return max(seconds, len(operations) * rates.per_operation)
-
-
-def _seconds(operation: Operation, rates: Rates) -> float:
-    speed = rates.products if operation.itemsize <= 2 else rates.wide_products
-    if operation.sort == "attention":
-        speed = rates.attention
-    bandwidth = rates.bandwidth if operation.sort == "rest" else rates.copies
-    return max(operation.flops / speed, operation.nbytes / bandwidth)
-
-
 def moving_seconds(layout: Layout, network: Network, traffic: Traffic) -> tuple[float, float, float]:
     """Seconds of all collectives of a step, and the bytes of a device inside of its machine, and of a machine to
     others."""
-    shards = traffic.bytes_of_weights + traffic.scattered * traffic.bytes_reduced
-    copies = traffic.all_reduced * traffic.bytes_reduced
+    scattered, copies = (each * traffic.bytes_reduced for each in (traffic.scattered, traffic.all_reduced))
+    shards = traffic.bytes_of_weights + scattered
     local = min(network.per_node, layout.world)
-    inside = between = 0.0
+    inside = between = summed = 0.0
     # A ring over several machines sends each byte once into each of them, over all its links together.
     if layout.shard_size > network.per_node:
         between += shards
     else:
         inside += shards
+        summed += scattered
     # Replicas of a shard lie `shard_size` ranks apart: so many rings run side by side on a machine.
     if layout.world > network.per_node:
         between += copies * min(layout.shard_size, local)
     else:
         inside += copies
-    seconds = inside / (network.inside * _LINKS)
+        summed += copies
+    seconds = (inside - summed) / network.inside + summed / (network.reducing or network.inside)
     if between:
-        seconds += between / ((network.between or network.inside) * _LINKS)
+        seconds += between / (network.between or network.inside)
+    seconds /= network.share
     return seconds, inside, between

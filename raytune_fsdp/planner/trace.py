@@ -92,7 +92,7 @@ def trace(
     from torch._subclasses import FakeTensorMode  # half of the compiler, a second
 
     model = build_network(copy.deepcopy(hf_config), config, added)
-    attention = _choose_kernels(model, config, needs, device)
+    attention = choose_kernels(model, config, needs, device)
     architecture, parameters = count_architecture(model), count_parameters(model)
     largest = max(parameter.nbytes for parameter in model.parameters())
     parallel = as_stored(model, config, plan.layout, memory)
@@ -182,7 +182,7 @@ def _step(
     )  # fmt: skip
 
 
-def _choose_kernels(model: PreTrainedModel, config: FinetuneConfig, needs: Needs, device: str) -> str:
+def choose_kernels(model: PreTrainedModel, config: FinetuneConfig, needs: Needs, device: str) -> str:
     """Give the network what ranks on such a device would choose, if nothing is installed beside torch; returns its
     attention."""
     if choose_loss(config.model.loss, needs, kept=None).name == "chunked":

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-Sort = Literal["products", "attention", "rest"]
+Sort = Literal["products", "attention", "attention backward", "rest", "collective"]
 
 
 class Operation(NamedTuple):
@@ -20,8 +20,9 @@ class Operation(NamedTuple):
     """Read and written."""
     itemsize: int
     """Of the numbers that are multiplied: 2 in 16 bits."""
-    smallest: int = 0
-    """Of a product: its shortest side, which decides how much of the device it can use."""
+    sides: tuple[int, int] = (0, 0)
+    """Of a product its two shortest sides, of attention the width of a head and the length of a document: they decide
+    how much of a device it can use."""
 
 
 _ATTENTION = {
@@ -68,13 +69,15 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
         window = next((each for each in args if isinstance(each, int) and not isinstance(each, bool) and each), 0)
         pairs = _pairs(queries.shape[0], longest, window if "window" in name else 0)
         flops = 2.0 * _ATTENTION[name] * pairs * queries.shape[1] * queries.shape[2]
-        return Operation("attention", flops, nbytes, queries.itemsize)
+        sort: Sort = "attention backward" if name.endswith("backward") else "attention"
+        return Operation(sort, flops, nbytes, queries.itemsize, (queries.shape[2], longest))
     if name in _PRODUCTS:
         matrices = [each for each in given if each.ndim >= 2][-2:]
-        return Operation("products", _product(matrices), nbytes, matrices[0].itemsize, min(matrices[0].shape[-2:]))
+        small, large, _ = sorted((*matrices[0].shape[-2:], matrices[1].shape[-1]))
+        return Operation("products", _product(matrices), nbytes, matrices[0].itemsize, (small, large))
     count = flop_registry.get(func._overloadpacket)
     if count is not None:
-        sort: Sort = "attention" if "attention" in name else "products"
+        sort = "products" if "attention" not in name else "attention backward" if "backward" in name else "attention"
         return Operation(sort, float(count(*args, **kwargs, out_val=result)), nbytes, given[0].itemsize)
     return Operation("rest", 0.0, nbytes, 4)
 

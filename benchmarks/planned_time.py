@@ -1,0 +1,122 @@
+"""How long the planner says that a step takes on this machine, once it is calibrated, beside real steps of real ranks.
+
+    python -m benchmarks.planned_time [--only NAME ...] [--out benchmarks/results/planned_time.json]
+
+The cases are those of `planned_memory`. For each number of ranks the machine is calibrated as `raytune-fsdp plan
+--calibrate` does it, with one thread a rank; then every case with so many ranks is planned from its config, and
+trained: assembled as a run assembles it, on full batches, one step that is not counted and the median of those that
+follow. With four ranks on two cores all take turns, in calibration and in training.
+
+`LATER` of `planned_memory` names the cases that nothing of the planner was made with. Needs a machine that does nothing
+else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.planned_memory import CASES, CPU, LATER, _step, config_of
+from benchmarks.ranks import run_ranks, slowest
+from benchmarks.record import write_result
+from raytune_fsdp.assemble import assemble
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.estimate.calibration import Calibration, read_calibration, write_calibration
+from raytune_fsdp.estimate.devices import device_of
+from raytune_fsdp.launch.local import prepare_on_rank0
+from raytune_fsdp.plan import resolve
+from raytune_fsdp.planner.calibrate import calibrate
+from raytune_fsdp.planner.prediction import Cluster, predict
+from raytune_fsdp.planner.subject import Subject
+
+WITHIN = 0.25
+_STEPS, _SECONDS = 5, 6.0
+
+
+def planned(config: FinetuneConfig, world: int, calibration: Calibration) -> dict[str, float]:
+    cluster = Cluster(device=device_of(calibration), per_node=world)
+    seconds = predict(Subject.of(config), config, resolve(config, world), cluster).seconds
+    return {"step": seconds.step, "compute": seconds.compute, "moving": seconds.moving, "update": seconds.update}
+
+
+def measured(values: Mapping[str, Any], path: str) -> None:
+    """On every rank: seconds of steps, each on the slowest of them."""
+    from raytune_fsdp.planner.trace import full_batches
+
+    config = FinetuneConfig.model_validate(values)
+    prepared, standing = prepare_on_rank0(config)
+    parts = assemble(config, prepared, standing, CPU)
+    parts.optimizer.init_state()
+    batches = full_batches(config, prepared.hf_config, parts.plan.division.full_rounds)
+    seconds: list[float] = []
+    while len(seconds) <= _STEPS or (sum(seconds) < _SECONDS and len(seconds) < 100):
+        torch.distributed.barrier()
+        began = time.perf_counter()
+        _step(parts, batches)
+        seconds.append(slowest(time.perf_counter() - began))
+    if torch.distributed.get_rank() == 0:
+        Path(path).write_text(json.dumps(seconds[1:]))
+
+
+def compare(name: str, calibration: Calibration, directory: Path) -> dict[str, Any]:
+    world, architecture, sections = CASES[name]
+    config = config_of(directory, architecture, sections, world)
+    said = planned(config, world, calibration)
+    run_ranks(measured, world, config.model_dump(exclude_unset=True), str(directory / "measured.json"))
+    seconds = json.loads((directory / "measured.json").read_text())
+    step = median(seconds)
+    row = {
+        "world": world, "later": name in LATER, "planned": said, "measured": step, "least": min(seconds),
+        "most": max(seconds), "difference": said["step"] / step - 1,
+    }  # fmt: skip
+    print(
+        f"{name:32} {world} ranks: {1000 * step:8.1f} ms ({1000 * min(seconds):.1f} to {1000 * max(seconds):.1f}), "
+        f"planned {1000 * said['step']:8.1f} ms ({row['difference']:+.1%}): computing {1000 * said['compute']:.1f}, "
+        f"moving {1000 * said['moving']:.1f}, updating {1000 * said['update']:.1f}",
+        flush=True,
+    )
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=[*CASES])
+    parser.add_argument(
+        "--calibrations", type=Path, help="a directory with those of an earlier call, or for this one's"
+    )
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    rows: dict[str, Any] = {}
+    reached: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        kept = arguments.calibrations or Path(scratch)
+        for world in sorted({CASES[name][0] for name in arguments.only}):
+            file = kept / f"ranks-{world}.json"
+            if not file.exists():
+                write_calibration(calibrate(world, threads=1), file)
+            calibration = read_calibration(file)
+            reached[str(world)] = dict(calibration.reached)
+            print(f"{world} ranks reach {reached[str(world)]} of their kernels", flush=True)
+            for name in (each for each in arguments.only if CASES[each][0] == world):
+                with tempfile.TemporaryDirectory() as directory:
+                    rows[name] = compare(name, calibration, Path(directory))
+    if arguments.out:
+        what = (
+            "seconds of a step: planned from the config and a calibration of the machine, and of real steps over gloo"
+        )
+        write_result(arguments.out, {"what": what, "reached": reached, "cases": rows})
+    off = [name for name, row in rows.items() if abs(row["difference"]) > WITHIN]
+    if off:
+        raise SystemExit(f"off by more than {WITHIN:.0%}: {', '.join(off)}")
+
+
+if __name__ == "__main__":
+    main()

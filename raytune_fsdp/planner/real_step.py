@@ -1,0 +1,64 @@
+"""Steps of a model without a run: random weights, full batches, and nothing that is kept."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from raytune_fsdp.assemble import as_stored, spread
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.data.to_device import to_device
+from raytune_fsdp.model.fill import fill
+from raytune_fsdp.model.network import build_network
+from raytune_fsdp.model.objective import Objective
+from raytune_fsdp.optim import build_optimizer
+from raytune_fsdp.parallel import make_mesh, memory_of, units_of
+from raytune_fsdp.plan import resolve
+from raytune_fsdp.planner.subject import Subject
+from raytune_fsdp.planner.trace import choose_kernels, full_batches
+from raytune_fsdp.step import LossScale, train_step
+
+
+class Trainer:
+    """On every rank of a process group: a network of random weights, spread as a run would spread it."""
+
+    def __init__(self, config: FinetuneConfig, device: torch.device) -> None:
+        """`config`: of a random network, with a length in steps."""
+        subject, self._device = Subject.of(config), device
+        self._config, self._plan = config, resolve(config, dist.get_world_size())
+        model = build_network(copy.deepcopy(subject.hf_config), config)
+        choose_kernels(model, config, subject.needs, device.type)
+        self._parallel = as_stored(model, config, self._plan.layout, memory_of(device))
+        units = units_of(model, self._parallel, ends=subject.needs.ends)
+        spread(model, units, self._parallel, make_mesh(self._plan.layout, device), None, device)
+        fill(model, None, "empty", device)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                local.normal_(std=0.02)
+        self._model = model.train()
+        self._optimizer = build_optimizer(model, config.optim, config.method)
+        self._optimizer.init_state()
+        batches = full_batches(config, subject.hf_config, self._plan.division.full_rounds)
+        self._batches = next(to_device(iter([batches]), device))
+
+    def step(self) -> float:
+        """Train one step; returns the seconds that it took on the slowest rank."""
+        config = self._config
+        scale = LossScale.start(enabled=config.parallel.precision == "fp16", device=self._device)
+        dist.barrier()
+        began = time.perf_counter()
+        train_step(
+            self._model, self._optimizer, scale, self._batches,
+            plan=self._plan, parallel=self._parallel, optim=config.optim, lr_factor=1.0, seed=0,
+            objective=Objective.of(config.train, None, None),
+        )  # fmt: skip
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        spent = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+        return float(spent)
