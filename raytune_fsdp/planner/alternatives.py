@@ -86,11 +86,14 @@ def cheapest_fit(found: list[Alternative]) -> Alternative | None:
     return min(fitting, key=lambda each: (not each.learns_the_same, len(each.changes), each.gpu_seconds), default=None)
 
 
-def micro_batches(subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster) -> tuple[int | None, int]:
+def micro_batches(subject: Subject, config: FinetuneConfig, known: Prediction) -> tuple[int | None, int]:
     """The largest number of samples at a time that fits, whatever the batch is (None: not even one), and the number
-    from which a larger one no longer pays, whether it fits or not."""
+    from which a larger one no longer pays, whether it fits or not. `known`: what is planned of the config itself."""
+    world, cluster, division = known.world, known.cluster, known.plan.division
 
     def at(size: int) -> Prediction:
+        if size == division.micro_batch and division.full_rounds == 1:
+            return known
         return predict(subject, with_micro_batch(config, world, size), world, cluster)
 
     one, two, memory = at(1), at(2), cluster.device.memory

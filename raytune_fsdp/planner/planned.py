@@ -49,7 +49,7 @@ def planned(
     subject, world = Subject.of(config, architecture), plan.layout.world
     found = predict(subject, config, plan, cluster)
     others = alternatives(subject, config, world, cluster) if with_alternatives or not found.fits else []
-    largest, paying = micro_batches(subject, config, world, cluster)
+    largest, paying = micro_batches(subject, config, found)
     return Planned(
         prediction=found,
         beside=beside(config, found),

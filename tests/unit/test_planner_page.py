@@ -29,9 +29,7 @@ def on_hardware() -> list[Any]:
     for name, path in recipes().items():
         if match := _HARDWARE.search(path.read_text()):
             device = {"A100": "A100-80GB", "H100": "H100"}[match[2]]
-            quick = name in ("llama2-70b-full-16xa100", "qwen3-30b-a3b-full")
-            marks = [] if quick else [pytest.mark.slow]
-            found.append(pytest.param(name, int(match[1]), int(match[3]), device, marks=marks, id=name))
+            found.append(pytest.param(name, int(match[1]), int(match[3]), device, id=name))
     return found
 
 
@@ -111,7 +109,7 @@ def test_a_search_names_the_cheapest_that_ends_in_time(capsys: pytest.CaptureFix
 def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
     config = load_config("qwen3-8b-lora", ["--train.max_steps", "10", "--train.epochs", "null"])
     subject, cluster = Subject.of(config), Cluster(device=find_device("H100"))
-    most, _ = micro_batches(subject, config, 1, cluster)
+    most, _ = micro_batches(subject, config, predict(subject, config, 1, cluster))
     assert most is not None
     assert predict(subject, with_micro_batch(config, 1, most), 1, cluster).fits
     assert not predict(subject, with_micro_batch(config, 1, most + 1), 1, cluster).fits
