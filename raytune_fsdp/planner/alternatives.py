@@ -100,18 +100,24 @@ def micro_batches(subject: Subject, config: FinetuneConfig, known: Prediction) -
     paying = _paying(one.seconds, two.seconds)
     if not one.fits:
         return None, paying
-    # The peak of a sum of phases is convex: the line through two sizes is at or below it beyond them, and at or above
-    # it between them. So the answer is between two crossings, and close to the lower one.
-    fits, most = 1, 1 + int((memory - one.needed) / max(1, two.needed - one.needed))
+    if not two.fits:
+        return 1, paying
+    # The peak of a sum of phases is convex: a line through two sizes is at or below it beyond them, and at or above it
+    # between them. So two that fit say how many may fit at most, and one that does and one that does not say how many
+    # certainly do.
+    (left, low), (right, high) = (1, one.needed), (2, two.needed)  # the two largest that were traced, and fit
+    fits, most = right, right + int((memory - high) / max(1, high - low))
     tried = most
     while fits < most:
         found = at(tried)
         if found.fits:
-            fits = tried
+            (left, low), (right, high) = (right, high), (tried, found.needed)
+            fits, most = right, min(most, right + int((memory - high) * (right - left) / max(1, high - low)))
+            tried = most
         else:
             most = tried - 1
-            fits = max(fits, 1 + int((memory - one.needed) * (tried - 1) / (found.needed - one.needed)))
-        tried = fits + 1 + (most - fits) // 16
+            fits = max(fits, right + int((memory - high) * (tried - right) / (found.needed - high)))
+            tried = fits if fits > right else fits + 1
     return fits, paying
 
 
