@@ -146,6 +146,15 @@ class Device:
     """What a machine with it does, where that was measured."""
 
     @property
+    def host_bandwidth(self) -> float:
+        """To the memory of its machine, in bytes a second, in one direction: by the slot that boards with it have."""
+        if self.name.startswith(("GH200", "GB")):
+            return 450 * _GIGA  # NVLink-C2C
+        newer = self.name.startswith(("B", "H", "RTX-50", "RTX-PRO", "MI3"))
+        older = self.name.startswith(("V100", "T4"))
+        return _LINKS["PCIe 5 x16" if newer else "PCIe 3 x16" if older else "PCIe 4 x16"] * _GIGA
+
+    @property
     def kind(self) -> str:
         """cuda or cpu, as torch calls it (a GPU of AMD, too)."""
         return "cuda" if self.measured is None else self.measured.kind

@@ -37,11 +37,11 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
         shared = _shared(found)
         return list(_outermost(model, names, shared)) if shared else found
     # Models whose code came with them may name none. Their decoder is then the list with the most weights.
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     if not lists:
         raise ModelError(
             f"model: {type(model).__name__} names no blocks (_no_split_modules) and has no list of them: "
-            "it cannot be sharded block by block"
+            "it cannot be sharded block by block; train one that has at least one layer"
         )
     largest = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
     return [block for block in largest if not _holds(block, _shared(list(largest)))]

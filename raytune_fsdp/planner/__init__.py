@@ -6,7 +6,8 @@ work.py         what one operation computes, reads and writes
 trace.py        one step of a few blocks of the network, as a rank computes it, on such tensors (recorder.py: its
                 phases; representatives.py: which blocks stand for which)
 memory.py       from those few blocks to the whole network: the peak, where it is, and by part
-speed.py        how long a step takes on a device and a network
+speed.py        how long a step takes on a device; links.py: what moves between them, and how long
+calibrate.py    what a machine does, measured; real_step.py: steps of a model without a run
 prediction.py   all of that in one call
 alternatives.py other ways to train the same, beside.py: hosts and storage, advice.py: what may not be meant
 planned.py      everything about a config on a cluster; page.py: as a page, and as data

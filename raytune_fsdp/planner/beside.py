@@ -42,7 +42,7 @@ def beside(config: FinetuneConfig, found: Prediction) -> Beside:
     if config.parallel.cpu_offload:  # weights and what the optimizer keeps; gradients, as large as trained weights
         at_rest, state = sum(found.memory.start.values()), found.memory.start.get("optimizer", 0)
         on_host += ranks * (at_rest + found.checkpoint // found.plan.layout.shard_size - state)
-    on_host += ranks * found.memory.peak.get("host", 0)
+    on_host += ranks * found.memory.sent
     staged = found.checkpoint * ranks // found.world if config.checkpoint.asynchronous else 0
     return Beside(
         loading=on_host + ranks * _FILES * found.largest,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -69,6 +70,10 @@ class Timeline:
         return self.kinds.get(storage, "activations")
 
 
+class TookTooLong(Exception):
+    """A step was not followed to its end in the time that was given."""
+
+
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """In here, what operations make is followed from when it is made to when nothing holds it.
 
@@ -76,10 +81,18 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     for their size after each one.
     """
 
-    def __init__(self, *, copies_to_reduce: bool = False, copies_to_promote: bool = False, longest: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        copies_to_reduce: bool = False,
+        copies_to_promote: bool = False,
+        longest: int = 0,
+        until: float | None = None,
+    ) -> None:
         """`copies_to_reduce`: collectives that sum copy what they are given, as gloo's do. `copies_to_promote`:
         operations on tensors of several types first copy some to the type they compute in, as those of CPUs do.
-        `longest`: tokens of a document, for the work of attention."""
+        `longest`: tokens of a document, for the work of attention. `until`: the time (time.monotonic()) at which
+        TookTooLong is raised."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.timeline = Timeline()
         self._storages: dict[int, _Storage] = {}
@@ -87,13 +100,15 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resized: list[int] = []
         self._groups: list[Any] = []
         self._copies_to_reduce, self._copies_to_promote = copies_to_reduce, copies_to_promote
-        self._longest = longest
+        self._longest, self._until = longest, until
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it will call operations on what it holds
         if func.is_view or func.namespace == "prim":  # half of all: no memory is taken, nothing is computed
             return func(*args, **(kwargs or {}))
+        if self._until is not None and time.monotonic() > self._until:
+            raise TookTooLong("its step has too many operations to be followed in the time that there is")
         self._look_at_resized()
         moves = func.namespace in _MOVES
         if moves and self._copies_to_reduce and "reduce" in func.__name__:

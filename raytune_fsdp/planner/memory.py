@@ -25,6 +25,8 @@ class Memory:
     """What the rank does then."""
     elsewhere: frozenset[Kind]
     """What of it the memory of the host has."""
+    sent: int = 0
+    """Bytes of activations that wait in the memory of the host, at the most, which may be before the peak."""
 
     @property
     def total(self) -> int:
@@ -63,14 +65,15 @@ def memory_of(trace: Trace) -> Memory:
     for stands in trace.stands_for:  # what the blocks that were left out keep
         now = add(now, trace.persistent[stands]) if stands in used else now
         used.add(stands)
-    start, peak, where = now, now, "start"
+    start, peak, where, sent = now, now, "start", 0
     for name in all_phases(trace, phases):
         phase = phases[name]
         most = add(now, add(phase.most, phase.before, -1))
         if _on_device(most, elsewhere) > _on_device(peak, elsewhere):
             peak, where = most, name
         now = add(now, add(phase.after, phase.before, -1))
-    return Memory(start=_whole(start), peak=_whole(peak), where=_in_words(where), elsewhere=elsewhere)
+        sent = max(sent, now.get("host", 0))
+    return Memory(start=_whole(start), peak=_whole(peak), where=_in_words(where), elsewhere=elsewhere, sent=sent)
 
 
 def all_phases(trace: Trace, phases: Container[str]) -> Iterator[str]:
@@ -78,7 +81,8 @@ def all_phases(trace: Trace, phases: Container[str]) -> Iterator[str]:
     yield "start"
     for number in range(trace.passes):
         yield f"pass {number}"
-        yield from (f"forward {number} {stands}" for stands in trace.stands_for)
+        forward = (f"forward {number} {stands}" for stands in trace.stands_for)
+        yield from (name for name in forward if name in phases)  # the blocks of a network that also sees do not run
         yield f"head {number}"
         backward = (f"backward {number} {stands}" for stands in reversed(trace.stands_for))
         yield from (name for name in backward if name in phases)  # none below the first block that is trained

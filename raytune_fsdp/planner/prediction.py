@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.errors import ModelError, RaytuneError, in_one_line
 from raytune_fsdp.estimate.devices import Device
 from raytune_fsdp.estimate.flops import Architecture, training_flops
 from raytune_fsdp.estimate.traffic import Traffic
 from raytune_fsdp.model.network import MASTER_DTYPE
 from raytune_fsdp.parallel import COMPUTE_DTYPE
 from raytune_fsdp.plan import Plan, resolve
+from raytune_fsdp.planner.links import network_of
 from raytune_fsdp.planner.memory import Memory, memory_of
-from raytune_fsdp.planner.speed import MIDDLE, REACHED, Seconds, network_of, rates_of, seconds_of
+from raytune_fsdp.planner.speed import LINKS_BETWEEN, MIDDLE, Seconds, rates_of, seconds_of
 from raytune_fsdp.planner.subject import Subject, with_torch_alone
 from raytune_fsdp.planner.trace import Trace, trace
 from raytune_fsdp.types import ParameterCount
@@ -76,12 +78,14 @@ class Prediction:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Seconds of a step, between which half of the published runs were; where the machine was measured, between
-        which all cases of benchmarks/planned_time.py are."""
+        """Seconds of a step, as much of the roofline as half of the published runs reach, and on links that are better
+        or worse than planned; where the machine was measured, between which all cases of benchmarks/planned_time.py
+        are."""
         seconds = self.seconds
         if self.cluster.device.measured is not None:
             return seconds.step / (1 + CALIBRATED_WITHIN), seconds.step / (1 - CALIBRATED_WITHIN)
-        return tuple(max(seconds.compute * REACHED / reached, seconds.moving) + seconds.update for reached in MIDDLE)  # type: ignore[return-value]
+        low, high = (seconds.at(reached, links) for reached, links in zip(MIDDLE, LINKS_BETWEEN, strict=True))
+        return low, high
 
     @property
     def needed(self) -> int:
@@ -112,24 +116,31 @@ def traced(subject: Subject, config: FinetuneConfig, plan: Plan, device: Device)
     """A step on such devices. One rank alone looks at their memory; of several the trace is the same on all of a
     kind."""
     config = with_torch_alone(config)
-    return trace(
-        config, subject.hf_config, subject.needs, plan,
-        memory=int(device.memory), device=device.kind, added=subject.added, gloo=device.kind == "cpu",
-    )  # fmt: skip
+    try:
+        return trace(
+            config, subject.hf_config, subject.needs, plan,
+            memory=int(device.memory), device=device.kind, added=subject.added, gloo=device.kind == "cpu",
+        )  # fmt: skip
+    except RaytuneError:
+        raise
+    except Exception as error:  # of a network that operations on tensors without data do not suit
+        raise ModelError(
+            f"model: a step of this network cannot be planned without its data ({in_one_line(error)}): "
+            "`raytune-fsdp train --dry-run` measures one on the machines themselves"
+        ) from error
 
 
 def judge(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Cluster) -> Prediction:
     """What a traced step takes on these devices."""
     device, world, memory = cluster.device, plan.layout.world, memory_of(found)
-    network = network_of(device, cluster.per_node, cluster.between)
     precision = config.parallel.precision
     rates = rates_of(
         device, compiled=config.parallel.compile in (True, "auto"), tf32=config.parallel.tf32,
         itemsize=COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision]).itemsize,
     )  # fmt: skip
-    seconds = seconds_of(found, rates, network, plan.layout, found.traffic, plan.division.full_rounds)
+    seconds = seconds_of(found, rates, network_of(device, cluster.per_node, cluster.between), plan, memory)
     tokens = plan.division.global_batch * config.data.seq_len
-    offloaded = memory.peak.get("host", 0) // max(1, len(found.stands_for))
+    offloaded = memory.sent // max(1, len(found.stands_for))
     changing = memory.total - memory.kept
     return Prediction(
         world=world,

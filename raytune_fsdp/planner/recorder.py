@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from raytune_fsdp.model.blocks import blocks_of
 from raytune_fsdp.optim import Optimizer
 from raytune_fsdp.planner.live import Bytes, Kind, Live, groups_of
 
@@ -19,9 +18,10 @@ from raytune_fsdp.planner.live import Bytes, Kind, Live, groups_of
 class Recorder:
     """Marks the timeline where passes, blocks and the update begin, and says what is what."""
 
-    def __init__(self, live: Live, model: PreTrainedModel, optimizer: Optimizer) -> None:
+    def __init__(self, live: Live, model: PreTrainedModel, blocks: Sequence[nn.Module], optimizer: Optimizer) -> None:
+        """`blocks`: as they were found before FSDP gave their classes other names."""
         self._live, self._model, self._optimizer = live, model, optimizer
-        self._blocks = blocks_of(model)
+        self._blocks = blocks
         self._pass = -1
         weights = [_local(each) for each in (*model.parameters(), *model.buffers())]
         live.name(weights, "weights")

@@ -33,13 +33,19 @@ def keep_blocks(model: PreTrainedModel, parallel: ParallelConfig, *, ends: bool)
     ]
     stands_for = representatives(kinds, _MARGIN * parallel.wrap)
     kept = sorted(set(stands_for))
+    # A network that also sees or hears has a list for each of its parts, and blocks that are in none.
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and any(b in blocks for b in m)]
-    if len(lists) != 1 or [*lists[0]] != blocks:
+    cut = {number: _list_with(blocks[number], lists) for number in range(len(blocks)) if number not in kept}
+    if None in cut.values():
         return list(range(len(blocks)))
-    for number in reversed(range(len(blocks))):
-        if number not in kept:
-            del lists[0][number]
+    for number, parent in cut.items():
+        assert parent is not None
+        del parent[[*parent].index(blocks[number])]
     return [kept.index(number) for number in stands_for]
+
+
+def _list_with(block: nn.Module, lists: Sequence[nn.ModuleList]) -> nn.ModuleList | None:
+    return next((each for each in lists if any(block is one for one in each)), None)
 
 
 def _kind(block: nn.Module) -> tuple[Hashable, ...]:

@@ -14,18 +14,14 @@ from typing import Protocol
 
 from raytune_fsdp.estimate.calibration import Calibration
 from raytune_fsdp.estimate.devices import Device
-from raytune_fsdp.estimate.traffic import Traffic
-from raytune_fsdp.plan import Layout
-from raytune_fsdp.planner.memory import all_phases
+from raytune_fsdp.plan import Plan
+from raytune_fsdp.planner.links import Network, move
+from raytune_fsdp.planner.memory import Memory, all_phases
 from raytune_fsdp.planner.trace import Trace
 from raytune_fsdp.planner.work import Operation
 
 _COPIES = 0.9
 """Of a memory's bandwidth. A large copy on an H200 reaches 4.3 of 4.8 TB/s (stas00/ml-engineering)."""
-
-_LINKS = 0.8
-"""Of a link's bandwidth, for collectives of the size of a unit: to plan for 80 to 85 % is a rule of thumb, which NCCL's
-all-reduce over NVLink meets (stas00/ml-engineering, network benchmarks)."""
 
 _FUSED = 0.35
 """Of the bytes of what is no product, where blocks are compiled. By count: a norm reads and writes its input 12 times
@@ -41,6 +37,10 @@ predicted (0.35, 0.66, 0.69, 0.71, 0.76, 0.85; `benchmarks/published_speed.py`).
 
 MIDDLE = (0.81, 0.68)
 """Of the roofline: the upper and the lower quartile of the scored rows."""
+
+LINKS_BETWEEN = (0.8 / 0.85, 0.8 / 0.6)
+"""Times as long as planned that collectives may take: at 85 % of their links' speed, the best of the rule of thumb, and
+at 60 %. The latter is an assumption."""
 
 _ATTENTION = {
     # Of the peak, forward and backward together, causal, heads of 128. FlashAttention-2's paper: 190 to 230 TFLOP/s on
@@ -152,41 +152,51 @@ class Calibrated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
-    """What moves in a second between devices, in one direction."""
-
-    per_node: int
-    """Devices of a machine."""
-    inside: float
-    """Of a device, to the others of its machine; bytes."""
-    between: float | None
-    """Of a machine, to the others; None: nobody said."""
-    reducing: float | None = None
-    """Inside of a machine, of what is summed; None: as fast as the rest."""
-    per_collective: float = 0.0
-    """Seconds of one that moves next to nothing."""
-    share: float = _LINKS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
     """Of a step."""
 
-    step: float
-    roofline: float
-    """Of the same step, if every operation went as fast as the fastest of its kind."""
-    compute: float
+    operations: float
+    """Forward and backward, if every operation were as fast as the fastest of its kind."""
+    updating: float
+    """The update of the weights, in the same way."""
+    reached: float
+    """What real steps reach of both."""
     moving: float
     """The collectives of all passes, hidden or not."""
-    update: float
+    exposed: float
+    """Those that no computation hides."""
+    offloading: float
+    """Copies to the memory of the host and back, beside both."""
     inside: float
     """Bytes that a device sends to others of its machine in a step."""
     between: float
     """Bytes that a machine sends to others in a step."""
 
+    def at(self, reached: float, links: float = 1.0) -> float:
+        """Of a step that reaches so much, and so many times as long on its way."""
+        moving, computing = links * self.moving, self.operations / reached
+        return max(computing + links * self.exposed, moving, self.offloading) + self.updating / reached
+
+    @property
+    def step(self) -> float:
+        return self.at(self.reached)
+
+    @property
+    def roofline(self) -> float:
+        return self.at(1.0)
+
+    @property
+    def compute(self) -> float:
+        return self.operations / self.reached
+
+    @property
+    def update(self) -> float:
+        return self.updating / self.reached
+
     @property
     def bound(self) -> str:
-        return "communication" if self.moving > self.compute else "computation"
+        bounds = {"computation": self.compute, "communication": self.moving, "offloading": self.offloading}
+        return max(bounds, key=bounds.__getitem__)
 
 
 def rates_of(device: Device, *, compiled: bool, tf32: bool, itemsize: int) -> Rates:
@@ -209,46 +219,37 @@ def rates_of(device: Device, *, compiled: bool, tf32: bool, itemsize: int) -> Ra
     )
 
 
-def network_of(device: Device, per_node: int, between: float | None) -> Network:
-    found = device.measured
-    if found is None or found.ranks == 1:
-        return Network(per_node=per_node, inside=device.link_bandwidth, between=between)
-    # Measured at what collectives reach.
-    return Network(
-        per_node=per_node,
-        inside=found.gathering,
-        between=between,
-        reducing=found.reducing,
-        per_collective=found.per_collective,
-        share=1.0,
+def seconds_of(trace: Trace, rates: Rates, network: Network, plan: Plan, memory: Memory) -> Seconds:
+    """Of a step of the whole network."""
+    phases, passes = dict(phases_of(trace)), plan.division.full_rounds
+    operations = _of_all_passes(trace, {name: rates.seconds(each) for name, each in phases.items()}, passes)
+    update = rates.uncompiled().seconds(phases["update"])
+    if trace.offloaded:  # the optimizer runs on the host
+        update = sum(each.nbytes for each in phases["update"]) / network.host_memory * rates.reached
+    counts = {name: float(sum(each.sort == "collective" for each in ops)) for name, ops in phases.items()}
+    collectives = _of_all_passes(trace, counts, passes) + counts["start"] + counts["update"]
+    moved = move(plan.layout, network, trace.traffic, collectives)
+    # What is gathered before the first block, and what is reduced after the last: of about as many units as blocks.
+    ends = 2 * moved.seconds / (len(trace.stands_for) + 2)
+    return Seconds(
+        operations=operations,
+        # Of the traced blocks only; every weight takes as long.
+        updating=update * trace.trained_bytes / max(1, trace.trained_bytes_traced),
+        reached=rates.reached,
+        moving=moved.seconds,
+        exposed=ends if rates.hides else moved.seconds,
+        offloading=_offloaded(trace, memory, passes) / network.to_host,
+        inside=moved.inside,
+        between=moved.between,
     )
 
 
-def seconds_of(
-    trace: Trace, rates: Rates, network: Network, layout: Layout, traffic: Traffic | None, passes: int
-) -> Seconds:
-    """Of a step with so many forward and backward passes."""
-    phases = dict(phases_of(trace))
-    compute = _of_all_passes(trace, {name: rates.seconds(operations) for name, operations in phases.items()}, passes)
-    # Of the traced blocks only; every weight takes as long.
-    update = rates.uncompiled().seconds(phases["update"]) * trace.trained_bytes / max(1, trace.trained_bytes_traced)
-    moving = inside = between = 0.0
-    if traffic is not None:
-        counts = {name: float(sum(each.sort == "collective" for each in ops)) for name, ops in phases.items()}
-        moving, inside, between = moving_seconds(layout, network, traffic)
-        moving += network.per_collective * (_of_all_passes(trace, counts, passes) + counts["start"] + counts["update"])
-    # What is gathered before the first block, and what is reduced after the last: of about as many units as blocks.
-    ends = 2 * moving / (len(trace.stands_for) + 2)
-    if not rates.hides:
-        ends = moving
-    roofline = max(compute + ends, moving) + update
-    # Links are counted at what collectives reach; arithmetic and memory at what an operation reaches alone.
-    reached = rates.reached
-    step = max(compute / reached + ends, moving) + update / reached
-    return Seconds(
-        step=step, roofline=roofline, compute=compute / reached, moving=moving, update=update / reached,
-        inside=inside, between=between,
-    )  # fmt: skip
+def _offloaded(trace: Trace, memory: Memory, passes: int) -> float:
+    """Bytes that a device sends to its host and gets from it in a step."""
+    activations = 2 * memory.sent
+    # Of this rank's share, weights for forward and once more for backward, and gradients to the host.
+    weights = 2 * memory.start.get("weights", 0) + trace.trained_bytes if trace.offloaded else 0
+    return float(passes * (activations + weights))
 
 
 def _of_all_passes(trace: Trace, by_phase: Mapping[str, float], passes: int) -> float:
@@ -268,29 +269,3 @@ def phases_of(trace: Trace) -> Iterable[tuple[str, Sequence[Operation]]]:
     marks = trace.timeline.marks
     for mark, following in zip(marks, marks[1:], strict=False):
         yield mark.name, trace.timeline.operations[mark.operations : following.operations]
-
-
-def moving_seconds(layout: Layout, network: Network, traffic: Traffic) -> tuple[float, float, float]:
-    """Seconds of all collectives of a step, and the bytes of a device inside of its machine, and of a machine to
-    others."""
-    scattered, copies = (each * traffic.bytes_reduced for each in (traffic.scattered, traffic.all_reduced))
-    shards = traffic.bytes_of_weights + scattered
-    local = min(network.per_node, layout.world)
-    inside = between = summed = 0.0
-    # A ring over several machines sends each byte once into each of them, over all its links together.
-    if layout.shard_size > network.per_node:
-        between += shards
-    else:
-        inside += shards
-        summed += scattered
-    # Replicas of a shard lie `shard_size` ranks apart: so many rings run side by side on a machine.
-    if layout.world > network.per_node:
-        between += copies * min(layout.shard_size, local)
-    else:
-        inside += copies
-        summed += copies
-    seconds = (inside - summed) / network.inside + summed / (network.reducing or network.inside)
-    if between:
-        seconds += between / (network.between or network.inside)
-    seconds /= network.share
-    return seconds, inside, between

@@ -56,8 +56,8 @@ class Subject:
 
 def with_torch_alone(config: FinetuneConfig) -> FinetuneConfig:
     """The config, without packages that need not be installed where a run is planned: flash-attn keeps for backward
-    what torch's own kernel keeps."""
-    if not config.model.attention.startswith("flash_attention"):
+    what torch's own kernel keeps, and so does FlexAttention, which has no backward where it is traced."""
+    if not config.model.attention.startswith(("flash_attention", "flex_attention")):
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"attention": "auto"})})
 

@@ -7,6 +7,7 @@ that talks to nobody; a rank among 16 of a 70B needs 0.8 s for this, and no memo
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -83,11 +84,12 @@ def trace(
     added: Sequence[int] = (),
     gloo: bool = False,
     whole: bool = False,
+    until: float | None = None,
 ) -> Trace:
     """Compute one step of rank 0 on devices of so many bytes of `memory`.
 
     `device`: the type of device that the run will have, which decides on the kernels. `gloo`: collectives need memory
-    as gloo's do. `whole`: trace every block.
+    as gloo's do. `whole`: trace every block. `until`: TookTooLong is raised at this time.
     """
     from torch._subclasses import FakeTensorMode  # half of the compiler, a second
 
@@ -98,12 +100,13 @@ def trace(
     parallel = as_stored(model, config, plan.layout, memory)
     traffic = _traffic(model, parallel, plan, ends=needs.ends)
     kept = range(len(blocks_of(model))) if whole else keep_blocks(model, parallel, ends=needs.ends)
+    blocks = blocks_of(model)
     passes = min(2, plan.division.full_rounds)
     batches = full_batches(config, hf_config, passes)
-    with as_rank_of(plan.layout.world), torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with as_rank_of(plan.layout.world), _same_random_state(), torch.enable_grad():
         mesh = make_mesh(plan.layout, CPU)
         units = units_of(model, parallel, ends=needs.ends)
-        live = Live(copies_to_reduce=gloo, copies_to_promote=device == "cpu", longest=config.data.seq_len)
+        live = Live(copies_to_reduce=gloo, copies_to_promote=device == "cpu", longest=config.data.seq_len, until=until)
         spread(model, units, parallel, mesh, None, CPU, _ToHost(live))
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         _allocate(model, fake)
@@ -111,7 +114,7 @@ def trace(
         with fake:
             optimizer = build_optimizer(model, config.optim, config.method)
             optimizer.init_state()
-            recorder = Recorder(live, model, optimizer)
+            recorder = Recorder(live, model, blocks, optimizer)
             recorder.record(lambda: _step(config, plan, parallel, model, recorder, batches))
     return Trace(
         timeline=live.timeline,
@@ -218,6 +221,17 @@ def full_batches(config: FinetuneConfig, hf_config: PretrainedConfig, passes: in
     assert all(each.index != FILLER_INDEX for each in blocks)
     counts = torch.ones(3 + len(config.data.train), dtype=torch.int64)
     return StepBatches(step=1, blocks=blocks, counts=counts)
+
+
+@contextmanager
+def _same_random_state() -> Iterator[None]:
+    """Whatever is drawn in here, what is drawn after it is the same: tensors without data draw names from `random`."""
+    before = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(before)
 
 
 @contextmanager

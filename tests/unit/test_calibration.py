@@ -16,8 +16,9 @@ from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.estimate.calibration import Calibration, Surface, read_calibration, write_calibration
 from raytune_fsdp.estimate.devices import device_of
 from raytune_fsdp.plan import resolve
+from raytune_fsdp.planner.links import network_of
 from raytune_fsdp.planner.prediction import PROCESS, Cluster, predict
-from raytune_fsdp.planner.speed import network_of, rates_of
+from raytune_fsdp.planner.speed import rates_of
 from raytune_fsdp.planner.subject import Subject
 from raytune_fsdp.planner.work import Operation
 from tests.runs import LLAMA, make_config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.network import build_network, load_architecture
 from raytune_fsdp.plan import resolve
+from raytune_fsdp.planner.live import TookTooLong
 from raytune_fsdp.planner.memory import Memory, memory_of
 from raytune_fsdp.planner.representatives import representatives
 from raytune_fsdp.planner.trace import trace
@@ -109,3 +111,28 @@ def test_repetitions_are_taken_out_of_the_middle() -> None:
     assert all((i < 20) == (stands < 20) for i, stands in enumerate(two))
     assert len(set(two)) == 10
     assert representatives(list(range(7)), 2) == list(range(7))
+
+
+def test_a_network_that_also_sees_has_blocks_of_two_kinds() -> None:
+    text = {**GEMMA, "num_hidden_layers": 9, "sliding_window_pattern": 3}
+    sees = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 11, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14,
+    }  # fmt: skip
+    architecture = {
+        "model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text,
+        "vision_config": sees, "mm_tokens_per_image": 4,
+    }  # fmt: skip
+    config = config_of(architecture)
+    few, all_blocks = planned(config, 2), planned(config, 2, whole=True)
+    assert few == all_blocks
+    hf_config = load_architecture(config.model, None)
+    numbers = sum(parameter.numel() for parameter in build_network(hf_config, config).parameters())
+    assert few.start["optimizer"] == pytest.approx(8 * numbers / 2, rel=0.01)
+
+
+def test_a_trace_ends_in_time() -> None:
+    began = time.monotonic()
+    with pytest.raises(TookTooLong):
+        planned(config_of({**LLAMA, "num_hidden_layers": 200}), 2, whole=True, until=began + 0.5)
+    assert time.monotonic() - began < 20

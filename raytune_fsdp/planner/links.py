@@ -1,0 +1,89 @@
+"""What moves between devices in a step, over which links, and how long that takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raytune_fsdp.estimate.devices import Device
+from raytune_fsdp.estimate.traffic import Traffic
+from raytune_fsdp.plan import Layout
+
+_LINKS = 0.8
+"""Of a link's bandwidth, for collectives of the size of a unit: to plan for 80 to 85 % is a rule of thumb, which NCCL's
+all-reduce over NVLink meets (stas00/ml-engineering, network benchmarks)."""
+
+_HOST_MEMORY = 200e9
+"""Bytes a second that all processors of a machine read and write. An assumption: servers have 8 to 12 channels of DDR4
+or DDR5 a socket, at 25 to 38 GB/s each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """What moves in a second, in one direction."""
+
+    per_node: int
+    """Devices of a machine."""
+    inside: float
+    """Of a device, to the others of its machine; bytes."""
+    between: float | None
+    """Of a machine, to the others; None: nobody said."""
+    to_host: float
+    """Of a device, to its host's memory."""
+    host_memory: float
+    """Of that memory, for each device of the machine."""
+    reducing: float | None = None
+    """Inside of a machine, of what is summed; None: as fast as the rest."""
+    per_collective: float = 0.0
+    """Seconds of one that moves next to nothing."""
+    share: float = _LINKS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    seconds: float
+    inside: float
+    """Bytes that a device sends to others of its machine."""
+    between: float
+    """Bytes that a machine sends to others."""
+
+
+def network_of(device: Device, per_node: int, between: float | None) -> Network:
+    found = device.measured
+    beside_it = {"to_host": device.host_bandwidth * _LINKS, "host_memory": _HOST_MEMORY / per_node}
+    if found is None or found.ranks == 1:
+        return Network(per_node=per_node, inside=device.link_bandwidth, between=between, **beside_it)
+    # Measured at what collectives reach.
+    return Network(
+        per_node=per_node,
+        inside=found.gathering,
+        between=between,
+        reducing=found.reducing,
+        per_collective=found.per_collective,
+        share=1.0,
+        **beside_it,
+    )
+
+
+def move(layout: Layout, network: Network, traffic: Traffic | None, collectives: float) -> Moved:
+    """All of so many collectives of a step."""
+    if traffic is None:
+        return Moved(seconds=0.0, inside=0.0, between=0.0)
+    reducing, outside = network.reducing or network.inside, network.between or network.inside
+    gathered, scattered = traffic.bytes_of_weights, traffic.scattered * traffic.bytes_reduced
+    copies = traffic.all_reduced * traffic.bytes_reduced
+    # A ring passes every byte through each device; where it is over several machines, into each of them once, over all
+    # its links together. Its slowest link decides.
+    inside, between = gathered + scattered, 0.0
+    seconds = gathered / network.inside + scattered / reducing
+    if layout.shard_size > network.per_node:
+        between += inside
+        seconds = max(seconds, between / outside)
+    # Replicas of a shard lie `shard_size` ranks apart: so many rings run side by side on a machine.
+    if layout.world > network.per_node:
+        rings = min(layout.shard_size, network.per_node, layout.world)
+        between += copies * rings
+        seconds += max(copies * rings / outside, copies / reducing)
+    else:
+        inside += copies
+        seconds += copies / reducing
+    return Moved(seconds=seconds / network.share + network.per_collective * collectives, inside=inside, between=between)
