@@ -43,7 +43,6 @@ def add_flags(parser: ConfigParser) -> None:
 
 def plan_on_gpus(parser: ConfigParser, found: Namespace, config: FinetuneConfig, plan: Plan) -> OnGpus | None:
     """None: it was not asked for."""
-    _check(parser, found)
     if found.gpu is None and found.search is None:
         return None
     from raytune_fsdp.estimate.devices import find_device, link_speed
@@ -64,7 +63,7 @@ def plan_on_gpus(parser: ConfigParser, found: Namespace, config: FinetuneConfig,
     return OnGpus(as_page(each), {"on_gpus": as_data(each)})
 
 
-def _check(parser: ConfigParser, found: Namespace) -> None:
+def check(parser: ConfigParser, found: Namespace) -> None:
     if found.gpu is not None and found.search is not None:
         parser.error("--gpu plans one kind of GPU, --search finds one of several: give one of the two")
     needs: dict[str, Callable[[], bool]] = {

@@ -18,7 +18,7 @@ from raytune_fsdp.planner.prediction import Cluster, Prediction, predict
 from raytune_fsdp.planner.speed import Seconds
 from raytune_fsdp.planner.subject import Subject
 
-_METHODS: Mapping[str, Mapping[str, Any]] = {
+METHODS: Mapping[str, Mapping[str, Any]] = {
     "lora": {"type": "lora", "rank": 16, "alpha": 32},
     "qlora": {"type": "qlora", "rank": 16, "alpha": 32},
 }
@@ -136,7 +136,7 @@ def _candidates(
     """Method and what is computed again; what that changes; and the config that it makes."""
     methods: list[Mapping[str, Any] | None] = [None]
     if config.method.type == "full":
-        methods += [_METHODS["lora"], _METHODS["qlora"]]
+        methods += [METHODS["lora"], METHODS["qlora"]]
     elif config.method.type == "lora":
         methods.append({**config.method.model_dump(exclude_unset=True), "type": "qlora"})
     for method in methods:

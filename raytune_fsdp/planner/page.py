@@ -8,6 +8,7 @@ from typing import Any
 
 from raytune_fsdp.planner.advice import Advice
 from raytune_fsdp.planner.alternatives import Alternative, cheapest_fit
+from raytune_fsdp.planner.beside import Beside
 from raytune_fsdp.planner.planned import Planned, cost, hours
 from raytune_fsdp.planner.prediction import GIB, Prediction
 from raytune_fsdp.planner.search import Suitable
@@ -227,7 +228,18 @@ def as_data(planned: Planned) -> dict[str, Any]:
             "attention": found.attention,
         },
         "device": found.cluster.device.name,
-        **_figures(found, planned.price),
+        **point_as_data(found, planned.beside, planned.advice, planned.price),
+        "micro_batch": {"largest": planned.largest_micro_batch, "paying": planned.paying_micro_batch},
+        "alternatives": [
+            {"changes": dict(each.changes), **_figures(each.prediction, planned.price)} for each in planned.alternatives
+        ],
+    }
+
+
+def point_as_data(found: Prediction, each: Beside, notes: Iterable[Advice], price: float | None) -> dict[str, Any]:
+    """What one prediction says, without other ways."""
+    return {
+        **_figures(found, price),
         "memory": {
             "needed": found.needed,
             "of": int(found.cluster.device.memory),
@@ -237,23 +249,15 @@ def as_data(planned: Planned) -> dict[str, Any]:
             "where": found.memory.where,
             "assumed": dict(found.beside),
         },
-        "micro_batch": {"largest": planned.largest_micro_batch, "paying": planned.paying_micro_batch},
         "host": {
-            "loading": planned.beside.loading,
-            "training": planned.beside.training,
-            "saving": planned.beside.saving,
-            "exporting": planned.beside.exporting,
-            "naive": planned.beside.naive,
+            "loading": each.loading,
+            "training": each.training,
+            "saving": each.saving,
+            "exporting": each.exporting,
+            "naive": each.naive,
         },
-        "storage": {
-            "checkpoint": planned.beside.checkpoint,
-            "kept": dict(planned.beside.kept),
-            "total": planned.beside.storage,
-        },
-        "advice": [{"id": each.id, "text": each.text, "source": each.source} for each in planned.advice],
-        "alternatives": [
-            {"changes": dict(each.changes), **_figures(each.prediction, planned.price)} for each in planned.alternatives
-        ],
+        "storage": {"checkpoint": each.checkpoint, "kept": dict(each.kept), "total": each.storage},
+        "advice": [{"id": note.id, "text": note.text, "source": note.source} for note in notes],
     }
 
 

@@ -41,11 +41,7 @@ def planned(
     with_alternatives: bool = False,
 ) -> Planned:
     """Plan a run on so many of these GPUs. Where it does not fit, alternatives are always looked for."""
-    asked = config
-    # As long as the run, also where that was given in epochs.
-    config = config.model_copy(
-        update={"train": config.train.model_copy(update={"max_steps": plan.steps, "epochs": None})}
-    )
+    asked, config = config, as_long(config, plan)
     subject, world = Subject.of(config, architecture), plan.layout.world
     found = predict(subject, config, plan, cluster)
     others = alternatives(subject, config, world, cluster) if with_alternatives or not found.fits else []
@@ -59,6 +55,13 @@ def planned(
         alternatives=others,
         price=price,
         basis=subject.basis,
+    )
+
+
+def as_long(config: FinetuneConfig, plan: Plan) -> FinetuneConfig:
+    """As long as the run, also where that was given in epochs."""
+    return config.model_copy(
+        update={"train": config.train.model_copy(update={"max_steps": plan.steps, "epochs": None})}
     )
 
 
