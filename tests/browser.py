@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, Self
@@ -23,11 +25,15 @@ class Browser:
         self._in, answers = os.pipe()
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run"]
         flags += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={profile}"]
-        # It reads from 3 and writes to 4, whatever the numbers are here.
-        start = ["sh", "-c", f'exec "$0" "$@" 3<&{theirs} 4>&{answers}', CHROMIUM, *flags]
-        self._process = subprocess.Popen(start, pass_fds=(theirs, answers), stderr=subprocess.DEVNULL)
-        os.close(theirs)
-        os.close(answers)
+        # It reads from 3 and writes to 4, whatever the numbers are here; shells redirect none above 9.
+        given = [fcntl.fcntl(each, fcntl.F_DUPFD, 10) for each in (theirs, answers)]
+        become = (
+            "import os, sys; [os.dup2(int(sys.argv[n]), n + 2) for n in (1, 2)]; os.execv(sys.argv[3], sys.argv[3:])"
+        )
+        start = [sys.executable, "-S", "-c", become, *map(str, given), CHROMIUM, *flags]
+        self._process = subprocess.Popen(start, pass_fds=given, stderr=subprocess.DEVNULL)
+        for each in (theirs, answers, *given):
+            os.close(each)
         self._buffer, self._number, self._session = b"", 0, ""
         self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]

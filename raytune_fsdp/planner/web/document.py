@@ -23,10 +23,10 @@ _CONTROLS = {
     "device": ("GPU", "list"),
     "gpus": ("Number of GPUs", "slider"),
     "method": ("Method", "buttons"),
-    "seq_len": ("Tokens of a sample", "slider"),
-    "micro_batch": ("Samples at a time, on a GPU", "slider"),
-    "global_batch": ("Samples of a step, on all", "slider"),
-    "recompute": ("Computed again in backward", "buttons"),
+    "seq_len": ("Tokens a sample", "slider"),
+    "micro_batch": ("Samples at a time and GPU", "slider"),
+    "global_batch": ("Samples a step, of all GPUs", "slider"),
+    "recompute": ("Recomputed in backward", "buttons"),
     "strategy": ("How weights are spread", "list"),
 }
 

@@ -123,7 +123,7 @@ function show(answer) {
     return;
   }
   verdict.className = "";
-  const badge = html("b", point.fits ? "fits" : "not", point.fits ? "fits" : "does not fit");
+  const badge = html("b", point.fits ? "fits" : "not", point.fits ? "fits" : `${bytes(point.needed_bytes - point.memory.of)} too much`);
   verdict.replaceChildren(`${bytes(point.needed_bytes)} of ${bytes(point.memory.of)} on each of ${gpus(point.gpus)}: `, badge);
   if (point.gpus === 1) verdict.firstChild.textContent = `${bytes(point.needed_bytes)} of ${bytes(point.memory.of)}: `;
   at("bar").append(bar(point, Math.max(280, at("bar").clientWidth), 34, true));
@@ -188,7 +188,10 @@ async function fill(rows, name, chosen, signal) {
       why.colSpan = cells.length;
       why.title = problem;
       row.replaceChildren(row.children[0], why);
-    } else columns().forEach(([, text], index) => cells[index].replaceChildren(text(point)));
+      continue;
+    }
+    if (!point.fits) row.classList.add("quiet");
+    columns().forEach(([, text], index) => cells[index].replaceChildren(text(point)));
   }
 }
 

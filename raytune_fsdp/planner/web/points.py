@@ -45,15 +45,24 @@ class Points:
         self._traces: OrderedDict[tuple[object, ...], Trace] = OrderedDict()
         self._subjects: dict[str, Subject] = {}
         self._one_at_a_time = Lock()  # a trace has a process group, and a process has one of those
+        self._ended = False
 
     def of(self, choice: Chosen) -> dict[str, Any]:
         """`point`, as `plan --json` has it; or `problem`, in words."""
         with self._one_at_a_time:
+            if self._ended:
+                return {"problem": "the command has ended: start it again"}
             if choice not in self._answers:
                 self._answers[choice] = self._answer(choice)
                 if len(self._answers) > _ANSWERS:
                     self._answers.popitem(last=False)
             return self._answers[choice]
+
+    def end(self) -> None:
+        """Wait for what is being computed: a process that ends within an operation of torch's is aborted."""
+        self._ended = True
+        with self._one_at_a_time:
+            pass
 
     def _answer(self, choice: Chosen) -> dict[str, Any]:
         try:

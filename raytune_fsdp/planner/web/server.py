@@ -29,18 +29,23 @@ class PlanServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, port: int, page: str, points: Points, start: Chosen, among: Offered) -> None:
+        self.points = points  # first: what cannot listen is closed again
         try:
             super().__init__((LOCAL, port), _Handler)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(f"--port {port} cannot be listened on ({reason}): give another, or 0 for any") from None
         self.page = page.encode()
-        self.points, self.start, self.among = points, start, among
+        self.start, self.among = start, among
         self.room = BoundedSemaphore(_WAITING)
         own = self.server_address[1]
         self.hosts = {f"{name}:{own}" for name in (LOCAL, "localhost")}
         if own == 80:
             self.hosts |= {LOCAL, "localhost"}
+
+    def server_close(self) -> None:
+        super().server_close()
+        self.points.end()
 
     @property
     def url(self) -> str:
