@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytune_fsdp.cli import plan_calibrate
+from raytune_fsdp.cli import plan_as_page, plan_calibrate
 from raytune_fsdp.cli.common import ConfigParser, exit_code
-from raytune_fsdp.cli.plan_on_gpus import add_flags, plan_on_gpus
+from raytune_fsdp.cli.plan_on_gpus import add_flags, check, plan_on_gpus
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp plan") -> 
         "--units", action="store_true", help="also what of the model is gathered together; needs torch and its config"
     )
     add_flags(parser)
+    plan_as_page.add_flags(parser)
     plan_calibrate.add_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = sys.argv[1:] if argv is None else argv
@@ -57,7 +58,11 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
         census = Census(seq_len=config.data.seq_len, epochs=(found.samples,))
     elif config.train.epochs is not None:
         parser.error("the length of train.epochs depends on the data: give --samples N, or set train.max_steps")
+    check(parser, found)
+    plan_as_page.check(parser, found)
     plan = resolve(config, world, census)
+    if found.serve:
+        return plan_as_page.serve_plan(parser, found, config, census, world)
     place = RunDir.of(config)
     units = _units(config, world) if found.units else {}
     on_gpus = plan_on_gpus(parser, found, config, plan)

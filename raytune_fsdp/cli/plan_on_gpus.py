@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from raytune_fsdp.planner.search import Offer
 
 
-_PER_NODE = 8
+PER_NODE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,6 @@ def add_flags(parser: ConfigParser) -> None:
 
 def plan_on_gpus(parser: ConfigParser, found: Namespace, config: FinetuneConfig, plan: Plan) -> OnGpus | None:
     """None: it was not asked for."""
-    _check(parser, found)
     if found.gpu is None and found.search is None:
         return None
     from raytune_fsdp.estimate.devices import link_speed
@@ -66,9 +66,18 @@ def plan_on_gpus(parser: ConfigParser, found: Namespace, config: FinetuneConfig,
 
     each = planned(
         config, plan, Cluster(device=device, per_node=per_node, between=between),
-        architecture=found.architecture, price=found.price, with_alternatives=found.alternatives,
+        architecture=found.architecture, price=found.price, free=_free(config), with_alternatives=found.alternatives,
     )  # fmt: skip
     return OnGpus(as_page(each), {"on_gpus": as_data(each)})
+
+
+def _free(config: FinetuneConfig) -> int | None:
+    """Where checkpoints would go, if that is a directory that is here already."""
+    place = config.checkpoint.storage or config.run.storage
+    try:
+        return shutil.disk_usage(place).free
+    except (OSError, ValueError):  # it is elsewhere, as an object store is
+        return None
 
 
 def _device(name: str) -> Device:
@@ -86,10 +95,10 @@ def _per_node(parser: ConfigParser, found: Namespace, device: Device, world: int
             f"--gpu {found.gpu} was measured by one rank alone, which says nothing about --world-size {world}: "
             f"measure again with --calibrate {found.gpu} --world-size N, N ranks on one machine"
         )
-    return found.gpus_per_node or (_PER_NODE if measured is None else measured.ranks)
+    return found.gpus_per_node or (PER_NODE if measured is None else measured.ranks)
 
 
-def _check(parser: ConfigParser, found: Namespace) -> None:
+def check(parser: ConfigParser, found: Namespace) -> None:
     if found.gpu is not None and found.search is not None:
         parser.error("--gpu plans one kind of GPU, --search finds one of several: give one of the two")
     needs: dict[str, Callable[[], bool]] = {
@@ -138,6 +147,6 @@ def _search(found: Namespace, config: FinetuneConfig, plan: Plan, offers: list[O
     subject = Subject.of(config, found.architecture)
     clusters = search(
         subject, config, plan, offers,
-        per_node=found.gpus_per_node or _PER_NODE, between=between, most_hours=found.hours,
+        per_node=found.gpus_per_node or PER_NODE, between=between, most_hours=found.hours,
     )  # fmt: skip
     return OnGpus(search_as_page(clusters, found.hours), {"search": search_as_data(clusters)})

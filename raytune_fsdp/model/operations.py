@@ -44,6 +44,11 @@ def count_architecture(model: PreTrainedModel) -> Architecture:
     )
 
 
+def count_asleep(model: PreTrainedModel) -> int:
+    """How many numbers of the network a token is not multiplied with: those of the experts that it does not go to."""
+    return sum(weight.numel() - count for weight, count in _matrices(model))
+
+
 def _places(model: PreTrainedModel) -> dict[int, int]:
     """The order in which weights are used, by their ids: 0 before the blocks, then a number for each block."""
     blocks = blocks_of(model)

@@ -11,4 +11,5 @@ calibrate.py    what a machine does, measured; real_step.py: steps of a model wi
 prediction.py   all of that in one call
 alternatives.py other ways to train the same, beside.py: hosts and storage, advice.py: what may not be meant
 planned.py      everything about a config on a cluster; page.py: as a page, and as data
+web/           the same as a page with sliders: from a server of this machine, or one file with everything inside
 """

@@ -18,13 +18,15 @@ from raytune_fsdp.planner.prediction import Cluster, Prediction, predict
 from raytune_fsdp.planner.speed import Seconds
 from raytune_fsdp.planner.subject import Subject
 
-_METHODS: Mapping[str, Mapping[str, Any]] = {
+METHODS: Mapping[str, Mapping[str, Any]] = {
     "lora": {"type": "lora", "rank": 16, "alpha": 32},
     "qlora": {"type": "qlora", "rank": 16, "alpha": 32},
 }
 
 _HIDDEN = 0.5
 """Of the computation's time: collectives that take no longer are behind it."""
+
+_MOST_SAMPLES = 1024
 
 _PAYS = 0.95
 """Of the throughput that ever larger micro-batches come to: from there on a larger one no longer pays."""
@@ -86,9 +88,27 @@ def cheapest_fit(found: list[Alternative]) -> Alternative | None:
     return min(fitting, key=lambda each: (not each.learns_the_same, len(each.changes), each.gpu_seconds), default=None)
 
 
-def micro_batches(subject: Subject, config: FinetuneConfig, known: Prediction) -> tuple[int | None, int]:
+def in_words(changes: Mapping[str, Any]) -> str:
+    """For a line of a table: the last names of fields."""
+    short = {"activation_checkpointing": "recompute"}
+    words = []
+    for name, value in changes.items():
+        if name == "world":
+            words.append(f"{value} GPU{'s' * (value != 1)}")
+        elif name == "method":
+            words.append(f"method={value['type']}")
+        else:
+            last = name.rpartition(".")[2]
+            words.append(f"{short.get(last, last)}={value}")
+    return " ".join(words)
+
+
+def micro_batches(subject: Subject, config: FinetuneConfig, known: Prediction) -> tuple[int | None, int | None]:
     """The largest number of samples at a time that fits, whatever the batch is (None: not even one), and the number
-    from which a larger one no longer pays, whether it fits or not. `known`: what is planned of the config itself."""
+    from which a larger one no longer pays, whether it fits or not (None: not known).
+
+    `known`: what is planned of the config itself.
+    """
     world, cluster, division = known.world, known.cluster, known.plan.division
 
     def at(size: int) -> Prediction:
@@ -121,16 +141,21 @@ def micro_batches(subject: Subject, config: FinetuneConfig, known: Prediction) -
     return fits, paying
 
 
-def _paying(one: Seconds, two: Seconds) -> int:
+def _paying(one: Seconds, two: Seconds) -> int | None:
+    """None: it is further away than anybody goes, as where the host decides how long a pass takes."""
     slope = max(1e-9, two.compute - one.compute)
     fixed, beside = max(0.0, one.compute - slope), one.update
-    size = 1
-    while size < 4096:
+    for size in range(1, _MOST_SAMPLES):
         step = max(fixed + slope * size, one.moving) + beside
         if slope * size >= _PAYS * step:
-            break
-        size += 1
-    return size
+            return size
+    return None
+
+
+def allowed_micro_batch(config: FinetuneConfig, world: int) -> int:
+    """The most samples at a time that the batch of a step has for every rank."""
+    batch = config.train.global_batch
+    return max((size for size in range(1, batch // world + 1) if batch % size == 0), default=1)
 
 
 def with_micro_batch(config: FinetuneConfig, world: int, size: int) -> FinetuneConfig:
@@ -145,7 +170,7 @@ def _candidates(
     """Method and what is computed again; what that changes; and the config that it makes."""
     methods: list[Mapping[str, Any] | None] = [None]
     if config.method.type == "full":
-        methods += [_METHODS["lora"], _METHODS["qlora"]]
+        methods += [METHODS["lora"], METHODS["qlora"]]
     elif config.method.type == "lora":
         methods.append({**config.method.model_dump(exclude_unset=True), "type": "qlora"})
     for method in methods:
@@ -157,7 +182,7 @@ def _candidates(
                 for name, value in (*strategy.items(), ("activation_checkpointing", recompute)):
                     if getattr(config.parallel, name) != value:
                         changes[f"parallel.{name}"] = value
-                changed = _changed(config, method, {**strategy, "activation_checkpointing": recompute})
+                changed = changed_to(config, method, {**strategy, "activation_checkpointing": recompute})
                 yield (str(method), recompute), changes, changed
 
 
@@ -170,7 +195,7 @@ def _strategies(world: int, cluster: Cluster) -> list[dict[str, Any]]:
     return found
 
 
-def _changed(config: FinetuneConfig, method: Mapping[str, Any] | None, parallel: Mapping[str, Any]) -> FinetuneConfig:
+def changed_to(config: FinetuneConfig, method: Mapping[str, Any] | None, parallel: Mapping[str, Any]) -> FinetuneConfig:
     values = config.model_dump(exclude_unset=True)
     values["parallel"] = {**values.get("parallel", {}), **parallel}
     if parallel["strategy"] != "hybrid_shard":
@@ -186,7 +211,7 @@ def _largest_batch(
     subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster
 ) -> tuple[int, Prediction] | None:
     """How many samples at a time are the fastest that fit and give every rank a block: two sizes are traced."""
-    if _certainly_too_much(subject, config, world, cluster):
+    if certainly_too_much(subject, config, world, cluster):
         return None
     batch = config.train.global_batch
     sizes = [size for size in (2**power for power in range(12)) if batch % size == 0 and batch // size >= world]
@@ -208,7 +233,7 @@ def _largest_batch(
     return larger if larger[1].fits and larger[1].seconds.step < one[1].seconds.step else one
 
 
-def _certainly_too_much(subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster) -> bool:
+def certainly_too_much(subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster) -> bool:
     """Whether weights and what the optimizer keeps of them are more than the device has, by their number alone."""
     if config.method.type != "full" or config.parallel.cpu_offload:
         return False

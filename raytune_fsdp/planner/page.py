@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from textwrap import wrap
 from typing import Any
 
 from raytune_fsdp.planner.advice import Advice
-from raytune_fsdp.planner.alternatives import Alternative, cheapest_fit
+from raytune_fsdp.planner.alternatives import Alternative, cheapest_fit, in_words
+from raytune_fsdp.planner.beside import Beside
 from raytune_fsdp.planner.planned import Planned, cost, hours
 from raytune_fsdp.planner.prediction import GIB, Prediction
 from raytune_fsdp.planner.search import Suitable
 
 WIDTH = 100
 _LABEL = 12
-_BAR = 40
+_CHANGES = 47
+"""Width of what is changed."""
 
 _PARTS = {
     "weights": "stay between steps",
@@ -59,12 +61,30 @@ def _memory(planned: Planned) -> list[str]:
         lines += _row("", f"{_gib(memory.on_host)} more in the host's memory (activation_offload, cpu_offload)")
     if not found.fits:
         best = cheapest_fit(list(planned.alternatives))
-        way = _in_words(best.changes) if best else "none of the ways that were tried: more GPUs, or a smaller model"
+        way = in_words(best.changes) if best else "none of the ways that were tried: more GPUs, or a smaller model"
         lines += _row("to fit", f"{_gib(found.needed - device.memory)} too much; the cheapest change: {way}")
-    most = planned.largest_micro_batch
-    text = f"up to {most} samples of {found.tokens // found.plan.division.global_batch:,} tokens at a time fit; "
-    text = text if most else "not one sample at a time fits; "
-    return lines + _row("micro-batch", f"{text}from {planned.paying_micro_batch} on a larger one no longer pays")
+    return [*lines, *_step_down(planned), *_row("micro-batch", _micro_batch(planned))]
+
+
+def _step_down(planned: Planned) -> list[str]:
+    other, found = planned.step_down, planned.prediction
+    if other is None:
+        return []
+    freed, longer = found.needed - other.prediction.needed, other.prediction.seconds.step / found.seconds.step - 1
+    much = f"{_gib(freed)}, and a step takes {abs(longer):.0%} {'longer' if longer >= 0 else 'less'}"
+    what = "" if other.learns_the_same else "; it learns something else"
+    return _row("a step down", f"{in_words(other.changes)} frees {much}{what}")
+
+
+def _micro_batch(planned: Planned) -> str:
+    found, most, allowed = planned.prediction, planned.largest_micro_batch, planned.allowed_micro_batch
+    tokens = found.tokens // found.plan.division.global_batch
+    text = f"up to {most:,} samples of {tokens:,} tokens at a time fit" if most else "not one sample at a time fits"
+    if most and allowed < most:
+        text += f", of which a step of {found.plan.division.global_batch:,} has {allowed:,} for each GPU"
+    if planned.paying_micro_batch is not None:
+        text += f"; from {planned.paying_micro_batch} on a larger one no longer pays"
+    return text
 
 
 def _speed(planned: Planned) -> list[str]:
@@ -80,7 +100,8 @@ def _speed(planned: Planned) -> list[str]:
     lines += _row(
         "",
         f"computing {_time(seconds.compute)}, moving {_time(seconds.moving)} ({hidden}), "
-        f"updating {_time(seconds.update)}",
+        f"updating {_time(seconds.update)}"
+        + (f", copying to the host and back {_time(seconds.offloading)}" if seconds.offloading else ""),
     )
     moved = f"{seconds.inside / 1e9:,.1f} GB a GPU inside of machines"
     if found.world > found.cluster.per_node:
@@ -96,13 +117,14 @@ def _speed(planned: Planned) -> list[str]:
 def _beside(planned: Planned) -> list[str]:
     each = planned.beside
     kept = ", ".join(f"{count} {name}" for name, count in each.kept.items())
+    free = "" if planned.free is None else f"; {_gib(planned.free)} are free at its place on this machine"
     return [
         *_row(
             "host memory",
             f"a machine: {_gib(each.loading)} while loading (every rank with a copy of its own: {_gib(each.naive)}), "
             f"{_gib(each.training)} while training, {_gib(each.saving)} while saving; {_gib(each.exporting)} to export",
         ),
-        *_row("storage", f"{_gib(each.checkpoint)} a checkpoint, {_gib(each.storage)} at a time ({kept})"),
+        *_row("storage", f"{_gib(each.checkpoint)} a checkpoint, {_gib(each.storage)} at a time ({kept}){free}"),
     ]
 
 
@@ -117,9 +139,11 @@ def _alternatives(planned: Planned) -> list[str]:
     same = [each for each in planned.alternatives if each.learns_the_same]
     other = [each for each in planned.alternatives if not each.learns_the_same]
     lines: list[str] = []
+    price = "price" if planned.price is not None else ""
     for title, rows in (("These learn the same:", same), ("These learn something else:", other)):
         if rows:
-            lines += ([""] if lines else []) + [f"{title:58}{'memory':>10}{'tokens/s/GPU':>14}{'hours':>8}{'GPU-h':>9}"]
+            columns = f"{'memory':>10}{'tokens/s/GPU':>14}{'hours':>8}{'GPU-h':>9}{price:>9}".rstrip()
+            lines += [*([""] if lines else []), f"{title:{_CHANGES + 2}}{columns}"]
             lines += [_alternative(each, planned.price) for each in rows[:12]]
     return lines
 
@@ -127,20 +151,10 @@ def _alternatives(planned: Planned) -> list[str]:
 def _alternative(each: Alternative, price: float | None) -> str:
     found = each.prediction
     numbers = f"{found.tokens_per_second:>14,.0f}{hours(found):>8,.1f}{hours(found) * found.world:>9,.0f}"
-    what = _cut(_in_words(each.changes) or "as it is", 56)
-    return f"  {what:56}{_gib(found.needed):>10}{numbers if found.fits else '  does not fit'}"
-
-
-def _in_words(changes: Mapping[str, Any]) -> str:
-    short = {"activation_checkpointing": "recompute"}
-    words = []
-    for name, value in changes.items():
-        if name == "world":
-            words.append(f"{value} GPUs")
-        else:
-            last = name.rpartition(".")[2]
-            words.append(f"{short.get(last, last)}={value}")
-    return " ".join(words)
+    whole = cost(found, price)
+    numbers += "" if whole is None else f"{whole:>9,.0f}"
+    what = _cut(in_words(each.changes) or "as it is", _CHANGES)
+    return f"  {what:{_CHANGES}}{_gib(found.needed):>10}{numbers if found.fits else '  does not fit'}".rstrip()
 
 
 def _basis(found: Prediction, network: str) -> str:
@@ -153,9 +167,15 @@ def _basis(found: Prediction, network: str) -> str:
     if device.measured is not None:
         speed = f"the sum of the traced operations ({found.rates}), of which real steps there reach {found.reached:.0%}"
     return (
-        f"network: {network}. {traced} ({device.name}: memory {device.memory_basis}). Speed: {speed}. Full samples of "
-        "one document each."
+        f"network: {network}, {_billions(found)}. {traced} ({device.name}: memory {device.memory_basis}). "
+        f"Speed: {speed}. Full samples of one document each."
     )
+
+
+def _billions(found: Prediction) -> str:
+    total, active = found.parameters.total / 1e9, found.active / 1e9
+    experts = f", {active:,.2f} for a token" if active < 0.9 * total else ""
+    return f"{total:,.2f} billion weights{experts}"
 
 
 def _row(label: str, text: str) -> list[str]:
@@ -199,7 +219,7 @@ def search_as_page(found: Sequence[Suitable], most_hours: float | None) -> str:
         name = f"{on.world} x {on.cluster.device.name}"
         price = "" if each.price is None else f"{each.price:,.0f}"
         lines.append(
-            f"{name:24}{_in_words(each.changes):20}{_gib(on.needed):>10}{on.tokens_per_second:>14,.0f}"
+            f"{name:24}{in_words(each.changes):20}{_gib(on.needed):>10}{on.tokens_per_second:>14,.0f}"
             f"{each.hours:>9,.1f}{each.hours * on.world:>10,.1f}{price:>11}"
         )
     best = found[0].prediction
@@ -230,11 +250,30 @@ def as_data(planned: Planned) -> dict[str, Any]:
         "network": {
             "basis": planned.basis,
             "parameters": found.parameters.total,
+            "active": found.active,
             "trained": found.parameters.trainable,
             "attention": found.attention,
         },
         "device": found.cluster.device.name,
-        **_figures(found, planned.price),
+        **point_as_data(found, planned.beside, planned.advice, planned.price),
+        "micro_batch": {
+            "largest": planned.largest_micro_batch,
+            "allowed": planned.allowed_micro_batch,
+            "paying": planned.paying_micro_batch,
+        },
+        "step_down": None
+        if (down := planned.step_down) is None
+        else {"changes": dict(down.changes), **_figures(down.prediction, planned.price)},
+        "alternatives": [
+            {"changes": dict(each.changes), **_figures(each.prediction, planned.price)} for each in planned.alternatives
+        ],
+    }
+
+
+def point_as_data(found: Prediction, each: Beside, notes: Iterable[Advice], price: float | None) -> dict[str, Any]:
+    """What one prediction says, without other ways."""
+    return {
+        **_figures(found, price),
         "memory": {
             "needed": found.needed,
             "of": int(found.cluster.device.memory),
@@ -244,23 +283,15 @@ def as_data(planned: Planned) -> dict[str, Any]:
             "where": found.memory.where,
             "assumed": dict(found.beside),
         },
-        "micro_batch": {"largest": planned.largest_micro_batch, "paying": planned.paying_micro_batch},
         "host": {
-            "loading": planned.beside.loading,
-            "training": planned.beside.training,
-            "saving": planned.beside.saving,
-            "exporting": planned.beside.exporting,
-            "naive": planned.beside.naive,
+            "loading": each.loading,
+            "training": each.training,
+            "saving": each.saving,
+            "exporting": each.exporting,
+            "naive": each.naive,
         },
-        "storage": {
-            "checkpoint": planned.beside.checkpoint,
-            "kept": dict(planned.beside.kept),
-            "total": planned.beside.storage,
-        },
-        "advice": [{"id": each.id, "text": each.text, "source": each.source} for each in planned.advice],
-        "alternatives": [
-            {"changes": dict(each.changes), **_figures(each.prediction, planned.price)} for each in planned.alternatives
-        ],
+        "storage": {"checkpoint": each.checkpoint, "kept": dict(each.kept), "total": each.storage},
+        "advice": [{"id": note.id, "text": note.text, "source": note.source} for note in notes],
     }
 
 
@@ -275,6 +306,7 @@ def _figures(found: Prediction, price: float | None) -> dict[str, Any]:
         "compute_seconds": seconds.compute,
         "moving_seconds": seconds.moving,
         "update_seconds": seconds.update,
+        "offloading_seconds": seconds.offloading,
         "bound": seconds.bound,
         "bytes_inside": seconds.inside,
         "bytes_between": seconds.between,

@@ -9,8 +9,9 @@ from pathlib import Path
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.planner.advice import Advice, advice
-from raytune_fsdp.planner.alternatives import Alternative, alternatives, micro_batches
+from raytune_fsdp.planner.alternatives import Alternative, allowed_micro_batch, alternatives, micro_batches
 from raytune_fsdp.planner.beside import Beside, beside
+from raytune_fsdp.planner.nearby import moving_less, step_down
 from raytune_fsdp.planner.prediction import Cluster, Prediction, predict
 from raytune_fsdp.planner.subject import Subject
 
@@ -23,10 +24,18 @@ class Planned:
     beside: Beside
     advice: Sequence[Advice]
     largest_micro_batch: int | None
-    paying_micro_batch: int
+    """That fits, whatever the batch is; None: not even one."""
+    allowed_micro_batch: int
+    """That the batch has for every rank."""
+    paying_micro_batch: int | None
+    """From which a larger one no longer pays; None: not known."""
+    step_down: Alternative | None
+    """The first change that would free memory; None: there is none."""
     alternatives: Sequence[Alternative]
     price: float | None
     """Of a GPU and hour."""
+    free: int | None
+    """Bytes at the place of the checkpoints; None: it is not on this machine."""
     basis: str
     """Where the network's sizes are from."""
 
@@ -38,27 +47,35 @@ def planned(
     *,
     architecture: Path | None = None,
     price: float | None = None,
+    free: int | None = None,
     with_alternatives: bool = False,
 ) -> Planned:
     """Plan a run on so many of these GPUs. Where it does not fit, alternatives are always looked for."""
-    asked = config
-    # As long as the run, also where that was given in epochs.
-    config = config.model_copy(
-        update={"train": config.train.model_copy(update={"max_steps": plan.steps, "epochs": None})}
-    )
+    asked, config = config, as_long(config, plan)
     subject, world = Subject.of(config, architecture), plan.layout.world
     found = predict(subject, config, plan, cluster)
     others = alternatives(subject, config, world, cluster) if with_alternatives or not found.fits else []
     largest, paying = micro_batches(subject, config, found)
+    bound = found.seconds.bound == "communication"
     return Planned(
         prediction=found,
         beside=beside(config, found),
-        advice=advice(asked, found),
+        advice=advice(asked, found, moving_less(subject, config, found) if bound else None),
         largest_micro_batch=largest,
+        allowed_micro_batch=allowed_micro_batch(config, world),
         paying_micro_batch=paying,
+        step_down=step_down(subject, config, found),
         alternatives=others,
         price=price,
+        free=free,
         basis=subject.basis,
+    )
+
+
+def as_long(config: FinetuneConfig, plan: Plan) -> FinetuneConfig:
+    """As long as the run, also where that was given in epochs."""
+    return config.model_copy(
+        update={"train": config.train.model_copy(update={"max_steps": plan.steps, "epochs": None})}
     )
 
 

@@ -63,6 +63,8 @@ class Prediction:
     flops: float
     """Of a step, as MFU counts them."""
     parameters: ParameterCount
+    active: int
+    """Of them, those that a token is multiplied with, or looked up in: with experts, fewer than all."""
     attention: str
     checkpoint: int
     """Bytes of one."""
@@ -152,6 +154,7 @@ def judge(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Cluster) ->
         traffic=found.traffic,
         flops=_flops(found.architecture, plan, config.data.seq_len),
         parameters=found.parameters,
+        active=found.parameters.total - found.asleep,
         largest=found.largest,
         rates=rates.basis,
         reached=rates.reached,

@@ -30,7 +30,7 @@ from raytune_fsdp.model.fill import allocate
 from raytune_fsdp.model.head import LossHead, choose_loss, install
 from raytune_fsdp.model.network import MASTER_DTYPE, build_network, count_parameters, init_buffers
 from raytune_fsdp.model.objective import Objective
-from raytune_fsdp.model.operations import count_architecture
+from raytune_fsdp.model.operations import count_architecture, count_asleep
 from raytune_fsdp.optim import Optimizer, build_optimizer
 from raytune_fsdp.parallel import COMPUTE_DTYPE, is_wrapped, make_mesh, traffic_of, units_of
 from raytune_fsdp.plan import Plan
@@ -61,6 +61,8 @@ class Trace:
     """The kernel, as transformers knows it."""
     architecture: Architecture
     parameters: ParameterCount
+    asleep: int
+    """Of them, those that a token is not multiplied with."""
     traffic: Traffic | None
     """Of a step; None: nothing is spread."""
     largest: int
@@ -95,7 +97,7 @@ def trace(
 
     model = build_network(copy.deepcopy(hf_config), config, added)
     attention = choose_kernels(model, config, needs, device)
-    architecture, parameters = count_architecture(model), count_parameters(model)
+    architecture, parameters, asleep = count_architecture(model), count_parameters(model), count_asleep(model)
     largest = max(parameter.nbytes for parameter in model.parameters())
     parallel = as_stored(model, config, plan.layout, memory)
     traffic = _traffic(model, parallel, plan, ends=needs.ends)
@@ -125,6 +127,7 @@ def trace(
         attention=attention,
         architecture=architecture,
         parameters=parameters,
+        asleep=asleep,
         traffic=traffic,
         largest=largest,
         trained_bytes=recorder.rest + sum(recorder.trained[number] for number in kept),

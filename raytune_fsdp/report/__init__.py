@@ -5,6 +5,7 @@ summary.py     the end of a run in a terminal: what it learned, where everything
 curves.py      metrics.jsonl -> a picture
 card.py        the model card of an export
 page.py        the page about a run, report/index.html, or one that compares several; with page.html.jinja, .css, .js
+sealed.py      what keeps a page to itself: text that cannot end its element, hashes of script and style
 history.py     a run directory -> columns of numbers, evaluations, events
 thin.py        100,000 steps -> 1,000 points that lose no extreme
 charts.py      which curves the page has; drawing.py what it shows without a script

@@ -6,9 +6,6 @@ itself any other script, style or address (Content-Security-Policy).
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 import logging
 import re
 import time
@@ -33,6 +30,7 @@ from raytune_fsdp.report.history import History, read_history
 from raytune_fsdp.report.marks import lanes, marks_of, step_command
 from raytune_fsdp.report.predictions import predictions
 from raytune_fsdp.report.rows import rows_of
+from raytune_fsdp.report.sealed import embedded, hash_of
 from raytune_fsdp.report.spikes import DEVIATIONS, WINDOW, spikes
 from raytune_fsdp.rundir import curve_of, report_of
 from raytune_fsdp.tracking.tracker import flatten
@@ -186,22 +184,12 @@ def _render(drawn: dict[str, Any], **values: Any) -> str:
     return environment.get_template("page.html.jinja").render(
         made=facts.moment(time.time()),
         style=Markup(style),
-        style_hash=_hash(style),
+        style_hash=hash_of(style),
         script=Markup(script),
-        script_hash=_hash(script),
-        data=Markup(_embedded(drawn)),
+        script_hash=hash_of(script),
+        data=Markup(embedded(drawn)),
         drawn=list(by_id),
         timed=all(axis["time"] for axis in drawn["axes"]),
         static=static_curves(by_id["loss"], drawn["axes"]) if "loss" in by_id else "",
         **values,
     )
-
-
-def _embedded(value: Any) -> str:
-    """JSON that cannot end the element it is in: `</script>` in a name is text."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

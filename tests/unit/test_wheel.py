@@ -31,6 +31,10 @@ WANTED = [
     "report/page.html.jinja",
     "report/page.css",
     "report/page.js",
+    "planner/architectures.json",
+    "planner/web/page.html.jinja",
+    "planner/web/page.css",
+    "planner/web/page.js",
     "recipes/llama2-70b-full-16xa100.yaml",
 ]
 

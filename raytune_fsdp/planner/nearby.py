@@ -1,0 +1,88 @@
+"""What one small change of a config would do: free memory, or have a step wait less for its links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.errors import RaytuneError
+from raytune_fsdp.planner.alternatives import METHODS, Alternative, certainly_too_much
+from raytune_fsdp.planner.prediction import Prediction, predict
+from raytune_fsdp.planner.subject import Subject
+
+_FASTER = 0.97
+"""Of a step's time: what saves less is not worth a word."""
+
+_RECOMPUTE = "parallel.activation_checkpointing"
+
+
+def step_down(subject: Subject, config: FinetuneConfig, found: Prediction) -> Alternative | None:
+    """The first change that would free memory of the device: what learns the same comes first."""
+    for changes in _down(config, found):
+        other = _with(subject, config, found, changes)
+        if other is not None and other.prediction.needed < found.needed:
+            return other
+    return None
+
+
+def _down(config: FinetuneConfig, found: Prediction) -> Iterator[Mapping[str, Any]]:
+    parallel, train = config.parallel, config.train
+    if parallel.activation_checkpointing in ("none", "every_n"):
+        yield {_RECOMPUTE: "selective"}
+    if parallel.activation_checkpointing != "full":
+        yield {_RECOMPUTE: "full"}
+    if train.micro_batch > 1:
+        half = max(size for size in range(1, train.micro_batch // 2 + 1) if train.global_batch % size == 0)
+        yield {"train.micro_batch": half}
+    if found.world > 1 and parallel.strategy != "full_shard":
+        yield {"parallel.strategy": "full_shard"}
+    if config.method.type == "full":
+        yield {"method": METHODS["lora"]}
+    if config.method.type in ("full", "lora"):
+        yield {"method": METHODS["qlora"]}
+
+
+def moving_less(subject: Subject, config: FinetuneConfig, found: Prediction) -> list[Alternative]:
+    """Of what learns the same, what fits and is faster, the fastest first."""
+    tried = (_with(subject, config, found, changes) for changes in _less(config, found))
+    faster = [
+        each
+        for each in tried
+        if each is not None and each.prediction.fits and each.prediction.seconds.step < _FASTER * found.seconds.step
+    ]
+    return sorted(faster, key=lambda each: each.prediction.seconds.step)
+
+
+def _less(config: FinetuneConfig, found: Prediction) -> Iterator[Mapping[str, Any]]:
+    parallel, division, per_node = config.parallel, found.plan.division, found.cluster.per_node
+    double = 2 * division.micro_batch
+    if division.global_batch % double == 0 and division.global_batch // double >= found.world:
+        yield {"train.micro_batch": double}
+    if division.full_rounds > 1 and not parallel.defer_gradient_sync:
+        yield {"parallel.defer_gradient_sync": True}
+    if found.world > per_node > 1 and found.world % per_node == 0 and parallel.strategy == "full_shard":
+        yield {"parallel.strategy": "hybrid_shard", "parallel.shard_size": per_node}
+
+
+def _with(
+    subject: Subject, config: FinetuneConfig, found: Prediction, changes: Mapping[str, Any]
+) -> Alternative | None:
+    """None: what does not go together, or cannot fit."""
+    values = config.model_dump(exclude_unset=True)
+    for path, value in changes.items():
+        section, _, name = path.partition(".")
+        values[section] = {**values.get(section, {}), name: value} if name else value
+    if changes.get("parallel.strategy") == "full_shard":
+        values["parallel"].pop("shard_size", None)
+    if _RECOMPUTE in changes:
+        values["parallel"].pop("recompute_every", None)
+    try:
+        changed = FinetuneConfig.model_validate(values)
+        if certainly_too_much(subject, changed, found.world, found.cluster):
+            return None
+        return Alternative(changes=changes, prediction=predict(subject, changed, found.world, found.cluster))
+    except (ValidationError, RaytuneError):
+        return None
