@@ -87,19 +87,23 @@ def _units(config: FinetuneConfig, world: int) -> dict[str, Any]:
     return {"sharding": sharding_of(config, world)}
 
 
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' * (number != 1)}"
+
+
 def plan_in_words(config: FinetuneConfig, plan: Plan, run_dir: Path) -> str:
     """The plan as lines that a person reads."""
     layout, division, data, parallel = plan.layout, plan.division, config.data, config.parallel
     tokens = division.global_batch * data.seq_len
     fillers = f", {division.fillers} of them only keep the ranks aligned" if division.fillers else ""
     copies = f"{layout.replicas} copies of the model" if layout.replicas > 1 else "one copy of the model"
+    rounds = f"{division.full_rounds} round{'s' * (division.full_rounds != 1)}"
     rows = {
         "run": str(run_dir),
-        "world": f"{layout.world} ranks: {copies}, each over {layout.shard_size} rank(s) ({parallel.strategy})",
+        "world": f"{_ranks(layout.world)}: {copies}, each over {_ranks(layout.shard_size)} ({parallel.strategy})",
         "precision": parallel.precision,
         "batch": f"{division.global_batch} packed samples, up to {tokens:,} tokens a step",
-        "blocks": f"{division.blocks} of {division.micro_batch} a step, {division.full_rounds} round(s) a rank"
-        f"{fillers}",
+        "blocks": f"{division.blocks} of {division.micro_batch} a step, {rounds} a rank{fillers}",
         "steps": f"{plan.steps:,}, up to {plan.steps * tokens:,} tokens",
         "lr": f"{config.optim.lr:g}, {config.optim.schedule.type} over {plan.schedule_steps:,} steps, "
         f"{plan.warmup_steps} of warmup",

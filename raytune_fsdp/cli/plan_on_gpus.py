@@ -108,9 +108,14 @@ def check(parser: ConfigParser, found: Namespace) -> None:
         "alternatives": lambda: found.gpu is None,
         "hours": lambda: found.search is None,
     }
+    if found.search is not None:
+        for flag in ("price", "alternatives"):
+            if getattr(found, flag):
+                parser.error(f"--{flag} is for one kind of GPU (--gpu); --search takes prices as in A100-80GB=1.8")
     for flag, missing in needs.items():
         if getattr(found, flag) not in (None, False) and missing():
-            parser.error(f"--{flag} is for a plan on GPUs: name them, too (--{_with(flag)})")
+            instead = ", in the place of --gpu" if flag == "hours" and found.gpu else ", too"
+            parser.error(f"--{flag} is for a plan on GPUs: name them{instead} (--{_with(flag)})")
     if found.gpus_per_node is not None and found.gpus_per_node < 1:
         parser.error(f"--gpus-per-node {found.gpus_per_node} must be at least 1")
     for flag in ("price", "hours"):
@@ -128,14 +133,17 @@ def _offers(parser: ConfigParser, text: str) -> list[Offer]:
 
     offers = []
     for each in text.split(","):
-        name, given, price = each.strip().partition("=")
+        name, given, price = (part.strip() for part in each.partition("="))
         try:
             value = float(price) if given else None
         except ValueError:
             value = -1.0
-        if value is not None and not 0 <= value < float("inf"):
-            parser.error(f"--search {each.strip()}: write a device and its price by the hour, as in A100-80GB=1.8")
+        if not name or (value is not None and not 0 <= value < float("inf")):
+            parser.error(f"--search {text}: write a device and its price by the hour, as in A100-80GB=1.8")
         offers.append(Offer(device=_device(name), price=value))
+    names = [each.device.name for each in offers]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        parser.error(f"--search {text}: {twice} is there twice; give it one price")
     return offers
 
 

@@ -1,0 +1,120 @@
+"""What a plan advises: only what is valid and helps, each piece with what it rests on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.estimate.devices import find_device, link_speed
+from raytune_fsdp.planner.advice import Advice, advice
+from raytune_fsdp.planner.alternatives import allowed_micro_batch, in_words
+from raytune_fsdp.planner.nearby import moving_less, step_down
+from raytune_fsdp.planner.prediction import Cluster, Prediction, predict
+from raytune_fsdp.planner.subject import Subject
+from tests.unit.test_planner_memory import EXPERTS, LLAMA, config_of
+
+WIDE = {**LLAMA, "hidden_size": 256, "intermediate_size": 2048, "vocab_size": 4096}
+
+
+def look(
+    config: FinetuneConfig, world: int, gpu: str = "A100-80GB", speed: str = "400Gbps"
+) -> tuple[Subject, Prediction]:
+    subject, cluster = Subject.of(config), Cluster(device=find_device(gpu), per_node=8, between=link_speed(speed))
+    return subject, predict(subject, config, world, cluster)
+
+
+def ids(found: list[Advice]) -> list[str]:
+    assert all(each.text and each.source for each in found)
+    return [each.id for each in found]
+
+
+def test_the_next_step_down_is_one_that_frees() -> None:
+    config = config_of(WIDE, train={"micro_batch": 4, "global_batch": 16})
+    names = []
+    for _ in range(4):
+        subject, found = look(config, 2)
+        down = step_down(subject, config, found)
+        assert down is not None and down.prediction.needed < found.needed
+        names.append(in_words(down.changes))
+        values = config.model_dump(exclude_unset=True)
+        for path, value in down.changes.items():
+            section, _, name = path.partition(".")
+            values[section] = {**values.get(section, {}), name: value} if name else value
+        config = FinetuneConfig.model_validate(values)
+    # What learns the same first.
+    assert names == ["recompute=selective", "recompute=full", "micro_batch=2", "micro_batch=1"]
+
+
+def test_the_last_step_down_is_another_method() -> None:
+    config = config_of(WIDE, parallel={"activation_checkpointing": "full"}, train={"micro_batch": 1})
+    subject, found = look(config, 2)
+    down = step_down(subject, config, found)
+    assert down is not None and in_words(down.changes) == "method=lora" and not down.learns_the_same
+
+
+def test_ways_to_move_less_are_valid_and_faster() -> None:
+    config = config_of(WIDE, train={"micro_batch": 1, "global_batch": 64})
+    subject, found = look(config, 16, speed="1Gbps")
+    assert found.seconds.bound == "communication"
+    faster = moving_less(subject, config, found)
+    ways = {in_words(each.changes) for each in faster}
+    assert {"micro_batch=2", "defer_gradient_sync=True", "strategy=hybrid_shard shard_size=8"} <= ways
+    times = [each.prediction.seconds.step for each in faster]
+    assert times == sorted(times) and times[-1] < found.seconds.step
+    said = advice(config, found, faster)
+    assert ids(said) == ["communication-bound", "no-infiniband"]
+    assert all(in_words(each.changes) in said[0].text for each in faster)
+    # With a batch that gives each rank one block, and shards inside of machines, nothing is left to say.
+    least = config_of(WIDE, parallel={"strategy": "hybrid_shard", "shard_size": 8}, train={"micro_batch": 1})
+    subject, found = look(least, 16, speed="1Gbps")
+    assert moving_less(subject, least, found) == []
+    assert "nothing that learns the same and fits is faster" in advice(least, found, [])[0].text
+
+
+@pytest.mark.parametrize(
+    ("gpu", "speed", "world", "expected"),
+    [
+        ("L40S", "400Gbps", 8, "no-nvlink"),
+        ("A100-80GB", "100Gbps", 16, "no-infiniband"),
+        ("A100-80GB", "400Gbps", 64, "large-cluster"),
+        ("V100-32GB", "400Gbps", 2, "no-bf16"),
+    ],
+)
+def test_what_hardware_lacks_is_said(gpu: str, speed: str, world: int, expected: str) -> None:
+    config = config_of(WIDE, train={"micro_batch": 1, "global_batch": 64})
+    _, found = look(config, world, gpu, speed)
+    assert expected in ids(advice(config, found))
+    _, fine = look(config, 16, "H100", "3200Gbps")
+    assert expected not in ids(advice(config, fine))
+
+
+@pytest.mark.parametrize(
+    ("lr", "tokens", "billions", "high"),
+    # Ten times 2e-5 for 262,144 tokens, and half of that for a quarter of them.
+    [(1.9e-4, 262_144, 7, False), (2.1e-4, 262_144, 7, True), (1.1e-4, 65_536, 7, True), (3e-5, 262_144, 180, True)],
+)
+def test_a_rate_is_high_for_the_batch_and_the_size(lr: float, tokens: int, billions: int, high: bool) -> None:
+    model: dict[str, Any] = {"init": "pretrained", "path": "some/model", "architecture": None, "tokenizer": None}
+    config = config_of(LLAMA)
+    asked = config_of(LLAMA, model=model, optim={"lr": lr})
+    _, found = look(config, 1)
+    parameters = replace(found.parameters, total=billions * 10**9)
+    found = replace(found, tokens=tokens, parameters=parameters)
+    assert ("lr-high" in ids(advice(asked, found))) is high
+    assert "lr-high" not in ids(advice(config_of(LLAMA, optim={"lr": 1.0}), found))  # a network from nothing
+
+
+def test_experts_sleep() -> None:
+    _, found = look(config_of(EXPERTS), 2)
+    # Two of eight experts, of three matrices of 64 x 32 in each of eight layers.
+    assert found.parameters.total - found.active == 8 * 6 * 3 * 64 * 32
+    _, dense = look(config_of(LLAMA), 2)
+    assert dense.active == dense.parameters.total
+
+
+def test_the_batch_says_how_many_samples_a_rank_can_have() -> None:
+    config = config_of(LLAMA, train={"global_batch": 48, "micro_batch": 1})
+    assert [allowed_micro_batch(config, world) for world in (1, 2, 5, 16, 48)] == [48, 24, 8, 3, 1]
