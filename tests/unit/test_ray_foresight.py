@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +17,11 @@ pytest.importorskip("ray")
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.estimate.predicted import NotPredicted, Predicted
 from raytune_fsdp.launch import preflight
+from raytune_fsdp.launch.ray import driver, rank
 from raytune_fsdp.launch.ray import foresight as module
-from raytune_fsdp.launch.ray import rank
 from raytune_fsdp.launch.ray.foresight import Foresight
 from raytune_fsdp.launch.ray.resources import Node, Request
+from raytune_fsdp.launch.ray.sizes import Sizes
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.rundir import RunDir
 from tests.runs import make_config
@@ -48,6 +51,33 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         return Foresight(config, run, asked, [node], force=force)
 
     return made
+
+
+def test_a_run_starts_with_the_numbers_that_fit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not refused for its smallest number: also the cluster is asked for the smallest that fits."""
+    known = make(200, {"min": 1, "max": 8})
+    node = Node(id="a", name="a", total={"GPU": 8, "CPU": 64, "accelerator_type:H100": 1}, free={})
+    began = list[object]()
+
+    def train(
+        config: object, prepared: object, ranks: int, sizes: Sizes, demand: object, *_: object, **__: object
+    ) -> None:
+        began.extend([ranks, sizes.fewest.workers, sizes.next(lambda: [replace(node, free=node.total)]), demand])
+
+    standing: Any = SimpleNamespace(complete=False)
+    for name, instead in {
+        "prepare": lambda *_, **__: (known._prepared, standing), "nodes": lambda: [node], "may_grow": lambda: False,
+        "check_device": lambda *_: None, "on_world": lambda config, prepared, standing, ranks: ranks, "_train": train,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(driver, name, instead)
+    connecting = Future[Any]()
+    connecting.set_result(SimpleNamespace(about="a Ray"))
+    signals: Any = SimpleNamespace(take=lambda: None)
+    phases: Any = SimpleNamespace(finished=lambda name: None)
+    driver.run(known._config, connecting, signals=signals, phases=phases, progress=None, say=lambda _: None)
+    ranks, fewest, first, demand = began
+    assert (ranks, fewest, demand) == (3, 3, None)
+    assert isinstance(first, Request) and first.workers == 8
 
 
 def test_a_run_begins_where_only_the_smallest_numbers_do_not_fit(make: Make, caplog: pytest.LogCaptureFixture) -> None:
