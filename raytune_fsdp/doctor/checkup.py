@@ -13,7 +13,7 @@ from typing import Any
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.doctor import beside, machines, node, services, storage
 from raytune_fsdp.doctor.cluster import check_cluster
-from raytune_fsdp.doctor.finding import Finding, failed, ok, problem, refused, warning
+from raytune_fsdp.doctor.finding import Finding, failed, many, ok, problem, refused, warning
 from raytune_fsdp.doctor.kernels import check_kernels
 from raytune_fsdp.errors import ConfigError, RaytuneError
 from raytune_fsdp.launch.shared_storage import Token, put_token
@@ -212,7 +212,10 @@ def _without_ray(config: FinetuneConfig, network: bool) -> list[Finding]:
         world = sizes_of(config, world_size(config))[0]
     except ConfigError as error:
         return [refused("resources", error)]
-    found = [ok("Ray", "cluster.launch=local does without it"), ok("resources", f"{world} process(es) on this machine")]
+    found = [
+        ok("Ray", "cluster.launch=local does without it"),
+        ok("resources", f"{many(world, 'process')} on this machine"),
+    ]
     if network:
         found.append(
             warning(

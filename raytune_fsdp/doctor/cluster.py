@@ -12,7 +12,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.cluster import ClusterConfig
 from raytune_fsdp.doctor import node
 from raytune_fsdp.doctor.beside import Send
-from raytune_fsdp.doctor.finding import Finding, ok, problem, refused, warning
+from raytune_fsdp.doctor.finding import Finding, many, ok, problem, refused, warning
 from raytune_fsdp.doctor.kernels import check_packages
 from raytune_fsdp.doctor.machines import check_bf16, check_clocks, check_gpus, check_limits, check_same
 from raytune_fsdp.errors import RaytuneError, in_one_line
@@ -159,7 +159,7 @@ def _of_gpus(send: Send, config: FinetuneConfig | None, facts: Mapping[str, Any]
 def _of_nodes(facts: Mapping[str, Mapping[str, Any]], here: Mapping[str, Any], asked: float) -> list[Finding]:
     found = check_same(facts, here)
     limits = [finding for name, each in facts.items() for finding in check_limits(each, f"node {name}")]
-    found += limits or [ok("limits", f"/dev/shm and open files are enough on {len(facts)} node(s)")]
+    found += limits or [ok("limits", f"/dev/shm and open files are enough on {many(len(facts), 'node')}")]
     now = time.time()
     return [*found, *check_clocks({name: _offset(each["clock"], asked, now) for name, each in facts.items()})]
 
@@ -210,7 +210,7 @@ def _plan(send: Send, config: FinetuneConfig, there: Sequence[Node], *, growing:
         send(
             ok(
                 "resources",
-                f"{fewest.workers} worker(s) on {on}, room for {most}, free now for {free}"
+                f"{many(fewest.workers, 'worker')} on {on}, room for {most}, free now for {free}"
                 + (", and it may grow" if growing else ""),
             )
         )

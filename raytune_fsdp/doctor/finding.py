@@ -71,7 +71,7 @@ def page(findings: Sequence[Finding], headline: str) -> str:
             lines += _wrapped(each.fix, f"{indent}fix: ", f"{indent}     ")
     problems, warnings = (sum(each.status == status for each in findings) for status in ("problem", "warning"))
     good = len(findings) - problems - warnings
-    return "\n".join([*lines, f"{_many(problems, 'problem')}, {_many(warnings, 'warning')}, {good} ok"])
+    return "\n".join([*lines, f"{many(problems, 'problem')}, {many(warnings, 'warning')}, {good} ok"])
 
 
 def as_json(findings: Sequence[Finding], headline: str, seconds: float) -> dict[str, Any]:
@@ -86,8 +86,10 @@ def exit_code(findings: Sequence[Finding]) -> int:
     return 2 if any(each.status == "problem" for each in findings) else 0
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
+def many(count: int, what: str) -> str:
+    """`1 node`, `2 nodes`, `2 processes`."""
+    plural = "es" if what.endswith("s") else "s"
+    return f"{count} {what}{plural * (count != 1)}"
 
 
 def _wrapped(text: str, first: str, others: str) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.recorded import shown_uri
-from raytune_fsdp.doctor.finding import Finding, ok, problem, refused, warning
+from raytune_fsdp.doctor.finding import Finding, many, ok, problem, refused, warning
 from raytune_fsdp.errors import ModelError, RaytuneError, in_one_line, pip_install
 from raytune_fsdp.rundir import mlflow_database, storage_of
 from raytune_fsdp.tracking.mlflow import mlflow_installed
@@ -103,7 +103,7 @@ def check_model(config: FinetuneConfig) -> list[Finding]:
         elif directory is not None and needs_weights:
             files = set(find_weights(directory).file_of.values())
             if (size := sum((directory / name).stat().st_size for name in files)) is not None:
-                said = f"{directory}: {len(files)} file(s) of weights, {size / 1e9:,.2f} GB, complete"
+                said = f"{directory}: {many(len(files), 'file')} of weights, {size / 1e9:,.2f} GB, complete"
                 return [ok("model", said)]
     except RaytuneError as error:
         lacking = error

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.doctor.finding import Finding, ok, problem, warning
+from raytune_fsdp.doctor.finding import Finding, many, ok, problem, warning
 from raytune_fsdp.errors import ConfigError, in_one_line
 from raytune_fsdp.launch.run_lock import BEAT_SECONDS, Signs, holder_of
 from raytune_fsdp.launch.shared_storage import Token, check_seen
+from raytune_fsdp.plan import resolve, sizes_of
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.urls import is_url, without_secrets
 
@@ -25,24 +26,26 @@ _PIECE = 4 << 20
 _SLOW, _TOO_SLOW = 100e6, 10e6
 """Bytes a second: a disk, or a link of 1 Gbit/s, does 100 MB. At 10 MB a checkpoint of 1B takes 20 minutes."""
 _LISTENING_SECONDS = 5 * BEAT_SECONDS + 0.5
-_TENSOR_SUFFIX = "step-*"
+_OLD_SECONDS = 3600.0
+"""After this, a file of another doctor's is one that was ended in the middle."""
 _NODE_PATIENCE = 4.0
 """Seconds that a network file system may take to show a new file; a start allows 10."""
 
 
-def write_speed(directory: Path) -> float:
-    """Bytes a second that arrive in this directory: written and synced, so that no cache counts."""
-    seconds = _write(directory, _FIRST_BYTES)
+def write_speed(directory: Path, prefix: str) -> float:
+    """Bytes a second that arrive in this directory: written and synced, so that no cache counts. `prefix`: of the files
+    that are written."""
+    seconds = _write(directory, prefix, _FIRST_BYTES)
     if seconds > _WRITING_SECONDS:
         return _FIRST_BYTES / seconds
     # Enough to see past the start of it, and never more than a second's worth of what was seen so far.
     size = min(_MOST_BYTES, max(_FIRST_BYTES, int(_FIRST_BYTES / seconds * _WRITING_SECONDS)))
-    return size / _write(directory, size)
+    return size / _write(directory, prefix, size)
 
 
-def _write(directory: Path, size: int) -> float:
+def _write(directory: Path, prefix: str, size: int) -> float:
     piece = os.urandom(_PIECE)  # zeros would be compressed, or never stored
-    file = directory / f"{PREFIX}{uuid.uuid4().hex}"
+    file = directory / f"{prefix}{uuid.uuid4().hex}"
     began = time.monotonic()
     try:
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -68,7 +71,7 @@ def from_node(path: str, text: str, who: str, node: str) -> tuple[str | None, fl
     token = Token(Path(path), text, who, node, ())
     try:
         check_seen(token, by="a task", patience_seconds=_NODE_PATIENCE)
-        return None, write_speed(token.path.parent)
+        return None, write_speed(token.path.parent, _own_prefix(token))
     except ConfigError as error:
         return str(error), 0.0
     except OSError as error:
@@ -82,12 +85,20 @@ def refusal(error: BaseException) -> Finding:
 
 
 def clean(token: Token, place: RunDir) -> None:
-    """Remove what the checks have written: also what one left that was ended in the middle."""
+    """Remove what the checks have written, also on nodes, and what a doctor left long ago that was ended in the middle:
+    another one may be running now."""
+    own = _own_prefix(token)
     for directory in (token.path.parent, *([] if is_url(place.checkpoints) else [_there(Path(place.checkpoints))])):
         for left in directory.glob(f"{PREFIX}*"):
             with suppress(OSError):
-                left.unlink()
+                if left.name.startswith(own) or time.time() - left.stat().st_mtime > _OLD_SECONDS:
+                    left.unlink()
     token.remove(refused=True)
+
+
+def _own_prefix(token: Token) -> str:
+    """Of the names of files that this command writes, here and on nodes."""
+    return f"{PREFIX}{token.text}-"
 
 
 def _there(wanted: Path) -> Path:
@@ -100,9 +111,8 @@ class Measured:
     """What was measured at one of the run's places."""
 
     field: str
-    wanted: Path
     there: Path
-    """The innermost directory of `wanted` that is there."""
+    """The innermost directory of it that is there."""
     speed: float = 0.0
     free: int = 0
     refused: str | None = None
@@ -118,9 +128,9 @@ def measure(config: FinetuneConfig, token: Token) -> list[Measured]:
     for field, wanted in places.items():
         there = _there(wanted)
         try:
-            found.append(Measured(field, wanted, there, write_speed(there), shutil.disk_usage(there).free))
+            found.append(Measured(field, there, write_speed(there, _own_prefix(token)), shutil.disk_usage(there).free))
         except OSError as error:
-            found.append(Measured(field, wanted, there, refused=in_one_line(error)))
+            found.append(Measured(field, there, refused=in_one_line(error)))
     return found
 
 
@@ -135,7 +145,7 @@ def judge_writing(config: FinetuneConfig, written: Sequence[Measured], checkpoin
             continue
         mine = 0 if each.field == "run.storage" and config.checkpoint.storage is not None else checkpoint
         found.append(judge_speed(where, each.speed, mine, config.checkpoint.timeout_minutes))
-        found.append(judge_room(config, each.wanted, each.free, mine))
+        found.append(judge_room(config, each.free, mine))
     return found
 
 
@@ -156,7 +166,7 @@ def judge_speed(where: str, speed: float, checkpoint: int | None, timeout_minute
     return ok("storage", said)
 
 
-def judge_room(config: FinetuneConfig, wanted: Path, free: int, checkpoint: int | None) -> Finding:
+def judge_room(config: FinetuneConfig, free: int, checkpoint: int | None) -> Finding:
     """Is there room for the checkpoints that will be kept, and the one that is written before an older one goes?
 
     `checkpoint`: the bytes of one; None: not known; 0: they go elsewhere.
@@ -165,16 +175,29 @@ def judge_room(config: FinetuneConfig, wanted: Path, free: int, checkpoint: int 
         return ok("room", f"{_size(free)} free; the size of a checkpoint is not known here")
     if not checkpoint:
         return ok("room", f"{_size(free)} free; checkpoints go elsewhere")
-    kept = config.checkpoint
-    there = len(list((wanted if wanted.name == "checkpoints" else wanted / "checkpoints").glob(_TENSOR_SUFFIX)))
-    wanted_many = max(1, (kept.keep_last or 1) + kept.keep_best + 1 - there)
-    said = (
-        f"{_size(free)} free; a checkpoint has {_size(checkpoint)}, and {wanted_many} more of them come before one goes"
-    )
+    more, left, takes = _more(config), _size(free), _size(checkpoint)
+    if left == takes:
+        left, takes = f"{free:,} bytes", f"{checkpoint:,} bytes"
+    if more is None:
+        said = "how many there are at a time is known once the data is counted (train.epochs)"
+    else:
+        said = f"{many(more, 'more checkpoint')} {'comes' if more == 1 else 'come'} before one goes"
+    said = f"{left} free; a checkpoint takes {takes}, and {said}"
     fix = "make room, lower checkpoint.keep_last or checkpoint.keep_best, or set checkpoint.storage to where room is"
     if free < checkpoint:
         return problem("room", said, fix)
-    return warning("room", said, fix) if free < checkpoint * wanted_many else ok("room", said)
+    return warning("room", said, fix) if free < checkpoint * (more or 1) else ok("room", said)
+
+
+def _more(config: FinetuneConfig) -> int | None:
+    """How many checkpoints come before one is removed; None: more than none."""
+    from raytune_fsdp.launch.preflight import more_at_once  # takes seconds, unless the model was looked at
+
+    try:
+        plan = resolve(config, sizes_of(config, config.parallel.shard_size or 1)[0])
+    except ConfigError:  # of a length in epochs; anything else is said by the check of the config
+        return None
+    return max(1, more_at_once(config, plan, RunDir.of(config).checkpoints))
 
 
 def check_lock(config: FinetuneConfig) -> list[Finding]:

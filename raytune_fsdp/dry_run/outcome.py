@@ -143,7 +143,8 @@ def to_json(found: DryRun) -> str:
 
 def in_words(found: DryRun) -> Iterator[str]:
     """For a person: a heading, and a line for each thing that was measured."""
-    yield f"{found.name} fits: {STEPS} steps of a dry run on {found.ranks} rank(s), {found.device}"
+    ranks = f"{found.ranks} rank{'s' * (found.ranks != 1)}"
+    yield f"{found.name} fits: {STEPS} steps of a dry run on {ranks}, {found.device}"
     for name, value in _rows(found):
         yield f"{name:10} {value}"
     yield "nothing is left of it"

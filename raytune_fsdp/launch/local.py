@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import fields
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -49,8 +50,8 @@ def world_size(config: FinetuneConfig) -> int:
     if wanted is not None:
         if config.cluster.device == "cuda" and wanted > gpus:
             raise ConfigError(
-                f"cluster.workers={wanted} with cluster.device=cuda, but this machine has {gpus} GPU(s): lower "
-                "cluster.workers, or set cluster.device=cpu"
+                f"cluster.workers={wanted} with cluster.device=cuda, but this machine has {gpus} "
+                f"GPU{'s' * (gpus != 1)}: lower cluster.workers, or set cluster.device=cpu"
             )
         return wanted
     check_gpus(config)
@@ -64,11 +65,16 @@ def check_gpus(config: FinetuneConfig) -> None:
 
 
 def run(
-    config: FinetuneConfig, progress: Progress | None = None, *, dry: bool = False, force: bool = False
+    config: FinetuneConfig,
+    progress: Progress | None = None,
+    *,
+    dry: bool = False,
+    force: bool = False,
+    say: Callable[[str], None] = print,
 ) -> tuple[Prepared, Standing]:
     """Prepare and train. Returns the run, and where it stood before, once it is complete; raises what stopped it."""
     if under_torchrun():
-        return _run_rank(config, dry, force)
+        return _run_rank(config, dry, force, say)
     world = world_size(config)
     device = choose_device(config.cluster.device, world)
     check_device(config, device.type)
@@ -76,7 +82,7 @@ def run(
     with Signals():
         prepared, standing = prepare(config, world, progress, dry=dry)
         if not standing.complete:
-            predicted = _preflight(config, prepared, standing, device, ranks=world, force=force)
+            predicted = _preflight(config, prepared, standing, device, ranks=world, force=force, say=say)
     phases.finished("checks")
     if standing.complete:
         return prepared, standing
@@ -88,13 +94,20 @@ def run(
 
 
 def _preflight(
-    config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device, *, ranks: int, force: bool
+    config: FinetuneConfig,
+    prepared: Prepared,
+    standing: Standing,
+    device: torch.device,
+    *,
+    ranks: int,
+    force: bool,
+    say: Callable[[str], None],
 ) -> Predicted | NotPredicted:
     """Of so many ranks on this machine."""
     cuda = device.type == "cuda"
     return preflight(
         config, prepared, standing.plan, device.type, torch.cuda.get_device_name(device) if cuda else None,
-        memory=memory_of(device), ranks=1 if cuda else ranks, per_node=ranks, forced=force,
+        memory=memory_of(device), ranks=1 if cuda else ranks, per_node=ranks, forced=force, say=say,
     )  # fmt: skip
 
 
@@ -120,12 +133,35 @@ def _start_ranks(
     predicted: Predicted | NotPredicted,
 ) -> None:
     """Start `world` processes on this machine and wait for them. If one fails, the others are ended."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # they repeat, for developers, what we report
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    # For what torch lets ranks write about their failure. Of a dry run it is where everything is removed, also after a
+    # kill.
+    where = prepared.place.path if prepared.dry else None
     # The cores divided among the ranks: by default torch takes all of them in every process, and ranks compete.
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world))}
+    try:
+        with (
+            TemporaryDirectory(prefix="raytune-fsdp-", dir=where, ignore_cleanup_errors=True) as logs,
+            environment(threads),
+            deaf_children(),
+        ):
+            elastic_launch(_launch(config, world, logs), _rank_process)(config, prepared, standing, phases, predicted)
+    except SignalException as signal:
+        raise Interrupted(
+            f"stopped by {signal.sigval.name}; the same command continues from the last checkpoint"
+        ) from signal
+    except ChildFailedError as failed:
+        raise _cause(failed) from None
+
+
+def _launch(config: FinetuneConfig, world: int, logs: str) -> LaunchConfig:
     # Older versions of torch lack this field; they always wait for 30 seconds.
     known = "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}
     patience: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_SECONDS} if known else {}
-    launch = LaunchConfig(
+    return LaunchConfig(
+        logs_specs=DefaultLogsSpecs(logs),
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=world,
@@ -137,18 +173,14 @@ def _start_ranks(
         start_method="spawn",  # a fork of a process that uses threads or CUDA may hang
         **patience,
     )
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # they repeat, for developers, what we report
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _rank_process(*arguments: Any) -> int | None:
+    """The main function of a process that elastic_launch started."""
     try:
-        with environment(threads), deaf_children():
-            elastic_launch(launch, _rank_main)(config, prepared, standing, phases, predicted)
-    except SignalException as signal:
-        raise Interrupted(
-            f"stopped by {signal.sigval.name}; the same command continues from the last checkpoint"
-        ) from signal
-    except ChildFailedError as failed:
-        raise _cause(failed) from None
+        return _rank_main(*arguments)
+    except Exception:  # `record` has written it; of one that comes to torch a file stays behind (pytorch-errorfile-*)
+        raise SystemExit(1) from None
 
 
 @record
@@ -156,7 +188,6 @@ def _start_ranks(
 def _rank_main(
     config: FinetuneConfig, prepared: Prepared, standing: Standing, phases: Phases, predicted: Predicted | NotPredicted
 ) -> int:
-    """The main function of a process that elastic_launch started."""
     # Without `insist`: Ctrl-C reaches this process twice, from the terminal and from elastic_launch.
     stop = StopFlag(insist=False)
     with stop, listening():
@@ -172,7 +203,9 @@ def _rank_main(
 
 
 @stacks_at_signal()
-def _run_rank(config: FinetuneConfig, dry: bool = False, force: bool = False) -> tuple[Prepared, Standing]:
+def _run_rank(
+    config: FinetuneConfig, dry: bool = False, force: bool = False, say: Callable[[str], None] = print
+) -> tuple[Prepared, Standing]:
     """Run in a process that torchrun started: rank 0 prepares for all."""
     device = choose_device(config.cluster.device, ranks_here())
     check_device(config, device.type)
@@ -182,7 +215,8 @@ def _run_rank(config: FinetuneConfig, dry: bool = False, force: bool = False) ->
         prepared, standing = prepare(config, world_of_torchrun(), dry=dry)
         if standing.complete:
             return prepared, standing, None
-        return prepared, standing, _preflight(config, prepared, standing, device, ranks=ranks_here(), force=force)
+        ranks = ranks_here()
+        return prepared, standing, _preflight(config, prepared, standing, device, ranks=ranks, force=force, say=say)
 
     with stop:
         # Before it joins the others, who hear of it then: the planner needs a process group of its own.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.cluster import Between
 from raytune_fsdp.errors import ConfigError, RaytuneError, in_one_line
 from raytune_fsdp.estimate.devices import Device, find_device
 from raytune_fsdp.estimate.predicted import NotPredicted, Predicted
@@ -25,7 +26,7 @@ from raytune_fsdp.planner.memory import memory_of
 from raytune_fsdp.planner.prediction import PROCESS, Cluster, judge
 from raytune_fsdp.planner.trace import Trace, trace
 from raytune_fsdp.run.standing import Prepared
-from raytune_fsdp.urls import is_url
+from raytune_fsdp.urls import is_url, without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ TOO_MUCH = 1.1
 """A peak that is estimated to be this much more than the device has is refused; below it, only warned of: what no
 tensor has is assumed, and documents are shorter than a sample mostly."""
 
-_LOOKING_SECONDS = 20.0
-"""For how long what would fit is looked for, before a run is refused without it."""
+_LOOKING_SECONDS, _WARNING_SECONDS = 20.0, 5.0
+"""For how long what would fit is looked for: before a run is refused, and before one is started with a warning."""
 
 _ONE_TRACE_FOR_ALL = 1 << 50
 """Bytes of a device that is not known. Only one rank alone looks at them."""
@@ -53,15 +54,15 @@ def preflight(
     ranks: int = 1,
     per_node: int = 8,
     forced: bool,
+    say: Callable[[str], None] = print,
 ) -> Predicted | NotPredicted:
     """What a rank of this plan needs; refuses what cannot fit. `name` is that of the devices, as far as it is known,
-    and `memory` what one has, which so many `ranks` share."""
+    and `memory` what one has, which so many `ranks` share. `per_node`: ranks that one machine has at the most."""
     device = device_named(name)
     found = predict(config, prepared, plan, kind, device, per_node)
     known = memory if memory is not None or device is None else int(device.memory)
     check_memory(config, prepared, plan, found, kind=kind, memory=known, ranks=ranks, forced=forced)
-    if not prepared.dry:
-        check_room(config, prepared, plan, found, forced=forced)
+    check_room(config, prepared, plan, found, forced=forced, say=say)
     return found
 
 
@@ -77,7 +78,8 @@ def predict(
         judged = judge(found, config, plan, here)
         if kind == "cuda":
             beside = sum(judged.beside.values())
-            seconds = None if device is None else judged.seconds.step
+            # Between machines nobody knows how fast the network is.
+            seconds = None if device is None or per_node < plan.layout.world else judged.seconds.step
     except Exception as error:  # of a network that operations on tensors without data do not suit
         logger.info("what the run needs was not predicted", exc_info=True)
         return NotPredicted(in_one_line(error))
@@ -124,33 +126,60 @@ def check_memory(
     """
     if isinstance(found, NotPredicted) or memory is None:
         return
-    has, room = f"{memory / GIB:.1f} GiB", memory / ranks
-    shared = f" for {ranks} ranks" if ranks > 1 else ""
-    if found.kept <= room and found.needed <= room:
+    said = _lacking(found, memory, ranks)
+    if said is None:
         return
-    if found.kept > room:
-        said = (
-            f"a rank keeps {found.kept / GIB:.1f} GiB of weights, buffers and the optimizer's state from step to step "
-            f"(counted, not estimated), and its device has {has}{shared}"
-        )
-    else:
-        said = (
-            f"a rank is estimated to need {found.needed / GIB:.1f} GiB at the most ({found.where}), and its device has "
-            f"{has}{shared}"
-        )
-    remedy = "`raytune-fsdp plan --gpu` with --alternatives lists what fits"
+    warned = forced or not is_too_much(found, memory // ranks)
     if look and not forced:
-        remedy = _remedy(config, prepared, plan.layout.world, kind, room)
-    if forced or (found.kept <= room and found.needed <= TOO_MUCH * room):
+        seconds = _WARNING_SECONDS if warned else _LOOKING_SECONDS
+        remedy = _remedy(config, prepared, plan.layout.world, kind, memory // ranks, seconds)
+    else:
+        remedy = "`raytune-fsdp plan --gpu` with --alternatives lists what fits"
+        workers = config.cluster.workers
+        if kind == "cuda" and isinstance(workers, Between) and plan.layout.world < workers.max:
+            remedy = f"More ranks may need less each: set cluster.workers.min above {plan.layout.world}; {remedy}"
+    if warned:
         logger.warning("it may run out of memory: %s. %s", said, remedy)
         return
     raise ConfigError(f"the run does not fit: {said}. {remedy}; --force starts it all the same")
 
 
-def _remedy(config: FinetuneConfig, prepared: Prepared, world: int, kind: str, room: float) -> str:
+def is_too_much(found: Predicted, room: int) -> bool:
+    """Whether a rank is refused so many bytes of a device, and not only warned of them."""
+    return found.kept > room or found.needed > TOO_MUCH * room
+
+
+def _lacking(found: Predicted, memory: int, ranks: int) -> str | None:
+    """What a rank needs more than its share of a device has; None if it has enough."""
+    room = memory // ranks
+    if found.kept <= room and found.needed <= room:
+        return None
+    needs, has = apart(found.kept if found.kept > room else found.needed, room)
+    if ranks > 1:
+        has = f"it has {has} of the {memory / GIB:.1f} GiB that {ranks} ranks share"
+    else:
+        has = f"its device has {has}"
+    if found.kept > room:
+        return (
+            f"a rank keeps {needs} of weights, buffers and the optimizer's state from step to step (counted, not "
+            f"estimated), and {has}"
+        )
+    return f"a rank is estimated to need {needs} at the most ({found.where}), and {has}"
+
+
+def apart(one: float, other: float) -> tuple[str, str]:
+    """Two numbers of bytes, with as many digits as it takes to see that they differ."""
+    for digits in (1, 2, 3):
+        said = f"{one / GIB:.{digits}f} GiB", f"{other / GIB:.{digits}f} GiB"
+        if said[0] != said[1]:
+            return said
+    return f"{one:,.0f} bytes", f"{other:,.0f} bytes"
+
+
+def _remedy(config: FinetuneConfig, prepared: Prepared, world: int, kind: str, room: int, seconds: float) -> str:
     """What would fit, as traced: changes on top of each other, the cheapest first; else more ranks. The method, and so
     what is learned, stays."""
-    until, made = time.monotonic() + _LOOKING_SECONDS, dict[str, Any]()
+    until, made = time.monotonic() + seconds, dict[str, Any]()
     for changes in _changes(config, world):
         made |= changes
         if time.monotonic() < until and _fits(config, prepared, made, world, kind, room):
@@ -159,12 +188,19 @@ def _remedy(config: FinetuneConfig, prepared: Prepared, world: int, kind: str, r
         if time.monotonic() < until and _fits(config, prepared, made, world * more, kind, room):
             alone = _fits(config, prepared, {}, world * more, kind, room)
             with_changes = "" if alone or not made else f" with {_in_words(made)}"
-            return f"It fits on {world * more} ranks (cluster.workers={world * more}){with_changes}"
+            return f"It fits on {world * more} ranks ({_more_workers(config, world * more)}){with_changes}"
     more_of = "more ranks" if kind == "cuda" else "more machines"
     return (
         f"Nothing that was tried makes it fit: use {more_of}, larger ones, method.type=qlora, which keeps less, or a "
         "smaller model"
     )
+
+
+def _more_workers(config: FinetuneConfig, ranks: int) -> str:
+    workers = config.cluster.workers
+    if not isinstance(workers, Between):
+        return f"cluster.workers={ranks}"
+    return f"cluster.workers.max={ranks}" if ranks > workers.max else "add nodes: the cluster has no room for them"
 
 
 def _changes(config: FinetuneConfig, world: int) -> list[Mapping[str, Any]]:
@@ -181,7 +217,7 @@ def _changes(config: FinetuneConfig, world: int) -> list[Mapping[str, Any]]:
 
 
 def _fits(
-    config: FinetuneConfig, prepared: Prepared, changes: Mapping[str, Any], world: int, kind: str, room: float
+    config: FinetuneConfig, prepared: Prepared, changes: Mapping[str, Any], world: int, kind: str, room: int
 ) -> bool:
     values = config.model_dump(exclude_unset=True)
     for path, value in changes.items():
@@ -205,7 +241,13 @@ def _in_words(changes: Mapping[str, Any]) -> str:
 
 
 def check_room(
-    config: FinetuneConfig, prepared: Prepared, plan: Plan, found: Predicted | NotPredicted, *, forced: bool
+    config: FinetuneConfig,
+    prepared: Prepared,
+    plan: Plan,
+    found: Predicted | NotPredicted,
+    *,
+    forced: bool,
+    say: Callable[[str], None] = print,
 ) -> None:
     """Refuse a run for whose next checkpoint there is no room, and warn where there is none for all that it keeps.
 
@@ -213,20 +255,40 @@ def check_room(
     object store, or of a quota, nobody says.
     """
     place, chosen = prepared.place, config.checkpoint
-    if isinstance(found, NotPredicted) or is_url(place.checkpoints):
+    if prepared.dry:
+        return
+    field = "checkpoint.storage" if chosen.storage else "run.storage"
+    if is_url(place.checkpoints):
+        where = without_secrets(place.checkpoints)
+        say(f"{where}: an object store does not say how much room it has, so that is not checked")
+        return
+    if isinstance(found, NotPredicted):
         return
     directory = Path(place.checkpoints)
-    there = next(path for path in (directory, *directory.parents) if path.exists())
-    free, size = shutil.disk_usage(there).free, found.checkpoint
-    field = "checkpoint.storage" if chosen.storage else "run.storage"
-    said = f"{field}: {free / GIB:.1f} GiB are free at {there}, and a checkpoint has {size / GIB:.1f} GiB"
+    try:
+        there = next(path for path in (directory, *directory.parents) if path.exists())
+        free, more = shutil.disk_usage(there).free, more_at_once(config, plan, place.checkpoints)
+    except OSError as error:
+        say(f"{field}: how much room is left at {directory} is not known ({in_one_line(error)})")
+        return
+    size = found.checkpoint
     if free < size:
+        left, takes = apart(free, size)
+        said = f"{field}: {left} are free at {there}, and a checkpoint takes {takes}"
         if not forced:
             raise ConfigError(
                 f"{said}: make room, or set {field} to a place that has it; --force starts the run all the same"
             )
         logger.warning("%s: saving will fail until there is room", said)
-        return
-    wanted = sum(kept_at_once(chosen, plan).values()) - len(committed(place.checkpoints))
-    if free < wanted * size:
-        logger.warning("%s; %d more come before one is removed: make room, or lower checkpoint.keep_last", said, wanted)
+    elif free < more * size:
+        left, take = apart(free, more * size)
+        logger.warning(
+            "%s: %s are free at %s, and %d more checkpoints come before one is removed, which take %s: make room, or "
+            "lower checkpoint.keep_last",
+            field, left, there, more, take,
+        )  # fmt: skip
+
+
+def more_at_once(config: FinetuneConfig, plan: Plan, checkpoints: str) -> int:
+    """How many checkpoints come to those that are there before one is removed."""
+    return sum(kept_at_once(config.checkpoint, plan).values()) - len(committed(checkpoints))

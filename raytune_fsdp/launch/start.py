@@ -35,7 +35,7 @@ def run(
         _check_local(config)
         from raytune_fsdp.launch import local
 
-        return local.run(config, progress, dry=dry, force=force)
+        return local.run(config, progress, dry=dry, force=force, say=_say)
     if under_torchrun():
         raise ConfigError("cluster.launch=ray under torchrun: both would start the ranks; use only one of them")
     if find_spec("ray") is None:

@@ -94,10 +94,10 @@ def work(
             parts = assemble(config, prepared, standing, device, hooks)
         except torch.OutOfMemoryError as error:
             raise explain_building(error, config, device, rank=dist.get_rank()) from error
-        return _work(parts, stop, prepared.lease)
+        return _work(parts, stop, prepared.lease, dry=prepared.dry)
 
 
-def _work(parts: Parts, stop: Stop, lease: Lease | None) -> int:
+def _work(parts: Parts, stop: Stop, lease: Lease | None, *, dry: bool = False) -> int:
     status: Status = "failed"
     try:
         state = train(parts, stop)
@@ -111,7 +111,7 @@ def _work(parts: Parts, stop: Stop, lease: Lease | None) -> int:
         status = "handed_over"
         raise
     except (Interrupted, SignalReceived):
-        status = "interrupted"
+        status = "failed" if dry else "interrupted"  # of which the console says that the same command continues
         raise
     except DataError as error:
         # A row that was not read before. Training has started, so this is no longer a refusal (exit code 2).

@@ -15,7 +15,8 @@ import torch
 
 from raytune_fsdp import loop
 from raytune_fsdp.cli.main import main
-from tests.distributed.test_launch import end, job, newest_child, run, start, wait_for, write_config
+from tests.distributed.test_launch import end, environment, job, newest_child, run, start, wait_for, write_config
+from tests.runs import make_config
 
 TWO = {"launch": "local", "device": "cpu", "workers": 2}
 LONG = {"global_batch": 2000, "micro_batch": 2, "max_steps": 6}
@@ -28,6 +29,12 @@ def tree(directory: Path) -> dict[str, tuple[int, bytes]]:
         str(path.relative_to(directory)): (0, b"") if path.is_dir() else (path.stat().st_mtime_ns, path.read_bytes())
         for path in sorted(directory.rglob("*"))
     }
+
+
+def with_a_system(directory: Path) -> dict[str, str]:
+    """The environment of a command whose system has its temporary directory in here."""
+    (directory / "system").mkdir()
+    return {**environment(), "TMPDIR": str(directory / "system")}
 
 
 def with_a_run(directory: Path) -> None:
@@ -51,11 +58,14 @@ def test_two_steps_are_measured_and_nothing_is_left(tmp_path: Path, launcher: st
         eval={"prompts": ["w5 w6"], "at_start": True}, checkpoint={"every": 1}, optim={"warmup_steps": 50},
     )  # fmt: skip
     with_a_run(tmp_path)
+    system = with_a_system(tmp_path)
+    if launcher == "torchrun":
+        system.pop("TMPDIR")  # torchrun leaves its own directory behind
     before = tree(tmp_path)
     command = job("--config", str(config), "--dry-run", "--json")
     if launcher == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *command[1:]]
-    done = run(*command, cwd=tmp_path)
+    done = run(*command, cwd=tmp_path, env=system)
     assert done.returncode == 0, done.stderr
     assert tree(tmp_path) == before
     found = json.loads(done.stdout)
@@ -77,7 +87,7 @@ def test_in_words_of_a_run_in_epochs_in_storage_that_is_not_there(tmp_path: Path
     assert done.returncode == 0, done.stderr
     assert tree(tmp_path) == before
     assert "step 1/2 " in done.stdout and "step 2/2 " in done.stdout, "what happens is shown while it does"
-    said = done.stdout.partition("run fits: 2 steps of a dry run on 1 rank(s), cpu: ")[2].splitlines()
+    said = done.stdout.partition("run fits: 2 steps of a dry run on 1 rank, cpu: ")[2].splitlines()
     assert [line.split()[0] for line in said[1:]] == [
         "memory", "host", "predicted", "load", "steps", "speed", "data", "run", "nothing",
     ]  # fmt: skip
@@ -112,10 +122,11 @@ def test_memory_that_runs_out_is_explained_and_nothing_is_left(
 
 @pytest.mark.parametrize("how", ["ctrl-c", "a rank", "the command"])
 def test_nothing_is_left_of_one_that_is_stopped_or_killed(tmp_path: Path, how: str) -> None:
-    config = write_config(tmp_path, cluster=TWO, train=LONG)
+    config = write_config(tmp_path, cluster=TWO, train=LONG, tracking={"console": True, "mlflow": {"enabled": False}})
     with_a_run(tmp_path)
+    system = with_a_system(tmp_path)
     before, storage = tree(tmp_path), tmp_path / "runs"
-    process = start(*job("--config", str(config), "--dry-run"))
+    process = start(*job("--config", str(config), "--dry-run"), env=system)
     begun = "dry-run-*/run/events.jsonl"
     wait_for(lambda: any("attempt_started" in each.read_text() for each in storage.glob(begun)), process)
     if how == "ctrl-c":
@@ -127,6 +138,7 @@ def test_nothing_is_left_of_one_that_is_stopped_or_killed(tmp_path: Path, how: s
     done = end(process)
     if how == "ctrl-c":
         assert done.returncode == 130 and "error: the dry run was stopped" in done.stderr, done.stderr
+        assert "the same command continues" not in done.stdout + done.stderr
     elif how == "a rank":
         assert done.returncode == 1 and "was killed by SIGKILL" in done.stderr, done.stderr
     if how == "the command":
@@ -134,3 +146,18 @@ def test_nothing_is_left_of_one_that_is_stopped_or_killed(tmp_path: Path, how: s
         while tree(tmp_path) != before and time.monotonic() < deadline:
             time.sleep(0.1)
     assert tree(tmp_path) == before
+
+
+def test_ranks_that_fail_leave_nothing_in_the_temporary_directory_of_the_system(tmp_path: Path) -> None:
+    """Of an ordinary run: not what they write of their failure, either."""
+    data = {**make_config(tmp_path).model_dump()["data"], "window": 8, "shuffle": "none"}
+    config = write_config(
+        tmp_path, cluster=TWO, data=data, train={"global_batch": 4, "micro_batch": 2, "max_steps": 20}
+    )
+    lines = (tmp_path / "tokens.jsonl").read_text().splitlines()
+    (tmp_path / "tokens.jsonl").write_text("\n".join([*lines[:70], '{"ids": [1]}', *lines[70:]]) + "\n")
+    system = with_a_system(tmp_path)
+    done = run(*job("--config", str(config)), cwd=tmp_path, env=system)
+    assert done.returncode == 1 and "tokens.jsonl:71: the row has no column" in done.stderr, done.stderr
+    assert (tmp_path / "runs" / "run" / "metrics.jsonl").exists(), "ranks were there"
+    assert not list((tmp_path / "system").iterdir())

@@ -78,7 +78,7 @@ def test_a_cluster_that_is_well_passes(tmp_path: Path, cluster: Nodes, storage: 
     found = {each["check"]: each["found"] for each in findings}
     assert found["Ray"] == f"joined the cluster at {cluster.address}, 2 nodes, 4 CPUs"
     assert "turns away who has no token" in found["token"] and "2 nodes with the same Python" in found["same"]
-    assert found["resources"] == "2 worker(s) on CPUs, room for 2, free now for 2"
+    assert found["resources"] == "2 workers on CPUs, room for 2, free now for 2"
     assert found["shared"].startswith("all nodes see run.storage")
     assert set(tmp_path.rglob("*")) == before and not Path(storage["storage"]).exists()
 
@@ -177,4 +177,4 @@ def test_without_a_cluster_no_ray_is_started(tmp_path: Path, storage: dict[str, 
     code, findings, _ = doctor(config, tmp_path, RAY_ADDRESS="", RAY_TMPDIR=str(temporary), TMPDIR=str(temporary))
     found = {each["check"]: each["found"] for each in findings}
     assert code == 0 and "only this machine is checked" in found["Ray"], findings
-    assert "2 worker(s) on CPUs" in found["resources"] and not list(temporary.rglob("session_*"))
+    assert "2 workers on CPUs" in found["resources"] and not list(temporary.rglob("session_*"))

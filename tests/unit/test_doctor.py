@@ -25,6 +25,8 @@ from raytune_fsdp.doctor import at_start, bandwidth, checkup, cluster, kernels, 
 from raytune_fsdp.doctor.finding import Finding, page, refused
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.launch.shared_storage import put_token
+from raytune_fsdp.plan import resolve
+from raytune_fsdp.planner.beside import kept_at_once
 from raytune_fsdp.rundir import RunDir
 from tests.runs import LLAMA, make_config
 
@@ -129,10 +131,11 @@ def test_storage_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_checkpoints_elsewhere_are_measured_there(tmp_path: Path) -> None:
-    config = make_config(tmp_path, checkpoint={"storage": str(tmp_path / "elsewhere")})
+    config = make_config(tmp_path, checkpoint={"storage": str(tmp_path / "elsewhere"), "every": 5})
     found = [each.found for each in writing(config, 10**15)]
     assert "run.storage" in found[0] and "checkpoints go elsewhere" in found[1]
-    assert "checkpoint.storage" in found[2] and "3 more of them" in found[3] and not (tmp_path / "elsewhere").exists()
+    assert "checkpoint.storage" in found[2] and "3 more checkpoints come" in found[3]
+    assert not (tmp_path / "elsewhere").exists()
 
 
 @pytest.mark.thorough
@@ -185,12 +188,48 @@ def test_slow_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_too_little_room_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10**9))
-    config = make_config(tmp_path, checkpoint={"keep_last": 2})
+    config = make_config(tmp_path, checkpoint={"keep_last": 2, "every": 5})
     assert only(writing(config, 2 * 10**9), "room").status == "problem"
     found = only(writing(config, 4 * 10**8), "room")  # two are kept, and the third is written before one goes
-    assert found.status == "warning" and "3 more of them" in found.found
+    assert found.status == "warning" and "3 more checkpoints come" in found.found
     assert all(each.status == "ok" for each in writing(config, 3 * 10**8))
     assert all(each.status == "ok" for each in writing(config, None))
+
+
+@pytest.mark.parametrize(
+    "chosen", [{}, {"every": 5}, {"every": 1, "keep_last": None}, {"every": 5, "keep_last": 2, "keep_every": 10}]
+)
+def test_room_is_asked_for_as_many_checkpoints_as_a_start_asks_for(tmp_path: Path, chosen: dict[str, Any]) -> None:
+    config = make_config(tmp_path, checkpoint=chosen)
+    many = sum(kept_at_once(config.checkpoint, resolve(config, 1)).values())
+    assert storage.judge_room(config, many * 10**9, 10**9).status == "ok"
+    found = storage.judge_room(config, many * 10**9 - 1, 10**9)
+    assert found.status == ("problem" if many == 1 else "warning"), found
+    assert f" {many} more checkpoint{'s' * (many > 1)} come{'s' * (many == 1)} before one goes" in found.found
+
+
+def test_room_for_a_run_of_a_length_that_is_not_known(tmp_path: Path) -> None:
+    """One is certain; and a byte that is lacking is seen."""
+    config = make_config(tmp_path, train={"max_steps": None, "epochs": 2}, checkpoint={"every": 5})
+    found = storage.judge_room(config, 10**9, 10**9)
+    assert found.status == "ok" and "known once the data is counted" in found.found
+    found = storage.judge_room(config, 2 * 10**9 - 1, 2 * 10**9)
+    assert found.status == "problem" and "1,999,999,999 bytes free; a checkpoint takes 2,000,000,000" in found.found
+
+
+def test_what_another_doctor_writes_is_left_alone(tmp_path: Path) -> None:
+    place = RunDir.of(make_config(tmp_path))
+    token, other = put_token(place.path, "a test"), put_token(place.path, "another")
+    own, beside, old = (
+        place.path / f"{prefix}1" for prefix in (storage._own_prefix(token), storage._own_prefix(other), ".doctor-")
+    )
+    for each in (own, beside, old):
+        each.touch()
+    os.utime(old, (time.time() - 7200,) * 2)
+    storage.clean(token, place)
+    assert not own.exists() and not old.exists() and beside.exists()
+    storage.clean(other, place)
+    assert not list(place.path.iterdir())
 
 
 def test_how_large_a_checkpoint_is(tmp_path: Path) -> None:
@@ -294,7 +333,7 @@ def with_model(directory: Path, path: str) -> FinetuneConfig:
 
 def test_a_model_that_lacks_a_file(tmp_path: Path) -> None:
     whole = with_model(tmp_path, str(write_model(tmp_path / "whole", lacking=False)))
-    assert "2 file(s) of weights" in services.check_model(whole)[0].found
+    assert "2 files of weights" in services.check_model(whole)[0].found
     found = only(services.check_model(with_model(tmp_path, str(write_model(tmp_path / "m", lacking=True)))), "model")
     assert "model-00002-of-00002.safetensors" in found.found and found.fix == "download the model again"
 

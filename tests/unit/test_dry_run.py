@@ -164,7 +164,7 @@ MEASURED = DryRun(
 def test_what_was_measured_in_words() -> None:
     lines = list(in_words(MEASURED))
     assert lines == [
-        "mine fits: 2 steps of a dry run on 8 rank(s), cuda: NVIDIA H100 80GB HBM3",
+        "mine fits: 2 steps of a dry run on 8 ranks, cuda: NVIDIA H100 80GB HBM3",
         "memory     60.00 GiB allocated at most (the least: 59.00 GiB)",
         "reserved   66.00 GiB at most of 79.00 GiB",
         "predicted  58.00 GiB of tensors at the peak (norm, head and loss)",

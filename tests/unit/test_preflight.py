@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import namedtuple
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.estimate.devices import find_device
 from raytune_fsdp.estimate.predicted import NotPredicted, Predicted
 from raytune_fsdp.launch import preflight
 from raytune_fsdp.launch.preflight import check_memory, check_room, predict
@@ -21,6 +23,7 @@ from raytune_fsdp.planner import prediction
 from raytune_fsdp.planner.beside import kept_at_once
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.standing import Prepared
+from tests.clock import Clock
 from tests.runs import LLAMA, make_config
 
 GIB = 2**30
@@ -41,7 +44,7 @@ def prepared(directory: Path, **sections: Any) -> tuple[FinetuneConfig, Prepared
 
 
 def check(found: Predicted | NotPredicted, memory: int | None, **how: Any) -> None:
-    nothing: Any = SimpleNamespace()
+    nothing: Any = SimpleNamespace(cluster=SimpleNamespace(workers="auto"))
     plan: Any = SimpleNamespace(layout=SimpleNamespace(world=2))
     check_memory(nothing, nothing, plan, found, kind="cuda", memory=memory, **{"forced": False, "look": False, **how})
 
@@ -50,16 +53,19 @@ def check(found: Predicted | NotPredicted, memory: int | None, **how: Any) -> No
     ("gibibytes", "ranks", "says"),
     [
         (7.9, 1, "a rank keeps 8.0 GiB of weights, buffers and the optimizer's state from step to step (counted, not "),
-        (15.9, 2, "a rank keeps 8.0 GiB"),  # two share it
+        (15.8, 2, "a rank keeps 8.0 GiB"),  # two share it
+        (15.8, 2, "and it has 7.9 GiB of the 15.8 GiB that 2 ranks share"),
+        (8 - 2 / GIB, 1, "a rank keeps 8,589,934,592 bytes of weights"),  # else it would have as much as it needs
+        (8 - 2 / GIB, 1, "its device has 8,589,934,590 bytes"),
         (14.5, 1, "estimated to need 16.0 GiB at the most (backward of block 3), and its device has 14.5 GiB"),
     ],
 )
 def test_what_cannot_fit_is_refused(gibibytes: float, ranks: int, says: str, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError) as refused:
-        check(FOUND, int(gibibytes * GIB), ranks=ranks)
+        check(FOUND, round(gibibytes * GIB), ranks=ranks)
     assert says in str(refused.value) and str(refused.value).endswith("--force starts it all the same")
     with caplog.at_level(logging.WARNING):
-        check(FOUND, int(gibibytes * GIB), ranks=ranks, forced=True)
+        check(FOUND, round(gibibytes * GIB), ranks=ranks, forced=True)
     assert says in caplog.text
 
 
@@ -71,7 +77,7 @@ def test_what_may_fit_is_only_warned_of(caplog: pytest.LogCaptureFixture) -> Non
         check(NotPredicted("no reason"), 1)
     assert not caplog.text
     with caplog.at_level(logging.WARNING):
-        check(FOUND, int(14.6 * GIB))
+        check(FOUND, round(14.6 * GIB))
     assert "it may run out of memory: a rank is estimated to need 16.0 GiB" in caplog.text
 
 
@@ -94,6 +100,26 @@ def test_what_is_named_as_a_way_out_fits(tmp_path: Path, kind: str, monkeypatch:
         check_memory(config, run, plan, found, kind=kind, memory=less.needed - 1, forced=False)
     with pytest.raises(ConfigError, match=r"Nothing that was tried makes it fit: use more (ranks|machines), "):
         check_memory(config, run, plan, found, kind=kind, memory=found.beside + 1000, forced=False)
+
+
+@pytest.mark.parametrize(("gibibytes", "tried"), [(15, 2), (12, 5)])
+def test_a_way_out_is_looked_for_longer_before_a_refusal_than_before_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gibibytes: int, tried: int
+) -> None:
+    """For 5 s, and for 20 s; each takes 4 s here."""
+    clock, asked = Clock(), list[object]()
+
+    def fits(*changes: object) -> bool:
+        asked.append(changes)
+        clock.now += 4
+        return False
+
+    monkeypatch.setattr(preflight, "time", clock)
+    monkeypatch.setattr(preflight, "_fits", fits)
+    config, run, plan = prepared(tmp_path, train={"micro_batch": 4})
+    with suppress(ConfigError):
+        check_memory(config, run, plan, FOUND, kind="cuda", memory=gibibytes * GIB, forced=False)
+    assert len(asked) == tried
 
 
 def test_more_ranks_are_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +155,14 @@ def test_the_time_of_a_step_is_predicted_of_devices_that_are_known(tmp_path: Pat
     assert [getattr(each, "seconds", 0) is not None for each in found.values()] == [True, False, False, False]
 
 
+@pytest.mark.parametrize(("per_node", "known"), [(1, False), (2, True), (8, True)])
+def test_no_time_is_predicted_of_ranks_on_several_machines(tmp_path: Path, per_node: int, known: bool) -> None:
+    """Nobody has said how fast the network between them is."""
+    config, run, _ = prepared(tmp_path)
+    found = predict(config, run, resolve(config, 2), "cuda", find_device("H100"), per_node)
+    assert isinstance(found, Predicted) and (found.seconds is not None) is known
+
+
 @pytest.mark.parametrize(
     ("free", "refused", "warned"), [(5.9, True, False), (6.1, False, True), (17.9, False, True), (18.1, False, False)]
 )
@@ -142,16 +176,43 @@ def test_room_for_checkpoints(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(100 * GIB, 0, int(free * GIB)))
     with caplog.at_level(logging.WARNING):
         if refused:
-            with pytest.raises(ConfigError, match=r"run\.storage: 5\.9 GiB are free at .*, and a checkpoint has 6\.0"):
+            with pytest.raises(
+                ConfigError, match=r"run\.storage: 5\.9 GiB are free at .*, and a checkpoint takes 6\.0"
+            ):
                 check_room(config, run, plan, FOUND, forced=False)
             assert not caplog.text
             check_room(config, run, plan, FOUND, forced=True)
             assert "saving will fail until there is room" in caplog.text
         else:
             check_room(config, run, plan, FOUND, forced=False)
-            assert ("3 more come before one is removed" in caplog.text) is warned
-    store: Any = SimpleNamespace(place=SimpleNamespace(checkpoints="s3://bucket/run"))
-    check_room(config, store, plan, FOUND, forced=False)  # nobody says how much is left there
+            assert ("3 more checkpoints come before one is removed, which take 18.0 GiB" in caplog.text) is warned
+
+
+def test_room_that_lacks_a_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, run, plan = prepared(tmp_path)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(100 * GIB, 0, 6 * GIB - 1))
+    with pytest.raises(
+        ConfigError, match=r"6,442,450,943 bytes are free at .*, and a checkpoint takes 6,442,450,944 b"
+    ):
+        check_room(config, run, plan, FOUND, forced=False)
+
+
+def test_room_that_is_not_known_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def hangs(_: object) -> None:
+        raise OSError(116, "Stale file handle")
+
+    config, run, plan = prepared(tmp_path)
+    said = list[str]()
+    store: Any = SimpleNamespace(place=SimpleNamespace(checkpoints="s3://bucket/run"), dry=False)
+    check_room(config, store, plan, FOUND, forced=False, say=said.append)
+    monkeypatch.setattr(shutil, "disk_usage", hangs)
+    check_room(config, run, plan, FOUND, forced=False, say=said.append)
+    assert len(said) == 2 and not caplog.text
+    assert said[0] == "s3://bucket/run: an object store does not say how much room it has, so that is not checked"
+    assert said[1].startswith("run.storage: how much room is left at ") and "Stale file handle" in said[1]
 
 
 @pytest.mark.parametrize(

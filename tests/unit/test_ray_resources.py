@@ -88,8 +88,8 @@ def test_what_each_worker_reserves() -> None:
         ({"resources_per_worker": {"GPU": 1}}, GPUS, False, "resources_per_worker.GPU=1: set cluster.gpus_per_worker"),
         ({"resources_per_worker": {"TPU": 1}}, GPUS, False, "resources_per_worker.TPU=1: workers run on CPUs or GPUs"),
         ({"device": "cuda", "gpus_per_worker": 0}, GPUS, False, "cluster.gpus_per_worker=0 with cluster.device=cuda"),
-        ({}, LAPTOP, True, "cluster.device=auto: this cluster has 0 GPU(s) for 1 worker(s) and may grow"),
-        ({"workers": 9}, GPUS, True, "cluster.device=auto: this cluster has 8 GPU(s) for 9 worker(s) and may grow"),
+        ({}, LAPTOP, True, "cluster.device=auto: this cluster has 0 GPUs for 1 worker and may grow"),
+        ({"workers": 9}, GPUS, True, "cluster.device=auto: this cluster has 8 GPUs for 9 workers and may grow"),
         ({"device": "cuda"}, LAPTOP, True, "cluster.workers=auto means one for each GPU of the cluster"),
     ],
 )
@@ -291,7 +291,7 @@ def test_the_line_says_what_is_really_waited_for() -> None:
     found = asked([node(4)], workers=2, device="cpu")
     two = "waiting for 2 workers with 1 CPU each"
     assert waiting_for(found, [node(4)], None) == f"{two}: Ray Train is starting"
-    assert waiting_for(found, [node(4)], "CREATED") == "starting 2 worker(s)"
+    assert waiting_for(found, [node(4)], "CREATED") == "starting 2 workers"
     assert waiting_for(found, [node(4)], "PENDING") == f"{two}: as much is free, and Ray is about to reserve it"
     taken = [node(4, free={"CPU": 1.0})]
     assert waiting_for(found, taken, "PENDING") == shortage(found, taken)

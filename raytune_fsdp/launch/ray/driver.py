@@ -39,7 +39,7 @@ from raytune_fsdp.launch.ray.failures import DIED, ControllerWatch, underlying
 from raytune_fsdp.launch.ray.follow import Follow
 from raytune_fsdp.launch.ray.foresight import Foresight
 from raytune_fsdp.launch.ray.rank import RankJob, train_rank
-from raytune_fsdp.launch.ray.resources import Request, check, may_grow, nodes, request, scaling_config
+from raytune_fsdp.launch.ray.resources import Request, check, may_grow, nodes, request, room, scaling_config
 from raytune_fsdp.launch.ray.session import Session
 from raytune_fsdp.launch.ray.sizes import Sizes
 from raytune_fsdp.launch.ray.stream import build_on_ray
@@ -106,13 +106,14 @@ def run(
     growing = may_grow()
     asked = request(config.cluster, found, growing=growing)
     valid = sizes_of(config, asked.workers)
+    check(replace(asked, workers=valid[0]), found, growing=growing)
+    check_device(config, asked.device)
+    foresight = Foresight(config, prepared, asked, found, force=force)
+    # What cannot fit is refused before any rank is asked for, and no attempt has a number of ranks that cannot.
+    valid = foresight.that_fit(valid, None if growing else room(asked, found), say)
     sizes = Sizes(asked, valid)
     demand = Demand(asked, valid) if growing and len(valid) > 1 else None
-    check(sizes.fewest, found, growing=growing)
-    check_device(config, asked.device)
     standing = on_world(config, prepared, standing, sizes.fewest.workers)
-    foresight = Foresight(config, prepared, sizes.fewest, found, force=force)
-    foresight.of(sizes.fewest.workers)  # what cannot fit is refused before any rank is asked for
     with environment(RAY_TRAIN):
         _train(
             config, prepared, standing, sizes, demand, foresight,

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from traceback import extract_tb
@@ -136,7 +136,7 @@ def _train(job: RankJob, rank: int, world: int) -> None:
         trackers=_trackers(job.config),
         saved=saved,
         reached=reached,
-        predicted=job.predicted,
+        predicted=_as_placed(job.predicted, world),
     )
     stop: Stop = StopFromBoard(job.board) if rank == 0 else lambda: None
     try:
@@ -269,6 +269,15 @@ def _check_memory(job: RankJob, prepared: Prepared, standing: Standing, device: 
             job.config, prepared, standing.plan, job.predicted, kind=device.type, memory=memory_of(device),
             ranks=here if device.type == "cpu" else 1, forced=job.forced or not job.first, look=False,
         )  # fmt: skip
+
+
+def _as_placed(predicted: Predicted | NotPredicted | None, world: int) -> Predicted | NotPredicted | None:
+    """The driver does not know where Ray puts the ranks: of several nodes no time is predicted."""
+    from raytune_fsdp.estimate.predicted import Predicted
+
+    if isinstance(predicted, Predicted) and ray.train.get_context().get_local_world_size() < world:
+        return replace(predicted, seconds=None)
+    return predicted
 
 
 class _Reports:

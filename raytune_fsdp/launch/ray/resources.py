@@ -154,8 +154,9 @@ def _device(config: ClusterConfig, gpus: int, growing: bool) -> Literal["cpu", "
     wanted = config.fewest or 1
     if gpus < wanted and growing:
         raise ConfigError(
-            f"cluster.device=auto: this cluster has {gpus} GPU(s) for {wanted} worker(s) and may grow, so it is "
-            "unclear whether the run is to use GPUs; set cluster.device=cuda or cluster.device=cpu"
+            f"cluster.device=auto: this cluster has {gpus} GPU{'s' * (gpus != 1)} for {wanted} "
+            f"worker{'s' * (wanted != 1)} and may grow, so it is unclear whether the run is to use GPUs; set "
+            "cluster.device=cuda or cluster.device=cpu"
         )
     return "cuda" if gpus >= wanted else "cpu"
 
@@ -247,7 +248,7 @@ def _field(name: str) -> str:
 def waiting_for(request: Request, nodes: Sequence[Node], group: str | None) -> str:
     """A line to show while waiting for workers: what for. `group`: the state of their placement group, None before."""
     if group == "CREATED":
-        return f"starting {request.workers} worker(s)"
+        return f"starting {request.workers} worker{'s' * (request.workers != 1)}"
     if group is None:
         return f"waiting for {_asked(request)}: Ray Train is starting"
     if room(request, [replace(node, total=node.free) for node in nodes]) >= request.workers:
