@@ -22,6 +22,7 @@ from raytune_fsdp.estimate.devices import Device, find_device
 from raytune_fsdp.estimate.predicted import NotPredicted, Predicted
 from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.planner.beside import kept_at_once
+from raytune_fsdp.planner.changes import with_changes
 from raytune_fsdp.planner.memory import memory_of
 from raytune_fsdp.planner.prediction import PROCESS, Cluster, judge
 from raytune_fsdp.planner.trace import Trace, trace
@@ -38,6 +39,9 @@ tensor has is assumed, and documents are shorter than a sample mostly."""
 
 _LOOKING_SECONDS, _WARNING_SECONDS = 20.0, 5.0
 """For how long what would fit is looked for: before a run is refused, and before one is started with a warning."""
+
+_TRACING_SECONDS = 20.0
+"""That a start waits for its prediction. A 70B takes 1 to 3 s; a state-space model computed token by token, minutes."""
 
 _ONE_TRACE_FOR_ALL = 1 << 50
 """Bytes of a device that is not known. Only one rank alone looks at them."""
@@ -67,12 +71,19 @@ def preflight(
 
 
 def predict(
-    config: FinetuneConfig, prepared: Prepared, plan: Plan, kind: str, device: Device | None, per_node: int = 8
+    config: FinetuneConfig,
+    prepared: Prepared,
+    plan: Plan,
+    kind: str,
+    device: Device | None,
+    per_node: int = 8,
+    until: float | None = None,
 ) -> Predicted | NotPredicted:
-    """What a rank needs on a `cuda` or `cpu` `kind` of device. Never raises: a run that was not predicted is trained
-    all the same."""
+    """What a rank needs on a `cuda` or `cpu` `kind` of device, if that is found out `until` then (time.monotonic()).
+    Never raises: a run that was not predicted is trained all the same."""
     try:
-        found = _trace(config, prepared, plan, kind, None if device is None else int(device.memory))
+        until = time.monotonic() + _TRACING_SECONDS if until is None else until
+        found = _trace(config, prepared, plan, kind, None if device is None else int(device.memory), until)
         memory, beside, seconds = memory_of(found), PROCESS, None
         here = Cluster(device=device or find_device("H100"), per_node=per_node)
         judged = judge(found, config, plan, here)
@@ -93,10 +104,12 @@ def predict(
     )
 
 
-def _trace(config: FinetuneConfig, prepared: Prepared, plan: Plan, kind: str, memory: int | None) -> Trace:
+def _trace(
+    config: FinetuneConfig, prepared: Prepared, plan: Plan, kind: str, memory: int | None, until: float
+) -> Trace:
     return trace(
         config, prepared.hf_config, prepared.needs, plan,
-        memory=memory or _ONE_TRACE_FOR_ALL, device=kind, added=tuple(prepared.added), gloo=kind == "cpu",
+        memory=memory or _ONE_TRACE_FOR_ALL, device=kind, added=tuple(prepared.added), gloo=kind == "cpu", until=until,
     )  # fmt: skip
 
 
@@ -182,11 +195,11 @@ def _remedy(config: FinetuneConfig, prepared: Prepared, world: int, kind: str, r
     until, made = time.monotonic() + seconds, dict[str, Any]()
     for changes in _changes(config, world):
         made |= changes
-        if time.monotonic() < until and _fits(config, prepared, made, world, kind, room):
+        if time.monotonic() < until and _fits(config, prepared, made, world, kind, room, until):
             return f"It fits with {_in_words(made)}"
     for more in (2, 4, 8, 16) if kind == "cuda" else ():  # on CPUs they would share the same memory
-        if time.monotonic() < until and _fits(config, prepared, made, world * more, kind, room):
-            alone = _fits(config, prepared, {}, world * more, kind, room)
+        if time.monotonic() < until and _fits(config, prepared, made, world * more, kind, room, until):
+            alone = _fits(config, prepared, {}, world * more, kind, room, until)
             with_changes = "" if alone or not made else f" with {_in_words(made)}"
             return f"It fits on {world * more} ranks ({_more_workers(config, world * more)}){with_changes}"
     more_of = "more ranks" if kind == "cuda" else "more machines"
@@ -217,22 +230,20 @@ def _changes(config: FinetuneConfig, world: int) -> list[Mapping[str, Any]]:
 
 
 def _fits(
-    config: FinetuneConfig, prepared: Prepared, changes: Mapping[str, Any], world: int, kind: str, room: int
+    config: FinetuneConfig,
+    prepared: Prepared,
+    changes: Mapping[str, Any],
+    world: int,
+    kind: str,
+    room: int,
+    until: float,
 ) -> bool:
-    values = config.model_dump(exclude_unset=True)
-    for path, value in changes.items():
-        section, _, name = path.partition(".")
-        values[section] = {**values.get(section, {}), name: value}
-        if path == "parallel.strategy":
-            values[section].pop("shard_size", None)
-        if path == "parallel.activation_checkpointing":
-            values[section].pop("recompute_every", None)
     try:
-        changed = FinetuneConfig.model_validate(values)
+        changed = with_changes(config, changes)
         plan = resolve(changed, world, prepared.census)
     except (ValidationError, RaytuneError):  # what does not go together, or too many ranks for the batch
         return False
-    found = predict(changed, prepared, plan, kind, None)
+    found = predict(changed, prepared, plan, kind, None, until=until)
     return isinstance(found, Predicted) and found.needed <= room
 
 

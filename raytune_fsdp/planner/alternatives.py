@@ -14,6 +14,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.optimizers import state_bytes
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.network import MASTER_DTYPE
+from raytune_fsdp.planner.changes import with_changes
 from raytune_fsdp.planner.prediction import Cluster, Prediction, predict
 from raytune_fsdp.planner.speed import Seconds
 from raytune_fsdp.planner.subject import Subject
@@ -182,7 +183,8 @@ def _candidates(
                 for name, value in (*strategy.items(), ("activation_checkpointing", recompute)):
                     if getattr(config.parallel, name) != value:
                         changes[f"parallel.{name}"] = value
-                changed = changed_to(config, method, {**strategy, "activation_checkpointing": recompute})
+                written = {name: value for name, value in changes.items() if name != "method.type"}
+                changed = with_changes(config, written if method is None else {**written, "method": method})
                 yield (str(method), recompute), changes, changed
 
 
@@ -193,18 +195,6 @@ def _strategies(world: int, cluster: Cluster) -> list[dict[str, Any]]:
     if world > cluster.per_node and world % cluster.per_node == 0:
         found.append({"strategy": "hybrid_shard", "shard_size": cluster.per_node})
     return found
-
-
-def changed_to(config: FinetuneConfig, method: Mapping[str, Any] | None, parallel: Mapping[str, Any]) -> FinetuneConfig:
-    values = config.model_dump(exclude_unset=True)
-    values["parallel"] = {**values.get("parallel", {}), **parallel}
-    if parallel["strategy"] != "hybrid_shard":
-        values["parallel"].pop("shard_size", None)
-    if parallel["activation_checkpointing"] != "every_n":
-        values["parallel"].pop("recompute_every", None)
-    if method is not None:
-        values["method"] = dict(method)
-    return FinetuneConfig.model_validate(values)
 
 
 def _largest_batch(

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import RaytuneError
 from raytune_fsdp.planner.alternatives import METHODS, Alternative, certainly_too_much
+from raytune_fsdp.planner.changes import with_changes
 from raytune_fsdp.planner.prediction import Prediction, predict
 from raytune_fsdp.planner.subject import Subject
 
@@ -71,16 +72,8 @@ def _with(
     subject: Subject, config: FinetuneConfig, found: Prediction, changes: Mapping[str, Any]
 ) -> Alternative | None:
     """None: what does not go together, or cannot fit."""
-    values = config.model_dump(exclude_unset=True)
-    for path, value in changes.items():
-        section, _, name = path.partition(".")
-        values[section] = {**values.get(section, {}), name: value} if name else value
-    if changes.get("parallel.strategy") == "full_shard":
-        values["parallel"].pop("shard_size", None)
-    if _RECOMPUTE in changes:
-        values["parallel"].pop("recompute_every", None)
     try:
-        changed = FinetuneConfig.model_validate(values)
+        changed = with_changes(config, changes)
         if certainly_too_much(subject, changed, found.world, found.cluster):
             return None
         return Alternative(changes=changes, prediction=predict(subject, changed, found.world, found.cluster))

@@ -1,0 +1,26 @@
+"""A config with a few fields changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raytune_fsdp.config import FinetuneConfig
+
+
+def with_changes(config: FinetuneConfig, changes: Mapping[str, Any]) -> FinetuneConfig:
+    """The config with these values, by the paths of their fields (`train.micro_batch`) or sections (`method`).
+    ValidationError if they do not go together.
+
+    What is not named stays unwritten if it was: one GPU alone may then do better than full_shard.
+    """
+    values = config.model_dump(exclude_unset=True)
+    for path, value in changes.items():
+        section, _, name = path.partition(".")
+        values[section] = {**values.get(section, {}), name: value} if name else dict(value)
+    parallel = values.get("parallel", {})
+    if changes.get("parallel.strategy", "hybrid_shard") != "hybrid_shard":
+        parallel.pop("shard_size", None)
+    if changes.get("parallel.activation_checkpointing", "every_n") != "every_n":
+        parallel.pop("recompute_every", None)
+    return FinetuneConfig.model_validate(values)
