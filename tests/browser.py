@@ -79,7 +79,8 @@ class Browser:
         )
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.call("Page.navigate", url=url)
-        self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
+        place = json.dumps(url.partition("#")[0])
+        self.wait(f"document.readyState === 'complete' && location.href.split('#')[0] === {place}")
 
     def value(self, expression: str) -> Any:
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)

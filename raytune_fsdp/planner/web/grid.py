@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -134,12 +134,3 @@ def _short(value: Any) -> Any:
     if isinstance(value, list):
         return [_short(each) for each in value]
     return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
-
-
-def rows_of(grid: Mapping[str, Any]) -> Iterator[tuple[str, str, list[Any]]]:
-    """Model, method, and every point."""
-    for model, methods in grid.items():
-        for method, found in methods.items():
-            for of_length in found["points"]:
-                for of_recompute in of_length:
-                    yield from ((model, method, point) for point in of_recompute)

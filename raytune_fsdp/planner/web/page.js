@@ -174,7 +174,9 @@ function begin(id, name, values) {
     if (value === choice[name]) row.setAttribute("aria-current", "true");
     return [value, row];
   });
+  const focused = at(id).contains(document.activeElement) ? document.activeElement.textContent : null;
   at(id).replaceChildren(html("thead", "", head), html("tbody", "", ...body.map(([, row]) => row)));
+  for (const [, row] of body) if (row.querySelector("button").textContent === focused) row.querySelector("button").focus();
   return body;
 }
 
@@ -197,7 +199,7 @@ async function fill(rows, name, chosen, signal) {
 
 // One choice after another.
 
-let going = new AbortController(), waiting = 0, drawn = null;
+let going = new AbortController(), waiting = 0, writing = 0, drawn = null;
 
 async function answer() {
   going.abort();
@@ -225,7 +227,8 @@ async function answer() {
 function moved() {
   settle();
   write();
-  history.replaceState(null, "", `#${new URLSearchParams(hash())}`);
+  clearTimeout(writing); // browsers refuse a hundred addresses in a few seconds
+  writing = setTimeout(() => history.replaceState(null, "", `#${new URLSearchParams(hash())}`), 200);
   clearTimeout(waiting);
   if (inside) answer();
   else { at("answer").setAttribute("aria-busy", "true"); waiting = setTimeout(answer, 250); } // a slider passes by many

@@ -4,6 +4,7 @@ is checked, none changes anything, and none is answered to another site."""
 from __future__ import annotations
 
 import json
+import sys
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import BoundedSemaphore
@@ -46,6 +47,10 @@ class PlanServer(ThreadingHTTPServer):
     def server_close(self) -> None:
         super().server_close()
         self.points.end()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # a page leaves as soon as something else is chosen
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:
