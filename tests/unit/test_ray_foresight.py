@@ -36,7 +36,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """On a node with eight GPUs of 80 GB; ranks share so many GiB of weights."""
 
     def made(gibibytes: int, workers: Any, *, kind: str = "H100", force: bool = False) -> Foresight:
-        def predict(config: object, prepared: object, plan: Plan, *_: object) -> Predicted:
+        def predict(config: object, prepared: object, plan: Plan, *_: object, **__: object) -> Predicted:
             kept = gibibytes * GIB // plan.layout.world
             return Predicted(kept=kept, peak=kept, where="somewhere", beside=0, checkpoint=1, seconds=1.0)
 
