@@ -54,6 +54,8 @@ class Checkup:
     _began: float = field(default_factory=time.monotonic)
     _sizing: Future[int | None] = field(default_factory=Future)
     """The bytes of a checkpoint, once they are known."""
+    _imports: list[Future[None]] = field(default_factory=list)
+    """Of what several checks need: of two threads that import transformers at once, one finds it half there."""
     _begun: list[_Check] = field(default_factory=list)
 
     def findings(self) -> list[Finding]:
@@ -81,6 +83,8 @@ class Checkup:
     def _all(self, token: Token | None) -> Iterator[Finding]:
         # Begun first, and shown last.
         stored = list(self._of_storage(self.config, token)) if self.config is not None and token is not None else []
+        if self.config is not None:
+            self._imports.append(in_thread(_import, "imports"))
         checks = [*self._of_machine(), *self._of_cluster(token)]
         if self.config is not None:
             checks += self._of_services(self.config)
@@ -112,6 +116,7 @@ class Checkup:
             ]
 
         def kernels() -> list[Finding]:
+            wait(self._imports)
             on_gpus = device == "cuda" or (device != "cpu" and bool(facts.result()["gpus"]))
             return check_kernels(config.model.attention if config else "auto", device="cuda" if on_gpus else "cpu")
 
@@ -119,7 +124,10 @@ class Checkup:
             "machine", judged, "run nvidia-smi: if it hangs, the driver does; reboot the machine", _LONG_SECONDS
         )
         yield _begin(
-            "attention", kernels, "python -c 'import torch' has to end within seconds: look at the disk it is on"
+            "attention",
+            kernels,
+            "python -c 'import torch' has to end within seconds: look at the disk it is on",
+            _LONG_SECONDS,
         )
 
     def _is_local(self) -> bool:
@@ -127,8 +135,7 @@ class Checkup:
 
     def _of_cluster(self, token: Token | None) -> Iterator[_Check]:
         if self._is_local():
-            assert self.config is not None
-            yield _begin("resources", partial(_without_ray, self.config, self.network), _HUNG_RAY)
+            yield _begin("resources", self._without_ray, _HUNG_RAY, _LONG_SECONDS)
             return
         if find_spec("ray") is None:
             yield _begin(
@@ -151,9 +158,32 @@ class Checkup:
             "Ray", partial(beside.run, *arguments, check="Ray", seconds=seconds, hung=_HUNG_RAY), _HUNG_RAY, seconds + 1
         )
 
+    def _without_ray(self) -> list[Finding]:
+        assert self.config is not None
+        wait(self._imports)
+        from raytune_fsdp.launch.local import world_size
+
+        try:
+            world = sizes_of(self.config, world_size(self.config))[0]
+        except ConfigError as error:
+            return [refused("resources", error)]
+        found = [
+            ok("Ray", "cluster.launch=local does without it"),
+            ok("resources", f"{many(world, 'process')} on this machine"),
+        ]
+        if self.network:
+            found.append(
+                warning(
+                    "network",
+                    "not measured: without Ray nobody here starts processes on several machines",
+                    "measure on a Ray cluster of the same machines, or with nccl-tests",
+                )
+            )
+        return found
+
     def _of_services(self, config: FinetuneConfig) -> Iterator[_Check]:
-        # One after the other: both import transformers, and one of two threads that do it waits.
         def check() -> list[Finding]:
+            wait(self._imports)
             self._sizing.set_result(_checkpoint_bytes(config))
             return services.check_model(config)
 
@@ -185,6 +215,10 @@ class Checkup:
         yield _begin("run", partial(storage.check_lock, config), _HUNG_MOUNT, _LONG_SECONDS)
 
 
+def _import() -> None:
+    import raytune_fsdp.launch.local  # noqa: F401
+
+
 def _clean_late(place: RunDir, late: Future[Token]) -> None:
     """A mount that hung came back before this command has ended."""
     if late.exception() is None:
@@ -203,28 +237,6 @@ def _first(config: FinetuneConfig) -> list[Finding]:
     except RaytuneError as error:
         return [refused("config", error)]
     return [ok("config", f"nothing in it is refused; the run is {place.path}")]
-
-
-def _without_ray(config: FinetuneConfig, network: bool) -> list[Finding]:
-    from raytune_fsdp.launch.local import world_size
-
-    try:
-        world = sizes_of(config, world_size(config))[0]
-    except ConfigError as error:
-        return [refused("resources", error)]
-    found = [
-        ok("Ray", "cluster.launch=local does without it"),
-        ok("resources", f"{many(world, 'process')} on this machine"),
-    ]
-    if network:
-        found.append(
-            warning(
-                "network",
-                "not measured: without Ray nobody here starts processes on several machines",
-                "measure on a Ray cluster of the same machines, or with nccl-tests",
-            )
-        )
-    return found
 
 
 def _checkpoint_bytes(config: FinetuneConfig) -> int | None:
