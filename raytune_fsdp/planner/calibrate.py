@@ -2,7 +2,9 @@
 
 Kernels are measured one by one at sizes that blocks have, by as many ranks at a time as the machine would have: they
 share its memory, and on a CPU its cores. Then two small models train (in 16 and in 32 bits), and what their steps reach
-of the sum of their kernels says what no kernel does: what modules, autograd and FSDP take between them.
+of the sum of their kernels says what no kernel does: what modules and autograd take between them. Where there are
+several ranks, a third one trains that weighs next to nothing: what its step takes beside its kernels is what FSDP takes
+for each collective, with all that comes with a unit (hooks, DTensors, the clipping of its gradients).
 """
 
 from __future__ import annotations
@@ -20,8 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import TrainingError
@@ -33,12 +33,15 @@ from raytune_fsdp.parallel import memory_of
 from raytune_fsdp.plan import resolve
 from raytune_fsdp.planner.prediction import Cluster, predict
 from raytune_fsdp.planner.real_step import Trainer
+from raytune_fsdp.planner.speed import Seconds
 from raytune_fsdp.planner.subject import Subject
 from raytune_fsdp.types import Borders
 
 _SECONDS = 0.1
 """That each kernel is measured for, at least."""
-_STEPS = 5
+_STEPS, _LIGHT_STEPS = 5, 20
+_LIGHT = "light"
+"""The name of the step that weighs nothing."""
 
 _DTYPES = {"2": torch.bfloat16, "4": torch.float32}
 _PRECISION = {"2": "bf16", "4": "fp32"}
@@ -50,8 +53,6 @@ _LENGTHS = {"cpu": (128, 512, 2048), "cuda": (512, 2048, 8192)}
 _NUMBERS = {"cpu": (2**10, 2**14, 2**18, 2**22), "cuda": (2**10, 2**16, 2**22, 2**26)}
 _MESSAGE = {"cpu": 1 << 22, "cuda": 1 << 28}
 """Bytes: as large as the units of models that such devices train."""
-_UNITS = 12
-
 _WIDTH = {"cpu": 256, "cuda": 2048}
 """Of the models that train."""
 
@@ -78,11 +79,13 @@ def calibrate(ranks: int, threads: int) -> Calibration:
         attention=attention,
         elementwise=Surface(tuple(map(tuple, found.pop("elementwise")))),
         **found,
+        per_collective=0.0,
         reached={"2": 1.0, "4": 1.0},
         torch=torch.__version__,
         date=date.today().isoformat(),
     )
-    return replace(made, reached={key: _reached(made, key, steps[key]) for key in _PRECISION})
+    made = replace(made, reached={key: _reached(made, key, steps[key]) for key in _PRECISION})
+    return made if ranks == 1 else replace(made, per_collective=_per_collective(made, steps[_LIGHT]))
 
 
 def _on_ranks(ranks: int, kind: str, threads: int, directory: str) -> None:
@@ -98,19 +101,29 @@ def _on_ranks(ranks: int, kind: str, threads: int, directory: str) -> None:
         raise TrainingError(f"measuring this machine failed: {last}; end what else uses it, and try again") from error
 
 
+def _predicted(made: Calibration, config: FinetuneConfig) -> Seconds:
+    cluster = Cluster(device=device_of(made), per_node=made.ranks)
+    return predict(Subject.of(config), config, resolve(config, made.ranks), cluster).seconds
+
+
+def _per_collective(made: Calibration, seconds: float) -> float:
+    """By a light step that took so long."""
+    config = reference(made.kind, "bf16", made.ranks, width=64)
+    without = _predicted(made, config)
+    many = _predicted(replace(made, per_collective=1.0), config).moving - without.moving
+    return max(seconds - without.step, 0.1 * seconds) / many
+
+
 def _reached(made: Calibration, key: str, seconds: float) -> float:
     """Of the sum of its operations, by a step that took so long."""
-    config = reference(made.kind, _PRECISION[key], made.ranks)
-    cluster = Cluster(device=device_of(made), per_node=made.ranks)
-    found = predict(Subject.of(config), config, resolve(config, made.ranks), cluster).seconds
+    found = _predicted(made, reference(made.kind, _PRECISION[key], made.ranks, width=_WIDTH[made.kind]))
     alone = found.compute + found.update
     # Not below what would be said if half of the step had been collectives that take longer than alone.
     return alone / max(seconds - (found.step - alone), 0.5 * seconds)
 
 
-def reference(kind: str, precision: str, ranks: int) -> FinetuneConfig:
-    """What trains: a model whose step takes about a second on such a device."""
-    width = _WIDTH[kind]
+def reference(kind: str, precision: str, ranks: int, width: int) -> FinetuneConfig:
+    """What trains. Of the device's `_WIDTH` a model whose step takes about a second."""
     architecture = {
         "model_type": "llama", "vocab_size": 32 * width, "hidden_size": width, "intermediate_size": 3 * width,
         "num_hidden_layers": 4, "num_attention_heads": width // 64, "num_key_value_heads": width // 64,
@@ -119,7 +132,7 @@ def reference(kind: str, precision: str, ranks: int) -> FinetuneConfig:
     return FinetuneConfig.model_validate({
         "run": {"name": "calibration"},
         "model": {"init": "random", "tokenizer": "none", "architecture": architecture},
-        "data": {"train": [{"path": "rows.jsonl"}], "seq_len": 512},
+        "data": {"train": [{"path": "rows.jsonl"}], "seq_len": 512 if width > 64 else 64},
         "train": {"max_steps": 2, "global_batch": 2 * ranks, "micro_batch": 2},
         "parallel": {"precision": precision, "compile": False},
         "cluster": {"device": kind},
@@ -288,7 +301,7 @@ def _elementwise(timer: Timer, host: float) -> list[tuple[float, float, float]]:
 def _links(timer: Timer) -> dict[str, float]:
     ranks = dist.get_world_size()
     if ranks == 1:
-        return {"gathering": 0.0, "reducing": 0.0, "per_collective": 0.0}
+        return {"gathering": 0.0, "reducing": 0.0}
     numbers = _MESSAGE[timer.device.type] // 4 // ranks * ranks
     whole, copy = (torch.zeros(numbers, device=timer.device) for _ in range(2))
     part = torch.zeros(numbers // ranks, device=timer.device)
@@ -306,33 +319,17 @@ def _links(timer: Timer) -> dict[str, float]:
     return {
         "gathering": moved / timer(gather),
         "reducing": moved / timer(reduce),
-        "per_collective": _per_collective(timer),
     }
 
 
-def _per_collective(timer: Timer) -> float:
-    """What FSDP takes for a unit that weighs nothing."""
-
-    def layers() -> nn.Sequential:
-        return nn.Sequential(*(nn.Linear(16, 16, bias=False, device=timer.device) for _ in range(_UNITS)))
-
-    alone, spread = layers(), layers()
-    for layer in spread:
-        fully_shard(layer)
-    fully_shard(spread)
-    x = torch.ones(1, 16, device=timer.device)
-
-    def pass_of(network: nn.Module) -> Callable[[], None]:
-        return lambda: torch.autograd.backward(network(x).sum())
-
-    # Gathered for forward and for backward, and reduced.
-    return max(timer(pass_of(spread)) - timer(pass_of(alone)), 1e-9) / (3 * _UNITS)
-
-
 def _real_steps(device: torch.device, ranks: int) -> dict[str, float]:
+    width = _WIDTH[device.type]
+    of = {key: reference(device.type, precision, ranks, width) for key, precision in _PRECISION.items()}
+    if ranks > 1:
+        of[_LIGHT] = reference(device.type, "bf16", ranks, width=64)
     found = {}
-    for key, precision in _PRECISION.items():
-        trainer = Trainer(reference(device.type, precision, ranks), device)
+    for key, config in of.items():
+        trainer = Trainer(config, device)
         trainer.step()
-        found[key] = median(trainer.step() for _ in range(_STEPS))
+        found[key] = median(trainer.step() for _ in range(_STEPS if key != _LIGHT else _LIGHT_STEPS))
     return found
