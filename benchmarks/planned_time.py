@@ -7,8 +7,8 @@ The cases are those of `planned_memory`. For each number of ranks the machine is
 trained: assembled as a run assembles it, on full batches, one step that is not counted and the median of those that
 follow. With four ranks on two cores all take turns, in calibration and in training.
 
-`LATER` of `planned_memory` names the cases that nothing of the planner was made with. Needs a machine that does nothing
-else.
+`AFTER` has two cases more, chosen when planner and script were done; nothing was changed after they had run. Needs a
+machine that does nothing else. Prints the table of docs/results.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.planned_memory import CASES, CPU, LATER, _step, config_of
+from benchmarks.planned_memory import CASES, CPU, _step, config_of
 from benchmarks.ranks import run_ranks, slowest
 from benchmarks.record import write_result
 from raytune_fsdp.assemble import assemble
@@ -36,6 +36,44 @@ from raytune_fsdp.plan import resolve
 from raytune_fsdp.planner.calibrate import calibrate
 from raytune_fsdp.planner.prediction import Cluster, predict
 from raytune_fsdp.planner.subject import Subject
+
+AFTER: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "15M Qwen3, IA3, accumulated": (
+        2,
+        {
+            "model_type": "qwen3",
+            "vocab_size": 8192,
+            "hidden_size": 384,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "max_position_embeddings": 2048,
+        },
+        {
+            "parallel": {"precision": "bf16", "activation_checkpointing": "selective"},
+            "method": {"type": "ia3"},
+            "train": {"global_batch": 16},
+        },
+    ),
+    "35M Mistral, long samples": (
+        1,
+        {
+            "model_type": "mistral",
+            "vocab_size": 16384,
+            "hidden_size": 512,
+            "intermediate_size": 1792,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 2048,
+        },
+        {"parallel": {"precision": "fp32", "activation_checkpointing": "full"}, "seq_len": 1536},
+    ),
+}
+
+ALL = {**CASES, **AFTER}
 
 WITHIN = 0.25
 _STEPS, _SECONDS = 5, 6.0
@@ -67,14 +105,14 @@ def measured(values: Mapping[str, Any], path: str) -> None:
 
 
 def compare(name: str, calibration: Calibration, directory: Path) -> dict[str, Any]:
-    world, architecture, sections = CASES[name]
+    world, architecture, sections = ALL[name]
     config = config_of(directory, architecture, sections, world)
     said = planned(config, world, calibration)
     run_ranks(measured, world, config.model_dump(exclude_unset=True), str(directory / "measured.json"))
     seconds = json.loads((directory / "measured.json").read_text())
     step = median(seconds)
     row = {
-        "world": world, "later": name in LATER, "planned": said, "measured": step, "least": min(seconds),
+        "world": world, "later": name in AFTER, "planned": said, "measured": step, "least": min(seconds),
         "most": max(seconds), "difference": said["step"] / step - 1,
     }  # fmt: skip
     print(
@@ -86,9 +124,26 @@ def compare(name: str, calibration: Calibration, directory: Path) -> dict[str, A
     return row
 
 
+def row_of(name: str, row: Mapping[str, Any]) -> str:
+    """A line of the table in docs/results.md."""
+    said = row["planned"]
+    numbers = (
+        said["compute"],
+        said["moving"],
+        said["update"],
+        said["step"],
+        row["measured"],
+        row["least"],
+        row["most"],
+    )
+    cells = " | ".join(f"{1000 * each:,.1f}" for each in numbers)
+    later = ", later" if row["later"] else ""
+    return f"| {name}{later} | {row['world']} | {cells} | {row['difference']:+.1%} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=CASES, default=[*CASES])
+    parser.add_argument("--only", nargs="+", choices=ALL, default=[*ALL])
     parser.add_argument(
         "--calibrations", type=Path, help="a directory with those of an earlier call, or for this one's"
     )
@@ -98,14 +153,14 @@ def main() -> None:
     reached: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         kept = arguments.calibrations or Path(scratch)
-        for world in sorted({CASES[name][0] for name in arguments.only}):
+        for world in sorted({ALL[name][0] for name in arguments.only}):
             file = kept / f"ranks-{world}.json"
             if not file.exists():
                 write_calibration(calibrate(world, threads=1), file)
             calibration = read_calibration(file)
             reached[str(world)] = dict(calibration.reached)
             print(f"{world} ranks reach {reached[str(world)]} of their kernels", flush=True)
-            for name in (each for each in arguments.only if CASES[each][0] == world):
+            for name in (each for each in arguments.only if ALL[each][0] == world):
                 with tempfile.TemporaryDirectory() as directory:
                     rows[name] = compare(name, calibration, Path(directory))
     if arguments.out:
@@ -113,6 +168,7 @@ def main() -> None:
             "seconds of a step: planned from the config and a calibration of the machine, and of real steps over gloo"
         )
         write_result(arguments.out, {"what": what, "reached": reached, "cases": rows})
+    print("\n".join(row_of(name, rows[name]) for name in arguments.only))
     off = [name for name, row in rows.items() if abs(row["difference"]) > WITHIN]
     if off:
         raise SystemExit(f"off by more than {WITHIN:.0%}: {', '.join(off)}")

@@ -9,10 +9,11 @@ for each collective, with all that comes with a unit (hooks, DTensors, the clipp
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -40,6 +41,7 @@ from raytune_fsdp.types import Borders
 _SECONDS = 0.1
 """That each kernel is measured for, at least."""
 _STEPS, _LIGHT_STEPS = 5, 20
+_ROUNDS = 3
 _LIGHT = "light"
 """The name of the step that weighs nothing."""
 
@@ -50,6 +52,8 @@ _TOKENS = 1024
 _SIDES = {"cpu": (8, 64, 256, 1024), "cuda": (8, 64, 512, 2048, 8192)}
 _HEADS = {"cpu": (32, 64, 128), "cuda": (64, 128)}
 _LENGTHS = {"cpu": (128, 512, 2048), "cuda": (512, 2048, 8192)}
+_COLD = {"cpu": 2**23, "cuda": 2**27}
+"""Numbers in 32 bits that are more than caches hold."""
 _NUMBERS = {"cpu": (2**10, 2**14, 2**18, 2**22), "cuda": (2**10, 2**16, 2**22, 2**26)}
 _MESSAGE = {"cpu": 1 << 22, "cuda": 1 << 28}
 """Bytes: as large as the units of models that such devices train."""
@@ -84,8 +88,11 @@ def calibrate(ranks: int, threads: int) -> Calibration:
         torch=torch.__version__,
         date=date.today().isoformat(),
     )
-    made = replace(made, reached={key: _reached(made, key, steps[key]) for key in _PRECISION})
-    return made if ranks == 1 else replace(made, per_collective=_per_collective(made, steps[_LIGHT]))
+    for _ in range(_ROUNDS):  # each of the two is in the other's step, a little
+        made = replace(made, reached={key: _reached(made, key, steps[key]) for key in _PRECISION})
+        if ranks > 1:
+            made = replace(made, per_collective=_per_collective(made, steps[_LIGHT]))
+    return made
 
 
 def _on_ranks(ranks: int, kind: str, threads: int, directory: str) -> None:
@@ -109,17 +116,17 @@ def _predicted(made: Calibration, config: FinetuneConfig) -> Seconds:
 def _per_collective(made: Calibration, seconds: float) -> float:
     """By a light step that took so long."""
     config = reference(made.kind, "bf16", made.ranks, width=64)
-    without = _predicted(made, config)
-    many = _predicted(replace(made, per_collective=1.0), config).moving - without.moving
+    without, one = (_predicted(replace(made, per_collective=each), config) for each in (0.0, 1.0))
+    many = one.moving - without.moving
     return max(seconds - without.step, 0.1 * seconds) / many
 
 
 def _reached(made: Calibration, key: str, seconds: float) -> float:
     """Of the sum of its operations, by a step that took so long."""
     found = _predicted(made, reference(made.kind, _PRECISION[key], made.ranks, width=_WIDTH[made.kind]))
-    alone = found.compute + found.update
+    alone = found.operations + found.updating
     # Not below what would be said if half of the step had been collectives that take longer than alone.
-    return alone / max(seconds - (found.step - alone), 0.5 * seconds)
+    return alone / max(seconds - found.exposed, 0.5 * seconds)
 
 
 def reference(kind: str, precision: str, ranks: int, width: int) -> FinetuneConfig:
@@ -278,18 +285,19 @@ def _kernel(kind: str, dtype: torch.dtype, call: Call) -> Callable[..., torch.Te
 
 
 def _elementwise(timer: Timer, host: float) -> list[tuple[float, float, float]]:
-    """What blocks do beside products, half of it on numbers of 16 bits."""
+    """What blocks do beside products."""
     points = []
     for numbers in _NUMBERS[timer.device.type]:
-        x, y = (torch.randn(numbers, device=timer.device) for _ in "xy")
-        small = x.bfloat16()
+        # What a block reads has been in no cache for long.
+        many = min(512, max(2, _COLD[timer.device.type] // numbers))
+        pool = itertools.cycle([torch.randn(numbers, device=timer.device) for _ in range(many)])
 
-        def call(x: torch.Tensor = x, y: torch.Tensor = y, small: torch.Tensor = small) -> None:
-            x * y
-            x + y
-            F.silu(x)
-            torch.cat([x, y])
-            x.to(torch.bfloat16)
+        def call(pool: Iterator[torch.Tensor] = pool) -> None:
+            torch.mul(next(pool), next(pool))
+            torch.add(next(pool), next(pool))
+            F.silu(next(pool))
+            torch.cat([next(pool), next(pool)])
+            next(pool).to(torch.bfloat16)
 
         nbytes, operations = numbers * (12 + 12 + 8 + 16 + 6), 5
         seconds = timer(call)
