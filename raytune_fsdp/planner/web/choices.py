@@ -12,6 +12,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.estimate.devices import DEVICES
 from raytune_fsdp.planner.alternatives import METHODS
+from raytune_fsdp.planner.changes import with_changes
 from raytune_fsdp.untrusted import printable
 
 Value = int | str
@@ -104,26 +105,21 @@ def _shown(text: str) -> str:
 
 
 def changed(config: FinetuneConfig, choice: Chosen, per_node: int) -> FinetuneConfig:
-    """The config with what was chosen. What is as it was stays unwritten if it was: one GPU alone may then do better
-    than full_shard."""
-    values = config.model_dump(exclude_unset=True)
-    start = start_of(config, choice.device, choice.gpus)
-    for section, name in (("data", "seq_len"), ("train", "micro_batch"), ("train", "global_batch")):
+    """The config with what was chosen."""
+    start, changes = start_of(config, choice.device, choice.gpus), dict[str, Any]()
+    written = {
+        "data.seq_len": "seq_len", "train.micro_batch": "micro_batch", "train.global_batch": "global_batch",
+        "parallel.activation_checkpointing": "recompute", "parallel.strategy": "strategy",
+    }  # fmt: skip
+    for path, name in written.items():
         if getattr(choice, name) != getattr(start, name):
-            values[section][name] = getattr(choice, name)
-    parallel = values.setdefault("parallel", {})
-    if choice.recompute != start.recompute:
-        parallel["activation_checkpointing"] = choice.recompute
-        parallel.pop("recompute_every", None)
-    if choice.strategy != start.strategy:
-        parallel["strategy"] = choice.strategy
-        parallel.pop("shard_size", None)
-        if choice.strategy == "hybrid_shard":
-            parallel["shard_size"] = per_node
+            changes[path] = getattr(choice, name)
+    if changes.get("parallel.strategy") == "hybrid_shard":
+        changes["parallel.shard_size"] = per_node
     if choice.method != start.method:
-        values["method"] = _method(config, choice.method)
+        changes["method"] = _method(config, choice.method)
     try:
-        return FinetuneConfig.model_validate(values)
+        return with_changes(config, changes)
     except ValidationError as error:
         raise ConfigError("; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())) from None
 
