@@ -52,8 +52,10 @@ def main(
     )
     parser.add_argument("--verbose", action="store_true", help="show what libraries print and warn of, on every rank")
     arguments = sys.argv[1:] if argv is None else argv
+    before = set(threading.enumerate())
     code = exit_code(lambda: _train(parser, arguments))
-    if code and any(thread.name.startswith(_WAITING) for thread in threading.enumerate()):
+    ours = set(threading.enumerate()) - before  # a thread of whoever calls this function is not for us to end
+    if code and any(thread.name.startswith(_WAITING) for thread in ours):
         # A thread waits for storage that does not answer, and the library below would wait for it for another minute.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -168,3 +169,17 @@ def test_every_call_says_whether_code_may_run() -> None:
             and node not in said
         ]
     assert not silent, "these leave it to transformers"
+
+
+def test_a_command_ends_no_process_for_threads_that_it_has_not_started(
+    model: Path, marker: Path, tmp_path: Path
+) -> None:
+    """As the storage's of another run, in a program that calls both."""
+    over = threading.Event()
+    other = threading.Thread(target=over.wait, name="storage_0")
+    other.start()
+    try:
+        assert _command("train", _infect(model, marker), tmp_path) == 2
+    finally:
+        over.set()
+        other.join()
