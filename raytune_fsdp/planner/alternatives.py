@@ -96,8 +96,6 @@ def in_words(changes: Mapping[str, Any]) -> str:
     for name, value in changes.items():
         if name == "world":
             words.append(f"{value} GPU{'s' * (value != 1)}")
-        elif name == "method":
-            words.append(f"method={value['type']}")
         else:
             last = name.rpartition(".")[2]
             words.append(f"{short.get(last, last)}={value}")

@@ -69,11 +69,10 @@ def _memory(planned: Planned) -> list[str]:
 def _step_down(planned: Planned) -> list[str]:
     other, found = planned.step_down, planned.prediction
     if other is None:
-        return []
+        return _row("a step down", "none that learns the same; more GPUs or another method need less (--alternatives)")
     freed, longer = found.needed - other.prediction.needed, other.prediction.seconds.step / found.seconds.step - 1
     much = f"{_gib(freed)}, and a step takes {abs(longer):.0%} {'longer' if longer >= 0 else 'less'}"
-    what = "" if other.learns_the_same else "; it learns something else"
-    return _row("a step down", f"{in_words(other.changes)} frees {much}{what}")
+    return _row("a step down", f"{in_words(other.changes)} frees {much}")
 
 
 def _micro_batch(planned: Planned) -> str:

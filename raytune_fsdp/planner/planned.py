@@ -30,7 +30,7 @@ class Planned:
     paying_micro_batch: int | None
     """From which a larger one no longer pays; None: not known."""
     step_down: Alternative | None
-    """The first change that would free memory; None: there is none."""
+    """The first change that learns the same and would free memory; None: there is none."""
     alternatives: Sequence[Alternative]
     price: float | None
     """Of a GPU and hour."""
