@@ -36,6 +36,7 @@ from raytune_fsdp.plan import resolve
 from raytune_fsdp.planner.calibrate import calibrate
 from raytune_fsdp.planner.prediction import Cluster, predict
 from raytune_fsdp.planner.subject import Subject
+from raytune_fsdp.planner.trace import full_batches
 
 AFTER: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "15M Qwen3, IA3, accumulated": (
@@ -87,8 +88,6 @@ def planned(config: FinetuneConfig, world: int, calibration: Calibration) -> dic
 
 def measured(values: Mapping[str, Any], path: str) -> None:
     """On every rank: seconds of steps, each on the slowest of them."""
-    from raytune_fsdp.planner.trace import full_batches
-
     config = FinetuneConfig.model_validate(values)
     prepared, standing = prepare_on_rank0(config)
     parts = assemble(config, prepared, standing, CPU)

@@ -7,20 +7,17 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from raytune_fsdp.assemble import as_stored, spread
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.network import build_network
-from raytune_fsdp.model.objective import Objective
-from raytune_fsdp.optim import build_optimizer
+from raytune_fsdp.optim import build_optimizer, local_piece
 from raytune_fsdp.parallel import make_mesh, memory_of, units_of
 from raytune_fsdp.plan import resolve
 from raytune_fsdp.planner.subject import Subject
-from raytune_fsdp.planner.trace import choose_kernels, full_batches
-from raytune_fsdp.step import LossScale, train_step
+from raytune_fsdp.planner.trace import choose_kernels, full_batches, one_step
 
 
 class Trainer:
@@ -38,8 +35,7 @@ class Trainer:
         fill(model, None, "empty", device)
         with torch.no_grad():
             for parameter in model.parameters():
-                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                local.normal_(std=0.02)
+                local_piece(parameter).normal_(std=0.02)
         self._model = model.train()
         self._optimizer = build_optimizer(model, config.optim, config.method)
         self._optimizer.init_state()
@@ -48,15 +44,9 @@ class Trainer:
 
     def step(self) -> float:
         """Train one step; returns the seconds that it took on the slowest rank."""
-        config = self._config
-        scale = LossScale.start(enabled=config.parallel.precision == "fp16", device=self._device)
         dist.barrier()
         began = time.perf_counter()
-        train_step(
-            self._model, self._optimizer, scale, self._batches,
-            plan=self._plan, parallel=self._parallel, optim=config.optim, lr_factor=1.0, seed=0,
-            objective=Objective.of(config.train, None, None),
-        )  # fmt: skip
+        one_step(self._config, self._plan, self._parallel, self._model, self._optimizer, self._batches, self._device)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         spent = torch.tensor(time.perf_counter() - began, dtype=torch.float64)

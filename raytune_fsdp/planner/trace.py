@@ -117,7 +117,7 @@ def trace(
             optimizer = build_optimizer(model, config.optim, config.method)
             optimizer.init_state()
             recorder = Recorder(live, model, blocks, optimizer)
-            recorder.record(lambda: _step(config, plan, parallel, model, recorder, batches))
+            recorder.record(lambda: one_step(config, plan, parallel, model, recorder, batches, CPU))
     return Trace(
         timeline=live.timeline,
         stands_for=tuple(kept),
@@ -173,16 +173,18 @@ class _ToHost:
         pass
 
 
-def _step(
+def one_step(
     config: FinetuneConfig,
     plan: Plan,
     parallel: ParallelConfig,
     model: PreTrainedModel,
     optimizer: Optimizer,
     batches: StepBatches,
+    device: torch.device,
 ) -> None:
+    """A run's step, beside which nothing is watched or recorded."""
     train_step(
-        model, optimizer, LossScale.start(enabled=config.parallel.precision == "fp16", device=CPU), batches,
+        model, optimizer, LossScale.start(enabled=config.parallel.precision == "fp16", device=device), batches,
         plan=plan, parallel=parallel, optim=config.optim, lr_factor=1.0, seed=0,
         objective=Objective.of(config.train, None, None),
     )  # fmt: skip
