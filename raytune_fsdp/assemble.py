@@ -25,6 +25,7 @@ from raytune_fsdp.config import CheckpointConfig, FinetuneConfig, ParallelConfig
 from raytune_fsdp.config.method import QloraMethod
 from raytune_fsdp.config.optimizers import state_bytes
 from raytune_fsdp.data.batches import rank_batches
+from raytune_fsdp.data.parts import own_parts
 from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.to_device import to_device
@@ -32,7 +33,7 @@ from raytune_fsdp.document_record import DocumentRecord
 from raytune_fsdp.early_stop import EarlyStop, ended_by
 from raytune_fsdp.estimate.flops import Architecture
 from raytune_fsdp.estimate.predicted import NotPredicted, Predicted
-from raytune_fsdp.evaluate import check_network
+from raytune_fsdp.evaluate import check_network, check_parts
 from raytune_fsdp.exam import Exam
 from raytune_fsdp.forecast import Forecast, bytes_kept
 from raytune_fsdp.loop import Parts
@@ -51,6 +52,7 @@ from raytune_fsdp.model.operations import count_architecture
 from raytune_fsdp.model.principal import pairs_of
 from raytune_fsdp.model.quantized import quantize_layers
 from raytune_fsdp.model.routers import watched, why_routers_forbid
+from raytune_fsdp.model.sequence import check_attention_in_parts
 from raytune_fsdp.model.trial import why_kernel_fails
 from raytune_fsdp.optim import Optimizer, build_optimizer
 from raytune_fsdp.own_time import OwnTime
@@ -61,6 +63,7 @@ from raytune_fsdp.parallel import (
     for_one_rank,
     is_wrapped,
     make_mesh,
+    make_sequence_group,
     memory_of,
     shard,
     store_frozen,
@@ -116,6 +119,8 @@ def assemble(
     learner = _learner(config, prepared, standing, device)
     # On the model itself: some architectures take position_ids and still let packed documents see each other.
     check_network(learner.model, config.data.packing, device, _computes_in(config))
+    if learner.members is not None:
+        check_parts(learner.model, learner.members, device, _computes_in(config))
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")
@@ -123,8 +128,10 @@ def assemble(
     stream = Stream(prepared.train, seed=config.run.seed)
     batches = hooks.batches or rank_batches(
         stream, plan.division, standing.steps_left,
-        cursor=state.cursor, data_rank=dist.get_rank(),
+        cursor=state.cursor, data_rank=plan.layout.data_rank(dist.get_rank()),
     )  # fmt: skip
+    if learner.members is not None:
+        batches = own_parts(batches, plan.layout, dist.get_rank())
     saver = _saver(config, prepared, standing, learner)
     _report(tracker, learner, saver, hooks.predicted)
     own = OwnTime(learner.units, device, storage=lambda: saver.own_seconds) if plan.layout.world > 1 else None
@@ -258,6 +265,8 @@ class _Learner:
     """For people: what is gathered when. None: nothing is."""
     base: Mapping[str, Any] | None
     """What checkpoints say about the weights that adapters are beside. None: there are no adapters."""
+    members: dist.ProcessGroup | None
+    """The ranks that share this one's blocks. None: it has them for itself."""
 
 
 def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device) -> _Learner:
@@ -268,9 +277,10 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
     architecture = count_architecture(model)  # before sharding: by the shapes of whole weights
     compiled = kernels["blocks"].name == COMPILED
     # Hooks would break the graphs of blocks that are computed again.
-    routers = None if compiled else watched(model, config.train)
-    compiler = Compiler() if compiled else None
     layout, micro_batches = standing.plan.layout, standing.plan.division.full_rounds
+    members = make_sequence_group(layout, device)
+    routers = None if compiled else watched(model, config.train, members)
+    compiler = Compiler() if compiled else None
     parallel = as_stored(model, config, layout, memory_of(device))
     units = units_of(model, parallel, ends=prepared.needs.ends)
     sharding = None
@@ -305,6 +315,7 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
         compiler=compiler,
         sharding=sharding,
         base=base,
+        members=members,
     )
 
 
@@ -365,7 +376,10 @@ def _choose(
         or why_routers_forbid(config.train)
         or why_on_any_rank(lambda: why_it_fails(device)),
     )  # fmt: skip
-    return {"attention": use(model, attention), "loss": loss, "blocks": blocks}
+    attention = use(model, attention)
+    if standing.plan.layout.sequence > 1:
+        check_attention_in_parts(standing.plan.layout.sequence, attention)
+    return {"attention": attention, "loss": loss, "blocks": blocks}
 
 
 def _computes_in(config: FinetuneConfig) -> torch.dtype:

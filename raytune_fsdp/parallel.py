@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -118,6 +119,14 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     if layout.replicas == 1:
         return init_device_mesh(device.type, (layout.shard_size,), mesh_dim_names=("shard",))
     return init_device_mesh(device.type, (layout.replicas, layout.shard_size), mesh_dim_names=("replicate", "shard"))
+
+
+def make_sequence_group(layout: Layout, device: torch.device) -> dist.ProcessGroup | None:
+    """The ranks that share this rank's blocks; None if it has them for itself. Collective."""
+    if layout.sequence == 1:
+        return None
+    shape = (layout.data_ranks, layout.sequence)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("data", "sequence")).get_group("sequence")
 
 
 @dataclass(frozen=True, slots=True)

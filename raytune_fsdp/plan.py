@@ -26,11 +26,25 @@ class Layout:
 
     world: int
     data_ranks: int
-    """Ranks that get blocks of their own. Today all ranks: every axis of the mesh is an axis of the data."""
+    """Groups of ranks that get blocks of their own."""
     replicas: int
-    """Ranks that hold the same shard (the first axis of the mesh)."""
+    """Ranks that hold the same shard."""
     shard_size: int
-    """Ranks that share one copy of the model (the second axis)."""
+    """Ranks that share one copy of the model."""
+    sequence: int = 1
+    """Ranks that share a block. They follow one another, so that they are mostly on one node."""
+
+    def data_rank(self, rank: int) -> int:
+        """Whose blocks a rank computes."""
+        return rank // self.sequence
+
+    def member(self, rank: int) -> int:
+        """Which part of its blocks a rank has."""
+        return rank % self.sequence
+
+
+ALONE = Layout(world=1, data_ranks=1, replicas=1, shard_size=1)
+"""One rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +91,7 @@ class Plan:
             "world": self.layout.world,
             "replicas": self.layout.replicas,
             "shard_size": self.layout.shard_size,
+            **({"sequence": self.layout.sequence} if self.layout.sequence > 1 else {}),
             "rounds": self.division.full_rounds,
             "fillers": self.division.fillers,
         }
@@ -134,37 +149,86 @@ def sizes_of(config: FinetuneConfig, hardware: int = 1) -> list[int]:
     if not isinstance(workers, Between):
         return [layout_of(config, hardware if workers == "auto" else workers).world]
     _check_blocks(config, workers.max)
-    parallel = config.parallel
-    step = (parallel.shard_size or 1) if parallel.strategy == "hybrid_shard" else 1
+    step = least_ranks(config)
     sizes = [world for world in range(workers.min, workers.max + 1) if world % step == 0]
     if not sizes:
         below, above = workers.min // step * step, -(-workers.max // step) * step
         ways = [f"min={below}"] if below else []
-        ways += [f"max={above}"] if above <= _blocks(config) else []
+        ways += [f"max={above}"] if above <= _blocks(config) * config.parallel.mesh.sequence else []
         # The next larger one, as the model may not fit with a smaller one; `max` itself is always one.
         larger = (size for size in range(step + 1, workers.max) if workers.max // size * size >= workers.min)
-        ways.append(f"parallel.shard_size={next(larger, workers.max)}")
+        if config.parallel.shard_size is not None and config.parallel.mesh.sequence == 1:
+            ways.append(f"parallel.shard_size={next(larger, workers.max)}")
         raise ConfigError(
             f"cluster.workers={{min: {workers.min}, max: {workers.max}}}: no number in between is a multiple of "
-            f"parallel.shard_size={step}, as hybrid_shard needs it; set {' or '.join(ways)}"
+            f"{step}, as {_why_step(config)}; set {' or '.join(ways)}"
         )
     return sizes
 
 
+def least_ranks(config: FinetuneConfig) -> int:
+    """The least number of ranks; every other is a multiple of it."""
+    parallel, mesh = config.parallel, config.parallel.mesh
+    if parallel.strategy == "hybrid_shard":
+        return parallel.shard_size or (mesh.shard or 1) * (mesh.replicate or 1) * mesh.sequence
+    return mesh.sequence
+
+
+def _why_step(config: FinetuneConfig) -> str:
+    parallel, mesh = config.parallel, config.parallel.mesh
+    if parallel.shard_size is not None:
+        return f"parallel.shard_size={parallel.shard_size} needs it"
+    axes = {"replicate": mesh.replicate, "shard": mesh.shard, "sequence": mesh.sequence if mesh.sequence > 1 else None}
+    return f"parallel.mesh={{{', '.join(f'{axis}: {size}' for axis, size in axes.items() if size)}}} needs it"
+
+
 def layout_of(config: FinetuneConfig, world: int) -> Layout:
     """The mesh for this world size; ConfigError if there is none. Needs no census."""
+    parallel, mesh = config.parallel, config.parallel.mesh
+    sequence = mesh.sequence
+    if world % sequence:
+        valid = [d for d in range(1, world + 1) if world % d == 0]
+        raise ConfigError(f"parallel.mesh.sequence={sequence} does not divide the world size {world}; valid: {valid}")
     _check_blocks(config, world)
-    parallel = config.parallel
-    if parallel.strategy == "hybrid_shard":
-        shard_size = parallel.shard_size or 1
-        if world % shard_size:
-            valid = [d for d in range(1, world + 1) if world % d == 0]
-            raise ConfigError(
-                f"parallel.shard_size={shard_size} does not divide the world size {world}; valid: {valid}"
-            )
+    if parallel.strategy == "replicate":
+        shard_size = 1
+    elif parallel.strategy == "hybrid_shard":
+        shard_size = _shard_size(config, world)
     else:
-        shard_size = 1 if parallel.strategy == "replicate" else world
-    return Layout(world=world, data_ranks=world, replicas=world // shard_size, shard_size=shard_size)
+        shard_size = world
+    layout = Layout(
+        world=world,
+        data_ranks=world // sequence,
+        replicas=world // shard_size,
+        shard_size=shard_size,
+        sequence=sequence,
+    )
+    # Members of a block hold shards like any other ranks, or each a whole copy.
+    shard = max(1, shard_size // sequence)
+    for axis, asked, found in (
+        ("shard", mesh.shard, shard),
+        ("replicate", mesh.replicate, layout.data_ranks // shard),
+    ):
+        if asked is not None and asked != found:
+            raise ConfigError(
+                f"parallel.mesh.{axis}={asked}: {parallel.strategy} on {world} ranks makes it {found}; leave it out, or "
+                "use another number of ranks or another parallel.strategy"
+            )
+    return layout
+
+
+def _shard_size(config: FinetuneConfig, world: int) -> int:
+    """How many ranks share one copy of the model with hybrid_shard."""
+    parallel, mesh = config.parallel, config.parallel.mesh
+    if parallel.shard_size is not None:
+        field, size = "parallel.shard_size", parallel.shard_size
+        if world % size:
+            valid = [d for d in range(1, world + 1) if world % d == 0]
+            raise ConfigError(f"{field}={size} does not divide the world size {world}; valid: {valid}")
+        return size
+    if world % least_ranks(config):
+        raise ConfigError(f"{_why_step(config)}, and {world} ranks are no multiple of {least_ranks(config)}; change one")
+    return mesh.shard * mesh.sequence if mesh.shard is not None else world // (mesh.replicate or 1)
 
 
 def _blocks(config: FinetuneConfig) -> int:
@@ -173,12 +237,14 @@ def _blocks(config: FinetuneConfig) -> int:
 
 
 def _check_blocks(config: FinetuneConfig, world: int) -> None:
-    train, blocks = config.train, _blocks(config)
-    if blocks < world:
+    train, blocks, sequence = config.train, _blocks(config), config.parallel.mesh.sequence
+    data_ranks = world // sequence
+    if blocks < data_ranks:
+        shared = f" in groups of {sequence}" if sequence > 1 else ""
         raise ConfigError(
             f"train.global_batch={train.global_batch} and train.micro_batch={train.micro_batch} make {blocks} block(s) "
-            f"per step for {world} ranks, so some would always idle: use at most {blocks} rank(s), "
-            f"a global_batch of at least {world * train.micro_batch}, or a smaller micro_batch"
+            f"per step for {world} ranks{shared}, so some would always idle: use at most {blocks * sequence} rank(s), "
+            f"a global_batch of at least {data_ranks * train.micro_batch}, or a smaller micro_batch"
         )
 
 

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from raytune_fsdp.answers import beating, ends
 from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.data.batches import filler, to_batch
+from raytune_fsdp.data.parts import part_of
 from raytune_fsdp.data.questions import NEXT_QUESTION, Choices, Questions, Written
 from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.final_answer import TooSlowError, find, same
 from raytune_fsdp.model.attention import takes_position_ids, without_borders
 from raytune_fsdp.model.loss import block_loss
 from raytune_fsdp.parallel import evaluating
+from raytune_fsdp.plan import Layout
 from raytune_fsdp.tracking.names import ACCURACY_OF_CHOICES, EXACT_MATCH, evaluation_of
 from raytune_fsdp.types import PADDING, Batch, Cursor
 
@@ -38,6 +41,7 @@ def measure(
     tasks: Sequence[Questions],
     *,
     micro_batch: int,
+    layout: Layout,
     device: torch.device,
     attention: str,
 ) -> dict[str, float]:
@@ -46,7 +50,7 @@ def measure(
     for task in tasks:
         with evaluating(model):
             if isinstance(task, Choices):
-                values |= _choose(model, task, micro_batch, device)
+                values |= _choose(model, task, micro_batch, layout, device)
             else:
                 with without_borders(model, attention), beating(model):
                     values |= _write(model, tokenizer, task, device)
@@ -69,16 +73,19 @@ def _shares(name: str, kind: str, right: np.ndarray[Any, Any], subjects: Sequenc
     return found
 
 
-def _choose(model: PreTrainedModel, task: Choices, micro_batch: int, device: torch.device) -> dict[str, float]:
+def _choose(
+    model: PreTrainedModel, task: Choices, micro_batch: int, layout: Layout, device: torch.device
+) -> dict[str, float]:
     """Whether the right choice is the most likely one after its question: as it is, and for its length."""
     log_probabilities = np.zeros(len(task.characters))
-    for block, numbers in to_device(_blocks(task, micro_batch), device):
+    for block, numbers in to_device(_blocks(task, micro_batch, layout), device):
         losses = block_loss(model, block)
         # Added on the host, in order: a GPU adds to the same place in any order, and a tie must be one every time.
         each = losses.each.double().cpu().numpy()
         np.subtract.at(log_probabilities, numbers[block.targets.datasets.cpu().numpy()], each)
     sums = torch.from_numpy(log_probabilities)
-    dist.all_reduce(sums)  # each was computed by one rank, so this adds zeros to it
+    # Each was computed by one rank, so this adds zeros to it; or its tokens by several that share a block.
+    dist.all_reduce(sums)
     by_character = log_probabilities / task.characters
     found: dict[str, float] = {}
     for kind, scores in zip(ACCURACY_OF_CHOICES, (log_probabilities, by_character), strict=True):
@@ -91,14 +98,16 @@ def _choose(model: PreTrainedModel, task: Choices, micro_batch: int, device: tor
     return found
 
 
-def _blocks(task: Choices, micro_batch: int) -> Iterator[tuple[Batch, np.ndarray[Any, Any]]]:
+def _blocks(task: Choices, micro_batch: int, layout: Layout) -> Iterator[tuple[Batch, np.ndarray[Any, Any]]]:
     """This rank's blocks of all choices, and the numbers of the choices in each. Every rank has equally many, fillers
     included."""
-    world, rank = dist.get_world_size(), dist.get_rank()
+    rank, ranks = dist.get_rank(), layout.data_ranks
+    own = partial(part_of, member=layout.member(rank), members=layout.sequence)
     count = math.ceil(len(task.samples) / micro_batch)
-    for index in range(rank, math.ceil(count / world) * world, world):
+    for index in range(layout.data_rank(rank), math.ceil(count / ranks) * ranks, ranks):
         if index >= count:
-            yield filler(micro_batch, seq_len=task.samples.input_ids.shape[1], pad_id=task.pad_id), np.empty(0, int)
+            empty = filler(micro_batch, seq_len=task.samples.input_ids.shape[1], pad_id=task.pad_id)
+            yield own(empty), np.empty(0, int)
             continue
         samples = task.samples[index * micro_batch : (index + 1) * micro_batch]
         numbers = np.setdiff1d([sample.source_ids for sample in samples], [PADDING])
@@ -112,7 +121,7 @@ def _blocks(task: Choices, micro_batch: int) -> Iterator[tuple[Batch, np.ndarray
             )
             for sample in samples
         ]
-        yield to_batch(samples, index=index, after=Cursor()), numbers
+        yield own(to_batch(samples, index=index, after=Cursor())), numbers
 
 
 def _write(

@@ -9,6 +9,20 @@ from pydantic import Field, model_validator
 from raytune_fsdp.config.base import Section
 
 
+class MeshConfig(Section):
+    """The axes along which ranks stand. Their product is the number of ranks."""
+
+    replicate: int | None = Field(default=None, ge=1)
+    """Copies of the model, each over ranks of its own. Follows from `strategy` and `shard_size` if it is not given."""
+
+    shard: int | None = Field(default=None, ge=1)
+    """Ranks with samples of their own that share one copy of the model. Follows from `strategy` and `shard_size`, too."""
+
+    sequence: int = Field(default=1, ge=1)
+    """Ranks that share each sample, every one with as many of its tokens: for documents too long for one GPU. In
+    attention each has all tokens and some of the heads, whose number it must divide."""
+
+
 class ParallelConfig(Section):
     strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "replicate"] = "full_shard"
     """`full_shard` shards weights, gradients and optimizer (ZeRO-3). `shard_grad_op` keeps weights gathered from
@@ -18,6 +32,8 @@ class ParallelConfig(Section):
     shard_size: int | None = Field(default=None, ge=1)
     """With `hybrid_shard`: ranks that share one copy of the model, usually the GPUs of a node. Must divide the world
     size."""
+
+    mesh: MeshConfig = Field(default_factory=MeshConfig)
 
     precision: Literal["bf16", "fp32", "fp64", "fp16", "bf16_pure"] = "bf16"
     """`bf16`, `fp16`: compute in 16 bits, fp32 master weights and reduction (fp16 with dynamic loss scaling).
@@ -56,10 +72,18 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _shard_size(self) -> Self:
-        if (self.strategy == "hybrid_shard") != (self.shard_size is not None):
+        mesh = self.mesh
+        given = self.shard_size is not None or mesh.shard is not None or mesh.replicate is not None
+        if self.strategy == "hybrid_shard" and not given or self.strategy != "hybrid_shard" and self.shard_size:
             raise ValueError(
                 f"parallel.shard_size={self.shard_size} with parallel.strategy={self.strategy}: "
                 "hybrid_shard needs a shard_size, and the other strategies do not take one"
+            )
+        if self.shard_size is not None and self.shard_size % mesh.sequence:
+            raise ValueError(
+                f"parallel.shard_size={self.shard_size} with parallel.mesh.sequence={mesh.sequence}: the ranks that share "
+                "a sample share a copy of the model, too, so shard_size must be a multiple of sequence; set it to "
+                f"{-(-self.shard_size // mesh.sequence) * mesh.sequence}"
             )
         return self
 

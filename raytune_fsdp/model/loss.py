@@ -41,7 +41,7 @@ def _token_losses(model: PreTrainedModel, block: Batch, objective: Objective) ->
 
 def plain_losses(logits: torch.Tensor, block: Batch, objective: Objective = CROSS_ENTROPY) -> Losses:
     """The losses of a block whose logits are all there, (samples, tokens, vocabulary)."""
-    total, log_probabilities = _summed(logits, block.labels)
+    total, log_probabilities = _summed(logits, _targets_of(block))
     places, ids = block.targets.places, block.targets.ids
     fixed = log_probabilities.detach()
     each, right = -fixed[places, ids], fixed.argmax(-1)[places] == ids
@@ -64,13 +64,20 @@ def _bent(logits: torch.Tensor, log_probabilities: torch.Tensor, block: Batch, o
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum of the cross-entropies of all target tokens, in at least float32."""
-    return _summed(logits, labels)[0]
-
-
-def _summed(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """That sum, and the logarithms of all probabilities."""
     # Position i predicts token i+1, so the labels move by one instead of the logits, which would have to be copied.
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE).reshape(-1)
+    return _summed(logits, F.pad(labels[:, 1:], (0, 1), value=IGNORE).reshape(-1))[0]
+
+
+def _targets_of(block: Batch) -> torch.Tensor:
+    """What is to be predicted at each place, the samples laid out one after another."""
+    # Not from the labels: what the last token of a part predicts is the first of the next one.
+    targets = torch.full((block.input_ids.numel(),), IGNORE, device=block.input_ids.device)
+    targets[block.targets.places] = block.targets.ids
+    return targets
+
+
+def _summed(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of the cross-entropies of the targets, and the logarithms of all probabilities."""
     flat = logits.reshape(-1, logits.shape[-1])
     if flat.dtype in (torch.bfloat16, torch.float16):
         flat = flat.float()

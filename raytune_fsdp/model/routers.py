@@ -15,7 +15,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.nn.functional import all_reduce
 from transformers import PreTrainedModel
 
 from raytune_fsdp.config.train import TrainConfig
@@ -58,10 +60,12 @@ def _experts(model: PreTrainedModel) -> int:
     return found.pop() if len(found) == 1 and (not said or found & said) else 0
 
 
-def watched(model: PreTrainedModel, train: TrainConfig) -> Routers | None:
-    """What watches the routers of a network that is not sharded yet; None if it has none of the usual form."""
+def watched(model: PreTrainedModel, train: TrainConfig, group: dist.ProcessGroup | None = None) -> Routers | None:
+    """What watches the routers of a network that is not sharded yet; None if it has none of the usual form.
+
+    `group`: the ranks that share each block, if several do."""
     experts = _experts(model)
-    return Routers(model, train, experts) if experts else None
+    return Routers(model, train, experts, group) if experts else None
 
 
 def check_routers(model: PreTrainedModel, train: TrainConfig) -> None:
@@ -79,7 +83,10 @@ def check_routers(model: PreTrainedModel, train: TrainConfig) -> None:
 class Routers:
     """Watches the routers of a network in training."""
 
-    def __init__(self, model: PreTrainedModel, train: TrainConfig, experts: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, train: TrainConfig, experts: int, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._group = group
         found = routers_of(model)
         self.experts = experts
         self.layers = len(found)
@@ -139,8 +146,14 @@ class Routers:
         if not self._sums:
             return losses
         assert self._real is not None
-        rows = self._real.sum().clamp(min=1) * self.layers  # a filler has no token
-        means = torch.stack(self._sums).sum(0) / rows
+        sums, real = torch.stack(self._sums).sum(0), self._real.sum()
+        if self._group is not None:
+            # The loss is of the whole block: no sum of losses of its parts. Each rank adds it for its own targets, and
+            # in backward the gradients of all these come together here, too.
+            sums = all_reduce(sums, group=self._group)
+            dist.all_reduce(real, group=self._group)
+        rows = real.clamp(min=1) * self.layers  # a filler has no token
+        means = sums / rows
         counts, probabilities = means[: self.experts], means[self.experts : -1]
         added = self._aux * self.experts * (counts * probabilities).sum() + self._z * means[-1]
         return replace(losses, total=losses.total + (block.target_tokens * added).to(losses.total.dtype))

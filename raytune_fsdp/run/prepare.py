@@ -35,6 +35,7 @@ from raytune_fsdp.model.attention import positions_of, takes_position_ids
 from raytune_fsdp.model.bounds import MOST_TOKENS, check_tokenizer_files
 from raytune_fsdp.model.files import locate
 from raytune_fsdp.model.hub import check_push
+from raytune_fsdp.model.sequence import check_sequence
 from raytune_fsdp.model.network import (
     build_network,
     count_parameters,
@@ -91,6 +92,7 @@ def prepare(
     init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
     _check_network(config, network, world)
     needs = network_needs(config, hf_config, network)
+    check_sequence(config.parallel.mesh.sequence, needs)
     check_step(config, hf_config, network, needs)
     origin = _origin(config, network, added, found.state.base) if own is None or is_adapted(network) else None
     check_prompts(config, tokenizer, positions := positions_of(hf_config))

@@ -1,0 +1,76 @@
+"""Blocks that several ranks share: each has as many tokens of it, and knows where all documents begin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from raytune_fsdp.plan import Layout
+from raytune_fsdp.types import IGNORE, PADDING, Batch, Borders, Part, StepBatches, Targets
+
+
+def own_parts(steps: Iterable[StepBatches], layout: Layout, rank: int) -> Iterator[StepBatches]:
+    """A data rank's batches as one of its members computes them."""
+    member = layout.member(rank)
+    for step in steps:
+        # Counted once for all members: a sum over all ranks is to be the global batch's.
+        yield replace(
+            step,
+            blocks=tuple(part_of(block, member, layout.sequence) for block in step.blocks),
+            counts=step.counts if member == 0 else torch.zeros_like(step.counts),
+            windows_built=step.windows_built if member == 0 else 0,
+        )
+
+
+def part_of(block: Batch, member: int, members: int) -> Batch:
+    """A member's tokens of a block whose samples are laid out one after another.
+
+    A row that cannot be cut evenly (of an evaluation: a run's can) gets padding at its end, a document of its own.
+    """
+    if members == 1:
+        return block
+    row, missing = block.input_ids.numel(), -block.input_ids.numel() % members
+    size = (row + missing) // members
+    first, end = member * size, (member + 1) * size
+
+    def own(tensor: torch.Tensor, fill: int) -> torch.Tensor:
+        return F.pad(tensor.reshape(-1), (0, missing), value=fill)[first:end][None]
+
+    real = block.source_ids != PADDING
+    lengths = real.sum(-1, keepdim=True).expand_as(real)
+    positions = own(block.position_ids, 0)
+    if end > row:
+        here = max(0, row - first)
+        positions[0, here:] = torch.arange(size - here) + max(0, first - row)
+    source_ids = own(block.source_ids, PADDING)
+    targets = block.targets
+    there = (targets.places >= first) & (targets.places < end)
+    datasets = targets.datasets[there]
+    return replace(
+        block,
+        input_ids=own(block.input_ids, int(block.input_ids[-1, -1])),
+        labels=own(block.labels, IGNORE),
+        position_ids=positions,
+        source_ids=source_ids,
+        borders=_with_padding(block.borders, row, missing),
+        targets=Targets(
+            places=targets.places[there] - first,
+            ids=targets.ids[there],
+            datasets=datasets,
+            by_dataset=tuple(torch.bincount(datasets).tolist()),
+        ),
+        tokens=int((source_ids != PADDING).sum()),
+        target_tokens=int(there.sum()),
+        attended_pairs=int((positions[source_ids != PADDING] + 1).sum()),
+        part=Part(member=member, members=members, lengths=own(lengths, 0)[0]),
+    )
+
+
+def _with_padding(borders: Borders, row: int, missing: int) -> Borders:
+    if not missing:
+        return borders
+    starts = torch.cat([borders.starts, borders.starts.new_tensor([row + missing])])
+    return Borders(starts=starts, longest=max(borders.longest, missing))
