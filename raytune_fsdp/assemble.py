@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,12 @@ from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.checkpoint.room import node_without_room
 from raytune_fsdp.checkpoint.saver import Saver, open_saver
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.collectives import on_rank0, why_on_any_rank
+from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.config import CheckpointConfig, FinetuneConfig, ParallelConfig
 from raytune_fsdp.config.method import QloraMethod
 from raytune_fsdp.config.optimizers import state_bytes
 from raytune_fsdp.data.batches import rank_batches
-from raytune_fsdp.data.parts import own_parts
+from raytune_fsdp.data.parts import from_first, own_parts
 from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.to_device import to_device
@@ -38,26 +38,22 @@ from raytune_fsdp.exam import Exam
 from raytune_fsdp.forecast import Forecast, bytes_kept
 from raytune_fsdp.loop import Parts
 from raytune_fsdp.metrics import Meter
-from raytune_fsdp.model.adapters import is_adapted, keep_beginning, why_not_compiled
-from raytune_fsdp.model.attention import Choice, choose, generating, use
+from raytune_fsdp.model.adapters import is_adapted, keep_beginning
+from raytune_fsdp.model.attention import Choice, generating
 from raytune_fsdp.model.blocks import run_blocks
-from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler, choose_blocks, why_it_fails
+from raytune_fsdp.model.compiler import COMPILED, Compiler
 from raytune_fsdp.model.documents import DocumentLosses
 from raytune_fsdp.model.fill import fill
-from raytune_fsdp.model.head import choose_loss, install
 from raytune_fsdp.model.network import MASTER_DTYPE, build_network
 from raytune_fsdp.model.objective import Objective
 from raytune_fsdp.model.offload import Copies, Offload
 from raytune_fsdp.model.operations import count_architecture
 from raytune_fsdp.model.principal import pairs_of
 from raytune_fsdp.model.quantized import quantize_layers
-from raytune_fsdp.model.routers import watched, why_routers_forbid
-from raytune_fsdp.model.sequence import check_attention_in_parts
-from raytune_fsdp.model.trial import why_kernel_fails
+from raytune_fsdp.model.routers import watched
 from raytune_fsdp.optim import Optimizer, build_optimizer
 from raytune_fsdp.own_time import OwnTime
 from raytune_fsdp.parallel import (
-    COMPUTE_DTYPE,
     Unit,
     describe,
     for_one_rank,
@@ -73,6 +69,7 @@ from raytune_fsdp.plan import Layout
 from raytune_fsdp.profiling import StepProfiler
 from raytune_fsdp.run.base import agree_on_base
 from raytune_fsdp.run.initial_weights import fill_mode, first_weights
+from raytune_fsdp.run.kernels import computes_in, kernels_of
 from raytune_fsdp.run.record import open_run, start_tracker
 from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.saving import NothingSaved, Saves
@@ -92,8 +89,9 @@ def _nobody(_: object) -> None:
 class LauncherHooks:
     """What a launcher provides to a rank. Every field has a default, which is to do without it."""
 
-    batches: Iterator[StepBatches] | None = None
-    """This rank's batches on the host, starting with the next step. None: the rank makes them itself."""
+    batches: Iterator[StepBatches | None] | None = None
+    """This rank's batches on the host, starting with the next step; of ranks that share blocks the first has them all,
+    and the others as many times None. None: the rank makes them itself."""
     console: TextIO | None = None
     """Where the progress of the run is printed. None: stdout."""
     trackers: Sequence[Tracker] = ()
@@ -118,20 +116,15 @@ def assemble(
     plan, state = standing.plan, standing.state
     learner = _learner(config, prepared, standing, device)
     # On the model itself: some architectures take position_ids and still let packed documents see each other.
-    check_network(learner.model, config.data.packing, device, _computes_in(config))
+    check_network(learner.model, config.data.packing, device, computes_in(config))
     if learner.members is not None:
-        check_parts(learner.model, learner.members, device, _computes_in(config))
+        check_parts(learner.model, learner.members, device, computes_in(config))
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")
     tracker = start_tracker(config, prepared, standing, opened, learner.kernels, device, hooks.console, hooks.trackers)
     stream = Stream(prepared.train, seed=config.run.seed)
-    batches = hooks.batches or rank_batches(
-        stream, plan.division, standing.steps_left,
-        cursor=state.cursor, data_rank=plan.layout.data_rank(dist.get_rank()),
-    )  # fmt: skip
-    if learner.members is not None:
-        batches = own_parts(batches, plan.layout, dist.get_rank())
+    batches = _batches(hooks, standing, stream, learner.members)
     saver = _saver(config, prepared, standing, learner)
     _report(tracker, learner, saver, hooks.predicted)
     own = OwnTime(learner.units, device, storage=lambda: saver.own_seconds) if plan.layout.world > 1 else None
@@ -170,6 +163,23 @@ def assemble(
         not_evaluated=_not_evaluated(config, prepared, standing),
         early_stop=_early_stop(config, prepared, standing),
     )
+
+
+def _batches(
+    hooks: LauncherHooks, standing: Standing, stream: Stream, members: dist.ProcessGroup | None
+) -> Iterator[StepBatches]:
+    """What this rank trains on. Each step of it is collective where ranks share blocks."""
+    plan, rank = standing.plan, dist.get_rank()
+    if hooks.batches is None:
+        whole = rank_batches(
+            stream, plan.division, standing.steps_left,
+            cursor=standing.state.cursor, data_rank=plan.layout.data_rank(rank),
+        )  # fmt: skip
+    elif members is None:
+        whole = cast(Iterator[StepBatches], hooks.batches)
+    else:
+        whole = from_first(hooks.batches, members)
+    return whole if members is None else own_parts(whole, plan.layout, rank)
 
 
 def _meter(
@@ -273,7 +283,7 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
     """The network, sharded, and its optimizer."""
     # Of its own, because the attention is noted in it.
     model = build_network(copy.deepcopy(prepared.hf_config), config, prepared.added)
-    kernels = _choose(config, prepared, standing, model, device)
+    kernels = kernels_of(config, prepared, standing, model, device)
     architecture = count_architecture(model)  # before sharding: by the shapes of whole weights
     compiled = kernels["blocks"].name == COMPILED
     # Hooks would break the graphs of blocks that are computed again.
@@ -347,45 +357,6 @@ def spread(
         compiler=compiler,
     )
     shard(model, mesh, parallel, units)
-
-
-def _choose(
-    config: FinetuneConfig, prepared: Prepared, standing: Standing, model: PreTrainedModel, device: torch.device
-) -> Mapping[str, Choice]:
-    """Give the network its attention and its loss, and say whether its blocks are to be compiled."""
-    # States from before there was a choice name none: those runs have transformers' attention, the plain loss, and
-    # compiled nothing that they were not told to compile.
-    before = {
-        "attention": model.config._attn_implementation,
-        "loss": "plain",
-        "blocks": EAGER,
-        **standing.state.kernels,
-    }
-    kept = before if standing.checkpoint is not None else {}
-    chosen, dtype = config.model, _computes_in(config)
-    attention = choose(
-        chosen.attention, prepared.needs, kept=kept.get("attention"), device=device, dtype=dtype,
-        fails=lambda name: why_on_any_rank(lambda: why_kernel_fails(name, prepared.needs, device, dtype)),
-    )  # fmt: skip
-    loss = choose_loss(chosen.loss, prepared.needs, kept=kept.get("loss"))
-    if loss.name == "chunked":
-        install(model)
-    blocks = choose_blocks(
-        config.parallel.compile, kept=kept.get("blocks"), device=device,
-        fails=lambda: why_not_compiled(model)
-        or why_routers_forbid(config.train)
-        or why_on_any_rank(lambda: why_it_fails(device)),
-    )  # fmt: skip
-    attention = use(model, attention)
-    if standing.plan.layout.sequence > 1:
-        check_attention_in_parts(standing.plan.layout.sequence, attention)
-    return {"attention": attention, "loss": loss, "blocks": blocks}
-
-
-def _computes_in(config: FinetuneConfig) -> torch.dtype:
-    """The type of forward and backward: under bf16 and fp16 not that of the weights, which are kept in fp32."""
-    precision = config.parallel.precision
-    return COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])
 
 
 def keep_of(chosen: CheckpointConfig) -> Keep:

@@ -48,9 +48,7 @@ def losses(
     with evaluating(model):
         for name, windows in datasets.items():
             sums = torch.zeros(3, dtype=torch.float64, device=device)
-            blocks = eval_batches(
-                windows, micro_batch=micro_batch, data_ranks=layout.data_ranks, data_rank=data_rank
-            )
+            blocks = eval_batches(windows, micro_batch=micro_batch, data_ranks=layout.data_ranks, data_rank=data_rank)
             for block in to_device((part_of(block, member, layout.sequence) for block in blocks), device):
                 sums += eval_step(model, block)
             dist.all_reduce(sums)

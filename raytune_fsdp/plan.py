@@ -211,8 +211,8 @@ def layout_of(config: FinetuneConfig, world: int) -> Layout:
     ):
         if asked is not None and asked != found:
             raise ConfigError(
-                f"parallel.mesh.{axis}={asked}: {parallel.strategy} on {world} ranks makes it {found}; leave it out, or "
-                "use another number of ranks or another parallel.strategy"
+                f"parallel.mesh.{axis}={asked}: {parallel.strategy} on {world} ranks makes it {found}; leave it out, "
+                "or use another number of ranks or another parallel.strategy"
             )
     return layout
 
@@ -227,7 +227,9 @@ def _shard_size(config: FinetuneConfig, world: int) -> int:
             raise ConfigError(f"{field}={size} does not divide the world size {world}; valid: {valid}")
         return size
     if world % least_ranks(config):
-        raise ConfigError(f"{_why_step(config)}, and {world} ranks are no multiple of {least_ranks(config)}; change one")
+        raise ConfigError(
+            f"{_why_step(config)}, and {world} ranks are no multiple of {least_ranks(config)}; change one"
+        )
     return mesh.shard * mesh.sequence if mesh.shard is not None else world // (mesh.replicate or 1)
 
 

@@ -77,7 +77,7 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class BlockPart:
     """Which tokens of a block a member of its group has, the samples laid out as one row."""
 
     member: int
@@ -111,7 +111,7 @@ class Batch:
     """Pairs (query, key) in the same document, the key not after the query: the work of causal attention."""
     after: Cursor
     """The sample after the last one of the block."""
-    part: Part | None = None
+    part: BlockPart | None = None
     """None: this is the whole block."""
 
     @property

@@ -97,6 +97,8 @@ def plan_in_words(config: FinetuneConfig, plan: Plan, run_dir: Path) -> str:
     tokens = division.global_batch * data.seq_len
     fillers = f", {division.fillers} of them only keep the ranks aligned" if division.fillers else ""
     copies = f"{layout.replicas} copies of the model" if layout.replicas > 1 else "one copy of the model"
+    if layout.sequence > 1:
+        copies = f"{layout.data_ranks} groups that share each sample, {copies}"
     rounds = f"{division.full_rounds} round{'s' * (division.full_rounds != 1)}"
     rows = {
         "run": str(run_dir),

@@ -6,16 +6,29 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from raytune_fsdp.plan import Layout
-from raytune_fsdp.types import IGNORE, PADDING, Batch, Borders, Part, StepBatches, Targets
+from raytune_fsdp.types import IGNORE, PADDING, Batch, BlockPart, Borders, StepBatches, Targets
+
+
+def from_first(steps: Iterable[StepBatches | None], group: dist.ProcessGroup) -> Iterator[StepBatches]:
+    """The batches of the group's first rank, on all of them. Each is a collective of the group, on hosts."""
+    for step in steps:
+        box = [step]
+        dist.broadcast_object_list(box, group=group, group_src=0, device=torch.device("cpu"))
+        assert box[0] is not None
+        yield box[0]
 
 
 def own_parts(steps: Iterable[StepBatches], layout: Layout, rank: int) -> Iterator[StepBatches]:
     """A data rank's batches as one of its members computes them."""
     member = layout.member(rank)
     for step in steps:
+        if layout.sequence == 1:
+            yield step
+            continue
         # Counted once for all members: a sum over all ranks is to be the global batch's.
         yield replace(
             step,
@@ -65,7 +78,7 @@ def part_of(block: Batch, member: int, members: int) -> Batch:
         tokens=int((source_ids != PADDING).sum()),
         target_tokens=int(there.sum()),
         attended_pairs=int((positions[source_ids != PADDING] + 1).sum()),
-        part=Part(member=member, members=members, lengths=own(lengths, 0)[0]),
+        part=BlockPart(member=member, members=members, lengths=own(lengths, 0)[0]),
     )
 
 

@@ -107,7 +107,9 @@ def error_of_loss(model: PreTrainedModel, device: torch.device) -> float:
     return float((found - right).abs().max() / right.abs().max())
 
 
-def error_of_parts(model: PreTrainedModel, group: dist.ProcessGroup, whole: torch.Tensor, device: torch.device) -> float:
+def error_of_parts(
+    model: PreTrainedModel, group: dist.ProcessGroup, whole: torch.Tensor, device: torch.device
+) -> float:
     """How far logits that ranks compute each for a part of the tokens are, relatively, from those of the `whole`.
     Collective. Needs evaluation mode, without gradients, and attention in parts."""
     part = part_of(documents(model, CPU), group.rank(), group.size())

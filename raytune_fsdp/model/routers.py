@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.nn.functional import all_reduce
 from transformers import PreTrainedModel
 
 from raytune_fsdp.config.train import TrainConfig
@@ -78,6 +77,25 @@ def check_routers(model: PreTrainedModel, train: TrainConfig) -> None:
                 f"train.{field}={value:g}: a {type(model).__name__} has no load-balancing loss in transformers (its "
                 f"config knows no router_aux_loss_coef): leave it out"
             )
+
+
+class SumOverRanks(torch.autograd.Function):
+    """A sum in which what other ranks do with it counts for this rank's gradient, too."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _all_reduced(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_reduced(grad, ctx.group), None
+
+
+def _all_reduced(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    summed = tensor.clone()
+    dist.all_reduce(summed, group=group)
+    return summed
 
 
 class Routers:
@@ -150,7 +168,7 @@ class Routers:
         if self._group is not None:
             # The loss is of the whole block: no sum of losses of its parts. Each rank adds it for its own targets, and
             # in backward the gradients of all these come together here, too.
-            sums = all_reduce(sums, group=self._group)
+            sums = SumOverRanks.apply(sums, self._group)  # type: ignore[no-untyped-call]
             dist.all_reduce(real, group=self._group)
         rows = real.clamp(min=1) * self.layers  # a filler has no token
         means = sums / rows

@@ -1,9 +1,9 @@
 """Blocks that several ranks share, each with a part of the tokens (`parallel.mesh.sequence`).
 
-Everything but attention looks at one token at a time. Around attention ranks exchange tokens for heads: each then has all
-tokens of some heads, computes those as any rank would, borders included, and gives the results back (DeepSpeed-Ulysses,
-arXiv:2309.14509). What is drawn at random for a token is drawn for the whole block and cut, so that it does not depend on
-how many ranks share it.
+Everything but attention looks at one token at a time. Around attention ranks exchange tokens for heads: each then has
+all tokens of some heads, computes those as any rank would, borders included, and gives the results back
+(DeepSpeed-Ulysses, arXiv:2309.14509). What is drawn at random for a token is drawn for the whole block and cut, so that
+it does not depend on how many ranks share it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.attention import Choice, Heads, Needs
-from raytune_fsdp.model.calls import PREFIX, Call, Kernel, attend
+from raytune_fsdp.model.calls import Call, Kernel, attend
 from raytune_fsdp.model.kernels import KERNELS
 
 _IN_PARTS = "_in_parts"
@@ -54,8 +54,8 @@ def _check_heads(sequence: int, heads: Iterable[Heads]) -> None:
     if most % sequence:
         valid = [size for size in range(1, most + 1) if most % size == 0]
         raise ConfigError(
-            f"parallel.mesh.sequence={sequence}: each rank computes the attention of as many heads, and {sequence} does "
-            f"not divide {most}; valid: {valid}"
+            f"parallel.mesh.sequence={sequence}: each rank computes the attention of as many heads, and {sequence} "
+            f"does not divide {most}; valid: {valid}"
         )
 
 
@@ -65,7 +65,9 @@ def use_parts(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
     name, members = model.config._attn_implementation, group.size()
     if not name.endswith(_IN_PARTS):
         name += _IN_PARTS
-        AttentionInterface.register(name, partial(attend, partial(_over_heads, KERNELS[name.removesuffix(_IN_PARTS)], group)))
+        AttentionInterface.register(
+            name, partial(attend, partial(_over_heads, KERNELS[name.removesuffix(_IN_PARTS)], group))
+        )
         model.set_attn_implementation(name)
     for parent in list(model.modules()):
         for key, child in list(parent.named_children()):
@@ -94,7 +96,7 @@ def _over_heads(
     own, own_keys = many // members, k.shape[1] // members
     if call.sinks is not None:
         call = replace(call, sinks=call.sinks.view(members, own)[group.rank()])
-    out = kernel(*mine.split([own, own_keys, own_keys], dim=1), call)
+    out = kernel(mine[:, :own], mine[:, own : own + own_keys], mine[:, own + own_keys :], call)
     back = _exchange(out.reshape(members, tokens, own, width), group)
     return back.transpose(0, 1).reshape(tokens, many, width)
 

@@ -87,3 +87,13 @@ def move(layout: Layout, network: Network, traffic: Traffic | None, collectives:
         inside += copies
         seconds += copies / reducing
     return Moved(seconds=seconds / network.share + network.per_collective * collectives, inside=inside, between=between)
+
+
+def exchange(layout: Layout, network: Network, nbytes: float, times: float) -> Moved:
+    """Of so many bytes, what goes from each rank to the others with which it shares samples."""
+    members, per_node = layout.sequence, network.per_node
+    here = min(members, per_node)  # those of a machine follow one another
+    inside = nbytes * (here - 1) / members
+    between = nbytes * (members - here) / members * min(per_node, layout.world)
+    seconds = max(inside / network.inside, between / (network.between or network.inside))
+    return Moved(seconds=seconds / network.share + network.per_collective * times, inside=inside, between=between)

@@ -10,11 +10,13 @@ import torch.distributed as dist
 
 from raytune_fsdp.assemble import as_stored, spread
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.data.parts import own_parts
 from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.network import build_network
+from raytune_fsdp.model.sequence import use_parts
 from raytune_fsdp.optim import build_optimizer, local_piece
-from raytune_fsdp.parallel import make_mesh, memory_of, units_of
+from raytune_fsdp.parallel import make_mesh, make_sequence_group, memory_of, units_of
 from raytune_fsdp.plan import resolve
 from raytune_fsdp.planner.subject import Subject
 from raytune_fsdp.planner.trace import choose_kernels, full_batches, one_step
@@ -40,7 +42,10 @@ class Trainer:
         self._optimizer = build_optimizer(model, config.optim, config.method)
         self._optimizer.init_state()
         batches = full_batches(config, subject.hf_config, self._plan.division.full_rounds)
-        self._batches = next(to_device(iter([batches]), device))
+        if (members := make_sequence_group(self._plan.layout, device)) is not None:
+            use_parts(model, members)
+        parts = own_parts([batches], self._plan.layout, dist.get_rank())
+        self._batches = next(to_device(parts, device))
 
     def step(self) -> float:
         """Train one step; returns the seconds that it took on the slowest rank."""

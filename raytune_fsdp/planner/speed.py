@@ -15,7 +15,7 @@ from typing import Protocol
 from raytune_fsdp.estimate.calibration import Calibration
 from raytune_fsdp.estimate.devices import Device
 from raytune_fsdp.plan import Plan
-from raytune_fsdp.planner.links import Network, move
+from raytune_fsdp.planner.links import Network, exchange, move
 from raytune_fsdp.planner.memory import Memory, all_phases
 from raytune_fsdp.planner.trace import Trace
 from raytune_fsdp.planner.work import Operation
@@ -51,6 +51,8 @@ _OTHER_ATTENTION = 0.5
 """On devices that nobody published it for."""
 
 _ATTENTION_SORTS = ("attention", "attention backward")
+
+_MOVING = ("collective", "exchange")
 
 
 class Rates(Protocol):
@@ -98,7 +100,7 @@ class Published:
     hides: bool = True
 
     def seconds(self, operations: Sequence[Operation]) -> float:
-        found = [each for each in operations if each.sort != "collective"]
+        found = [each for each in operations if each.sort not in _MOVING]
         # A host that is slower than its device decides.
         return max(sum(map(self._seconds, found)), len(found) * self.per_operation)
 
@@ -132,7 +134,7 @@ class Calibrated:
         return self.calibration.kind != "cpu"  # there both are computed by the same cores
 
     def seconds(self, operations: Sequence[Operation]) -> float:
-        found = [each for each in operations if each.sort != "collective"]
+        found = [each for each in operations if each.sort not in _MOVING]
         device = sum(map(self._seconds, found))
         host = len(found) * self.calibration.per_operation / (5 if self.compiled else 1)
         return max(device, host) if self.calibration.kind == "cuda" else device + host
@@ -229,6 +231,7 @@ def seconds_of(trace: Trace, rates: Rates, network: Network, plan: Plan, memory:
     counts = {name: float(sum(each.sort == "collective" for each in ops)) for name, ops in phases.items()}
     collectives = _of_all_passes(trace, counts, passes) + counts["start"] + counts["update"]
     moved = move(plan.layout, network, trace.traffic, collectives)
+    exchanged = exchange(plan.layout, network, *_exchanged(trace, phases, passes))
     # What is gathered before the first block, and what is reduced after the last: of about as many units as blocks.
     ends = 2 * moved.seconds / (len(trace.stands_for) + 2)
     return Seconds(
@@ -236,12 +239,23 @@ def seconds_of(trace: Trace, rates: Rates, network: Network, plan: Plan, memory:
         # Of the traced blocks only; every weight takes as long.
         updating=update * trace.trained_bytes / max(1, trace.trained_bytes_traced),
         reached=rates.reached,
-        moving=moved.seconds,
-        exposed=ends if rates.hides else moved.seconds,
+        moving=moved.seconds + exchanged.seconds,
+        # Attention waits for what is exchanged.
+        exposed=(ends if rates.hides else moved.seconds) + exchanged.seconds,
         offloading=_offloaded(trace, memory, passes) / network.to_host,
-        inside=moved.inside,
-        between=moved.between,
+        inside=moved.inside + exchanged.inside,
+        between=moved.between + exchanged.between,
     )
+
+
+def _exchanged(trace: Trace, phases: Mapping[str, Sequence[Operation]], passes: int) -> tuple[float, float]:
+    """Bytes that go from tokens to heads and back in a step, those that stay included, and how many times."""
+    found = {name: [each.nbytes for each in ops if each.sort == "exchange"] for name, ops in phases.items()}
+    of_all = [
+        _of_all_passes(trace, {name: float(each(sizes)) for name, sizes in found.items()}, passes)
+        for each in (sum, len)
+    ]
+    return of_all[0], of_all[1]
 
 
 def _offloaded(trace: Trace, memory: Memory, passes: int) -> float:

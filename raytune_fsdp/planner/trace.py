@@ -21,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from raytune_fsdp.assemble import as_stored, spread
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.data.batches import FILLER_INDEX, to_batch
+from raytune_fsdp.data.parts import own_parts
 from raytune_fsdp.estimate.flops import Architecture
 from raytune_fsdp.estimate.traffic import Traffic
 from raytune_fsdp.model.attention import Needs, choose, use
@@ -31,8 +32,9 @@ from raytune_fsdp.model.head import LossHead, choose_loss, install
 from raytune_fsdp.model.network import MASTER_DTYPE, build_network, count_parameters, init_buffers
 from raytune_fsdp.model.objective import Objective
 from raytune_fsdp.model.operations import count_architecture, count_asleep
+from raytune_fsdp.model.sequence import check_attention_in_parts, use_parts
 from raytune_fsdp.optim import Optimizer, build_optimizer
-from raytune_fsdp.parallel import COMPUTE_DTYPE, is_wrapped, make_mesh, traffic_of, units_of
+from raytune_fsdp.parallel import COMPUTE_DTYPE, is_wrapped, make_mesh, make_sequence_group, traffic_of, units_of
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.planner.live import Bytes, Live, Timeline
 from raytune_fsdp.planner.recorder import Recorder
@@ -102,11 +104,12 @@ def trace(
     parallel = as_stored(model, config, plan.layout, memory)
     traffic = _traffic(model, parallel, plan, ends=needs.ends)
     kept = range(len(blocks_of(model))) if whole else keep_blocks(model, parallel, ends=needs.ends)
-    blocks = blocks_of(model)
-    passes = min(2, plan.division.full_rounds)
-    batches = full_batches(config, hf_config, passes)
+    blocks, passes = blocks_of(model), min(2, plan.division.full_rounds)
+    (batches,) = own_parts([full_batches(config, hf_config, passes)], plan.layout, rank=0)
     with as_rank_of(plan.layout.world), _same_random_state(), torch.enable_grad():
-        mesh = make_mesh(plan.layout, CPU)
+        mesh, members = make_mesh(plan.layout, CPU), make_sequence_group(plan.layout, CPU)
+        if members is not None:
+            use_parts(model, members)
         units = units_of(model, parallel, ends=needs.ends)
         live = Live(copies_to_reduce=gloo, copies_to_promote=device == "cpu", longest=config.data.seq_len, until=until)
         spread(model, units, parallel, mesh, None, CPU, _ToHost(live))
@@ -206,7 +209,10 @@ def choose_kernels(model: PreTrainedModel, config: FinetuneConfig, needs: Needs,
         config.model.attention, needs, kept=None, device=torch.device(device), dtype=dtype,
         fails=lambda name: None if name == f"{PREFIX}varlen" else "it is not looked for",
     )  # fmt: skip
-    return use(model, attention).name
+    chosen = use(model, attention)
+    if config.parallel.mesh.sequence > 1:
+        check_attention_in_parts(config.parallel.mesh.sequence, chosen)
+    return chosen.name
 
 
 def full_batches(config: FinetuneConfig, hf_config: PretrainedConfig, passes: int) -> StepBatches:

@@ -10,14 +10,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-Sort = Literal["products", "attention", "attention backward", "rest", "collective"]
+Sort = Literal["products", "attention", "attention backward", "rest", "collective", "exchange"]
+"""`exchange`: tokens for heads, among the ranks that share samples. `collective`: all others, whose bytes are known."""
 
 
 class Operation(NamedTuple):
     sort: Sort
     flops: float
     nbytes: int
-    """Read and written."""
+    """Read and written; of an exchange, all that it sends."""
     itemsize: int
     """Of the numbers that are multiplied: 2 in 16 bits."""
     sides: tuple[int, int] = (0, 0)
@@ -63,6 +64,8 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     if func.is_view or name in _NOTHING or (not made and func.namespace != "aten"):
         return None
     given = tensors_in((args, kwargs))
+    if func.namespace.startswith("_c10d_functional"):
+        return Operation("exchange", 0.0, given[0].nbytes, 0) if "all_to_all" in name else None
     nbytes = sum(each.nbytes for each in given) + sum(each.nbytes for each in made)
     if name in _ATTENTION:
         queries = next(each for each in given if each.ndim == 3)

@@ -59,8 +59,8 @@ def check_sequence_length(config: FinetuneConfig) -> None:
     sequence, length, attention = config.parallel.mesh.sequence, config.data.seq_len, config.model.attention
     if length % sequence:
         raise ConfigError(
-            f"parallel.mesh.sequence={sequence} does not divide data.seq_len={length}: every rank of a group has as many "
-            f"tokens of a sample; set data.seq_len={-(-length // sequence) * sequence}, or another sequence"
+            f"parallel.mesh.sequence={sequence} does not divide data.seq_len={length}: every rank of a group has as "
+            f"many tokens of a sample; set data.seq_len={-(-length // sequence) * sequence}, or another sequence"
         )
     if sequence > 1 and attention in ("eager", "sdpa", "flex_attention"):
         raise ConfigError(

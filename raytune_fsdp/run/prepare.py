@@ -35,7 +35,6 @@ from raytune_fsdp.model.attention import positions_of, takes_position_ids
 from raytune_fsdp.model.bounds import MOST_TOKENS, check_tokenizer_files
 from raytune_fsdp.model.files import locate
 from raytune_fsdp.model.hub import check_push
-from raytune_fsdp.model.sequence import check_sequence
 from raytune_fsdp.model.network import (
     build_network,
     count_parameters,
@@ -48,6 +47,7 @@ from raytune_fsdp.model.principal import check_ranks
 from raytune_fsdp.model.quantized import check_torch, quantize_layers
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.model.routers import check_routers
+from raytune_fsdp.model.sequence import check_sequence
 from raytune_fsdp.optim import check_groups, check_matrices
 from raytune_fsdp.parallel import describe, is_wrapped, units_of
 from raytune_fsdp.plan import Plan, layout_of

@@ -26,12 +26,11 @@ def test_ranks_that_share_samples_learn_what_one_learns(
 ) -> None:
     steps: dict[str, Any] = {"max_steps": 30}
     base = {"global_batch": 10, "micro_batch": 2, **steps}
-    alone = trajectory(
-        make_config(tmp_path, architecture, parallel=parallel, train=base, run={"name": "alone"}), 1
-    )
+    alone = trajectory(make_config(tmp_path, architecture, parallel=parallel, train=base, run={"name": "alone"}), 1)
     mesh = {"sequence": 4 if world == 4 and architecture is not LLAMA else 2}
     shared = trajectory(
-        make_config(tmp_path, architecture, parallel={**parallel, "mesh": mesh}, train=base, run={"name": "shared"}), world
+        make_config(tmp_path, architecture, parallel={**parallel, "mesh": mesh}, train=base, run={"name": "shared"}),
+        world,
     )
     assert largest_difference(alone, shared, "loss") <= bounds[0]
     assert largest_difference(alone, shared, "grad_norm") <= bounds[1]

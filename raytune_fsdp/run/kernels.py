@@ -1,0 +1,60 @@
+"""What a run computes with: its attention, its loss, and whether its blocks are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from raytune_fsdp.collectives import why_on_any_rank
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.model.adapters import why_not_compiled
+from raytune_fsdp.model.attention import Choice, choose, use
+from raytune_fsdp.model.compiler import EAGER, choose_blocks, why_it_fails
+from raytune_fsdp.model.head import choose_loss, install
+from raytune_fsdp.model.network import MASTER_DTYPE
+from raytune_fsdp.model.routers import why_routers_forbid
+from raytune_fsdp.model.sequence import check_attention_in_parts
+from raytune_fsdp.model.trial import why_kernel_fails
+from raytune_fsdp.parallel import COMPUTE_DTYPE
+from raytune_fsdp.run.standing import Prepared, Standing
+
+
+def kernels_of(
+    config: FinetuneConfig, prepared: Prepared, standing: Standing, model: PreTrainedModel, device: torch.device
+) -> Mapping[str, Choice]:
+    """Give the network its attention and its loss, and say whether its blocks are to be compiled."""
+    # States from before there was a choice name none: those runs have transformers' attention, the plain loss, and
+    # compiled nothing that they were not told to compile.
+    before = {
+        "attention": model.config._attn_implementation,
+        "loss": "plain",
+        "blocks": EAGER,
+        **standing.state.kernels,
+    }
+    kept = before if standing.checkpoint is not None else {}
+    chosen, dtype = config.model, computes_in(config)
+    attention = choose(
+        chosen.attention, prepared.needs, kept=kept.get("attention"), device=device, dtype=dtype,
+        fails=lambda name: why_on_any_rank(lambda: why_kernel_fails(name, prepared.needs, device, dtype)),
+    )  # fmt: skip
+    loss = choose_loss(chosen.loss, prepared.needs, kept=kept.get("loss"))
+    if loss.name == "chunked":
+        install(model)
+    blocks = choose_blocks(
+        config.parallel.compile, kept=kept.get("blocks"), device=device,
+        fails=lambda: why_not_compiled(model)
+        or why_routers_forbid(config.train)
+        or why_on_any_rank(lambda: why_it_fails(device)),
+    )  # fmt: skip
+    attention = use(model, attention)
+    if standing.plan.layout.sequence > 1:
+        check_attention_in_parts(standing.plan.layout.sequence, attention)
+    return {"attention": attention, "loss": loss, "blocks": blocks}
+
+
+def computes_in(config: FinetuneConfig) -> torch.dtype:
+    """The type of forward and backward: under bf16 and fp16 not that of the weights, which are kept in fp32."""
+    precision = config.parallel.precision
+    return COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])
