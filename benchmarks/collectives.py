@@ -22,7 +22,9 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        if func._schema.name == "_c10d_functional::all_to_all_single":
+            self._add("exchanged", args[0], len(args[1]))
+        elif func.namespace == "c10d":
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             group = next(leaf for leaf in tree_leaves(args) if hasattr(leaf, "_type_") or "ProcessGroup" in str(leaf))
             self._count(func._schema.name, tensors, torch.distributed.ProcessGroup.unbox(group).size())
@@ -36,5 +38,8 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind = "all_reduced" if largest.dtype not in (torch.int64, torch.float64) else "beside"
             times = 2
         assert kind is not None, f"{operation} is not known here"
-        self.numbers[kind] += times * largest.numel() * (ranks - 1) / ranks  # type: ignore[assignment]
-        self.bytes[kind] += times * largest.nbytes * (ranks - 1) / ranks  # type: ignore[assignment]
+        self._add(kind, largest, ranks, times)
+
+    def _add(self, kind: str, tensor: torch.Tensor, ranks: int, times: int = 1) -> None:
+        self.numbers[kind] += times * tensor.numel() * (ranks - 1) / ranks  # type: ignore[assignment]
+        self.bytes[kind] += times * tensor.nbytes * (ranks - 1) / ranks  # type: ignore[assignment]

@@ -4,12 +4,14 @@ In numbers of weights and gradients, each times (N-1)/N where N ranks gather or 
 not travel. With Psi for all weights and one micro-batch a step, `full_shard` moves 3 Psi (gathered for forward,
 gathered for backward, gradients reduced), `shard_grad_op` 2 Psi, `replicate` 2 Psi (an all-reduce sends everything
 twice). With M micro-batches these are 3 M Psi, (1 + M) Psi and 2 Psi: what stays gathered is gathered once a step, and
-replicas reduce after the last micro-batch. `tests/distributed/test_traffic.py` compares this with the collectives of
+replicas reduce after the last micro-batch. Ranks that share samples exchange tokens for heads beside that
+(`exchanged_by_attention`). `tests/distributed/test_traffic.py` compares this with the collectives of
 real steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -91,3 +93,12 @@ def step_traffic(units: Sequence[UnitSize], how: Collectives) -> Traffic:
         bytes_gathered=how.bytes_gathered,
         bytes_reduced=how.bytes_reduced,
     )
+
+
+def exchanged_by_attention(*, tokens: int, heads: int, key_heads: int, width: int, members: int) -> float:
+    """The numbers that a rank receives for the attention of one layer over a block of so many tokens, in forward.
+
+    Queries, keys and values come, and results go back; backward moves as much, and what is computed again does, too.
+    Keys and values of fewer heads than there are members travel more than once."""
+    moved = 2 * heads + 2 * math.lcm(key_heads, members)
+    return tokens / members * moved * width * (members - 1) / members
