@@ -44,6 +44,7 @@ from raytune_fsdp.model.blocks import run_blocks
 from raytune_fsdp.model.compiler import COMPILED, Compiler
 from raytune_fsdp.model.documents import DocumentLosses
 from raytune_fsdp.model.fill import fill
+from raytune_fsdp.model.fp8 import compute_in_fp8
 from raytune_fsdp.model.network import MASTER_DTYPE, build_network
 from raytune_fsdp.model.objective import Objective
 from raytune_fsdp.model.offload import Copies, Offload
@@ -55,6 +56,7 @@ from raytune_fsdp.optim import Optimizer, build_optimizer
 from raytune_fsdp.own_time import OwnTime
 from raytune_fsdp.parallel import (
     Unit,
+    computes_in,
     describe,
     for_one_rank,
     is_wrapped,
@@ -67,9 +69,10 @@ from raytune_fsdp.parallel import (
 )
 from raytune_fsdp.plan import Layout
 from raytune_fsdp.profiling import StepProfiler
+from raytune_fsdp.reduction import ranks_together
 from raytune_fsdp.run.base import agree_on_base
 from raytune_fsdp.run.initial_weights import fill_mode, first_weights
-from raytune_fsdp.run.kernels import computes_in, kernels_of
+from raytune_fsdp.run.kernels import kernels_of
 from raytune_fsdp.run.record import open_run, start_tracker
 from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.saving import NothingSaved, Saves
@@ -116,9 +119,10 @@ def assemble(
     plan, state = standing.plan, standing.state
     learner = _learner(config, prepared, standing, device)
     # On the model itself: some architectures take position_ids and still let packed documents see each other.
-    check_network(learner.model, config.data.packing, device, computes_in(config))
+    dtype = computes_in(config.parallel.precision)
+    check_network(learner.model, config.data.packing, device, dtype)
     if learner.members is not None:
-        check_parts(learner.model, learner.members, device, computes_in(config))
+        check_parts(learner.model, learner.members, device, dtype)
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")
@@ -291,12 +295,13 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
     members = make_sequence_group(layout, device)
     routers = None if compiled else watched(model, config.train, members)
     compiler = Compiler() if compiled else None
-    parallel = as_stored(model, config, layout, memory_of(device))
+    parallel = as_stored(model, config, layout, memory_of(device), device.type)
     units = units_of(model, parallel, ends=prepared.needs.ends)
+    per_node = ranks_together(layout.shard_size) if parallel.reduce == "hierarchical" else None
     sharding = None
     if is_wrapped(parallel, layout.world):  # before sharding, as well
-        sharding = describe(model, units, parallel, layout, micro_batches=micro_batches)
-    spread(model, units, parallel, make_mesh(layout, device), compiler, device)
+        sharding = describe(model, units, parallel, layout, micro_batches=micro_batches, per_node=per_node)
+    spread(model, units, parallel, make_mesh(layout, device), compiler, device, per_node=per_node)
     host = torch.device("cpu") if parallel.cpu_offload else None
     adapted, checkpoint = is_adapted(model), standing.checkpoint
     base = None
@@ -329,11 +334,13 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
     )
 
 
-def as_stored(model: PreTrainedModel, config: FinetuneConfig, layout: Layout, memory: int) -> ParallelConfig:
-    """Give frozen weights the type that they are kept in; returns how the network is spread on devices of so many bytes
-    of memory. The network is whole, on the meta device."""
+def as_stored(model: PreTrainedModel, config: FinetuneConfig, layout: Layout, memory: int, kind: str) -> ParallelConfig:
+    """Give layers the type that they compute in, and frozen weights that which they are kept in; returns how the
+    network is spread on devices of this kind and so many bytes of memory. The network is whole, on the meta device."""
     if isinstance(config.method, QloraMethod):
         quantize_layers(model, config.method.quantization)
+    if config.parallel.precision == "fp8":
+        compute_in_fp8(model, config.parallel.fp8_scaling, emulated=kind == "cpu")
     store_frozen(model, config.parallel.precision)
     kept = state_bytes(config.optim.optimizer, MASTER_DTYPE[config.parallel.precision].itemsize)
     return for_one_rank(config.parallel, layout, model, memory, state=kept)
@@ -347,8 +354,10 @@ def spread(
     compiler: Compiler | None,
     device: torch.device,
     copies: Copies | None = None,
+    per_node: int | None = None,
 ) -> None:
-    """Say how the blocks run in training, and shard the network. `copies`: what sends activations to the host."""
+    """Say how the blocks run in training, and shard the network. `copies`: what sends activations to the host.
+    `per_node`: the ranks of a node that sum gradients first."""
     run_blocks(
         model,
         recompute=parallel.activation_checkpointing,
@@ -356,7 +365,7 @@ def spread(
         offload=Offload(device, copies) if parallel.activation_offload else None,
         compiler=compiler,
     )
-    shard(model, mesh, parallel, units)
+    shard(model, mesh, parallel, units, per_node=per_node)
 
 
 def keep_of(chosen: CheckpointConfig) -> Keep:

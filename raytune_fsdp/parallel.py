@@ -7,9 +7,10 @@ shapes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -30,9 +31,12 @@ from transformers import PreTrainedModel
 from raytune_fsdp.config import ParallelConfig
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.estimate.traffic import Collectives, Traffic, UnitSize, step_traffic
+from raytune_fsdp.gathering import gather_in_fp8
 from raytune_fsdp.model.blocks import blocks_of, ends_of
+from raytune_fsdp.model.fp8 import check_gpu, layers_in_fp8
 from raytune_fsdp.model.network import MASTER_DTYPE
 from raytune_fsdp.plan import Layout
+from raytune_fsdp.reduction import reduce_by_node
 
 _STAYS = ("shard_grad_op", "replicate")
 """Strategies that keep weights gathered from forward to backward."""
@@ -42,15 +46,22 @@ _FOR_WEIGHTS = 0.7
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
-COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Precisions that compute in another type than that of the weights."""
+COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""Precisions that compute in another type than that of the weights; under fp8, everything but products of layers."""
+
+
+def computes_in(precision: str) -> torch.dtype:
+    """The type of forward and backward: under bf16 and fp16 not that of the weights, which are kept in fp32."""
+    return COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])
 
 
 def check_precision(precision: str, device: torch.device) -> None:
-    """Refuse bf16 on a GPU that only imitates it: torch computes it there in fp32, and slower than that."""
-    if device.type != "cuda" or not precision.startswith("bf16"):
+    """Refuse a GPU without the type: torch computes bf16 there in fp32, and slower than that, and fp8 not at all."""
+    if device.type != "cuda":
         return
-    if not torch.cuda.is_bf16_supported(including_emulation=False):
+    if precision == "fp8":
+        check_gpu(device)
+    if precision.startswith("bf16") and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ConfigError(
             f"parallel.precision={precision}: {torch.cuda.get_device_name(device)} has no bf16 (Ampere has): "
             "set parallel.precision=fp16 or fp32"
@@ -101,7 +112,7 @@ def _set_numerics(deterministic: bool, products: bool, convolutions: bool) -> No
 @torch.no_grad()
 def store_frozen(network: nn.Module, precision: str) -> None:
     """Keep frozen weights in the type that they are computed in: only what is trained needs the digits of a master."""
-    dtype = COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])
+    dtype = computes_in(precision)
     made: dict[int, nn.Parameter] = {}
     for module in network.modules():
         for name, parameter in module._parameters.items():
@@ -186,11 +197,18 @@ def is_wrapped(config: ParallelConfig, world: int) -> bool:
     return world > 1 or config.precision in COMPUTE_DTYPE or config.cpu_offload
 
 
-def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig, units: Sequence[Unit]) -> None:
-    """Wrap the model in place. It must be on the meta device."""
+def shard(
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    config: ParallelConfig,
+    units: Sequence[Unit],
+    *,
+    per_node: int | None = None,
+) -> None:
+    """Wrap the model in place. It must be on the meta device. `per_node`: see `reduction.ranks_of_a_node`."""
     if not is_wrapped(config, mesh.size()):
         return
-    policy = precision_policy(config.precision)
+    policy = precision_policy(config)
     # reshard_after_forward=None frees a block's weights after its forward, but keeps those of the root module, which
     # backward needs first. False keeps all of them gathered: more memory, no second all-gather in backward.
     free = False if config.strategy in _STAYS else None
@@ -213,6 +231,12 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig, unit
         # adapters for nothing (7 % of an 8B), and after an evaluation the last unit.
         cast(FSDPModule, first.modules[0]).set_modules_to_backward_prefetch([cast(FSDPModule, first.modules[0])])
     reduce_by_sum(model)
+    if config.gathers_fp8:
+        layers = layers_in_fp8(model)
+        for unit in units:
+            gather_in_fp8(unit.modules, layers)
+    if per_node is not None:
+        reduce_by_node(model, mesh, per_node, torch.bfloat16 if config.reduce_dtype == "bf16" else None)
 
 
 def for_one_rank(
@@ -243,11 +267,17 @@ def memory_of(device: torch.device) -> int:
 
 
 def describe(
-    model: PreTrainedModel, units: Sequence[Unit], config: ParallelConfig, layout: Layout, *, micro_batches: int
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    config: ParallelConfig,
+    layout: Layout,
+    *,
+    micro_batches: int,
+    per_node: int | None = None,
 ) -> dict[str, Any]:
     """What is gathered when, for people: units by name, how many of them, and the bytes of the largest; and what a rank
     receives in a step of this many micro-batches. The network is not sharded yet."""
-    width = COMPUTE_DTYPE.get(config.precision, MASTER_DTYPE[config.precision]).itemsize
+    width = computes_in(config.precision).itemsize
     rest = sum(_nbytes(parameter, width) for parameter in model.parameters()) - sum(u.nbytes(width) for u in units)
     named: dict[str, list[int]] = {}
     for unit in units:
@@ -257,28 +287,37 @@ def describe(
     staying = " and ".join(unit.name for unit in units if unit.stays)
     again = f"in forward, and again in backward{f' ({staying} once for both)' if staying else ''}"
     gathered = "once a step" if config.strategy in _STAYS else again
-    traffic = traffic_of(model, units, config, layout, micro_batches=micro_batches)
+    traffic = traffic_of(model, units, config, layout, micro_batches=micro_batches, per_node=per_node)
     return {
         "units": [{"name": name, "count": len(sizes), "bytes": max(sizes)} for name, sizes in named.items()],
         "gathered": gathered,
         "weights_bytes": int(traffic.bytes_of_weights),
         "gradients_bytes": int(traffic.bytes_of_gradients),
+        **({} if per_node is None else {"reduced": f"inside of each {per_node} ranks of a node, then between nodes"}),
     }
 
 
 def traffic_of(
-    model: PreTrainedModel, units: Sequence[Unit], config: ParallelConfig, layout: Layout, *, micro_batches: int
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    config: ParallelConfig,
+    layout: Layout,
+    *,
+    micro_batches: int,
+    per_node: int | None = None,
 ) -> Traffic:
     """What a rank's collectives move in a step of this many micro-batches. The network is not sharded yet."""
     known = {id(p) for unit in units for p in unit.parameters}
     rest = [p for p in model.parameters() if id(p) not in known]
-    policy = precision_policy(config.precision)
+    policy = precision_policy(config)
     stored = MASTER_DTYPE[config.precision]
-    width = (policy.param_dtype or stored).itemsize
+    width, reduced = (policy.param_dtype or stored).itemsize, (policy.reduce_dtype or stored).itemsize
+    narrow = {id(layer.weight) for layer in layers_in_fp8(model)} if config.gathers_fp8 else set()
+    size = partial(_size, shards=layout.shard_size, width=width, narrow=narrow)
     # The root's, which stay for backward, as that needs them first.
-    sizes = [_size(rest, layout.shard_size, width, stays=True)]
+    sizes = [size(rest, stays=True)]
     for unit, reached in zip(units, reached_by_backward(model, units), strict=True):
-        sizes.append(_size(unit.parameters, layout.shard_size, width, stays=unit.stays, reached=reached))
+        sizes.append(size(unit.parameters, stays=unit.stays, reached=reached))
     how = Collectives(
         shard_size=layout.shard_size,
         replicas=layout.replicas,
@@ -286,29 +325,38 @@ def traffic_of(
         stay=config.strategy in _STAYS,
         deferred=config.defer_gradient_sync,
         bytes_gathered=width,
-        bytes_reduced=(policy.reduce_dtype or stored).itemsize,
+        bytes_reduced=reduced,
+        nodes=1 if per_node is None else layout.shard_size // per_node,
+        bytes_crossing=2 if config.reduce_dtype == "bf16" else reduced,
     )
     return step_traffic(sizes, how)
 
 
 def _size(
-    parameters: Sequence[nn.Parameter], shards: int, width: int, *, stays: bool, reached: bool = True
+    parameters: Sequence[nn.Parameter],
+    *,
+    shards: int,
+    width: int,
+    narrow: Collection[int],
+    stays: bool,
+    reached: bool = True,
 ) -> UnitSize:
     """Every rank sends as many rows of a weight as the one that has most. The bytes of quantized rows count as the
-    numbers of this width that they would be."""
+    numbers of this width that they would be. `narrow`: the ids of weights that travel in 8 bits."""
     padded = [-(-p.shape[0] // shards) * shards * _nbytes(p[0], width) / width for p in parameters]
     trained = sum(count for p, count in zip(parameters, padded, strict=True) if p.requires_grad)
-    return UnitSize(weights=sum(padded), trained=trained, stays=stays, reached=reached)
+    narrowed = sum(count for p, count in zip(parameters, padded, strict=True) if id(p) in narrow)
+    return UnitSize(weights=sum(padded), narrow=narrowed, trained=trained, stays=stays, reached=reached)
 
 
-def precision_policy(precision: str) -> MixedPrecisionPolicy:
+def precision_policy(config: ParallelConfig) -> MixedPrecisionPolicy:
     """16-bit compute with fp32 reduction; otherwise everything in the type of the weights."""
-    compute = COMPUTE_DTYPE.get(precision)
-    if compute is not None:
-        return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    if precision == "bf16_pure":
-        return MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    return MixedPrecisionPolicy()
+    compute = COMPUTE_DTYPE.get(config.precision)
+    if compute is None and config.precision != "bf16_pure":
+        return MixedPrecisionPolicy()
+    # In two levels only the second one is in fewer bits.
+    rounded = config.reduce_dtype == "bf16" and config.reduce == "flat"
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.bfloat16 if rounded else torch.float32)
 
 
 def reduce_by_sum(model: nn.Module) -> None:

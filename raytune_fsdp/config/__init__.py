@@ -102,6 +102,16 @@ class FinetuneConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _fp8(self) -> Self:
+        if self.parallel.precision == "fp8" and self.method.type in ("lora", "qlora"):
+            raise ValueError(
+                f"method.type={self.method.type} with parallel.precision=fp8: fp8 is for layers that are trained, and "
+                "those beside adapters are frozen (torchao would compute their gradients all the same, a third product "
+                "where bf16 has two); set parallel.precision=bf16, or method.type=full"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rows(self) -> Self:
         if getattr(self.method, "train_added_tokens", False) and not self.model.add_tokens:
             raise ValueError(

@@ -35,9 +35,18 @@ class ParallelConfig(Section):
 
     mesh: MeshConfig = Field(default_factory=MeshConfig)
 
-    precision: Literal["bf16", "fp32", "fp64", "fp16", "bf16_pure"] = "bf16"
+    precision: Literal["bf16", "fp32", "fp64", "fp16", "bf16_pure", "fp8"] = "bf16"
     """`bf16`, `fp16`: compute in 16 bits, fp32 master weights and reduction (fp16 with dynamic loss scaling).
-    `bf16_pure`: weights and optimizer in bf16 too. `fp32`, `fp64`: throughout."""
+    `bf16_pure`: weights and optimizer in bf16 too. `fp32`, `fp64`: throughout. `fp8`: as `bf16`, but the linear layers of
+    the blocks multiply in 8 bits while they train, by torchao; on a CPU that is emulated, and slow."""
+
+    fp8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """With `precision: fp8`: what shares a scale, which is found anew in every product. `tensorwise`: a whole weight, and
+    all tokens of a micro-batch. `rowwise`: a row; more exact, and slower."""
+
+    fp8_gather: bool | Literal["auto"] = "auto"
+    """With `precision: fp8`: send weights in 8 bits when they are gathered, half the bytes for the same results. Needs
+    `fp8_scaling: tensorwise`, with which `auto` does it."""
 
     tf32: bool = False
     """On GPUs: compute products of fp32 numbers in TF32, with 10 bits of mantissa instead of 23. Not for networks that
@@ -66,6 +75,14 @@ class ParallelConfig(Section):
     compile: bool | Literal["auto"] = "auto"
     """Compile each block with torch.compile. `auto`: on GPUs where it works; a run that goes on keeps what it began with."""
 
+    reduce_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """The type in which gradients are summed over the ranks. `auto`: fp32, or fp64 with `precision: fp64`. `bf16`: half
+    the bytes, and sums of 8 bits, which are others for every number of ranks."""
+
+    reduce: Literal["flat", "hierarchical"] = "flat"
+    """How gradients are summed over ranks on several nodes. `hierarchical`: inside of each node first, then between the
+    nodes, which alone is in `reduce_dtype` then. NCCL's ring sends about as much between nodes by itself."""
+
     defer_gradient_sync: bool = False
     """Reduce gradients only after the last micro-batch of a step: less traffic, but every rank holds full gradients
     until then."""
@@ -88,6 +105,56 @@ class ParallelConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _fp8(self) -> Self:
+        if self.precision != "fp8":
+            for field, given in (
+                ("fp8_scaling", self.fp8_scaling != "tensorwise"),
+                ("fp8_gather", self.fp8_gather is True),
+            ):
+                if given:
+                    raise ValueError(
+                        f"parallel.{field}={_written(getattr(self, field))} with parallel.precision={self.precision}: only "
+                        f"fp8 has it; set parallel.precision=fp8, or leave {field} out"
+                    )
+        elif self.mesh.sequence > 1:
+            raise ValueError(
+                f"parallel.mesh.sequence={self.mesh.sequence} with parallel.precision=fp8: 8 bits are scaled by the largest "
+                "number of the tokens that a rank has, so a run would depend on how many ranks share a sample; set "
+                "parallel.precision=bf16, or leave sequence out"
+            )
+        elif self.fp8_gather is True and self.fp8_scaling != "tensorwise":
+            raise ValueError(
+                f"parallel.fp8_gather=true with parallel.fp8_scaling={self.fp8_scaling}: forward needs the scales of a "
+                "weight's rows and backward those of its columns, so 8 bits of one are no use to the other; set "
+                "parallel.fp8_scaling=tensorwise, or leave fp8_gather out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reduction(self) -> Self:
+        if self.reduce_dtype == "bf16" and self.precision not in ("bf16", "bf16_pure", "fp8"):
+            raise ValueError(
+                f"parallel.reduce_dtype=bf16 with parallel.precision={self.precision}: gradients with more digits than "
+                "bf16 has would lose them; set parallel.precision=bf16, or leave reduce_dtype out"
+            )
+        if self.reduce_dtype == "fp32" and self.precision == "fp64":
+            raise ValueError(
+                "parallel.reduce_dtype=fp32 with parallel.precision=fp64: half the digits would be lost; leave "
+                "reduce_dtype out"
+            )
+        if self.reduce == "hierarchical" and self.strategy == "replicate":
+            raise ValueError(
+                "parallel.reduce=hierarchical with parallel.strategy=replicate: it sums what is sharded, and nothing is; "
+                "set parallel.strategy=full_shard, or leave reduce out"
+            )
+        return self
+
+    @property
+    def gathers_fp8(self) -> bool:
+        """Whether weights travel in 8 bits."""
+        return self.precision == "fp8" and self.fp8_scaling == "tensorwise" and self.fp8_gather is not False
+
+    @model_validator(mode="after")
     def _recompute_every(self) -> Self:
         if (self.activation_checkpointing == "every_n") != (self.recompute_every is not None):
             raise ValueError(
@@ -96,3 +163,8 @@ class ParallelConfig(Section):
                 "and the other modes do not take one"
             )
         return self
+
+
+def _written(value: object) -> str:
+    """As in a config file."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -31,6 +31,7 @@ MASTER_DTYPE = {
     "bf16": torch.float32,
     "fp16": torch.float32,
     "bf16_pure": torch.bfloat16,
+    "fp8": torch.float32,
 }
 """Type of the weights that the optimizer updates, by `parallel.precision`."""
 

@@ -69,7 +69,7 @@ def move(layout: Layout, network: Network, traffic: Traffic | None, collectives:
     if traffic is None:
         return Moved(seconds=0.0, inside=0.0, between=0.0)
     reducing, outside = network.reducing or network.inside, network.between or network.inside
-    gathered, scattered = traffic.bytes_of_weights, traffic.scattered * traffic.bytes_reduced
+    gathered, scattered = traffic.bytes_of_weights, traffic.bytes_scattered
     copies = traffic.all_reduced * traffic.bytes_reduced
     # A ring passes every byte through each device; where it is over several machines, into each of them once, over all
     # its links together. Its slowest link decides.
@@ -78,6 +78,13 @@ def move(layout: Layout, network: Network, traffic: Traffic | None, collectives:
     if layout.shard_size > network.per_node:
         between += inside
         seconds = max(seconds, between / outside)
+        if traffic.crossing:
+            # Summed in two levels, one after the other: only sums leave a machine, a part of them by each device.
+            crossing = traffic.crossing * traffic.bytes_crossing
+            inside = gathered + scattered - crossing
+            between = gathered + crossing * network.per_node
+            seconds = max(gathered / network.inside, gathered / outside)
+            seconds += (scattered - crossing) / reducing + crossing * network.per_node / outside
     # Replicas of a shard lie `shard_size` ranks apart: so many rings run side by side on a machine.
     if layout.world > network.per_node:
         rings = min(layout.shard_size, network.per_node, layout.world)

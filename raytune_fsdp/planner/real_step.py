@@ -31,7 +31,7 @@ class Trainer:
         self._config, self._plan = config, resolve(config, dist.get_world_size())
         model = build_network(copy.deepcopy(subject.hf_config), config)
         choose_kernels(model, config, subject.needs, device.type)
-        self._parallel = as_stored(model, config, self._plan.layout, memory_of(device))
+        self._parallel = as_stored(model, config, self._plan.layout, memory_of(device), device.type)
         units = units_of(model, self._parallel, ends=subject.needs.ends)
         spread(model, units, self._parallel, make_mesh(self._plan.layout, device), None, device)
         fill(model, None, "empty", device)

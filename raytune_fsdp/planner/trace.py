@@ -29,16 +29,17 @@ from raytune_fsdp.model.blocks import blocks_of
 from raytune_fsdp.model.calls import PREFIX
 from raytune_fsdp.model.fill import allocate
 from raytune_fsdp.model.head import LossHead, choose_loss, install
-from raytune_fsdp.model.network import MASTER_DTYPE, build_network, count_parameters, init_buffers
+from raytune_fsdp.model.network import build_network, count_parameters, init_buffers
 from raytune_fsdp.model.objective import Objective
 from raytune_fsdp.model.operations import count_architecture, count_asleep
 from raytune_fsdp.model.sequence import check_attention_in_parts, use_parts
 from raytune_fsdp.optim import Optimizer, build_optimizer
-from raytune_fsdp.parallel import COMPUTE_DTYPE, is_wrapped, make_mesh, make_sequence_group, traffic_of, units_of
+from raytune_fsdp.parallel import computes_in, is_wrapped, make_mesh, make_sequence_group, traffic_of, units_of
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.planner.live import Bytes, Live, Timeline
 from raytune_fsdp.planner.recorder import Recorder
 from raytune_fsdp.planner.representatives import keep_blocks
+from raytune_fsdp.reduction import ranks_of_a_node
 from raytune_fsdp.run.probe import with_memory
 from raytune_fsdp.step import LossScale, train_step
 from raytune_fsdp.types import Batch, Cursor, PackedSample, ParameterCount, StepBatches
@@ -87,13 +88,14 @@ def trace(
     device: str = "cuda",
     added: Sequence[int] = (),
     gloo: bool = False,
+    per_node: int | None = None,
     whole: bool = False,
     until: float | None = None,
 ) -> Trace:
     """Compute one step of rank 0 on devices of so many bytes of `memory`.
 
     `device`: the type of device that the run will have, which decides on the kernels. `gloo`: collectives need memory
-    as gloo's do. `whole`: trace every block. `until`: TookTooLong is raised at this time.
+    as gloo's do. `per_node`: ranks of a machine. `whole`: trace every block. `until`: TookTooLong is raised then.
     """
     from torch._subclasses import FakeTensorMode  # half of the compiler, a second
 
@@ -101,18 +103,19 @@ def trace(
     attention = choose_kernels(model, config, needs, device)
     architecture, parameters, asleep = count_architecture(model), count_parameters(model), count_asleep(model)
     largest = max(parameter.nbytes for parameter in model.parameters())
-    parallel = as_stored(model, config, plan.layout, memory)
-    traffic = _traffic(model, parallel, plan, ends=needs.ends)
+    parallel = as_stored(model, config, plan.layout, memory, device)
+    per_node = _together(parallel, plan, per_node)
+    traffic = _traffic(model, parallel, plan, ends=needs.ends, per_node=per_node)
     kept = range(len(blocks_of(model))) if whole else keep_blocks(model, parallel, ends=needs.ends)
     blocks, passes = blocks_of(model), min(2, plan.division.full_rounds)
     (batches,) = own_parts([full_batches(config, hf_config, passes)], plan.layout, rank=0)
     with as_rank_of(plan.layout.world), _same_random_state(), torch.enable_grad():
-        mesh, members = make_mesh(plan.layout, CPU), make_sequence_group(plan.layout, CPU)
+        members = make_sequence_group(plan.layout, CPU)
         if members is not None:
             use_parts(model, members)
         units = units_of(model, parallel, ends=needs.ends)
         live = Live(copies_to_reduce=gloo, copies_to_promote=device == "cpu", longest=config.data.seq_len, until=until)
-        spread(model, units, parallel, mesh, None, CPU, _ToHost(live))
+        spread(model, units, parallel, make_mesh(plan.layout, CPU), None, CPU, _ToHost(live), per_node)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         _allocate(model, fake)
         model.train()
@@ -139,11 +142,21 @@ def trace(
     )
 
 
-def _traffic(model: PreTrainedModel, parallel: ParallelConfig, plan: Plan, *, ends: bool) -> Traffic | None:
+def _together(parallel: ParallelConfig, plan: Plan, per_node: int | None) -> int | None:
+    """How many ranks sum gradients before those of other machines do."""
+    if parallel.reduce != "hierarchical" or per_node is None:
+        return None
+    nodes = [rank // per_node for rank in range(plan.layout.world)]
+    return ranks_of_a_node(nodes, plan.layout.shard_size)
+
+
+def _traffic(
+    model: PreTrainedModel, parallel: ParallelConfig, plan: Plan, *, ends: bool, per_node: int | None
+) -> Traffic | None:
     if not is_wrapped(parallel, plan.layout.world):
         return None
-    units = units_of(model, parallel, ends=ends)
-    return traffic_of(model, units, parallel, plan.layout, micro_batches=plan.division.full_rounds)
+    units, passes = units_of(model, parallel, ends=ends), plan.division.full_rounds
+    return traffic_of(model, units, parallel, plan.layout, micro_batches=passes, per_node=per_node)
 
 
 def _allocate(model: PreTrainedModel, fake: AbstractContextManager[object]) -> None:
@@ -203,8 +216,7 @@ def choose_kernels(model: PreTrainedModel, config: FinetuneConfig, needs: Needs,
         head.stands_for = device
     if model._can_set_experts_implementation() and device == "cpu":
         model.set_experts_implementation("batched_mm")  # the others ask how many tokens come to an expert
-    precision = config.parallel.precision
-    dtype = COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])
+    dtype = computes_in(config.parallel.precision)
     attention = choose(
         config.model.attention, needs, kept=None, device=torch.device(device), dtype=dtype,
         fails=lambda name: None if name == f"{PREFIX}varlen" else "it is not looked for",

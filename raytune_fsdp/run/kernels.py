@@ -13,11 +13,10 @@ from raytune_fsdp.model.adapters import why_not_compiled
 from raytune_fsdp.model.attention import Choice, choose, use
 from raytune_fsdp.model.compiler import EAGER, choose_blocks, why_it_fails
 from raytune_fsdp.model.head import choose_loss, install
-from raytune_fsdp.model.network import MASTER_DTYPE
 from raytune_fsdp.model.routers import why_routers_forbid
 from raytune_fsdp.model.sequence import check_attention_in_parts
 from raytune_fsdp.model.trial import why_kernel_fails
-from raytune_fsdp.parallel import COMPUTE_DTYPE
+from raytune_fsdp.parallel import computes_in
 from raytune_fsdp.run.standing import Prepared, Standing
 
 
@@ -34,7 +33,7 @@ def kernels_of(
         **standing.state.kernels,
     }
     kept = before if standing.checkpoint is not None else {}
-    chosen, dtype = config.model, computes_in(config)
+    chosen, dtype = config.model, computes_in(config.parallel.precision)
     attention = choose(
         chosen.attention, prepared.needs, kept=kept.get("attention"), device=device, dtype=dtype,
         fails=lambda name: why_on_any_rank(lambda: why_kernel_fails(name, prepared.needs, device, dtype)),
@@ -52,9 +51,3 @@ def kernels_of(
     if standing.plan.layout.sequence > 1:
         check_attention_in_parts(standing.plan.layout.sequence, attention)
     return {"attention": attention, "loss": loss, "blocks": blocks}
-
-
-def computes_in(config: FinetuneConfig) -> torch.dtype:
-    """The type of forward and backward: under bf16 and fp16 not that of the weights, which are kept in fp32."""
-    precision = config.parallel.precision
-    return COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])

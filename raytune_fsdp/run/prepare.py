@@ -34,6 +34,7 @@ from raytune_fsdp.model.added_rows import why_not_alone
 from raytune_fsdp.model.attention import positions_of, takes_position_ids
 from raytune_fsdp.model.bounds import MOST_TOKENS, check_tokenizer_files
 from raytune_fsdp.model.files import locate
+from raytune_fsdp.model.fp8 import check_fp8, layers_in_fp8, left_in_bf16
 from raytune_fsdp.model.hub import check_push
 from raytune_fsdp.model.network import (
     build_network,
@@ -329,6 +330,16 @@ def _warn_of_experts(network: PreTrainedModel) -> None:
         )  # fmt: skip
 
 
+def _warn_of_bf16(network: PreTrainedModel) -> None:
+    """Say which linear layers of the blocks fp8 leaves as they are."""
+    if left := left_in_bf16(network):
+        name, why = next(iter(left.items()))
+        logger.warning(
+            "parallel.precision=fp8: %d of %d linear layers of the blocks are computed in bf16 (%s: %s)",
+            len(left), len(left) + len(layers_in_fp8(network)), name, why,
+        )  # fmt: skip
+
+
 def _check_network(config: FinetuneConfig, network: PreTrainedModel, world: int) -> None:
     """Refuse what this architecture cannot do, and say what may not be meant."""
     warn_of_method(config)
@@ -341,6 +352,9 @@ def _check_network(config: FinetuneConfig, network: PreTrainedModel, world: int)
     if isinstance(config.method, QloraMethod):
         check_torch()
         _warn_of_experts(network)
+    if config.parallel.precision == "fp8":
+        check_fp8(network)
+        _warn_of_bf16(network)
     check_lengths(config, network)
     check_routers(network, config.train)
     if config.parallel.activation_checkpointing != "none" and not network.supports_gradient_checkpointing:
