@@ -56,7 +56,6 @@ from raytune_fsdp.optim import Optimizer, build_optimizer
 from raytune_fsdp.own_time import OwnTime
 from raytune_fsdp.parallel import (
     Unit,
-    computes_in,
     describe,
     for_one_rank,
     is_wrapped,
@@ -64,10 +63,10 @@ from raytune_fsdp.parallel import (
     make_sequence_group,
     memory_of,
     shard,
-    store_frozen,
     units_of,
 )
 from raytune_fsdp.plan import Layout
+from raytune_fsdp.precision import computes_in, store_frozen
 from raytune_fsdp.profiling import StepProfiler
 from raytune_fsdp.reduction import ranks_together
 from raytune_fsdp.run.base import agree_on_base

@@ -21,7 +21,7 @@ from raytune_fsdp.lease import Lease
 from raytune_fsdp.loop import Parts, train
 from raytune_fsdp.model.compiler import settings_restored
 from raytune_fsdp.out_of_memory import explain, explain_building
-from raytune_fsdp.parallel import numerics
+from raytune_fsdp.precision import numerics
 from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.tracking.tracker import Status
 from raytune_fsdp.types import Stop

@@ -10,13 +10,13 @@ from raytune_fsdp.errors import ModelError, RaytuneError, in_one_line
 from raytune_fsdp.estimate.devices import Device
 from raytune_fsdp.estimate.flops import Architecture, training_flops
 from raytune_fsdp.estimate.traffic import Traffic
-from raytune_fsdp.parallel import computes_in
 from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.planner.links import network_of
 from raytune_fsdp.planner.memory import Memory, memory_of
 from raytune_fsdp.planner.speed import LINKS_BETWEEN, MIDDLE, Seconds, rates_of, seconds_of
 from raytune_fsdp.planner.subject import Subject, with_torch_alone
 from raytune_fsdp.planner.trace import Trace, trace
+from raytune_fsdp.precision import computes_in
 from raytune_fsdp.types import ParameterCount
 
 GIB = 2**30

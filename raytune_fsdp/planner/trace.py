@@ -34,11 +34,12 @@ from raytune_fsdp.model.objective import Objective
 from raytune_fsdp.model.operations import count_architecture, count_asleep
 from raytune_fsdp.model.sequence import check_attention_in_parts, use_parts
 from raytune_fsdp.optim import Optimizer, build_optimizer
-from raytune_fsdp.parallel import computes_in, is_wrapped, make_mesh, make_sequence_group, traffic_of, units_of
+from raytune_fsdp.parallel import is_wrapped, make_mesh, make_sequence_group, traffic_of, units_of
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.planner.live import Bytes, Live, Timeline
 from raytune_fsdp.planner.recorder import Recorder
 from raytune_fsdp.planner.representatives import keep_blocks
+from raytune_fsdp.precision import computes_in
 from raytune_fsdp.reduction import ranks_of_a_node
 from raytune_fsdp.run.probe import with_memory
 from raytune_fsdp.step import LossScale, train_step
@@ -110,9 +111,7 @@ def trace(
     blocks, passes = blocks_of(model), min(2, plan.division.full_rounds)
     (batches,) = own_parts([full_batches(config, hf_config, passes)], plan.layout, rank=0)
     with as_rank_of(plan.layout.world), _same_random_state(), torch.enable_grad():
-        members = make_sequence_group(plan.layout, CPU)
-        if members is not None:
-            use_parts(model, members)
+        _share_samples(model, plan)
         units = units_of(model, parallel, ends=needs.ends)
         live = Live(copies_to_reduce=gloo, copies_to_promote=device == "cpu", longest=config.data.seq_len, until=until)
         spread(model, units, parallel, make_mesh(plan.layout, CPU), None, CPU, _ToHost(live), per_node)
@@ -140,6 +139,12 @@ def trace(
         trained_bytes_traced=recorder.rest + sum(recorder.trained),
         offloaded=parallel.cpu_offload and device != "cpu",
     )
+
+
+def _share_samples(model: PreTrainedModel, plan: Plan) -> None:
+    members = make_sequence_group(plan.layout, CPU)
+    if members is not None:
+        use_parts(model, members)
 
 
 def _together(parallel: ParallelConfig, plan: Plan, per_node: int | None) -> int | None:

@@ -16,7 +16,7 @@ from raytune_fsdp.model.head import choose_loss, install
 from raytune_fsdp.model.routers import why_routers_forbid
 from raytune_fsdp.model.sequence import check_attention_in_parts
 from raytune_fsdp.model.trial import why_kernel_fails
-from raytune_fsdp.parallel import computes_in
+from raytune_fsdp.precision import computes_in
 from raytune_fsdp.run.standing import Prepared, Standing
 
 

@@ -72,7 +72,7 @@ def test_the_70b_of_4_bits_is_as_large_as_its_recipe_says() -> None:
 
     from raytune_fsdp.model.network import build_network
     from raytune_fsdp.model.quantized import QuantizedLayer, quantize_layers
-    from raytune_fsdp.parallel import store_frozen
+    from raytune_fsdp.precision import store_frozen
 
     config = load_config("llama3-70b-qlora")
     assert isinstance(config.method, QloraMethod)

@@ -19,11 +19,11 @@ from raytune_fsdp.model.blocks import blocks_of, run_blocks
 from raytune_fsdp.model.fp8 import check_fp8, compute_in_fp8, layers_in_fp8, left_in_bf16, narrow, scales_of, widen
 from raytune_fsdp.model.loss import block_loss
 from raytune_fsdp.model.proof import documents
-from raytune_fsdp.parallel import check_precision
 from raytune_fsdp.plan import resolve
 from raytune_fsdp.planner.links import move, network_of
 from raytune_fsdp.planner.prediction import Cluster, Prediction, predict
 from raytune_fsdp.planner.subject import Subject
+from raytune_fsdp.precision import check_precision
 from tests.models import build
 from tests.runs import LLAMA, make_config
 from tests.unit.test_planner_memory import LLAMA as PLANNED
