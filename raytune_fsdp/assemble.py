@@ -49,18 +49,21 @@ from raytune_fsdp.model.network import MASTER_DTYPE, build_network
 from raytune_fsdp.model.objective import Objective
 from raytune_fsdp.model.offload import Copies, Offload
 from raytune_fsdp.model.operations import count_architecture
+from raytune_fsdp.model.pieces import TENSOR
 from raytune_fsdp.model.principal import pairs_of
 from raytune_fsdp.model.quantized import quantize_layers
 from raytune_fsdp.model.routers import watched
+from raytune_fsdp.model.tensor import cut
 from raytune_fsdp.optim import Optimizer, build_optimizer
 from raytune_fsdp.own_time import OwnTime
 from raytune_fsdp.parallel import (
+    Groups,
     Unit,
     describe,
     for_one_rank,
     is_wrapped,
+    make_groups,
     make_mesh,
-    make_sequence_group,
     memory_of,
     shard,
     units_of,
@@ -120,14 +123,14 @@ def assemble(
     # On the model itself: some architectures take position_ids and still let packed documents see each other.
     dtype = computes_in(config.parallel.precision)
     check_network(learner.model, config.data.packing, device, dtype)
-    if learner.members is not None:
-        check_parts(learner.model, learner.members, device, dtype)
+    if learner.groups.sequence is not None:
+        check_parts(learner.model, learner.groups.sequence, device, dtype)
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")
     tracker = start_tracker(config, prepared, standing, opened, learner.kernels, device, hooks.console, hooks.trackers)
     stream = Stream(prepared.train, seed=config.run.seed)
-    batches = _batches(hooks, standing, stream, learner.members)
+    batches = _batches(hooks, standing, stream, learner.groups.together)
     saver = _saver(config, prepared, standing, learner)
     _report(tracker, learner, saver, hooks.predicted)
     own = OwnTime(learner.units, device, storage=lambda: saver.own_seconds) if plan.layout.world > 1 else None
@@ -169,7 +172,7 @@ def assemble(
 
 
 def _batches(
-    hooks: LauncherHooks, standing: Standing, stream: Stream, members: dist.ProcessGroup | None
+    hooks: LauncherHooks, standing: Standing, stream: Stream, together: dist.ProcessGroup | None
 ) -> Iterator[StepBatches]:
     """What this rank trains on. Each step of it is collective where ranks share blocks."""
     plan, rank = standing.plan, dist.get_rank()
@@ -178,11 +181,11 @@ def _batches(
             stream, plan.division, standing.steps_left,
             cursor=standing.state.cursor, data_rank=plan.layout.data_rank(rank),
         )  # fmt: skip
-    elif members is None:
+    elif together is None:
         whole = cast(Iterator[StepBatches], hooks.batches)
     else:
-        whole = from_first(hooks.batches, members)
-    return whole if members is None else own_parts(whole, plan.layout, rank)
+        whole = from_first(hooks.batches, together)
+    return whole if together is None else own_parts(whole, plan.layout, rank)
 
 
 def _meter(
@@ -278,8 +281,7 @@ class _Learner:
     """For people: what is gathered when. None: nothing is."""
     base: Mapping[str, Any] | None
     """What checkpoints say about the weights that adapters are beside. None: there are no adapters."""
-    members: dist.ProcessGroup | None
-    """The ranks that share this one's blocks. None: it has them for itself."""
+    groups: Groups
 
 
 def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device) -> _Learner:
@@ -291,16 +293,18 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
     compiled = kernels["blocks"].name == COMPILED
     # Hooks would break the graphs of blocks that are computed again.
     layout, micro_batches = standing.plan.layout, standing.plan.division.full_rounds
-    members = make_sequence_group(layout, device)
-    routers = None if compiled else watched(model, config.train, members)
+    groups, mesh = make_groups(layout, device), make_mesh(layout, device)
+    routers = None if compiled else watched(model, config.train, groups.sequence)
     compiler = Compiler() if compiled else None
     parallel = as_stored(model, config, layout, memory_of(device), device.type)
+    if layout.tensor > 1:
+        cut(model, mesh[TENSOR])
     units = units_of(model, parallel, ends=prepared.needs.ends)
     per_node = ranks_together(layout.shard_size) if parallel.reduce == "hierarchical" else None
     sharding = None
     if is_wrapped(parallel, layout.world):  # before sharding, as well
         sharding = describe(model, units, parallel, layout, micro_batches=micro_batches, per_node=per_node)
-    spread(model, units, parallel, make_mesh(layout, device), compiler, device, per_node=per_node)
+    spread(model, units, parallel, mesh, compiler, device, per_node=per_node)
     host = torch.device("cpu") if parallel.cpu_offload else None
     adapted, checkpoint = is_adapted(model), standing.checkpoint
     base = None
@@ -329,7 +333,7 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
         compiler=compiler,
         sharding=sharding,
         base=base,
-        members=members,
+        groups=groups,
     )
 
 

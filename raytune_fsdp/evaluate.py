@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.collectives import on_all_ranks
 from raytune_fsdp.data.batches import eval_batches, to_batch
-from raytune_fsdp.data.parts import part_of
+from raytune_fsdp.data.parts import own_part
 from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ConfigError, ModelError
@@ -44,12 +44,12 @@ def losses(
     """Loss per target token and accuracy of each dataset, by the names of metrics, over all ranks. Collective."""
     results: dict[str, float] = {}
     rank = dist.get_rank()
-    data_rank, member = layout.data_rank(rank), layout.member(rank)
+    data_rank = layout.data_rank(rank)
     with evaluating(model):
         for name, windows in datasets.items():
             sums = torch.zeros(3, dtype=torch.float64, device=device)
             blocks = eval_batches(windows, micro_batch=micro_batch, data_ranks=layout.data_ranks, data_rank=data_rank)
-            for block in to_device((part_of(block, member, layout.sequence) for block in blocks), device):
+            for block in to_device((own_part(block, layout, rank) for block in blocks), device):
                 sums += eval_step(model, block)
             dist.all_reduce(sums)
             total, right, targets = sums.tolist()

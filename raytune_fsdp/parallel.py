@@ -32,6 +32,7 @@ from raytune_fsdp.gathering import gather_in_fp8
 from raytune_fsdp.model.blocks import blocks_of, ends_of
 from raytune_fsdp.model.fp8 import layers_in_fp8
 from raytune_fsdp.model.network import MASTER_DTYPE
+from raytune_fsdp.model.pieces import TENSOR, local_piece
 from raytune_fsdp.plan import Layout
 from raytune_fsdp.precision import COMPUTE_DTYPE, computes_in, precision_policy
 from raytune_fsdp.reduction import reduce_by_node
@@ -44,18 +45,37 @@ _FOR_WEIGHTS = 0.7
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Replicas x shards, or only shards: an axis of one replica would all-reduce every block in vain. Collective."""
-    if layout.replicas == 1:
-        return init_device_mesh(device.type, (layout.shard_size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (layout.replicas, layout.shard_size), mesh_dim_names=("replicate", "shard"))
+    """Replicas x shards x parts of layers, of which the first and the last are left out where they are one: an axis of
+    one replica would all-reduce every block in vain. Collective."""
+    axes = {"shard": layout.shard_size}
+    if layout.replicas > 1:
+        axes = {"replicate": layout.replicas, **axes}
+    if layout.tensor > 1:
+        axes[TENSOR] = layout.tensor
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def make_sequence_group(layout: Layout, device: torch.device) -> dist.ProcessGroup | None:
-    """The ranks that share this rank's blocks; None if it has them for itself. Collective."""
-    if layout.sequence == 1:
-        return None
-    shape = (layout.data_ranks, layout.sequence)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("data", "sequence")).get_group("sequence")
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The ranks that compute this rank's blocks with it. None: there are no others."""
+
+    sequence: dist.ProcessGroup | None
+    """Those that have other parts of their tokens."""
+    together: dist.ProcessGroup | None
+    """All of them."""
+
+
+def make_groups(layout: Layout, device: torch.device) -> Groups:
+    """Collective."""
+    if layout.together == 1:
+        return Groups(None, None)
+    shape = (layout.data_ranks, layout.sequence, layout.tensor)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "sequence", TENSOR))
+    sequence = mesh.get_group("sequence") if layout.sequence > 1 else None
+    if layout.tensor == 1:
+        return Groups(sequence, sequence)
+    together = init_device_mesh(device.type, (layout.data_ranks, layout.together), mesh_dim_names=("data", "together"))
+    return Groups(sequence, together.get_group("together"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +97,9 @@ class Unit:
 
 
 def _nbytes(parameter: torch.Tensor, width: int) -> int:
-    return parameter.numel() * (width if parameter.is_floating_point() else parameter.itemsize)
+    """Of the part that this rank has of a layer."""
+    count = local_piece(parameter).numel()
+    return count * (width if parameter.is_floating_point() else parameter.itemsize)
 
 
 def units_of(model: PreTrainedModel, config: ParallelConfig, *, ends: bool) -> list[Unit]:
@@ -126,6 +148,9 @@ def shard(
     """Wrap the model in place. It must be on the meta device. `per_node`: see `reduction.ranks_of_a_node`."""
     if not is_wrapped(config, mesh.size()):
         return
+    axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis != TENSOR)
+    if mesh.mesh_dim_names != axes:
+        mesh = mesh[axes]
     policy = precision_policy(config)
     # reshard_after_forward=None frees a block's weights after its forward, but keeps those of the root module, which
     # backward needs first. False keeps all of them gathered: more memory, no second all-gather in backward.
@@ -261,7 +286,8 @@ def _size(
 ) -> UnitSize:
     """Every rank sends as many rows of a weight as the one that has most. The bytes of quantized rows count as the
     numbers of this width that they would be. `narrow`: the ids of weights that travel in 8 bits."""
-    padded = [-(-p.shape[0] // shards) * shards * _nbytes(p[0], width) / width for p in parameters]
+    local = [local_piece(p) for p in parameters]
+    padded = [-(-p.shape[0] // shards) * shards * _nbytes(p[0], width) / width for p in local]
     trained = sum(count for p, count in zip(parameters, padded, strict=True) if p.requires_grad)
     narrowed = sum(count for p, count in zip(parameters, padded, strict=True) if id(p) in narrow)
     return UnitSize(weights=sum(padded), narrow=narrowed, trained=trained, stays=stays, reached=reached)

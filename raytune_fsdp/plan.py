@@ -30,17 +30,29 @@ class Layout:
     replicas: int
     """Ranks that hold the same shard."""
     shard_size: int
-    """Ranks that share one copy of the model."""
+    """Ranks over which one copy of the model is sharded; or, where `tensor` divides it, each of its parts."""
     sequence: int = 1
-    """Ranks that share a block. They follow one another, so that they are mostly on one node."""
+    """Ranks that have each a part of the tokens of a block. They follow one another, so that they are mostly on one
+    node."""
+    tensor: int = 1
+    """Ranks that have each a part of every layer, and compute a block together. They are next to each other."""
+
+    @property
+    def together(self) -> int:
+        """Ranks that compute the same blocks."""
+        return self.sequence * self.tensor
 
     def data_rank(self, rank: int) -> int:
         """Whose blocks a rank computes."""
-        return rank // self.sequence
+        return rank // self.together
 
     def member(self, rank: int) -> int:
-        """Which part of its blocks a rank has."""
-        return rank % self.sequence
+        """Which part of the tokens of its blocks a rank has."""
+        return rank // self.tensor % self.sequence
+
+    def counts(self, rank: int) -> bool:
+        """Whether this rank's results count: of those that compute the same tokens, the first one's do."""
+        return rank % self.tensor == 0
 
 
 ALONE = Layout(world=1, data_ranks=1, replicas=1, shard_size=1)
@@ -92,6 +104,7 @@ class Plan:
             "replicas": self.layout.replicas,
             "shard_size": self.layout.shard_size,
             **({"sequence": self.layout.sequence} if self.layout.sequence > 1 else {}),
+            **({"tensor": self.layout.tensor} if self.layout.tensor > 1 else {}),
             "rounds": self.division.full_rounds,
             "fillers": self.division.fillers,
         }
@@ -154,10 +167,10 @@ def sizes_of(config: FinetuneConfig, hardware: int = 1) -> list[int]:
     if not sizes:
         below, above = workers.min // step * step, -(-workers.max // step) * step
         ways = [f"min={below}"] if below else []
-        ways += [f"max={above}"] if above <= _blocks(config) * config.parallel.mesh.sequence else []
+        ways += [f"max={above}"] if above <= _blocks(config) * config.parallel.mesh.together else []
         # The next larger one, as the model may not fit with a smaller one; `max` itself is always one.
         larger = (size for size in range(step + 1, workers.max) if workers.max // size * size >= workers.min)
-        if config.parallel.shard_size is not None and config.parallel.mesh.sequence == 1:
+        if config.parallel.shard_size is not None and config.parallel.mesh.together == 1:
             ways.append(f"parallel.shard_size={next(larger, workers.max)}")
         raise ConfigError(
             f"cluster.workers={{min: {workers.min}, max: {workers.max}}}: no number in between is a multiple of "
@@ -170,41 +183,41 @@ def least_ranks(config: FinetuneConfig) -> int:
     """The least number of ranks; every other is a multiple of it."""
     parallel, mesh = config.parallel, config.parallel.mesh
     if parallel.strategy == "hybrid_shard":
-        return parallel.shard_size or (mesh.shard or 1) * (mesh.replicate or 1) * mesh.sequence
-    return mesh.sequence
+        return parallel.shard_size or (mesh.shard or 1) * (mesh.replicate or 1) * mesh.together
+    return mesh.together
 
 
 def _why_step(config: FinetuneConfig) -> str:
     parallel, mesh = config.parallel, config.parallel.mesh
     if parallel.shard_size is not None:
         return f"parallel.shard_size={parallel.shard_size} needs it"
-    axes = {"replicate": mesh.replicate, "shard": mesh.shard, "sequence": mesh.sequence if mesh.sequence > 1 else None}
+    axes = {"replicate": mesh.replicate, "shard": mesh.shard}
+    axes |= {axis: size for axis, size in (("sequence", mesh.sequence), ("tensor", mesh.tensor)) if size > 1}
     return f"parallel.mesh={{{', '.join(f'{axis}: {size}' for axis, size in axes.items() if size)}}} needs it"
 
 
 def layout_of(config: FinetuneConfig, world: int) -> Layout:
     """The mesh for this world size; ConfigError if there is none. Needs no census."""
     parallel, mesh = config.parallel, config.parallel.mesh
-    sequence = mesh.sequence
-    if world % sequence:
-        valid = [d for d in range(1, world + 1) if world % d == 0]
-        raise ConfigError(f"parallel.mesh.sequence={sequence} does not divide the world size {world}; valid: {valid}")
+    _check_divides(config, world)
     _check_blocks(config, world)
+    slices = world // mesh.tensor  # ranks that have the same part of every layer
     if parallel.strategy == "replicate":
         shard_size = 1
     elif parallel.strategy == "hybrid_shard":
-        shard_size = _shard_size(config, world)
+        shard_size = _shard_size(config, world) // mesh.tensor
     else:
-        shard_size = world
+        shard_size = slices
     layout = Layout(
         world=world,
-        data_ranks=world // sequence,
-        replicas=world // shard_size,
+        data_ranks=world // mesh.together,
+        replicas=slices // shard_size,
         shard_size=shard_size,
-        sequence=sequence,
+        sequence=mesh.sequence,
+        tensor=mesh.tensor,
     )
-    # Members of a block hold shards like any other ranks, or each a whole copy.
-    shard = max(1, shard_size // sequence)
+    # Ranks with parts of a block hold shards like any other ranks, or each a whole copy.
+    shard = max(1, shard_size // mesh.sequence)
     for axis, asked, found in (
         ("shard", mesh.shard, shard),
         ("replicate", mesh.replicate, layout.data_ranks // shard),
@@ -215,6 +228,19 @@ def layout_of(config: FinetuneConfig, world: int) -> Layout:
                 "or use another number of ranks or another parallel.strategy"
             )
     return layout
+
+
+def _check_divides(config: FinetuneConfig, world: int) -> None:
+    """Whether groups of ranks that compute the same samples fill the world."""
+    mesh = config.parallel.mesh
+    if world % mesh.together == 0:
+        return
+    axis = "sequence" if mesh.sequence > 1 else "tensor"
+    valid = [d for d in range(1, world + 1) if world % d == 0]
+    found = f"parallel.mesh.{axis}={mesh.together}"
+    if mesh.together != getattr(mesh, axis):
+        found = f"parallel.mesh.sequence={mesh.sequence} times parallel.mesh.tensor={mesh.tensor}"
+    raise ConfigError(f"{found} does not divide the world size {world}; valid: {valid}")
 
 
 def _shard_size(config: FinetuneConfig, world: int) -> int:
@@ -230,7 +256,7 @@ def _shard_size(config: FinetuneConfig, world: int) -> int:
         raise ConfigError(
             f"{_why_step(config)}, and {world} ranks are no multiple of {least_ranks(config)}; change one"
         )
-    return mesh.shard * mesh.sequence if mesh.shard is not None else world // (mesh.replicate or 1)
+    return mesh.shard * mesh.together if mesh.shard is not None else world // (mesh.replicate or 1)
 
 
 def _blocks(config: FinetuneConfig) -> int:
@@ -239,13 +265,13 @@ def _blocks(config: FinetuneConfig) -> int:
 
 
 def _check_blocks(config: FinetuneConfig, world: int) -> None:
-    train, blocks, sequence = config.train, _blocks(config), config.parallel.mesh.sequence
-    data_ranks = world // sequence
+    train, blocks, together = config.train, _blocks(config), config.parallel.mesh.together
+    data_ranks = world // together
     if blocks < data_ranks:
-        shared = f" in groups of {sequence}" if sequence > 1 else ""
+        shared = f" in groups of {together}" if together > 1 else ""
         raise ConfigError(
             f"train.global_batch={train.global_batch} and train.micro_batch={train.micro_batch} make {blocks} block(s) "
-            f"per step for {world} ranks{shared}, so some would always idle: use at most {blocks * sequence} rank(s), "
+            f"per step for {world} ranks{shared}, so some would always idle: use at most {blocks * together} rank(s), "
             f"a global_batch of at least {data_ranks * train.micro_batch}, or a smaller micro_batch"
         )
 

@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from raytune_fsdp.answers import beating, ends
 from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.data.batches import filler, to_batch
-from raytune_fsdp.data.parts import part_of
+from raytune_fsdp.data.parts import own_part
 from raytune_fsdp.data.questions import NEXT_QUESTION, Choices, Questions, Written
 from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.final_answer import TooSlowError, find, same
@@ -53,7 +52,7 @@ def measure(
                 values |= _choose(model, task, micro_batch, layout, device)
             else:
                 with without_borders(model, attention), beating(model):
-                    values |= _write(model, tokenizer, task, device)
+                    values |= _write(model, tokenizer, task, layout, device)
     return values
 
 
@@ -102,12 +101,11 @@ def _blocks(task: Choices, micro_batch: int, layout: Layout) -> Iterator[tuple[B
     """This rank's blocks of all choices, and the numbers of the choices in each. Every rank has equally many, fillers
     included."""
     rank, ranks = dist.get_rank(), layout.data_ranks
-    own = partial(part_of, member=layout.member(rank), members=layout.sequence)
     count = math.ceil(len(task.samples) / micro_batch)
     for index in range(layout.data_rank(rank), math.ceil(count / ranks) * ranks, ranks):
         if index >= count:
             empty = filler(micro_batch, seq_len=task.samples.input_ids.shape[1], pad_id=task.pad_id)
-            yield own(empty), np.empty(0, int)
+            yield own_part(empty, layout, rank), np.empty(0, int)
             continue
         samples = task.samples[index * micro_batch : (index + 1) * micro_batch]
         numbers = np.setdiff1d([sample.source_ids for sample in samples], [PADDING])
@@ -121,14 +119,14 @@ def _blocks(task: Choices, micro_batch: int, layout: Layout) -> Iterator[tuple[B
             )
             for sample in samples
         ]
-        yield own(to_batch(samples, index=index, after=Cursor())), numbers
+        yield own_part(to_batch(samples, index=index, after=Cursor()), layout, rank), numbers
 
 
 def _write(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Written, device: torch.device
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Written, layout: Layout, device: torch.device
 ) -> dict[str, float]:
     """Whether the model's answers end with the right one."""
-    mine = dict(_answers(model, tokenizer, task, device))
+    mine = dict(_answers(model, tokenizer, task, layout, device))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     answers = {number: text for some in everyone for number, text in some.items()}
@@ -137,20 +135,21 @@ def _write(
 
 
 def _answers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Written, device: torch.device
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Written, layout: Layout, device: torch.device
 ) -> Iterator[tuple[int, str]]:
     """This rank's answers, by the numbers of their questions.
 
     Ranks answer different questions at the same time. A sharded model needs all of them in every pass, so a rank whose
     answers have ended goes on with passes for nothing (`synced_gpus`), and one without a batch answers one again.
     """
-    world, rank = dist.get_world_size(), dist.get_rank()
+    # Ranks that compute every layer together answer the same questions.
+    groups, group = layout.world // layout.tensor, dist.get_rank() // layout.tensor
     # Of like lengths together: the shorter ones of a batch are padded. Not at all where a network cannot be told so.
     order = sorted(range(len(task.prompts)), key=lambda number: len(task.prompts[number]))
     size = task.task.batch if takes_position_ids(model) else 1
     batches = [order[first : first + size] for first in range(0, len(order), size)]
     stop = ends(tokenizer)
-    for index in range(rank, math.ceil(len(batches) / world) * world, world):
+    for index in range(group, math.ceil(len(batches) / groups) * groups, groups):
         numbers = batches[index] if index < len(batches) else batches[0]
         longest = max(len(task.prompts[number]) for number in numbers)
         ids = torch.full((len(numbers), longest), stop["pad_token_id"] or 0)
@@ -160,7 +159,7 @@ def _answers(
             ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = prompt, 1
         output = model.generate(
             input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=task.task.max_new_tokens,
-            do_sample=False, use_cache=True, synced_gpus=world > 1, **stop,
+            do_sample=False, use_cache=True, synced_gpus=layout.world > 1, **stop,
         )  # fmt: skip
         if index < len(batches):
             yield from zip(numbers, tokenizer.batch_decode(output[:, longest:], skip_special_tokens=True), strict=True)

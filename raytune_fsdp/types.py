@@ -113,6 +113,8 @@ class Batch:
     """The sample after the last one of the block."""
     part: BlockPart | None = None
     """None: this is the whole block."""
+    counts: bool = True
+    """Whether its losses count on this rank: of those that compute the same tokens together, the first one's do."""
 
     @property
     def is_filler(self) -> bool:

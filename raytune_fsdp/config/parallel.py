@@ -22,6 +22,15 @@ class MeshConfig(Section):
     """Ranks that share each sample, every one with as many of its tokens: for documents too long for one GPU. In
     attention each has all tokens and some of the heads, whose number it must divide."""
 
+    tensor: int = Field(default=1, ge=1)
+    """Ranks that compute each layer together: every one has some of the heads, of the columns of an MLP, of the experts,
+    and of the vocabulary. For models whose layers are too large to be gathered; between GPUs of one node."""
+
+    @property
+    def together(self) -> int:
+        """Ranks that compute the same samples."""
+        return self.sequence * self.tensor
+
 
 class ParallelConfig(Section):
     strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "replicate"] = "full_shard"
@@ -96,11 +105,14 @@ class ParallelConfig(Section):
                 f"parallel.shard_size={self.shard_size} with parallel.strategy={self.strategy}: "
                 "hybrid_shard needs a shard_size, and the other strategies do not take one"
             )
-        if self.shard_size is not None and self.shard_size % mesh.sequence:
+        if self.shard_size is not None and self.shard_size % mesh.together:
+            axes = " and ".join(
+                f"parallel.mesh.{axis}={n}" for axis in ("sequence", "tensor") if (n := getattr(mesh, axis)) > 1
+            )
             raise ValueError(
-                f"parallel.shard_size={self.shard_size} with parallel.mesh.sequence={mesh.sequence}: the ranks that share "
-                "a sample share a copy of the model, too, so shard_size must be a multiple of sequence; set it to "
-                f"{-(-self.shard_size // mesh.sequence) * mesh.sequence}"
+                f"parallel.shard_size={self.shard_size} with {axes}: the ranks that share a sample share a copy of the "
+                f"model, too, so shard_size must be a multiple of {mesh.together}; set it to "
+                f"{-(-self.shard_size // mesh.together) * mesh.together}"
             )
         return self
 
@@ -121,6 +133,11 @@ class ParallelConfig(Section):
                 f"parallel.mesh.sequence={self.mesh.sequence} with parallel.precision=fp8: 8 bits are scaled by the largest "
                 "number of the tokens that a rank has, so a run would depend on how many ranks share a sample; set "
                 "parallel.precision=bf16, or leave sequence out"
+            )
+        elif self.mesh.tensor > 1:
+            raise ValueError(
+                f"parallel.mesh.tensor={self.mesh.tensor} with parallel.precision=fp8: a weight is scaled by its largest "
+                "number, of which each rank would know its part; set parallel.precision=bf16, or leave tensor out"
             )
         elif self.fp8_gather is True and self.fp8_scaling != "tensorwise":
             raise ValueError(

@@ -24,18 +24,24 @@ def from_first(steps: Iterable[StepBatches | None], group: dist.ProcessGroup) ->
 
 def own_parts(steps: Iterable[StepBatches], layout: Layout, rank: int) -> Iterator[StepBatches]:
     """A data rank's batches as one of its members computes them."""
-    member = layout.member(rank)
+    first = rank % layout.together == 0
     for step in steps:
-        if layout.sequence == 1:
+        if layout.together == 1:
             yield step
             continue
         # Counted once for all members: a sum over all ranks is to be the global batch's.
         yield replace(
             step,
-            blocks=tuple(part_of(block, member, layout.sequence) for block in step.blocks),
-            counts=step.counts if member == 0 else torch.zeros_like(step.counts),
-            windows_built=step.windows_built if member == 0 else 0,
+            blocks=tuple(own_part(block, layout, rank) for block in step.blocks),
+            counts=step.counts if first else torch.zeros_like(step.counts),
+            windows_built=step.windows_built if first else 0,
         )
+
+
+def own_part(block: Batch, layout: Layout, rank: int) -> Batch:
+    """A block as one of the ranks computes it that share it."""
+    part = part_of(block, layout.member(rank), layout.sequence)
+    return part if layout.counts(rank) else replace(part, counts=False)
 
 
 def part_of(block: Batch, member: int, members: int) -> Batch:

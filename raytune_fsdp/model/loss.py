@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
@@ -22,9 +24,22 @@ def block_loss(model: PreTrainedModel, block: Batch, objective: Objective = CROS
         with routers.watching(block):
             losses = _token_losses(model, block, objective)
         losses = routers.add_to(losses, block)
+    if not block.counts:
+        losses = _not_counted(losses)
     if objective.documents is not None:
         objective.documents.add(losses, block)
     return losses
+
+
+def _not_counted(losses: Losses) -> Losses:
+    """Zeros, for sums over ranks; with the gradients that they have."""
+    return replace(
+        losses,
+        total=losses.total - losses.total.detach(),
+        each=torch.zeros_like(losses.each),
+        right=torch.zeros_like(losses.right),
+        load=tuple(torch.zeros_like(each) for each in losses.load),
+    )
 
 
 def _token_losses(model: PreTrainedModel, block: Batch, objective: Objective) -> Losses:

@@ -16,7 +16,7 @@ from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.network import build_network
 from raytune_fsdp.model.sequence import use_parts
 from raytune_fsdp.optim import build_optimizer, local_piece
-from raytune_fsdp.parallel import make_mesh, make_sequence_group, memory_of, units_of
+from raytune_fsdp.parallel import make_groups, make_mesh, memory_of, units_of
 from raytune_fsdp.plan import resolve
 from raytune_fsdp.planner.subject import Subject
 from raytune_fsdp.planner.trace import choose_kernels, full_batches, one_step
@@ -42,7 +42,7 @@ class Trainer:
         self._optimizer = build_optimizer(model, config.optim, config.method)
         self._optimizer.init_state()
         batches = full_batches(config, subject.hf_config, self._plan.division.full_rounds)
-        if (members := make_sequence_group(self._plan.layout, device)) is not None:
+        if (members := make_groups(self._plan.layout, device).sequence) is not None:
             use_parts(model, members)
         parts = own_parts([batches], self._plan.layout, dist.get_rank())
         self._batches = next(to_device(parts, device))

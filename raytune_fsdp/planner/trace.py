@@ -34,7 +34,7 @@ from raytune_fsdp.model.objective import Objective
 from raytune_fsdp.model.operations import count_architecture, count_asleep
 from raytune_fsdp.model.sequence import check_attention_in_parts, use_parts
 from raytune_fsdp.optim import Optimizer, build_optimizer
-from raytune_fsdp.parallel import is_wrapped, make_mesh, make_sequence_group, traffic_of, units_of
+from raytune_fsdp.parallel import is_wrapped, make_groups, make_mesh, traffic_of, units_of
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.planner.live import Bytes, Live, Timeline
 from raytune_fsdp.planner.recorder import Recorder
@@ -142,7 +142,7 @@ def trace(
 
 
 def _share_samples(model: PreTrainedModel, plan: Plan) -> None:
-    members = make_sequence_group(plan.layout, CPU)
+    members = make_groups(plan.layout, CPU).sequence
     if members is not None:
         use_parts(model, members)
 

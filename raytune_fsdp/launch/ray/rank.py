@@ -218,7 +218,7 @@ def _batches(
     # A shard has one reader. Ranks that share blocks get them from the first of them.
     batches: Iterator[StepBatches | None] = (
         ray_batches(shards[data_rank], prepared.train, division, steps, data_rank=data_rank, first=read)
-        if layout.member(rank) == 0
+        if rank % layout.together == 0
         else repeat(None, len(steps))
     )
     first = in_thread(lambda: next(batches), "first-batch")

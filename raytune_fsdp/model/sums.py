@@ -1,0 +1,56 @@
+"""Sums over the ranks that compute a layer together, in forward or in backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
+from torch.distributed.tensor import DTensor
+
+
+def here(parameter: torch.Tensor) -> torch.Tensor:
+    """A weight as this rank computes with it: of one that is cut, its part."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def sum_results(group: ProcessGroup, result: torch.Tensor) -> torch.Tensor:
+    """What the ranks have computed each for its part, added up. Its gradient is everyone's."""
+    summed: torch.Tensor = _SumResults.apply(group, result)  # type: ignore[no-untyped-call]
+    return summed
+
+
+def sum_gradients(group: ProcessGroup, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What all ranks have and each computes something else with: gradients are added up."""
+    same: tuple[torch.Tensor, ...] = _SumGradients.apply(group, *tensors)  # type: ignore[no-untyped-call]
+    return same
+
+
+def summed(group: ProcessGroup, tensor: torch.Tensor, how: str = "sum") -> torch.Tensor:
+    """Over the group, in a new tensor."""
+    found: torch.Tensor = wait_tensor(all_reduce(tensor.contiguous(), how, group))  # type: ignore[no-untyped-call]
+    return found
+
+
+class _SumResults(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, result: torch.Tensor) -> torch.Tensor:
+        return summed(group, result)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, gradient
+
+
+class _SumGradients(torch.autograd.Function):
+    """Several at once, so that every rank sums them in the same order."""
+
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None | torch.Tensor, ...]:
+        return None, *(summed(ctx.group, gradient) for gradient in gradients)
