@@ -73,6 +73,7 @@ from raytune_fsdp.precision import computes_in, store_frozen
 from raytune_fsdp.profiling import StepProfiler
 from raytune_fsdp.reduction import ranks_together
 from raytune_fsdp.run.base import agree_on_base
+from raytune_fsdp.run.cut_trial import try_cut
 from raytune_fsdp.run.initial_weights import fill_mode, first_weights
 from raytune_fsdp.run.kernels import kernels_of
 from raytune_fsdp.run.record import open_run, start_tracker
@@ -298,6 +299,7 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
     compiler = Compiler() if compiled else None
     parallel = as_stored(model, config, layout, memory_of(device), device.type)
     if layout.tensor > 1:
+        try_cut(config, prepared.hf_config, model, mesh[TENSOR], device)
         cut(model, mesh[TENSOR])
     units = units_of(model, parallel, ends=prepared.needs.ends)
     per_node = ranks_together(layout.shard_size) if parallel.reduce == "hierarchical" else None

@@ -159,6 +159,11 @@ class ParallelConfig(Section):
                 "parallel.reduce_dtype=fp32 with parallel.precision=fp64: half the digits would be lost; leave "
                 "reduce_dtype out"
             )
+        if self.reduce == "hierarchical" and self.mesh.tensor > 1:
+            raise ValueError(
+                f"parallel.reduce=hierarchical with parallel.mesh.tensor={self.mesh.tensor}: ranks with the same part of a "
+                "layer are on different nodes mostly, so there are no two levels; leave reduce out"
+            )
         if self.reduce == "hierarchical" and self.strategy == "replicate":
             raise ValueError(
                 "parallel.reduce=hierarchical with parallel.strategy=replicate: it sums what is sharded, and nothing is; "

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 TENSOR = "tensor"
@@ -64,6 +65,15 @@ def piece_of(tensor: torch.Tensor, rank: int | None = None) -> Piece:
     shard = shard_axis(tensor)
     start, stop = range_of(rows[1] - rows[0], mesh.size(shard), int(at[shard]))
     return Piece((rows[0] + start, rows[0] + stop), columns)
+
+
+def cut_piece(whole: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Of a whole tensor, what ranks that compute a layer together have of `like`, which is not sharded."""
+    if not isinstance(like, DTensor):
+        return whole
+    axis = like.placements[0].dim  # type: ignore[attr-defined]
+    start, stop = range_of(whole.shape[axis], mesh.size(), mesh.get_local_rank())
+    return whole.narrow(axis, start, stop - start)
 
 
 def range_of(size: int, parts: int, part: int) -> tuple[int, int]:

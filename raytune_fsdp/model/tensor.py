@@ -11,8 +11,7 @@ What is computed with are plain tensors.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,41 +25,21 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from raytune_fsdp.model.added_rows import EmbeddingWithRows
+from raytune_fsdp.model.cuts import BY_COLUMNS, BY_ROWS, EXPERTS, SUMMED, holders_of, styles_of
 from raytune_fsdp.model.head import LossHead
 from raytune_fsdp.model.pieces import range_of
 from raytune_fsdp.model.sums import here, sum_gradients, sum_results
 from raytune_fsdp.model.vocabulary import VocabularyPart
 
-BY_COLUMNS, BY_ROWS, SUMMED, EXPERTS = "colwise", "rowwise", "replicated_with_grad_allreduce", "moe_tp_experts"
-"""What transformers calls the ways to cut that are known here."""
-
-
-def styles_of(network: PreTrainedModel) -> dict[str, str]:
-    """How the modules between embedding and head are cut, by name; empty if transformers has no plan for them."""
-    plan: dict[str, str] = dict(getattr(network, "tp_plan", None) or {})
-    ends = {network.get_input_embeddings(), network.get_output_embeddings()}
-    found = {}
-    for name, module in network.named_modules():
-        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if style is not None and module not in ends:
-            found[name] = style
-    return found
-
-
-def holders_of(network: PreTrainedModel, styles: Iterable[str]) -> dict[str, nn.Module]:
-    """The modules that have layers which are cut by columns, by name: what comes in there has its gradients summed."""
-    names = {name.rpartition(".")[0] for name in styles}
-    return {name: network.get_submodule(name) for name in sorted(names)}
-
 
 @torch.no_grad()
 def cut(network: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Leave this rank its part of every layer. The network is whole, on the meta device, and its loss is chunked."""
+    """Leave this rank its part of every layer. The network is whole, and its loss is chunked."""
     styles = styles_of(network)
     cutter = _Cutter(mesh)
     for name, style in styles.items():
         cutter.apply(network.get_submodule(name), style)
-    for module in holders_of(network, (name for name, style in styles.items() if style == BY_COLUMNS)).values():
+    for module in holders_of(network, styles).values():
         module.register_forward_pre_hook(partial(_sum_gradients_of_input, cutter.group), with_kwargs=True)
     cutter.ends(network)
 
@@ -145,9 +124,7 @@ class _Cutter:
         whole = module._parameters[name]
         assert whole is not None
         if id(whole) not in self._made:
-            shape = list(whole.shape)
-            shape[axis] = self._range(shape[axis])[1]
-            mine = torch.empty(shape, dtype=whole.dtype, device="meta")
+            mine = whole.detach().narrow(axis, *self._range(whole.shape[axis])).clone()
             tensor = DTensor.from_local(
                 mine, self._mesh, [Shard(axis)], run_check=False, shape=whole.shape, stride=whole.stride()
             )

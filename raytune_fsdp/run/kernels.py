@@ -20,6 +20,12 @@ from raytune_fsdp.precision import computes_in
 from raytune_fsdp.run.standing import Prepared, Standing
 
 
+def _why_parts_forbid(config: FinetuneConfig) -> str | None:
+    """Graphs with what ranks tell each other inside of a block were never tried on a GPU."""
+    axis = next((axis for axis in ("sequence", "tensor") if getattr(config.parallel.mesh, axis) > 1), None)
+    return axis and f"parallel.mesh.{axis}: blocks that ranks share are not compiled"
+
+
 def kernels_of(
     config: FinetuneConfig, prepared: Prepared, standing: Standing, model: PreTrainedModel, device: torch.device
 ) -> Mapping[str, Choice]:
@@ -44,6 +50,7 @@ def kernels_of(
     blocks = choose_blocks(
         config.parallel.compile, kept=kept.get("blocks"), device=device,
         fails=lambda: why_not_compiled(model)
+        or _why_parts_forbid(config)
         or why_routers_forbid(config.train)
         or why_on_any_rank(lambda: why_it_fails(device)),
     )  # fmt: skip
