@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,6 +25,8 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name == "_c10d_functional::all_to_all_single":
             self._add("exchanged", args[0], len(args[1]))
+        elif func._schema.name == "_c10d_functional::all_reduce":
+            self._add("summed", args[0], _resolve_process_group(args[2]).size(), 2)
         elif func.namespace == "c10d":
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             group = next(leaf for leaf in tree_leaves(args) if hasattr(leaf, "_type_") or "ProcessGroup" in str(leaf))

@@ -123,6 +123,14 @@ def step_traffic(units: Sequence[UnitSize], how: Collectives) -> Traffic:
     )
 
 
+def summed_by_layers(*, tokens: int, width: int, layers: int, members: int, recomputed: int = 0) -> float:
+    """The numbers that a rank receives for layers that are cut, of a block of so many tokens.
+
+    The results of attention and of the MLP are added up in forward, the gradients of what comes into them in backward;
+    and so many results again of a block that is computed again. What is added up is sent there and back."""
+    return layers * (4 + recomputed) * tokens * width * 2 * (members - 1) / members
+
+
 def exchanged_by_attention(*, tokens: int, heads: int, key_heads: int, width: int, members: int) -> float:
     """The numbers that a rank receives for the attention of one layer over a block of so many tokens, in forward.
 

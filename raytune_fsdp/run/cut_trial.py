@@ -44,7 +44,7 @@ def try_cut(
     except Exception as error:  # sizes that cannot be divided: the same on every rank
         logger.debug("no small network could be built: %s", in_one_line(error))
         return
-    problem = why_on_any_rank(lambda: _difference(whole, mesh, device))
+    problem = why_on_any_rank(lambda: difference_when_cut(whole, mesh, device))
     if problem is not None:
         raise ConfigError(
             f"parallel.mesh.tensor={mesh.size()}: a {class_name(network)} computes something else when its layers are "
@@ -52,7 +52,8 @@ def try_cut(
         )
 
 
-def _difference(whole: PreTrainedModel, mesh: DeviceMesh, device: torch.device) -> str | None:
+def difference_when_cut(whole: PreTrainedModel, mesh: DeviceMesh, device: torch.device) -> str | None:
+    """How the losses of a small network, or a gradient, differ when its layers are cut; None: by rounding. Collective."""
     install(whole)
     whole.to(device)
     together = copy.deepcopy(whole)

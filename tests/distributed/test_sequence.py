@@ -67,15 +67,29 @@ def test_ranks_that_share_samples_learn_what_one_learns(
     train: dict[str, Any],
     bounds: tuple[float, float],
 ) -> None:
-    """Packed documents, filler blocks and evaluations are in it."""
+    check_learns_the_same(tmp_path, architecture, world, {"sequence": sequence}, precision, parallel, train, bounds)
+
+
+def check_learns_the_same(
+    directory: Path,
+    architecture: Mapping[str, Any],
+    world: int,
+    mesh: Mapping[str, int],
+    precision: str,
+    parallel: Mapping[str, Any],
+    train: Mapping[str, Any],
+    bounds: tuple[float, float],
+) -> None:
+    """A mesh of ranks, and one rank alone: losses, norms, samples, evaluations, losses of documents. Packed documents
+    and filler blocks are in it."""
     chosen = {"global_batch": 10, "micro_batch": 2, "max_steps": STEPS, **train}
     again = {key: value for key, value in parallel.items() if key == "activation_checkpointing"}
-    write_tokens(tmp_path / "others.jsonl", rows=9, seed=1)
+    write_tokens(directory / "others.jsonl", rows=9, seed=1)
     found = []
-    for name, ranks, spread in (("alone", 1, again), ("shared", world, {**parallel, "mesh": {"sequence": sequence}})):
+    for name, ranks, spread in (("alone", 1, again), ("shared", world, {**parallel, "mesh": mesh})):
         config = make_config(
-            tmp_path, architecture, train=chosen, parallel={"precision": precision, **spread},
-            data={"eval": [{"path": str(tmp_path / "others.jsonl"), "format": {"type": "tokens"}}]},
+            directory, architecture, train=chosen, parallel={"precision": precision, **spread},
+            data={"eval": [{"path": str(directory / "others.jsonl"), "format": {"type": "tokens"}}]},
             eval={"every": 10}, run={"name": name}, tracking={"documents": True},
         )  # fmt: skip
         run = Path(config.run.storage) / name
