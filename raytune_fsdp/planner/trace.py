@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -32,7 +33,9 @@ from raytune_fsdp.model.head import LossHead, choose_loss, install
 from raytune_fsdp.model.network import build_network, count_parameters, init_buffers
 from raytune_fsdp.model.objective import Objective
 from raytune_fsdp.model.operations import count_architecture, count_asleep
+from raytune_fsdp.model.pieces import TENSOR
 from raytune_fsdp.model.sequence import check_attention_in_parts, use_parts
+from raytune_fsdp.model.tensor import cut
 from raytune_fsdp.optim import Optimizer, build_optimizer
 from raytune_fsdp.parallel import is_wrapped, make_groups, make_mesh, traffic_of, units_of
 from raytune_fsdp.plan import Plan
@@ -105,16 +108,16 @@ def trace(
     architecture, parameters, asleep = count_architecture(model), count_parameters(model), count_asleep(model)
     largest = max(parameter.nbytes for parameter in model.parameters())
     parallel = as_stored(model, config, plan.layout, memory, device)
-    per_node = _together(parallel, plan, per_node)
-    traffic = _traffic(model, parallel, plan, ends=needs.ends, per_node=per_node)
-    kept = range(len(blocks_of(model))) if whole else keep_blocks(model, parallel, ends=needs.ends)
-    blocks, passes = blocks_of(model), min(2, plan.division.full_rounds)
-    (batches,) = own_parts([full_batches(config, hf_config, passes)], plan.layout, rank=0)
     with as_rank_of(plan.layout.world), _same_random_state(), torch.enable_grad():
-        _share_samples(model, plan)
+        mesh = _share(model, plan)
+        per_node = _together(parallel, plan, per_node)
+        traffic = _traffic(model, parallel, plan, ends=needs.ends, per_node=per_node)
+        kept = range(len(blocks_of(model))) if whole else keep_blocks(model, parallel, ends=needs.ends)
+        blocks, passes = blocks_of(model), min(2, plan.division.full_rounds)
+        (batches,) = own_parts([full_batches(config, hf_config, passes)], plan.layout, rank=0)
         units = units_of(model, parallel, ends=needs.ends)
         live = Live(copies_to_reduce=gloo, copies_to_promote=device == "cpu", longest=config.data.seq_len, until=until)
-        spread(model, units, parallel, make_mesh(plan.layout, CPU), None, CPU, _ToHost(live), per_node)
+        spread(model, units, parallel, mesh, None, CPU, _ToHost(live), per_node)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         _allocate(model, fake)
         model.train()
@@ -141,10 +144,14 @@ def trace(
     )
 
 
-def _share_samples(model: PreTrainedModel, plan: Plan) -> None:
-    members = make_groups(plan.layout, CPU).sequence
+def _share(model: PreTrainedModel, plan: Plan) -> DeviceMesh:
+    """Have the network compute what a rank computes of blocks and of layers; returns the mesh to shard it over."""
+    mesh, members = make_mesh(plan.layout, CPU), make_groups(plan.layout, CPU).sequence
+    if plan.layout.tensor > 1:
+        cut(model, mesh[TENSOR])
     if members is not None:
         use_parts(model, members)
+    return mesh
 
 
 def _together(parallel: ParallelConfig, plan: Plan, per_node: int | None) -> int | None:

@@ -10,16 +10,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-Sort = Literal["products", "attention", "attention backward", "narrowing", "rest", "collective", "exchange"]
+Sort = Literal["products", "attention", "attention backward", "narrowing", "rest", "collective", "exchange", "sum"]
 """`narrowing`: to 8 bits, with the search for the largest number. `exchange`: tokens for heads, among the ranks that
-share samples. `collective`: all others, whose bytes are known."""
+share samples. `sum`: of what the ranks have computed that have each a part of a layer. `collective`: all others, whose
+bytes are known."""
 
 
 class Operation(NamedTuple):
     sort: Sort
     flops: float
     nbytes: int
-    """Read and written; of an exchange, all that it sends."""
+    """Read and written; of an exchange, all that it sends; of a sum, what is added up."""
     itemsize: int
     """Of the numbers that are multiplied: 2 in 16 bits, 1 in 8."""
     sides: tuple[int, int] = (0, 0)
@@ -66,7 +67,8 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
         return None
     given = tensors_in((args, kwargs))
     if func.namespace.startswith("_c10d_functional"):
-        return Operation("exchange", 0.0, given[0].nbytes, 0) if "all_to_all" in name else None
+        sorts: dict[str, Sort] = {"all_to_all_single": "exchange", "all_reduce": "sum"}
+        return Operation(sorts[name], 0.0, given[0].nbytes, 0) if name in sorts else None
     nbytes = sum(each.nbytes for each in given) + sum(each.nbytes for each in made)
     if name in _ATTENTION:
         queries = next(each for each in given if each.ndim == 3)

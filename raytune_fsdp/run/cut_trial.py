@@ -53,7 +53,7 @@ def try_cut(
 
 
 def difference_when_cut(whole: PreTrainedModel, mesh: DeviceMesh, device: torch.device) -> str | None:
-    """How the losses of a small network, or a gradient, differ when its layers are cut; None: by rounding. Collective."""
+    """How a small network's losses, or a gradient, differ when its layers are cut; None: by rounding. Collective."""
     install(whole)
     whole.to(device)
     together = copy.deepcopy(whole)

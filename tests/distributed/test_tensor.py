@@ -42,7 +42,9 @@ CASES = [
         TIED, 4, {"tensor": 2}, "fp64", {"strategy": "hybrid_shard", "shard_size": 2},
         {"neftune_noise_alpha": 5.0, "label_smoothing": 0.1, "z_loss": 1e-4}, LLAMA_FP64, id="qwen3-tied", marks=SLOW,
     ),
-    pytest.param(LLAMA, 4, {"tensor": 2}, "fp64", {"strategy": "replicate"}, {}, LLAMA_FP64, id="replicate", marks=SLOW),
+    pytest.param(
+        LLAMA, 4, {"tensor": 2}, "fp64", {"strategy": "replicate"}, {}, LLAMA_FP64, id="llama-replicate", marks=SLOW
+    ),
     pytest.param(LLAMA4, 4, {"tensor": 4}, "fp32", {"cpu_offload": True}, {}, FP32, id="llama-four", marks=SLOW),
     pytest.param(LLAMA, 8, {"sequence": 2, "tensor": 2}, "fp32", {}, {}, FP32, id="llama-eight", marks=SLOW),
     pytest.param(
@@ -105,7 +107,7 @@ HOPS = [(4, {"tensor": 2}), (2, {"sequence": 2}), (2, {"tensor": 2})]
 @pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=SLOW)])
 def test_a_run_goes_on_with_another_mesh(tmp_path: Path, method: str) -> None:
     """And every mesh reads the numbers that another one has saved, and saves the same."""
-    sections: dict[str, Any] = {"checkpoint": {"keep_last": None, "async": False}}
+    sections: dict[str, Any] = {"checkpoint": {"keep_last": None}}
     if method == "lora":
         base = save_checkpoint(tmp_path / "base", "llama")
         config_of(tmp_path, "data", {})
