@@ -45,6 +45,8 @@ class Needs:
 
     refused: str | None = None
     """Why no such kernel is right for it; None if one may be."""
+    unshared: str | None = None
+    """Why ranks cannot share its samples whatever its attention is, and what to set; None if they may be able to."""
     softcap: bool = False
     sinks: bool = False
     heads: tuple[Heads, ...] = ()

@@ -42,6 +42,8 @@ def check_sequence(sequence: int, needs: Needs) -> None:
     """Refuse, before a rank is started, what is known to fail on every device."""
     if sequence == 1:
         return
+    if needs.unshared:
+        raise ConfigError(f"parallel.mesh.sequence={sequence}: {needs.unshared}, or parallel.mesh.sequence=1")
     if needs.refused:
         check_attention_in_parts(sequence, Choice(name="attention", why=needs.refused))
     if needs.heads:

@@ -32,7 +32,7 @@ from raytune_fsdp.model.head import LossHead, choose_loss, install
 from raytune_fsdp.model.network import build_network, count_parameters, init_buffers
 from raytune_fsdp.model.objective import Objective
 from raytune_fsdp.model.operations import count_architecture, count_asleep
-from raytune_fsdp.model.sequence import check_attention_in_parts, use_parts
+from raytune_fsdp.model.sequence import check_attention_in_parts, check_sequence, use_parts
 from raytune_fsdp.optim import Optimizer, build_optimizer
 from raytune_fsdp.parallel import is_wrapped, make_mesh, make_sequence_group, traffic_of, units_of
 from raytune_fsdp.plan import Plan
@@ -214,6 +214,7 @@ def one_step(
 def choose_kernels(model: PreTrainedModel, config: FinetuneConfig, needs: Needs, device: str) -> str:
     """Give the network what ranks on such a device would choose, if nothing is installed beside torch; returns its
     attention."""
+    check_sequence(config.parallel.mesh.sequence, needs)
     if choose_loss(config.model.loss, needs, kept=None).name == "chunked":
         install(model)
         head = model.get_output_embeddings()
