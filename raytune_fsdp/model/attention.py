@@ -37,6 +37,8 @@ class Heads:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    layers: int | None = None
+    """How many of these a forward pass has; None: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -190,6 +190,8 @@ class Seconds:
     """Bytes that a device sends to others of its machine in a step."""
     between: float
     """Bytes that a machine sends to others in a step."""
+    exchanged: float
+    """Bytes of both that a device receives for attention, from the ranks that share its samples."""
 
     def at(self, reached: float, links: float = 1.0) -> float:
         """Of a step that reaches so much, and so many times as long on its way."""
@@ -250,7 +252,8 @@ def seconds_of(trace: Trace, rates: Rates, network: Network, plan: Plan, memory:
     counts = {name: float(sum(each.sort == "collective" for each in ops)) for name, ops in phases.items()}
     collectives = _of_all_passes(trace, counts, passes) + counts["start"] + counts["update"]
     moved = move(plan.layout, network, trace.traffic, collectives)
-    exchanged = exchange(plan.layout, network, *_exchanged(trace, phases, passes))
+    nbytes, times = _exchanged(trace, phases, passes)
+    exchanged = exchange(plan.layout, network, nbytes, times)
     # What is gathered before the first block, and what is reduced after the last: of about as many units as blocks.
     ends = 2 * moved.seconds / (len(trace.stands_for) + 2)
     return Seconds(
@@ -264,6 +267,7 @@ def seconds_of(trace: Trace, rates: Rates, network: Network, plan: Plan, memory:
         offloading=_offloaded(trace, memory, passes) / network.to_host,
         inside=moved.inside + exchanged.inside,
         between=moved.between + exchanged.between,
+        exchanged=nbytes * (plan.layout.sequence - 1) / plan.layout.sequence,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -179,7 +179,7 @@ def _borders(
         return "model.attention says otherwise", (), None
     if not takes_position_ids(network):
         return "it takes no position_ids", (), None
-    seen: set[Heads] = set()
+    seen: Counter[Heads] = Counter()
     AttentionInterface.register(_TRIED, partial(attend, partial(_recorded, seen, reference)))
     try:
         difference, drawn = _packed_and_alone(model)
@@ -223,22 +223,22 @@ def _to_zero(rates: Mapping[str, float]) -> str:
 
 
 def _recorded(
-    seen: set[Heads], kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+    seen: Counter[Heads], kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
 ) -> torch.Tensor:
     many, keys, width = q.shape[1], k.shape[1], q.shape[2]
     sinks = call.sinks is not None
-    seen.add(Heads(many=many, keys=keys, width=width, window=call.window, softcap=call.softcap, sinks=sinks))
+    seen[Heads(many=many, keys=keys, width=width, window=call.window, softcap=call.softcap, sinks=sinks)] += 1
     return kernel(q, k, v, call)
 
 
-def _in_order(seen: set[Heads]) -> tuple[Heads, ...]:
+def _in_order(seen: Iterable[Heads]) -> tuple[Heads, ...]:
     return tuple(sorted(seen, key=repr))
 
 
 @torch.no_grad()
 def _heads_in_full(network: PreTrainedModel) -> tuple[Heads, ...]:
     """What a network on the meta device asks of a kernel; empty if that is not found out."""
-    seen: set[Heads] = set()
+    seen: Counter[Heads] = Counter()
     AttentionInterface.register(_TRIED, partial(attend, partial(_recorded, seen, lambda q, k, v, call: q)))
     meta = torch.device("meta")
     try:
@@ -251,7 +251,7 @@ def _heads_in_full(network: PreTrainedModel) -> tuple[Heads, ...]:
     except Exception as error:  # what has no rule for shapes, and the code of any model
         logger.debug("the heads of the network in full were not found out: %s", in_one_line(error))
         return ()
-    return _in_order(seen)
+    return _in_order(replace(each, layers=layers) for each, layers in seen.items())
 
 
 def _with_short_windows(hf_config: PretrainedConfig) -> PretrainedConfig:

@@ -176,12 +176,15 @@ def sharding_of(config: FinetuneConfig, world: int) -> dict[str, Any] | None:
         return None
     hf_config, _, added = _fitted(config, model_directory(config, weights=False))
     network = build_network(hf_config, config, added)
-    ends = network_needs(config, hf_config, network).ends
+    needs = network_needs(config, hf_config, network)
     if isinstance(config.method, QloraMethod):
         quantize_layers(network, config.method.quantization)
     layout, blocks = layout_of(config, world), config.train.global_batch // config.train.micro_batch
-    units = units_of(network, config.parallel, ends=ends)
-    return describe(network, units, config.parallel, layout, micro_batches=-(-blocks // world))
+    units = units_of(network, config.parallel, ends=needs.ends)
+    return describe(
+        network, units, config.parallel, layout, micro_batches=-(-blocks // layout.data_ranks), heads=needs.heads,
+        tokens=config.train.micro_batch * config.data.seq_len,
+    )  # fmt: skip
 
 
 def prepare_data(

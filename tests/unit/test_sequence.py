@@ -1,16 +1,29 @@
-"""What ranks that share samples (`parallel.mesh.sequence`) cannot draw alike is refused before one is started."""
+"""Ranks that share samples (`parallel.mesh.sequence`), before one is started: what they cannot draw alike is refused,
+and what they will exchange is said."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.load import load_config
 from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.estimate.devices import find_device
 from raytune_fsdp.model.sequence import check_sequence
+from raytune_fsdp.plan import resolve
+from raytune_fsdp.planner.changes import with_changes
+from raytune_fsdp.planner.page import as_page
+from raytune_fsdp.planner.planned import planned
+from raytune_fsdp.planner.prediction import Cluster, predict
 from raytune_fsdp.planner.subject import Subject
+from raytune_fsdp.run.prepare import sharding_of
+from raytune_fsdp.tracking.console import event_in_words, gibibytes
+from raytune_fsdp.tracking.names import SHARDED
 from tests.models import ARCHITECTURES, EXPERTS
+from tests.runs import LLAMA, make_config
 from tests.unit.test_planner_memory import config_of
 
 _SMALL = {"vocab_size": 131, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -96,3 +109,58 @@ def test_attention_dropout_is_refused_by_its_name(architecture: dict[str, Any], 
         "parallel.mesh.sequence=1"
     )
     check_sequence(2, needs_of(architecture, **as_values(said)))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "method", "times"),
+    [
+        ({}, {}, 8),
+        ({"activation_checkpointing": "full"}, {}, 12),
+        ({"activation_checkpointing": "selective"}, {}, 12),
+        ({"activation_checkpointing": "every_n", "recompute_every": 3}, {}, 10),
+        # Below what is trained nothing comes back, and nothing is computed again.
+        ({"activation_checkpointing": "full"}, {"type": "freeze", "trained": ["layers.[23]", "lm_head"]}, 8),
+    ],
+    ids=["none", "full", "selective", "every_n", "freeze"],
+)
+def test_what_attention_exchanges_is_said_and_is_what_the_trace_has(
+    tmp_path: Path, parallel: dict[str, Any], method: dict[str, Any], times: int
+) -> None:
+    config = make_config(
+        tmp_path, {**LLAMA, "num_hidden_layers": 4}, train={"global_batch": 4, "micro_batch": 2, "max_steps": 3},
+        parallel={"precision": "bf16", "mesh": {"sequence": 2}, **parallel}, **({"method": method} if method else {}),
+    )  # fmt: skip
+    said = sharding_of(config, 2)
+    assert said is not None
+    # Two blocks of two samples of 48 tokens; 4 heads of queries and results, 2 of keys and values, of width 8; half of
+    # what goes to the other rank is received by each. Two bytes a number.
+    layer = 2 * 96 // 2 * (2 * 4 + 2 * 2) * 8 // 2 * 2
+    assert said["attention_bytes"] == times * layer
+    cluster = Cluster(device=find_device("A100-80GB"))
+    found = predict(Subject.of(config), config, 2, cluster)
+    assert found.seconds.exchanged == times * layer
+    assert f" and {gibibytes(times * layer)} for attention" in event_in_words(SHARDED, said)
+
+
+def test_the_page_says_what_attention_exchanges(tmp_path: Path) -> None:
+    config = make_config(tmp_path, LLAMA, parallel={"precision": "bf16", "mesh": {"sequence": 2}})
+    for sequence, expected in ((1, 0), (2, 1)):
+        mesh = config.parallel.mesh.model_copy(update={"sequence": sequence})
+        here = config.model_copy(update={"parallel": config.parallel.model_copy(update={"mesh": mesh})})
+        page = as_page(planned(here, resolve(here, 2), Cluster(device=find_device("A100-80GB"))))
+        assert page.count("GB a GPU of it for attention)") == expected
+
+
+@pytest.mark.slow
+def test_the_page_on_meshes_has_the_planner_s_figures() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "mesh.md").read_text()
+    recipe = load_config("llama3-8b-131072-8gpus", ["--train.max_steps", "10", "--train.epochs", "null"])
+    subject, cluster = Subject.of(recipe), Cluster(device=find_device("A100-80GB"))
+    for members in (1, 2, 4, 8):
+        found = predict(subject, with_changes(recipe, {"parallel.mesh.sequence": members}), 8, cluster)
+        cells = [
+            f"{members}", f"{recipe.data.seq_len // members:,}", f"{found.needed / 2**30:.1f} GiB",
+            f"{found.memory.peak['activations'] / 2**30:.1f} GiB", "fits" if found.fits else "does not fit",
+            f"{found.seconds.exchanged / 1e9:.1f} GB", f"{found.seconds.step:.1f} s",
+        ]  # fmt: skip
+        assert f"| {' | '.join(cells)} |" in page
