@@ -305,7 +305,10 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
     per_node = ranks_together(layout.shard_size) if parallel.reduce == "hierarchical" else None
     sharding = None
     if is_wrapped(parallel, layout.world):  # before sharding, as well
-        sharding = describe(model, units, parallel, layout, micro_batches=micro_batches, per_node=per_node)
+        sharding = describe(
+            model, units, parallel, layout, micro_batches=micro_batches, heads=prepared.needs.heads,
+            tokens=config.train.micro_batch * config.data.seq_len, per_node=per_node,
+        )  # fmt: skip
     spread(model, units, parallel, mesh, compiler, device, per_node=per_node)
     host = torch.device("cpu") if parallel.cpu_offload else None
     adapted, checkpoint = is_adapted(model), standing.checkpoint

@@ -27,8 +27,9 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 
 from raytune_fsdp.config import ParallelConfig
-from raytune_fsdp.estimate.traffic import Collectives, Traffic, UnitSize, step_traffic
+from raytune_fsdp.estimate.traffic import Collectives, Traffic, UnitSize, exchanged_by_attention, step_traffic
 from raytune_fsdp.gathering import gather_in_fp8
+from raytune_fsdp.model.attention import Heads
 from raytune_fsdp.model.blocks import blocks_of, ends_of
 from raytune_fsdp.model.fp8 import layers_in_fp8
 from raytune_fsdp.model.network import MASTER_DTYPE
@@ -216,10 +217,12 @@ def describe(
     layout: Layout,
     *,
     micro_batches: int,
+    tokens: int,
+    heads: Sequence[Heads],
     per_node: int | None = None,
 ) -> dict[str, Any]:
     """What is gathered when, for people: units by name, how many of them, and the bytes of the largest; and what a rank
-    receives in a step of this many micro-batches. The network is not sharded yet."""
+    receives in a step of this many micro-batches of so many tokens. The network is not sharded yet."""
     width = computes_in(config.precision).itemsize
     rest = sum(_nbytes(parameter, width) for parameter in model.parameters()) - sum(u.nbytes(width) for u in units)
     named: dict[str, list[int]] = {}
@@ -231,13 +234,44 @@ def describe(
     again = f"in forward, and again in backward{f' ({staying} once for both)' if staying else ''}"
     gathered = "once a step" if config.strategy in _STAYS else again
     traffic = traffic_of(model, units, config, layout, micro_batches=micro_batches, per_node=per_node)
+    exchanged = exchanged_of(model, units, config, layout, heads, tokens=tokens * micro_batches)
     return {
         "units": [{"name": name, "count": len(sizes), "bytes": max(sizes)} for name, sizes in named.items()],
         "gathered": gathered,
         "weights_bytes": int(traffic.bytes_of_weights),
         "gradients_bytes": int(traffic.bytes_of_gradients),
+        **({} if layout.sequence == 1 else {"attention_bytes": exchanged and int(exchanged)}),
         **({} if per_node is None else {"reduced": f"inside of each {per_node} ranks of a node, then between nodes"}),
     }
+
+
+def exchanged_of(
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    config: ParallelConfig,
+    layout: Layout,
+    heads: Sequence[Heads],
+    *,
+    tokens: int,
+) -> float | None:
+    """The bytes that a rank receives in a step because others have some of the tokens that its attention sees; None:
+    not known. `tokens`: of all blocks that its group computes."""
+    if not heads or any(each.layers is None for each in heads):
+        return None
+    numbers = sum(
+        (each.layers or 0) * exchanged_by_attention(
+            tokens=tokens, heads=each.many // layout.tensor, key_heads=each.keys // layout.tensor, width=each.width,
+            members=layout.sequence,
+        )
+        for each in heads
+    )  # fmt: skip
+    reached = reached_by_backward(model, units)
+    backward = {id(m) for unit, is_reached in zip(units, reached, strict=True) if is_reached for m in unit.modules}
+    blocks, every = blocks_of(model), config.recompute_every or 1
+    trained = [number for number, block in enumerate(blocks) if id(block) in backward]
+    # What is computed again is exchanged again: only results of attention itself are ever kept.
+    again = [number for number in trained if config.activation_checkpointing != "none" and number % every == 0]
+    return numbers * (len(blocks) + len(trained) + len(again)) / len(blocks) * computes_in(config.precision).itemsize
 
 
 def traffic_of(

@@ -37,6 +37,8 @@ class Heads:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    layers: int | None = None
+    """How many of these a forward pass has; None: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,8 @@ class Needs:
 
     refused: str | None = None
     """Why no such kernel is right for it; None if one may be."""
+    unshared: str | None = None
+    """Why ranks cannot share its samples whatever its attention is, and what to set; None if they may be able to."""
     softcap: bool = False
     sinks: bool = False
     heads: tuple[Heads, ...] = ()

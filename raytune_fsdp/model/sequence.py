@@ -38,19 +38,21 @@ def check_attention_in_parts(sequence: int, chosen: Choice) -> None:
         )
 
 
-def check_sequence(sequence: int, needs: Needs) -> None:
-    """Refuse, before a rank is started, what is known to fail on every device."""
+def check_sequence(sequence: int, needs: Needs, *, tensor: int = 1) -> None:
+    """Refuse, before a rank is started, what is known to fail on every device. `tensor`: ranks that share heads."""
     if sequence == 1:
         return
+    if needs.unshared:
+        raise ConfigError(f"parallel.mesh.sequence={sequence}: {needs.unshared}, or parallel.mesh.sequence=1")
     if needs.refused:
         check_attention_in_parts(sequence, Choice(name="attention", why=needs.refused))
     if needs.heads:
-        _check_heads(sequence, needs.heads)
+        _check_heads(sequence, needs.heads, tensor)
 
 
-def _check_heads(sequence: int, heads: Iterable[Heads]) -> None:
+def _check_heads(sequence: int, heads: Iterable[Heads], tensor: int) -> None:
     """Refuse a number of ranks that cannot share the heads of some layer."""
-    most = math.gcd(*(each.many for each in heads))
+    most = math.gcd(*(each.many for each in heads)) // tensor
     if most % sequence:
         valid = [size for size in range(1, most + 1) if most % size == 0]
         raise ConfigError(

@@ -44,6 +44,23 @@ def cut(network: PreTrainedModel, mesh: DeviceMesh) -> None:
     cutter.ends(network)
 
 
+@torch.no_grad()
+def cut_shapes(network: PreTrainedModel, size: int) -> None:
+    """Leave weights on the meta device the shapes of the first rank's parts, to be counted."""
+    made: dict[int, nn.Parameter] = {}
+    ends = [network.get_input_embeddings(), network.get_output_embeddings()]
+    styles = {network.get_submodule(name): style for name, style in styles_of(network).items()}
+    for module in network.modules():
+        style = EXPERTS if module in ends else styles.get(module)
+        for name, whole in [*module._parameters.items()]:
+            if whole is None or style in (None, SUMMED) or (style == BY_ROWS and whole.ndim == 1):
+                continue
+            axis = 1 if style == BY_ROWS else 0
+            rows = range_of(whole.shape[axis], size, 0)[1]
+            part = made.setdefault(id(whole), nn.Parameter(whole.narrow(axis, 0, rows), whole.requires_grad))
+            module._parameters[name] = made[id(part)] = part
+
+
 def _sum_gradients_of_input(
     group: ProcessGroup, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What one small change of a config would do: free memory, or have a step wait less for its links."""
+"""What one small change of a config would do: free memory, make it fit, or have a step wait less for its links."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ _FASTER = 0.97
 """Of a step's time: what saves less is not worth a word."""
 
 _RECOMPUTE = "parallel.activation_checkpointing"
+
+_SEQUENCE = "parallel.mesh.sequence"
+
+_MEMBERS = (2, 4, 8)
+"""Ranks that share samples: more than a machine has would exchange over its links to others."""
 
 
 def step_down(subject: Subject, config: FinetuneConfig, found: Prediction) -> Alternative | None:
@@ -43,6 +48,23 @@ def _down(config: FinetuneConfig, found: Prediction) -> Iterator[Mapping[str, An
         yield {"parallel.strategy": "full_shard"}
 
 
+def shared_samples(subject: Subject, config: FinetuneConfig, found: Prediction) -> Alternative | None:
+    """The fewest ranks that have to share each sample for a config to fit whose activations are too much; with
+    everything computed again, if that does not do. None: it fits, or no such mesh makes it fit."""
+    activations, memory = found.memory.peak.get("activations", 0), found.cluster.device.memory
+    if found.fits or found.needed - activations > memory:
+        return None
+    recomputed = config.parallel.activation_checkpointing == "full"
+    for beside in ({},) if recomputed else ({}, {_RECOMPUTE: "full"}):
+        for members in _MEMBERS:
+            if members <= config.parallel.mesh.sequence or found.world % members or config.data.seq_len % members:
+                continue
+            other = _with(subject, config, found, {_SEQUENCE: members, **beside})
+            if other is not None and other.prediction.fits:
+                return other
+    return None
+
+
 def moving_less(subject: Subject, config: FinetuneConfig, found: Prediction) -> list[Alternative]:
     """Of what learns the same, what fits and is faster, the fastest first."""
     tried = (_with(subject, config, found, changes) for changes in _less(config, found))
@@ -57,7 +79,7 @@ def moving_less(subject: Subject, config: FinetuneConfig, found: Prediction) -> 
 def _less(config: FinetuneConfig, found: Prediction) -> Iterator[Mapping[str, Any]]:
     parallel, division, per_node = config.parallel, found.plan.division, found.cluster.per_node
     double = 2 * division.micro_batch
-    if division.global_batch % double == 0 and division.global_batch // double >= found.world:
+    if division.global_batch % double == 0 and division.global_batch // double >= division.data_ranks:
         yield {"train.micro_batch": double}
     if division.full_rounds > 1 and not parallel.defer_gradient_sync:
         yield {"parallel.defer_gradient_sync": True}

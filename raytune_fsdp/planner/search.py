@@ -88,8 +88,8 @@ def search(
 
 
 def _sizes(config: FinetuneConfig, per_node: int) -> Iterator[int]:
-    """1, 2, 4 … GPUs of a machine, then whole machines; no more than a step has blocks."""
-    blocks = config.train.global_batch // config.train.micro_batch
+    """1, 2, 4 … GPUs of a machine, then whole machines; no more than a step has blocks, or parts of them."""
+    blocks = config.train.global_batch // config.train.micro_batch * config.parallel.mesh.sequence
     size = 1
     while size < per_node:
         if size <= blocks:

@@ -15,10 +15,10 @@ from typing import Protocol
 from raytune_fsdp.estimate.calibration import Calibration
 from raytune_fsdp.estimate.devices import Device
 from raytune_fsdp.plan import Plan
-from raytune_fsdp.planner.links import Network, exchange, move
+from raytune_fsdp.planner.links import Network, add_up, exchange, move
 from raytune_fsdp.planner.memory import Memory, all_phases
 from raytune_fsdp.planner.trace import Trace
-from raytune_fsdp.planner.work import Operation
+from raytune_fsdp.planner.work import Operation, Sort
 
 _COPIES = 0.9
 """Of a memory's bandwidth. A large copy on an H200 reaches 4.3 of 4.8 TB/s (stas00/ml-engineering)."""
@@ -65,7 +65,7 @@ _OTHER_ATTENTION = 0.5
 
 _ATTENTION_SORTS = ("attention", "attention backward")
 
-_MOVING = ("collective", "exchange")
+_MOVING = ("collective", "exchange", "sum")
 
 
 class Rates(Protocol):
@@ -190,6 +190,10 @@ class Seconds:
     """Bytes that a device sends to others of its machine in a step."""
     between: float
     """Bytes that a machine sends to others in a step."""
+    exchanged: float
+    """Bytes of both that a device receives for attention, from the ranks that share its samples."""
+    added: float
+    """Bytes of both that a device receives of sums over the ranks that have each a part of a layer."""
 
     def at(self, reached: float, links: float = 1.0) -> float:
         """Of a step that reaches so much, and so many times as long on its way."""
@@ -250,7 +254,9 @@ def seconds_of(trace: Trace, rates: Rates, network: Network, plan: Plan, memory:
     counts = {name: float(sum(each.sort == "collective" for each in ops)) for name, ops in phases.items()}
     collectives = _of_all_passes(trace, counts, passes) + counts["start"] + counts["update"]
     moved = move(plan.layout, network, trace.traffic, collectives)
-    exchanged = exchange(plan.layout, network, *_exchanged(trace, phases, passes))
+    nbytes, times = _moved_in_blocks(trace, phases, passes, "exchange")
+    exchanged = exchange(plan.layout, network, nbytes, times)
+    added = add_up(plan.layout, network, *_moved_in_blocks(trace, phases, passes, "sum"))
     # What is gathered before the first block, and what is reduced after the last: of about as many units as blocks.
     ends = 2 * moved.seconds / (len(trace.stands_for) + 2)
     return Seconds(
@@ -258,18 +264,22 @@ def seconds_of(trace: Trace, rates: Rates, network: Network, plan: Plan, memory:
         # Of the traced blocks only; every weight takes as long.
         updating=update * trace.trained_bytes / max(1, trace.trained_bytes_traced),
         reached=rates.reached,
-        moving=moved.seconds + exchanged.seconds,
-        # Attention waits for what is exchanged.
-        exposed=(ends if rates.hides else moved.seconds) + exchanged.seconds,
+        moving=moved.seconds + exchanged.seconds + added.seconds,
+        # Attention waits for what is exchanged, and whatever comes behind a layer that is cut for its sums.
+        exposed=(ends if rates.hides else moved.seconds) + exchanged.seconds + added.seconds,
         offloading=_offloaded(trace, memory, passes) / network.to_host,
-        inside=moved.inside + exchanged.inside,
-        between=moved.between + exchanged.between,
+        inside=moved.inside + exchanged.inside + added.inside,
+        between=moved.between + exchanged.between + added.between,
+        exchanged=nbytes * (plan.layout.sequence - 1) / plan.layout.sequence,
+        added=added.inside,
     )
 
 
-def _exchanged(trace: Trace, phases: Mapping[str, Sequence[Operation]], passes: int) -> tuple[float, float]:
-    """Bytes that go from tokens to heads and back in a step, those that stay included, and how many times."""
-    found = {name: [each.nbytes for each in ops if each.sort == "exchange"] for name, ops in phases.items()}
+def _moved_in_blocks(
+    trace: Trace, phases: Mapping[str, Sequence[Operation]], passes: int, sort: Sort
+) -> tuple[float, float]:
+    """Bytes that are exchanged for attention in a step, or added up, those that stay included, and how many times."""
+    found = {name: [each.nbytes for each in ops if each.sort == sort] for name, ops in phases.items()}
     of_all = [
         _of_all_passes(trace, {name: float(each(sizes)) for name, sizes in found.items()}, passes)
         for each in (sum, len)

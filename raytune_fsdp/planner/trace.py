@@ -28,13 +28,14 @@ from raytune_fsdp.estimate.traffic import Traffic
 from raytune_fsdp.model.attention import Needs, choose, use
 from raytune_fsdp.model.blocks import blocks_of
 from raytune_fsdp.model.calls import PREFIX
+from raytune_fsdp.model.cuts import check_cut
 from raytune_fsdp.model.fill import allocate
 from raytune_fsdp.model.head import LossHead, choose_loss, install
 from raytune_fsdp.model.network import build_network, count_parameters, init_buffers
 from raytune_fsdp.model.objective import Objective
 from raytune_fsdp.model.operations import count_architecture, count_asleep
 from raytune_fsdp.model.pieces import TENSOR
-from raytune_fsdp.model.sequence import check_attention_in_parts, use_parts
+from raytune_fsdp.model.sequence import check_attention_in_parts, check_sequence, use_parts
 from raytune_fsdp.model.tensor import cut
 from raytune_fsdp.optim import Optimizer, build_optimizer
 from raytune_fsdp.parallel import is_wrapped, make_groups, make_mesh, traffic_of, units_of
@@ -221,6 +222,8 @@ def one_step(
 def choose_kernels(model: PreTrainedModel, config: FinetuneConfig, needs: Needs, device: str) -> str:
     """Give the network what ranks on such a device would choose, if nothing is installed beside torch; returns its
     attention."""
+    check_cut(config.parallel.mesh.tensor, model, needs)
+    check_sequence(config.parallel.mesh.sequence, needs, tensor=config.parallel.mesh.tensor)
     if choose_loss(config.model.loss, needs, kept=None).name == "chunked":
         install(model)
         head = model.get_output_embeddings()

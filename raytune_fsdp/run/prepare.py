@@ -50,6 +50,7 @@ from raytune_fsdp.model.quantized import check_torch, quantize_layers
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.model.routers import check_routers
 from raytune_fsdp.model.sequence import check_sequence
+from raytune_fsdp.model.tensor import cut_shapes
 from raytune_fsdp.optim import check_groups, check_matrices
 from raytune_fsdp.parallel import describe, is_wrapped, units_of
 from raytune_fsdp.plan import Plan, layout_of
@@ -94,8 +95,8 @@ def prepare(
     init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
     _check_network(config, network, world)
     needs = network_needs(config, hf_config, network)
-    check_sequence(config.parallel.mesh.sequence, needs)
     check_cut(config.parallel.mesh.tensor, network, needs)
+    check_sequence(config.parallel.mesh.sequence, needs, tensor=config.parallel.mesh.tensor)
     check_step(config, hf_config, network, needs)
     origin = _origin(config, network, added, found.state.base) if own is None or is_adapted(network) else None
     check_prompts(config, tokenizer, positions := positions_of(hf_config))
@@ -178,12 +179,18 @@ def sharding_of(config: FinetuneConfig, world: int) -> dict[str, Any] | None:
         return None
     hf_config, _, added = _fitted(config, model_directory(config, weights=False))
     network = build_network(hf_config, config, added)
-    ends = network_needs(config, hf_config, network).ends
+    needs = network_needs(config, hf_config, network)
     if isinstance(config.method, QloraMethod):
         quantize_layers(network, config.method.quantization)
     layout, blocks = layout_of(config, world), config.train.global_batch // config.train.micro_batch
-    units = units_of(network, config.parallel, ends=ends)
-    return describe(network, units, config.parallel, layout, micro_batches=-(-blocks // world))
+    if layout.tensor > 1:
+        check_cut(layout.tensor, network, needs)
+        cut_shapes(network, layout.tensor)
+    units = units_of(network, config.parallel, ends=needs.ends)
+    return describe(
+        network, units, config.parallel, layout, micro_batches=-(-blocks // layout.data_ranks), heads=needs.heads,
+        tokens=config.train.micro_batch * config.data.seq_len,
+    )  # fmt: skip
 
 
 def prepare_data(
