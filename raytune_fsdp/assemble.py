@@ -57,7 +57,7 @@ from raytune_fsdp.model.tensor import cut
 from raytune_fsdp.optim import Optimizer, build_optimizer
 from raytune_fsdp.own_time import OwnTime
 from raytune_fsdp.parallel import (
-    Groups,
+    Sharers,
     Unit,
     describe,
     for_one_rank,
@@ -282,7 +282,7 @@ class _Learner:
     """For people: what is gathered when. None: nothing is."""
     base: Mapping[str, Any] | None
     """What checkpoints say about the weights that adapters are beside. None: there are no adapters."""
-    groups: Groups
+    groups: Sharers
 
 
 def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device) -> _Learner:

@@ -57,7 +57,7 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class Sharers:
     """The ranks that compute this rank's blocks with it. None: there are no others."""
 
     sequence: dist.ProcessGroup | None
@@ -66,17 +66,17 @@ class Groups:
     """All of them."""
 
 
-def make_groups(layout: Layout, device: torch.device) -> Groups:
+def make_groups(layout: Layout, device: torch.device) -> Sharers:
     """Collective."""
     if layout.together == 1:
-        return Groups(None, None)
+        return Sharers(None, None)
     shape = (layout.data_ranks, layout.sequence, layout.tensor)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "sequence", TENSOR))
     sequence = mesh.get_group("sequence") if layout.sequence > 1 else None
     if layout.tensor == 1:
-        return Groups(sequence, sequence)
+        return Sharers(sequence, sequence)
     together = init_device_mesh(device.type, (layout.data_ranks, layout.together), mesh_dim_names=("data", "together"))
-    return Groups(sequence, together.get_group("together"))
+    return Sharers(sequence, together.get_group("together"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.added_rows import EmbeddingWithRows
@@ -68,8 +69,8 @@ def check_cut(size: int, network: PreTrainedModel, needs: Needs) -> None:
 def _planned() -> list[str]:
     """The architectures for which transformers has a plan of ways that are known here."""
     found = []
-    for name in CONFIG_MAPPING:
-        plan = getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None) or {}
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        plan = getattr(CONFIG_MAPPING[name] if name in CONFIG_MAPPING else None, "base_model_tp_plan", None) or {}
         if plan and {*plan.values()} <= _KNOWN | _OF_EXPERTS:
             found.append(name)
     return sorted(found)
