@@ -69,8 +69,8 @@ def check_cut(size: int, network: PreTrainedModel, needs: Needs) -> None:
 def _planned() -> list[str]:
     """The architectures for which transformers has a plan of ways that are known here."""
     found = []
-    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        plan = getattr(CONFIG_MAPPING[name] if name in CONFIG_MAPPING else None, "base_model_tp_plan", None) or {}
+    for name in CONFIG_MAPPING.keys() & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys():
+        plan = getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None) or {}
         if plan and {*plan.values()} <= _KNOWN | _OF_EXPERTS:
             found.append(name)
     return sorted(found)
