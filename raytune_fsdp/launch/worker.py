@@ -39,7 +39,7 @@ def join(device: torch.device, *, alone: bool, minutes: float = 30.0, subgroups:
     """Make the process group: alone, or with the ranks that the environment describes.
 
     `minutes` is `cluster.collective_minutes`; with NCCL torch would give up after 10. `subgroups`: the ranks will be
-    divided, as `hybrid_shard` and `parallel.mesh.sequence` do.
+    divided, as `hybrid_shard`, `parallel.mesh.sequence` and `parallel.mesh.tensor` do.
     """
     if device.type == "cuda":
         use_gpu(device)
