@@ -155,7 +155,9 @@ def _attempts(place: RunDir, numbers: set[int]) -> list[dict[str, Any]]:
     for line in each_event(place.events):
         keys = {ATTEMPT_STARTED: (*MACHINE, *_SPREAD), KERNELS: _KERNELS}.get(line["event"], ())
         if keys and line["attempt"] in known:
-            alone = {key: 1 for key in ("sequence", "tensor") if key in keys}  # on record where it is more
+            alone: dict[str, int] = {
+                key: 1 for key in ("sequence", "tensor") if key in keys
+            }  # on record where it is more
             known[line["attempt"]].update({key: line["fields"].get(key, alone.get(key)) for key in keys})
     return list(known.values())
 
