@@ -38,7 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.collectives import KINDS, Collectives
 from benchmarks.ranks import run_ranks
-from benchmarks.record import write_result
+from benchmarks.record import origin, write_result
 from raytune_fsdp.assemble import assemble
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.method import QloraMethod
@@ -381,12 +381,13 @@ def _write(values: Mapping[str, Any], path: str) -> None:
 
 
 def _others(place: Path, rows: Mapping[str, Any]) -> dict[str, Any]:
-    """What a result says of cases that were not measured now, each with the date of its own measurement."""
+    """What a result says of cases that were not measured now, with the date of that measurement if it is not today."""
     if not place.exists():
         return {}
     before = json.loads(place.read_text())
     kept = {name: row for name, row in before["cases"].items() if name in CASES and name not in rows}
-    return {name: {"date": before["date"], **row} for name, row in kept.items()}
+    dated = {} if before["date"] == origin()["date"] else {"date": before["date"]}
+    return {name: {**dated, **row} for name, row in kept.items()}
 
 
 def main() -> None:
