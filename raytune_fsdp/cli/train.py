@@ -26,6 +26,20 @@ def main(
     argv: Sequence[str] | None = None, prog: str = "raytune-fsdp train", default_config: str | Path | None = None
 ) -> int:
     """Run a fine-tuning job; returns the exit code. `default_config` is the file used where no --config is given."""
+    arguments = sys.argv[1:] if argv is None else argv
+    before = set(threading.enumerate())
+    # The parser, too: what it imports takes a second, in which Ctrl-C comes as at any other time.
+    code = exit_code(lambda: _train(_parser(prog, default_config), arguments))
+    ours = set(threading.enumerate()) - before  # a thread of whoever calls this function is not for us to end
+    if code and any(thread.name.startswith(_WAITING) for thread in ours):
+        # A thread waits for storage that does not answer, and the library below would wait for it for another minute.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _parser(prog: str, default_config: str | Path | None) -> ConfigParser:
     from raytune_fsdp.api import WAIT_FOR_TRACKING
 
     parser = ConfigParser(prog, "Fine-tune a model.", default_config)
@@ -51,16 +65,7 @@ def main(
         "a checkpoint",
     )
     parser.add_argument("--verbose", action="store_true", help="show what libraries print and warn of, on every rank")
-    arguments = sys.argv[1:] if argv is None else argv
-    before = set(threading.enumerate())
-    code = exit_code(lambda: _train(parser, arguments))
-    ours = set(threading.enumerate()) - before  # a thread of whoever calls this function is not for us to end
-    if code and any(thread.name.startswith(_WAITING) for thread in ours):
-        # A thread waits for storage that does not answer, and the library below would wait for it for another minute.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+    return parser
 
 
 def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:

@@ -18,7 +18,10 @@ from tests.terminal import Session, on_terminal
 
 pytestmark = pytest.mark.slow
 
-MOMENTS = {"local": [0.2, 0.6, 1.2, 2, 3, 4, 5, 6.5, 8, 10, 13], "ray": [1, 3, 5, 7, 9, 11, 14, 17, 21, 26]}
+MOMENTS = {
+    "local": [0.2, 0.6, 1.2, 2, 3, 4, 5, 6.5, 8, 10, 13, 17, 22],
+    "ray": [1, 3, 5, 7, 9, 11, 14, 17, 21, 26, 33, 41],
+}
 """Seconds after the start; the last ones come while it trains, saves, measures and answers."""
 
 

@@ -343,3 +343,14 @@ def test_a_wrong_request_ends_the_process_with_2(tmp_path: Path, model: Path) ->
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1 and "no weights to load" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_ctrl_c_while_the_command_is_being_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("raytune_fsdp.cli.train.ConfigParser", interrupted)
+    assert main(["--config", "demo"]) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
