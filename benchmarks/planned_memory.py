@@ -48,10 +48,12 @@ from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.loop import Parts
 from raytune_fsdp.model.network import build_network, load_architecture
 from raytune_fsdp.model.quantized import quantize_layers
+from raytune_fsdp.model.tensor import cut_shapes
 from raytune_fsdp.parallel import exchanged_of, traffic_of, units_of
 from raytune_fsdp.parallel import memory_of as memory_of_device
 from raytune_fsdp.plan import resolve
 from raytune_fsdp.planner.memory import memory_of
+from raytune_fsdp.planner.speed import moved_in_blocks, phases_of
 from raytune_fsdp.planner.trace import full_batches, trace
 from raytune_fsdp.run.needs import network_needs
 from raytune_fsdp.step import train_step
@@ -161,6 +163,28 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
             "seq_len": 2048,
         },
     ),
+    # Every layer on two ranks; then with its shards on two others, and experts.
+    "10M, tensor 2": (
+        2,
+        llama(256, 8),
+        {"parallel": {"precision": "bf16", "mesh": {"tensor": 2}}},
+    ),
+    "20M Mixtral, tensor 2": (
+        4,
+        {
+            "model_type": "mixtral",
+            "vocab_size": 8192,
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 2048,
+        },
+        {"parallel": {"precision": "bf16", "mesh": {"tensor": 2}, "activation_checkpointing": "full"}},
+    ),
 }
 """World, architecture, sections of the config."""
 
@@ -208,19 +232,23 @@ def planned(config: FinetuneConfig, world: int) -> dict[str, Any]:
     parameters = sum(parameter.numel() for parameter in network.parameters())
     if isinstance(config.method, QloraMethod):
         quantize_layers(network, config.method.quantization)
+    if plan.layout.tensor > 1:
+        cut_shapes(network, plan.layout.tensor)
     units, rounds = units_of(network, config.parallel, ends=needs.ends), plan.division.full_rounds
     traffic = traffic_of(network, units, config.parallel, plan.layout, micro_batches=rounds)
     exchanged = exchanged_of(
         network, units, config.parallel, plan.layout, needs.heads,
         tokens=config.train.micro_batch * config.data.seq_len * rounds,
     )  # fmt: skip
+    added, _ = moved_in_blocks(traced, dict(phases_of(traced)), rounds, "sum")
+    summed = added * 2 * (plan.layout.tensor - 1) / plan.layout.tensor
     return {
         "parameters": parameters,
         "between_steps": memory.start["weights"] + memory.start["optimizer"],
         "peak": memory.total,
         "where": memory.where,
         "parts": dict(memory.peak),
-        "collectives": round(traffic.bytes + (exchanged or 0)),
+        "collectives": round(traffic.bytes + (exchanged or 0) + summed),
     }
 
 
@@ -248,7 +276,7 @@ def measured(values: Mapping[str, Any]) -> dict[str, Any]:
         "between_steps": between,
         "raw": between + highest(events, scratch=True),
         "tensors": between + highest(events, scratch=False),
-        "collectives": round(sum(collectives.bytes.get(kind, 0) for kind in (*KINDS, "exchanged"))),
+        "collectives": round(sum(collectives.bytes.get(kind, 0) for kind in (*KINDS, "exchanged", "summed"))),
     }
 
 

@@ -167,13 +167,13 @@ def _paying(one: Seconds, two: Seconds) -> int | None:
 
 def allowed_micro_batch(config: FinetuneConfig, world: int) -> int:
     """The most samples at a time that the batch of a step has for every rank, or for all that share samples."""
-    batch, data_ranks = config.train.global_batch, world // config.parallel.mesh.sequence
+    batch, data_ranks = config.train.global_batch, world // config.parallel.mesh.together
     return max((size for size in range(1, batch // data_ranks + 1) if batch % size == 0), default=1)
 
 
 def with_micro_batch(config: FinetuneConfig, world: int, size: int) -> FinetuneConfig:
     """One pass of so many samples in each step."""
-    batch = size * world // config.parallel.mesh.sequence
+    batch = size * world // config.parallel.mesh.together
     train = config.train.model_copy(update={"micro_batch": size, "global_batch": batch})
     return config.model_copy(update={"train": train})
 
@@ -206,7 +206,7 @@ def _strategies(config: FinetuneConfig, world: int, cluster: Cluster) -> list[di
         return [{"strategy": "full_shard"}]
     found: list[dict[str, Any]] = [{"strategy": name} for name in ("full_shard", "shard_grad_op", "replicate")]
     here = cluster.per_node
-    if world > here and world % here == 0 and here % config.parallel.mesh.sequence == 0:
+    if world > here and world % here == 0 and here % config.parallel.mesh.together == 0:
         found.append({"strategy": "hybrid_shard", "shard_size": here})
     return found
 
@@ -217,7 +217,7 @@ def _largest_batch(
     """How many samples at a time are the fastest that fit and give every rank a block: two sizes are traced."""
     if certainly_too_much(subject, config, world, cluster):
         return None
-    batch, data_ranks = config.train.global_batch, world // config.parallel.mesh.sequence
+    batch, data_ranks = config.train.global_batch, world // config.parallel.mesh.together
     sizes = [size for size in (2**power for power in range(12)) if batch % size == 0 and batch // size >= data_ranks]
 
     def of(size: int) -> tuple[int, Prediction]:
@@ -243,6 +243,9 @@ def certainly_too_much(subject: Subject, config: FinetuneConfig, world: int, clu
         return False
     width = MASTER_DTYPE[config.parallel.precision].itemsize
     each = width + state_bytes(config.optim.optimizer, width)
-    shards = {"replicate": 1, "hybrid_shard": config.parallel.shard_size or 1}.get(config.parallel.strategy, world)
-    stays = 2 if config.parallel.strategy == "shard_grad_op" else 0
+    parts = config.parallel.mesh.tensor
+    shards = {"replicate": parts, "hybrid_shard": config.parallel.shard_size or parts}.get(
+        config.parallel.strategy, world
+    )
+    stays = 2 / parts if config.parallel.strategy == "shard_grad_op" else 0
     return subject.numbers * (each / shards + stays) > cluster.device.memory

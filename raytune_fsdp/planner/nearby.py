@@ -19,10 +19,11 @@ _FASTER = 0.97
 
 _RECOMPUTE = "parallel.activation_checkpointing"
 
-_SEQUENCE = "parallel.mesh.sequence"
+_AXES = {"sequence": ("activations",), "tensor": ("activations", "gathered")}
+"""Of a mesh, in the order in which they are tried, and the parts of the peak that they divide."""
 
 _MEMBERS = (2, 4, 8)
-"""Ranks that share samples: more than a machine has would exchange over its links to others."""
+"""Ranks that compute together: more than a machine has would exchange over its links to others."""
 
 
 def step_down(subject: Subject, config: FinetuneConfig, found: Prediction) -> Alternative | None:
@@ -48,20 +49,24 @@ def _down(config: FinetuneConfig, found: Prediction) -> Iterator[Mapping[str, An
         yield {"parallel.strategy": "full_shard"}
 
 
-def shared_samples(subject: Subject, config: FinetuneConfig, found: Prediction) -> Alternative | None:
-    """The fewest ranks that have to share each sample for a config to fit whose activations are too much; with
-    everything computed again, if that does not do. None: it fits, or no such mesh makes it fit."""
-    activations, memory = found.memory.peak.get("activations", 0), found.cluster.device.memory
-    if found.fits or found.needed - activations > memory:
+def shared(subject: Subject, config: FinetuneConfig, found: Prediction) -> Alternative | None:
+    """The fewest ranks that have to share each sample for a config to fit whose activations are too much, or else every
+    layer; with everything computed again, if that does not do. None: it fits, or no such mesh makes it fit."""
+    if found.fits:
         return None
     recomputed = config.parallel.activation_checkpointing == "full"
-    for beside in ({},) if recomputed else ({}, {_RECOMPUTE: "full"}):
-        for members in _MEMBERS:
-            if members <= config.parallel.mesh.sequence or found.world % members or config.data.seq_len % members:
-                continue
-            other = _with(subject, config, found, {_SEQUENCE: members, **beside})
-            if other is not None and other.prediction.fits:
-                return other
+    for axis, freed in _AXES.items():
+        if found.needed - sum(found.memory.peak.get(part, 0) for part in freed) > found.cluster.device.memory:
+            continue
+        for beside in ({},) if recomputed else ({}, {_RECOMPUTE: "full"}):
+            for members in _MEMBERS:
+                if members <= getattr(config.parallel.mesh, axis) or found.world % members:
+                    continue
+                if axis == "sequence" and config.data.seq_len % members:
+                    continue
+                other = _with(subject, config, found, {f"parallel.mesh.{axis}": members, **beside})
+                if other is not None and other.prediction.fits:
+                    return other
     return None
 
 

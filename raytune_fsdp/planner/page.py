@@ -72,7 +72,8 @@ def _to_fit(planned: Planned) -> list[str]:
     much = _gib(found.needed - found.cluster.device.memory)
     lines = _row("to fit", f"{much} too much; the cheapest change: {way}")
     if shared is not None and shared is not best:
-        lines += _row("", f"or with ranks that share each sample: {as_flags(shared.changes)}")
+        what = "every layer" if "parallel.mesh.tensor" in shared.changes else "each sample"
+        lines += _row("", f"or with ranks that share {what}: {as_flags(shared.changes)}")
     return lines
 
 

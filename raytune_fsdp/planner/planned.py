@@ -17,7 +17,7 @@ from raytune_fsdp.planner.alternatives import (
     micro_batches,
 )
 from raytune_fsdp.planner.beside import Beside, beside
-from raytune_fsdp.planner.nearby import moving_less, shared_samples, step_down
+from raytune_fsdp.planner.nearby import moving_less, shared, step_down
 from raytune_fsdp.planner.prediction import Cluster, Prediction, predict
 from raytune_fsdp.planner.subject import Subject
 
@@ -39,7 +39,8 @@ class Planned:
     """The first change that learns the same and would free memory; None: there is none."""
     alternatives: Sequence[Alternative]
     shared: Alternative | None
-    """That of them in which the fewest ranks share each sample so that it fits; None: it fits, or no such mesh does."""
+    """That of them in which the fewest ranks share each sample, or else every layer, so that it fits; None: it fits, or
+    no such mesh does."""
     price: float | None
     """Of a GPU and hour."""
     free: int | None
@@ -63,9 +64,9 @@ def planned(
     subject, world = Subject.of(config, architecture), plan.layout.world
     found = predict(subject, config, plan, cluster)
     others = alternatives(subject, config, world, cluster) if with_alternatives or not found.fits else []
-    shared = shared_samples(subject, config, found)
-    if shared is not None:
-        others = in_order([*others, shared])
+    together = shared(subject, config, found)
+    if together is not None:
+        others = in_order([*others, together])
     largest, paying = micro_batches(subject, config, found)
     bound = found.seconds.bound == "communication"
     return Planned(
@@ -77,7 +78,7 @@ def planned(
         paying_micro_batch=paying,
         step_down=step_down(subject, config, found),
         alternatives=others,
-        shared=shared,
+        shared=together,
         price=price,
         free=free,
         basis=subject.basis,

@@ -89,7 +89,7 @@ def search(
 
 def _sizes(config: FinetuneConfig, per_node: int) -> Iterator[int]:
     """1, 2, 4 … GPUs of a machine, then whole machines; no more than a step has blocks, or parts of them."""
-    blocks = config.train.global_batch // config.train.micro_batch * config.parallel.mesh.sequence
+    blocks = config.train.global_batch // config.train.micro_batch * config.parallel.mesh.together
     size = 1
     while size < per_node:
         if size <= blocks:

@@ -254,9 +254,9 @@ def seconds_of(trace: Trace, rates: Rates, network: Network, plan: Plan, memory:
     counts = {name: float(sum(each.sort == "collective" for each in ops)) for name, ops in phases.items()}
     collectives = _of_all_passes(trace, counts, passes) + counts["start"] + counts["update"]
     moved = move(plan.layout, network, trace.traffic, collectives)
-    nbytes, times = _moved_in_blocks(trace, phases, passes, "exchange")
+    nbytes, times = moved_in_blocks(trace, phases, passes, "exchange")
     exchanged = exchange(plan.layout, network, nbytes, times)
-    added = add_up(plan.layout, network, *_moved_in_blocks(trace, phases, passes, "sum"))
+    added = add_up(plan.layout, network, *moved_in_blocks(trace, phases, passes, "sum"))
     # What is gathered before the first block, and what is reduced after the last: of about as many units as blocks.
     ends = 2 * moved.seconds / (len(trace.stands_for) + 2)
     return Seconds(
@@ -275,7 +275,7 @@ def seconds_of(trace: Trace, rates: Rates, network: Network, plan: Plan, memory:
     )
 
 
-def _moved_in_blocks(
+def moved_in_blocks(
     trace: Trace, phases: Mapping[str, Sequence[Operation]], passes: int, sort: Sort
 ) -> tuple[float, float]:
     """Bytes that are exchanged for attention in a step, or added up, those that stay included, and how many times."""

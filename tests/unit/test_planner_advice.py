@@ -14,7 +14,7 @@ from raytune_fsdp.plan import resolve
 from raytune_fsdp.planner.advice import Advice, advice
 from raytune_fsdp.planner.alternatives import allowed_micro_batch, as_flags, in_words
 from raytune_fsdp.planner.changes import with_changes
-from raytune_fsdp.planner.nearby import moving_less, shared_samples, step_down
+from raytune_fsdp.planner.nearby import moving_less, shared, step_down
 from raytune_fsdp.planner.page import as_page
 from raytune_fsdp.planner.planned import planned
 from raytune_fsdp.planner.prediction import Cluster, Prediction, predict
@@ -145,14 +145,15 @@ def test_the_fewest_ranks_that_have_to_share_samples(members: int) -> None:
     changes = {"parallel.mesh.sequence": members}
     subject, found = too_long(config, 8, needed(config, 8, **changes))
     assert not found.fits
-    way = shared_samples(subject, config, found)
+    way = shared(subject, config, found)
     assert way is not None and way.prediction.fits and dict(way.changes) == changes
     assert as_flags(way.changes) == f"--parallel.mesh.sequence {members}"
     assert way.prediction.tokens == found.tokens and way.prediction.plan.layout.sequence == members
     # As a mesh that is there already is no help, neither is one of which some ranks would have more heads than others.
     already = with_changes(config, changes)
     subject, found = too_long(already, 8, needed(already, 8) - 1)
-    assert (way := shared_samples(subject, already, found)) is None or dict(way.changes)["parallel.mesh.sequence"] == 4
+    way = shared(subject, already, found)
+    assert way is None or dict(way.changes).get("parallel.mesh.sequence") in (None, 4)
 
 
 @pytest.mark.thorough
@@ -160,12 +161,27 @@ def test_what_is_computed_again_beside_ranks_that_share_samples() -> None:
     config = config_of(LLAMA, **LONG)
     both = {"parallel.mesh.sequence": 4, "parallel.activation_checkpointing": "full"}
     subject, found = too_long(config, 4, needed(config, 4, **both))
-    way = shared_samples(subject, config, found)
+    way = shared(subject, config, found)
     assert way is not None and dict(way.changes) == both and way.prediction.fits
     subject, found = too_long(config, 4, needed(config, 4, **both) - 1)
-    assert shared_samples(subject, config, found) is None
-    subject, found = too_long(config, 4, found.needed - found.memory.peak["activations"] - 1)
-    assert shared_samples(subject, config, found) is None, "what is too much is no activations"
+    way = shared(subject, config, found)
+    assert way is None or "parallel.mesh.tensor" in way.changes
+    peak = found.memory.peak
+    subject, found = too_long(config, 4, found.needed - peak["activations"] - peak["gathered"] - 1)
+    assert shared(subject, config, found) is None, "what is too much no mesh divides"
+
+
+@pytest.mark.thorough
+def test_the_fewest_ranks_that_have_to_share_layers() -> None:
+    """What is too much are gathered weights, which ranks that share samples have all of."""
+    sections = {**LONG, "data": {"seq_len": 32}, "parallel": {"activation_checkpointing": "full"}}
+    config = config_of(LLAMA, **sections)
+    changes = {"parallel.mesh.tensor": 2}
+    subject, found = too_long(config, 8, needed(config, 8, **changes))
+    way = shared(subject, config, found)
+    assert way is not None and way.prediction.fits and dict(way.changes) == changes
+    assert as_flags(way.changes) == "--parallel.mesh.tensor 2"
+    assert way.prediction.tokens == found.tokens and way.prediction.plan.layout.tensor == 2
 
 
 @pytest.mark.thorough
