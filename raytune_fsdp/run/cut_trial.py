@@ -75,8 +75,9 @@ def difference_when_cut(whole: PreTrainedModel, mesh: DeviceMesh, device: torch.
 
 
 def _computed(model: PreTrainedModel, device: torch.device) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss of documents, and its gradients."""
-    with torch.enable_grad():
+    """The loss of documents, and its gradients. All draw the same dropout."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        torch.manual_seed(0)
         loss = block_loss(model.train(), documents(model, device)).total
         loss.backward()  # type: ignore[no-untyped-call]
     return float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

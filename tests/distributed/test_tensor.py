@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.collectives import Collectives
-from raytune_fsdp.checkpoint.catalogue import committed
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed
 from raytune_fsdp.checkpoint.compare import TensorDifference, compare_tensors
-from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config import ExportConfig, FinetuneConfig
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.estimate.traffic import summed_by_layers
 from raytune_fsdp.model.attention import Needs
 from raytune_fsdp.model.cuts import check_cut
 from raytune_fsdp.run.cut_trial import difference_when_cut
+from raytune_fsdp.run.publish import export_checkpoint
+from raytune_fsdp.rundir import MODEL_FILES
 from tests.distributed.test_sequence import FP32, LLAMA_FP64, MIXTRAL, QWEN3, check_learns_the_same
 from tests.models import ARCHITECTURES, EXPERTS, build, save_checkpoint
 from tests.ranks import run_ranks
@@ -119,21 +122,34 @@ def test_a_run_goes_on_with_another_mesh(tmp_path: Path, method: str) -> None:
     for number, (world, mesh) in enumerate(HOPS, start=1):
         config = config_of(tmp_path, "moved", mesh, **sections)
         trajectory(config, world, stop_after=3 * number)
-        found = committed(str(Path(config.run.storage) / "moved" / "checkpoints"))[-1]
+        run = Path(config.run.storage) / "moved"
+        found = committed(str(run / "checkpoints"))[-1]
         others = [(4, {"tensor": 2, "sequence": 2}), (1, {})]
         for ranks, other in others if number == 1 else []:
             again = config_of(tmp_path, "moved", other, **sections)
-            (place, *_) = run_ranks(save_again, ranks, again.model_dump(), str(tmp_path / f"again{ranks}"))
-            differences = list(compare_tensors(found, committed(place)[0], None))
+            place = tmp_path / f"again{ranks}"
+            shutil.copytree(run / MODEL_FILES, place / MODEL_FILES)
+            run_ranks(save_again, ranks, again.model_dump(), str(place / "checkpoints"))
+            (saved,) = committed(str(place / "checkpoints"))
+            differences = list(compare_tensors(found, saved, None))
             assert len(differences) > 20
             assert all(isinstance(each, TensorDifference) and each.equal for each in differences)
+            assert exported(saved, place / "export") == exported(found, run / "export")
     moved = trajectory(config_of(tmp_path, "moved", {}, **sections), 1)
     assert len(moved) == 12
     assert largest_difference(alone, moved, "loss") <= LLAMA_FP64[0]
     assert largest_difference(alone, moved, "grad_norm") <= LLAMA_FP64[1]
 
 
-def save_again(values: Mapping[str, Any], place: str) -> str:
+def exported(checkpoint: CommittedCheckpoint, directory: Path) -> bytes:
+    """Its weights, as others read them."""
+    if not directory.exists():
+        export_checkpoint(checkpoint, directory, ExportConfig(dtype="fp32"))
+    (file,) = directory.glob("*.safetensors")
+    return file.read_bytes()
+
+
+def save_again(values: Mapping[str, Any], place: str) -> None:
     """Read a run's last checkpoint with this mesh, and save what was read in another place."""
     from raytune_fsdp.assemble import assemble
     from raytune_fsdp.checkpoint.catalogue import Keep
@@ -150,7 +166,6 @@ def save_again(values: Mapping[str, Any], place: str) -> str:
     saver.begin(standing.state, before=lambda: None)
     outcome = saver.finish()
     assert outcome is not None and outcome.saved is not None, outcome
-    return place
 
 
 class Widest(TorchDispatchMode):  # type: ignore[no-untyped-call]
