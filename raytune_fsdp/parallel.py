@@ -31,6 +31,7 @@ from raytune_fsdp.estimate.traffic import Collectives, Traffic, UnitSize, exchan
 from raytune_fsdp.gathering import gather_in_fp8
 from raytune_fsdp.model.attention import Heads
 from raytune_fsdp.model.blocks import blocks_of, ends_of
+from raytune_fsdp.model.cuts import sharing_heads
 from raytune_fsdp.model.fp8 import layers_in_fp8
 from raytune_fsdp.model.network import MASTER_DTYPE
 from raytune_fsdp.model.pieces import TENSOR, local_piece
@@ -258,9 +259,10 @@ def exchanged_of(
     not known. `tokens`: of all blocks that its group computes."""
     if not heads or any(each.layers is None for each in heads):
         return None
+    sharing = sharing_heads(model, layout.tensor)
     numbers = sum(
         (each.layers or 0) * exchanged_by_attention(
-            tokens=tokens, heads=each.many // layout.tensor, key_heads=each.keys // layout.tensor, width=each.width,
+            tokens=tokens, heads=each.many // sharing, key_heads=each.keys // sharing, width=each.width,
             members=layout.sequence,
         )
         for each in heads

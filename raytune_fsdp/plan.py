@@ -7,6 +7,7 @@ gives the same answer in both places. Only `Plan.layout`, and with it `Plan.divi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -153,14 +154,15 @@ def resolve(
     )
 
 
-def sizes_of(config: FinetuneConfig, hardware: int = 1) -> list[int]:
+def sizes_of(config: FinetuneConfig, hardware: int | None = None) -> list[int]:
     """The numbers of ranks that the run may have, from the least to the largest; ConfigError if there is none.
 
-    `hardware`: what `cluster.workers: auto` stands for.
+    `hardware`: what `cluster.workers: auto` stands for. None: not known yet, so that it is the least number.
     """
     workers = config.cluster.workers
     if not isinstance(workers, Between):
-        return [layout_of(config, hardware if workers == "auto" else workers).world]
+        least = least_ranks(config) if hardware is None else hardware
+        return [layout_of(config, least if workers == "auto" else workers).world]
     _check_blocks(config, workers.max)
     step = least_ranks(config)
     sizes = [world for world in range(workers.min, workers.max + 1) if world % step == 0]
@@ -174,17 +176,29 @@ def sizes_of(config: FinetuneConfig, hardware: int = 1) -> list[int]:
             ways.append(f"parallel.shard_size={next(larger, workers.max)}")
         raise ConfigError(
             f"cluster.workers={{min: {workers.min}, max: {workers.max}}}: no number in between is a multiple of "
-            f"{step}, as {_why_step(config)}; set {' or '.join(ways)}"
+            f"{step}, as {_why_step(config)}; set {' or '.join(ways or ['a larger train.global_batch'])}"
         )
-    return sizes
+    return _possible(config, sizes)
+
+
+def _possible(config: FinetuneConfig, sizes: Sequence[int]) -> list[int]:
+    """Those of them that a mesh allows whose axes have sizes."""
+    found, problem = [], None
+    for world in sizes:
+        try:
+            found.append(layout_of(config, world).world)
+        except ConfigError as error:
+            problem = error
+    if problem is not None and not found:
+        raise problem
+    return found
 
 
 def least_ranks(config: FinetuneConfig) -> int:
     """The least number of ranks; every other is a multiple of it."""
     parallel, mesh = config.parallel, config.parallel.mesh
-    if parallel.strategy == "hybrid_shard":
-        return parallel.shard_size or (mesh.shard or 1) * (mesh.replicate or 1) * mesh.together
-    return mesh.together
+    shard = parallel.shard_size if parallel.strategy == "hybrid_shard" else None
+    return (shard or (mesh.shard or 1) * mesh.together) * (mesh.replicate or 1)
 
 
 def _why_step(config: FinetuneConfig) -> str:
@@ -240,7 +254,12 @@ def _check_divides(config: FinetuneConfig, world: int) -> None:
     found = f"parallel.mesh.{axis}={mesh.together}"
     if mesh.together != getattr(mesh, axis):
         found = f"parallel.mesh.sequence={mesh.sequence} times parallel.mesh.tensor={mesh.tensor}"
-    raise ConfigError(f"{found} does not divide the world size {world}; valid: {valid}")
+    ways = [f"cluster.workers={below}"] if (below := world // mesh.together * mesh.together) else []
+    ways.append(f"cluster.workers={below + mesh.together}")
+    raise ConfigError(
+        f"{found} does not divide the world size {world}; valid: {valid}; or set {' or '.join(ways)}, if there are as "
+        "many GPUs"
+    )
 
 
 def _shard_size(config: FinetuneConfig, world: int) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import PreTrainedModel
 
 from raytune_fsdp.config import OptimConfig, ParallelConfig
@@ -18,6 +19,7 @@ from raytune_fsdp.model.head import Losses
 from raytune_fsdp.model.loss import block_loss
 from raytune_fsdp.model.objective import CROSS_ENTROPY, Objective
 from raytune_fsdp.model.pieces import is_cut
+from raytune_fsdp.model.sums import first_ones
 from raytune_fsdp.optim import Optimizer, at, local_gradients
 from raytune_fsdp.parallel import set_gradient_sync
 from raytune_fsdp.plan import Layout, Plan
@@ -105,7 +107,7 @@ def train_step(
         # ranks. An average over ranks would weight a token by how many others its rank happens to have.
         (loss * (scale.value / targets).to(loss.dtype)).backward()  # type: ignore[no-untyped-call]
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    grads = local_gradients(trained)
+    grads = _gradients(model, trained, plan.layout)
     squares = _squares(grads, [is_cut(parameter) for parameter in trained], plan.layout)
     loss_value, norm = _sum_over_ranks(loss_sum, beside, squares, targets, scale, replicas=plan.layout.replicas)
     finite = torch.isfinite(loss_value) & torch.isfinite(norm)
@@ -141,6 +143,14 @@ def _by_dataset(losses: Losses, block: Batch, datasets: int) -> torch.Tensor:
     # A product, because index_add on a GPU adds in any order.
     member = (block.targets.datasets[:, None] == torch.arange(datasets, device=losses.each.device)).double()
     return torch.stack([losses.each.double(), losses.right.double()]) @ member
+
+
+def _gradients(model: PreTrainedModel, trained: list[nn.Parameter], layout: Layout) -> list[torch.Tensor]:
+    """This rank's part of them."""
+    found = local_gradients(trained)
+    if layout.tensor > 1:
+        first_ones(model, trained, found)
+    return found
 
 
 def _squares(grads: list[torch.Tensor], cut: list[bool], layout: Layout) -> torch.Tensor:

@@ -16,7 +16,7 @@ from raytune_fsdp.doctor.finding import Finding, many, ok, problem, warning
 from raytune_fsdp.errors import ConfigError, in_one_line
 from raytune_fsdp.launch.run_lock import BEAT_SECONDS, Signs, holder_of
 from raytune_fsdp.launch.shared_storage import Token, check_seen
-from raytune_fsdp.plan import least_ranks, resolve, sizes_of
+from raytune_fsdp.plan import resolve, sizes_of
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.urls import is_url, without_secrets
 
@@ -194,7 +194,7 @@ def _more(config: FinetuneConfig) -> int | None:
     from raytune_fsdp.launch.preflight import more_at_once  # takes seconds, unless the model was looked at
 
     try:
-        plan = resolve(config, sizes_of(config, least_ranks(config))[0])
+        plan = resolve(config, sizes_of(config)[0])
     except ConfigError:  # of a length in epochs; anything else is said by the check of the config
         return None
     return max(1, more_at_once(config, plan, RunDir.of(config).checkpoints))

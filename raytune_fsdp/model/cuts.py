@@ -41,6 +41,12 @@ def styles_of(network: PreTrainedModel) -> dict[str, str]:
     return found
 
 
+def sharing_heads(network: PreTrainedModel, size: int) -> int:
+    """Of so many ranks that compute layers together, how many share the heads of attention: all, or where only experts
+    are shared out, one."""
+    return size if size > 1 and BY_COLUMNS in styles_of(network).values() else 1
+
+
 def holders_of(network: PreTrainedModel, styles: dict[str, str]) -> dict[str, nn.Module]:
     """The modules that hold layers which are cut by columns, by name."""
     names = {name.rpartition(".")[0] for name, style in styles.items() if style == BY_COLUMNS}
@@ -114,11 +120,12 @@ def _of_ends(network: PreTrainedModel, needs: Needs) -> str | None:
 
 def _counts(network: PreTrainedModel, styles: dict[str, str], needs: Needs) -> Iterator[tuple[str, int]]:
     """What is shared out: of each kind so many that a number of ranks divides all of them."""
-    text = network.config.get_text_config()
-    heads = text.num_attention_heads
-    keys = getattr(text, "num_key_value_heads", None) or heads
-    yield "attention heads", math.gcd(heads, *(each.many for each in needs.heads))
-    yield "key heads", math.gcd(keys, *(each.keys for each in needs.heads))
+    if BY_COLUMNS in styles.values():
+        text = network.config.get_text_config()
+        heads = text.num_attention_heads
+        keys = getattr(text, "num_key_value_heads", None) or heads
+        yield "attention heads", math.gcd(heads, *(each.many for each in needs.heads))
+        yield "key heads", math.gcd(keys, *(each.keys for each in needs.heads))
     sides, experts = [], []
     for name, style in styles.items():
         module = network.get_submodule(name)

@@ -210,7 +210,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
         of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
         of_rows = torch.zeros_like(rows, dtype=wide) if rows is not None and wanted[3] else None
-        size = max(1, at_once // weight.shape[0])
+        # Of all ranks as many: what they tell each other of a chunk has its length.
+        size = max(1, at_once // (weight.shape[0] if vocabulary is None else vocabulary.most))
         for start in range(0, len(ids), size):
             part = slice(start, start + size)
             logits, slope = _logits(hidden[part], weight, bias, rows, places, shape, wide)
@@ -293,7 +294,7 @@ def _losses(
         losses += smoothing * (picked - mean)
         logits.sub_(smoothing / count)
     # Not scatter_add_, which on a GPU has no kernel that repeats its bits for matrices.
-    taken = 1 - smoothing if mine is None else (1 - smoothing) * mine[:, None]
+    taken = 1 - smoothing if mine is None else (1 - smoothing) * mine[:, None].to(logits.dtype)
     logits.scatter_(-1, own[:, None], logits.gather(-1, own[:, None]) - taken)
     return losses, at == ids
 

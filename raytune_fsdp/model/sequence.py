@@ -15,7 +15,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from transformers import AttentionInterface, PreTrainedModel
@@ -23,6 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.attention import Choice, Heads, Needs
 from raytune_fsdp.model.calls import Call, Kernel, attend
+from raytune_fsdp.model.dropout import WHOLE, DropoutInParts
 from raytune_fsdp.model.kernels import KERNELS
 
 _IN_PARTS = "_in_parts"
@@ -38,8 +38,9 @@ def check_attention_in_parts(sequence: int, chosen: Choice) -> None:
         )
 
 
-def check_sequence(sequence: int, needs: Needs, *, tensor: int = 1) -> None:
-    """Refuse, before a rank is started, what is known to fail on every device. `tensor`: ranks that share heads."""
+def check_sequence(sequence: int, needs: Needs, *, sharing: int = 1) -> None:
+    """Refuse, before a rank is started, what is known to fail on every device. `sharing`: ranks that share heads
+    already."""
     if sequence == 1:
         return
     if needs.unshared:
@@ -47,12 +48,12 @@ def check_sequence(sequence: int, needs: Needs, *, tensor: int = 1) -> None:
     if needs.refused:
         check_attention_in_parts(sequence, Choice(name="attention", why=needs.refused))
     if needs.heads:
-        _check_heads(sequence, needs.heads, tensor)
+        _check_heads(sequence, needs.heads, sharing)
 
 
-def _check_heads(sequence: int, heads: Iterable[Heads], tensor: int) -> None:
+def _check_heads(sequence: int, heads: Iterable[Heads], sharing: int) -> None:
     """Refuse a number of ranks that cannot share the heads of some layer."""
-    most = math.gcd(*(each.many for each in heads)) // tensor
+    most = math.gcd(*(each.many for each in heads)) // sharing
     if most % sequence:
         valid = [size for size in range(1, most + 1) if most % size == 0]
         raise ConfigError(
@@ -73,8 +74,10 @@ def use_parts(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
         model.set_attn_implementation(name)
     for parent in list(model.modules()):
         for key, child in list(parent.named_children()):
-            if type(child) is nn.Dropout:
-                setattr(parent, key, DropoutOfPart(child.p, group.rank(), members).train(child.training))
+            if type(child) in (nn.Dropout, DropoutInParts):
+                columns = child.columns if isinstance(child, DropoutInParts) else WHOLE
+                part = DropoutInParts(child.p, tokens=(group.rank(), members), columns=columns)
+                setattr(parent, key, part.train(child.training))
 
 
 def heads_of_keys(many: int, keys: int, members: int) -> int:
@@ -107,18 +110,3 @@ def _exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The first axis is whom it goes to, and then whom it comes from."""
     received: torch.Tensor = all_to_all_single_autograd(tensor.contiguous(), None, None, group)
     return received
-
-
-class DropoutOfPart(nn.Dropout):
-    """Dropout of a part of the tokens (the axis before the last), with the numbers that a whole block would draw."""
-
-    def __init__(self, p: float, member: int, members: int) -> None:
-        super().__init__(p)
-        self.member, self.members = member, members
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.p == 0:
-            return input
-        *before, tokens, width = input.shape
-        kept = F.dropout(input.new_ones(*before, tokens * self.members, width), self.p)
-        return input * kept[..., self.member * tokens : (self.member + 1) * tokens, :]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.tensor import DTensor
+
+from raytune_fsdp.model.pieces import TENSOR, is_cut
 
 
 def here(parameter: torch.Tensor) -> torch.Tensor:
@@ -31,6 +36,21 @@ def summed(group: ProcessGroup, tensor: torch.Tensor, how: str = "sum") -> torch
     """Over the group, in a new tensor."""
     found: torch.Tensor = wait_tensor(all_reduce(tensor.contiguous(), how, group))  # type: ignore[no-untyped-call]
     return found
+
+
+def first_ones(model: nn.Module, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
+    """Give all ranks that compute layers together the first one's gradients of what is not cut.
+
+    They are sums of the same numbers, but over other ranks, in an order that the library chooses for each group: the
+    last bits may differ, and copies of a weight would drift apart."""
+    group = next(each.device_mesh.get_group(TENSOR) for each in model.parameters() if is_cut(each))
+    same = [grad for each, grad in zip(parameters, gradients, strict=True) if not is_cut(each) and grad.numel()]
+    for dtype in sorted({each.dtype for each in same}, key=str):
+        own = [each for each in same if each.dtype == dtype]
+        flat = torch.cat([each.reshape(-1) for each in own])
+        dist.broadcast(flat, group=group, group_src=0)
+        parts = flat.split([each.numel() for each in own])
+        torch._foreach_copy_(own, [part.view_as(each) for each, part in zip(own, parts, strict=True)])
 
 
 class _SumResults(torch.autograd.Function):

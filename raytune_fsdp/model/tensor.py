@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.model.added_rows import EmbeddingWithRows
 from raytune_fsdp.model.cuts import BY_COLUMNS, BY_ROWS, EXPERTS, SUMMED, holders_of, styles_of
+from raytune_fsdp.model.dropout import DropoutInParts
 from raytune_fsdp.model.head import LossHead
 from raytune_fsdp.model.pieces import range_of
 from raytune_fsdp.model.sums import here, sum_gradients, sum_results
@@ -105,15 +106,16 @@ class _Cutter:
         if style == BY_ROWS:
             for key, dropout in module.lora_dropout.items():  # type: ignore[operator, union-attr]
                 if isinstance(dropout, nn.Dropout):
-                    module.lora_dropout[key] = _DropoutOfColumns(dropout.p, self._rank, self._size)  # type: ignore[operator, index, assignment]
+                    module.lora_dropout[key] = DropoutInParts(dropout.p, columns=(self._rank, self._size))  # type: ignore[operator, index, assignment]
 
     def _experts(self, module: nn.Module) -> None:
         for name in module._parameters:
             self._part(module, name, 0)
-        module.num_experts = module.num_experts // self._size  # type: ignore[operator, assignment]
+        first, many = self._range(module.num_experts)  # type: ignore[arg-type]
+        module.num_experts = many  # type: ignore[assignment]
         if hasattr(module, "_is_expert_parallel"):
             module._is_expert_parallel = True  # type: ignore[assignment]
-        module.forward = partial(_some_experts, module, self.group, module.forward)
+        module.forward = partial(_some_experts, module, self.group, first, module.forward)
 
     def ends(self, network: PreTrainedModel) -> None:
         """Cut embedding and head by tokens."""
@@ -178,6 +180,7 @@ def _embed(module: nn.Embedding, part: VocabularyPart, tokens: torch.Tensor) -> 
 def _some_experts(
     module: nn.Module,
     group: ProcessGroup,
+    first: int,
     forward: Callable[..., torch.Tensor],
     hidden: torch.Tensor,
     chosen: torch.Tensor,
@@ -186,7 +189,7 @@ def _some_experts(
     """The results of this rank's experts, added to those of the others'."""
     many: int = module.num_experts  # type: ignore[assignment]
     hidden, weights = sum_gradients(group, hidden, weights)
-    own = chosen - group.rank() * many
+    own = chosen - first
     mine = (own >= 0) & (own < many)
     # One that is no expert's is left out, as transformers has it.
     found = _with_parameters(module, here, forward, hidden, torch.where(mine, own, many), torch.where(mine, weights, 0))
@@ -227,18 +230,3 @@ def _in_place_of_parameters(module: nn.Module, made: Callable[[torch.Tensor], to
         for name, each in own.items():
             module.__dict__.pop(name, None)
             module._parameters[name] = each
-
-
-class _DropoutOfColumns(nn.Dropout):
-    """Dropout of some columns, with the numbers that all of them would draw."""
-
-    def __init__(self, p: float, part: int, parts: int) -> None:
-        super().__init__(p)
-        self.part, self.parts = part, parts
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.p == 0:
-            return input
-        width = input.shape[-1]
-        kept = F.dropout(input.new_ones(*input.shape[:-1], width * self.parts), self.p)
-        return input * kept[..., self.part * width : (self.part + 1) * width]

@@ -21,6 +21,11 @@ class VocabularyPart:
     whole: int
     """How many there are."""
 
+    @property
+    def most(self) -> int:
+        """How many a rank has at most: the last ones have fewer."""
+        return -(-self.whole // self.group.size())
+
     def own(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The places of tokens among this rank's, 0 for those of others; and which ones are its own."""
         places = ids - self.first
@@ -35,8 +40,7 @@ class VocabularyPart:
 
     def gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """All logits, without gradients: of the few tokens that a model is asked about."""
-        rows = -(-self.whole // self.group.size())
-        sent = F.pad(logits.detach(), (0, rows - self.rows)).contiguous()
+        sent = F.pad(logits.detach(), (0, self.most - self.rows)).contiguous()
         every = [torch.empty_like(sent) for _ in range(self.group.size())]
         dist.all_gather(every, sent, group=self.group)
         return torch.cat(every, -1)[..., : self.whole]

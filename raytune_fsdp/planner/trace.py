@@ -28,7 +28,7 @@ from raytune_fsdp.estimate.traffic import Traffic
 from raytune_fsdp.model.attention import Needs, choose, use
 from raytune_fsdp.model.blocks import blocks_of
 from raytune_fsdp.model.calls import PREFIX
-from raytune_fsdp.model.cuts import check_cut
+from raytune_fsdp.model.cuts import check_cut, sharing_heads
 from raytune_fsdp.model.fill import allocate
 from raytune_fsdp.model.head import LossHead, choose_loss, install
 from raytune_fsdp.model.network import build_network, count_parameters, init_buffers
@@ -223,7 +223,7 @@ def choose_kernels(model: PreTrainedModel, config: FinetuneConfig, needs: Needs,
     """Give the network what ranks on such a device would choose, if nothing is installed beside torch; returns its
     attention."""
     check_cut(config.parallel.mesh.tensor, model, needs)
-    check_sequence(config.parallel.mesh.sequence, needs, tensor=config.parallel.mesh.tensor)
+    check_sequence(config.parallel.mesh.sequence, needs, sharing=sharing_heads(model, config.parallel.mesh.tensor))
     if choose_loss(config.model.loss, needs, kept=None).name == "chunked":
         install(model)
         head = model.get_output_embeddings()

@@ -57,8 +57,8 @@ def difference_when_cut(whole: PreTrainedModel, mesh: DeviceMesh, device: torch.
     install(whole)
     whole.to(device)
     together = copy.deepcopy(whole)
-    cut(together, mesh)
     try:
+        cut(together, mesh)
         loss, gradients = _computed(whole, device)
         found, others = _computed(together, device)
     except Exception as error:  # the code of any model

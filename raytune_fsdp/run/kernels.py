@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.collectives import why_on_any_rank
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.adapters import why_not_compiled
 from raytune_fsdp.model.attention import Choice, choose, use
 from raytune_fsdp.model.compiler import EAGER, choose_blocks, why_it_fails
@@ -47,6 +48,11 @@ def kernels_of(
     loss = choose_loss(chosen.loss, prepared.needs, kept=kept.get("loss"))
     if loss.name == "chunked":
         install(model)
+    elif standing.plan.layout.tensor > 1:
+        raise ConfigError(
+            f"parallel.mesh.tensor={standing.plan.layout.tensor}: nobody would have the logits that the plain loss "
+            f"needs ({loss.why}); set model.loss=chunked, or parallel.mesh.tensor=1"
+        )
     blocks = choose_blocks(
         config.parallel.compile, kept=kept.get("blocks"), device=device,
         fails=lambda: why_not_compiled(model)

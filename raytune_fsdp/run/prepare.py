@@ -33,7 +33,7 @@ from raytune_fsdp.model.adapters import base_name, frozen_experts, is_adapted, l
 from raytune_fsdp.model.added_rows import why_not_alone
 from raytune_fsdp.model.attention import positions_of, takes_position_ids
 from raytune_fsdp.model.bounds import MOST_TOKENS, check_tokenizer_files
-from raytune_fsdp.model.cuts import check_cut
+from raytune_fsdp.model.cuts import check_cut, sharing_heads
 from raytune_fsdp.model.files import locate
 from raytune_fsdp.model.fp8 import check_fp8, layers_in_fp8, left_in_bf16
 from raytune_fsdp.model.hub import check_push
@@ -96,7 +96,7 @@ def prepare(
     _check_network(config, network, world)
     needs = network_needs(config, hf_config, network)
     check_cut(config.parallel.mesh.tensor, network, needs)
-    check_sequence(config.parallel.mesh.sequence, needs, tensor=config.parallel.mesh.tensor)
+    check_sequence(config.parallel.mesh.sequence, needs, sharing=sharing_heads(network, config.parallel.mesh.tensor))
     check_step(config, hf_config, network, needs)
     origin = _origin(config, network, added, found.state.base) if own is None or is_adapted(network) else None
     check_prompts(config, tokenizer, positions := positions_of(hf_config))

@@ -1,0 +1,29 @@
+"""Dropout that does not depend on how many ranks share a block."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Part = tuple[int, int]
+"""Which one, of how many."""
+
+WHOLE: Part = (0, 1)
+
+
+class DropoutInParts(nn.Dropout):
+    """Of some of the tokens (the axis before the last) and some of the columns, with the numbers that a rank which has
+    all of both would draw."""
+
+    def __init__(self, p: float, *, tokens: Part = WHOLE, columns: Part = WHOLE) -> None:
+        super().__init__(p)
+        self.tokens, self.columns = tokens, columns
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.p == 0:
+            return input
+        *before, many, width = input.shape
+        (place, members), (part, parts) = self.tokens, self.columns
+        kept = F.dropout(input.new_ones(*before, many * members, width * parts), self.p)
+        return input * kept[..., place * many : (place + 1) * many, part * width : (part + 1) * width]
