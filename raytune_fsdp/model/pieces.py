@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,15 +57,24 @@ def piece_of(tensor: torch.Tensor, rank: int | None = None) -> Piece:
     mesh, cut = tensor.device_mesh, _tensor_axis(tensor)
     # Parts of layers are the last axis: what is not cut is on every so many ranks of the world.
     place = (dist.get_rank() if rank is None else rank) // (dist.get_world_size() // mesh.size())
-    at = torch.unravel_index(torch.tensor(place), mesh.shape)
+    at = _coordinates(place, mesh.shape)
     rows, columns = (0, tensor.shape[0]), None
     if cut is not None:
         axis = tensor.placements[cut].dim  # type: ignore[attr-defined]
-        found = range_of(tensor.shape[axis], mesh.size(cut), int(at[cut]))
+        found = range_of(tensor.shape[axis], mesh.size(cut), at[cut])
         rows, columns = (found, None) if axis == 0 else (rows, found)
     shard = shard_axis(tensor)
-    start, stop = range_of(rows[1] - rows[0], mesh.size(shard), int(at[shard]))
+    start, stop = range_of(rows[1] - rows[0], mesh.size(shard), at[shard])
     return Piece((rows[0] + start, rows[0] + stop), columns)
+
+
+def _coordinates(place: int, shape: Sequence[int]) -> list[int]:
+    """In plain numbers: torch's own would be asked for in every step."""
+    found = []
+    for size in reversed(shape):
+        place, at = divmod(place, size)
+        found.append(at)
+    return found[::-1]
 
 
 def cut_piece(whole: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

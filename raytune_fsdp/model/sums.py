@@ -43,13 +43,15 @@ def first_ones(model: nn.Module, parameters: Sequence[nn.Parameter], gradients: 
 
     They are sums of the same numbers, but over other ranks, in an order that the library chooses for each group: the
     last bits may differ, and copies of a weight would drift apart."""
-    group = next(each.device_mesh.get_group(TENSOR) for each in model.parameters() if is_cut(each))
+    group = next(
+        each.device_mesh.get_group(TENSOR) for each in model.parameters() if isinstance(each, DTensor) and is_cut(each)
+    )
     same = [grad for each, grad in zip(parameters, gradients, strict=True) if not is_cut(each) and grad.numel()]
     for dtype in sorted({each.dtype for each in same}, key=str):
         own = [each for each in same if each.dtype == dtype]
         flat = torch.cat([each.reshape(-1) for each in own])
         dist.broadcast(flat, group=group, group_src=0)
-        parts = flat.split([each.numel() for each in own])
+        parts = torch.split(flat, [each.numel() for each in own])
         torch._foreach_copy_(own, [part.view_as(each) for each, part in zip(own, parts, strict=True)])
 
 

@@ -11,6 +11,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import RaytuneError
 from raytune_fsdp.planner.alternatives import Alternative, certainly_too_much
 from raytune_fsdp.planner.changes import with_changes
+from raytune_fsdp.planner.live import Kind
 from raytune_fsdp.planner.prediction import Prediction, predict
 from raytune_fsdp.planner.subject import Subject
 
@@ -19,7 +20,7 @@ _FASTER = 0.97
 
 _RECOMPUTE = "parallel.activation_checkpointing"
 
-_AXES = {"sequence": ("activations",), "tensor": ("activations", "gathered")}
+_AXES: Mapping[str, tuple[Kind, ...]] = {"sequence": ("activations",), "tensor": ("activations", "gathered")}
 """Of a mesh, in the order in which they are tried, and the parts of the peak that they divide."""
 
 _MEMBERS = (2, 4, 8)

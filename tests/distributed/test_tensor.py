@@ -99,14 +99,15 @@ def test_every_architecture_is_computed_right_or_refused() -> None:
 
 
 UNEVEN = 67
-"""Tokens of a vocabulary that two ranks cannot share evenly, and three shards of their parts neither: torch says of 67 on
-6 ranks other offsets than the shards have."""
+"""Tokens of a vocabulary that two ranks cannot share evenly, and three shards of a part neither: torch says of them
+other offsets than the shards have."""
 
 
 def config_of(directory: Path, name: str, mesh: Mapping[str, int], **sections: Any) -> FinetuneConfig:
     return make_config(
-        directory, {**LLAMA, "vocab_size": UNEVEN}, run={"name": name}, train={"global_batch": 6, "micro_batch": 2, "max_steps": 12},
-        parallel={"precision": "fp64", "mesh": mesh}, **sections,
+        directory, {**LLAMA, "vocab_size": UNEVEN}, run={"name": name},
+        train={"global_batch": 6, "micro_batch": 2, "max_steps": 12}, parallel={"precision": "fp64", "mesh": mesh},
+        **sections,
     )  # fmt: skip
 
 
