@@ -50,7 +50,7 @@ def cut_shapes(network: PreTrainedModel, size: int) -> None:
     """Leave weights on the meta device the shapes of the first rank's parts, to be counted."""
     made: dict[int, nn.Parameter] = {}
     ends = [network.get_input_embeddings(), network.get_output_embeddings()]
-    styles = {network.get_submodule(name): style for name, style in styles_of(network).items()}
+    styles = dict(_layers(network))
     for module in network.modules():
         style = EXPERTS if module in ends else styles.get(module)
         for name, whole in [*module._parameters.items()]:
@@ -60,6 +60,18 @@ def cut_shapes(network: PreTrainedModel, size: int) -> None:
             rows = range_of(whole.shape[axis], size, 0)[1]
             part = made.setdefault(id(whole), nn.Parameter(whole.narrow(axis, 0, rows), whole.requires_grad))
             module._parameters[name] = made[id(part)] = part
+
+
+def _layers(network: PreTrainedModel) -> Iterator[tuple[nn.Module, str]]:
+    """What has weights, and how they are cut; of PEFT's layers what is in them, as `_Cutter._adapted` has it."""
+    for name, style in styles_of(network).items():
+        module = network.get_submodule(name)
+        if style not in (BY_COLUMNS, BY_ROWS) or isinstance(module, nn.Linear):
+            yield module, style
+            continue
+        yield module.get_submodule("base_layer"), style
+        adapters: nn.ModuleDict = module.lora_B if style == BY_COLUMNS else module.lora_A  # type: ignore[assignment]
+        yield from ((each, style) for each in adapters.values())
 
 
 def _sum_gradients_of_input(

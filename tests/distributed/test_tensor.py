@@ -191,8 +191,9 @@ class Widest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def summed(values: Mapping[str, Any]) -> tuple[float, set[int]]:
-    """The numbers that this rank receives in sums over parts of layers in a step, and the last axes of all tensors."""
+def summed(values: Mapping[str, Any]) -> tuple[float, int, set[int]]:
+    """The numbers that this rank receives in sums over parts of layers in a step, the tokens that it learns from, and
+    the last axes of all tensors."""
     from raytune_fsdp.assemble import assemble
     from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.step import train_step
@@ -201,12 +202,13 @@ def summed(values: Mapping[str, Any]) -> tuple[float, set[int]]:
     prepared, standing = prepare_on_rank0(config)
     parts = assemble(config, prepared, standing, torch.device("cpu"))
     head._CHUNK["cpu"] = 67 * 66  # not all losses at once: of fewer tokens of the vocabulary more would fit
+    batches = next(parts.batches)
     with Collectives() as seen, Widest() as widest:
         train_step(
-            parts.model, parts.optimizer, parts.scale, next(parts.batches),
+            parts.model, parts.optimizer, parts.scale, batches,
             plan=standing.plan, parallel=parts.parallel, optim=config.optim, lr_factor=1.0, seed=3,
         )  # fmt: skip
-    return seen.numbers["summed"], widest.last
+    return seen.numbers["summed"], sum(block.target_tokens for block in batches.blocks), widest.last
 
 
 @pytest.mark.parametrize(("recompute", "times"), [("none", 0), ("full", 1)])
@@ -218,6 +220,7 @@ def test_what_layers_add_up_is_what_the_formula_says(tmp_path: Path, recompute: 
         parallel={"precision": "fp32", "mesh": {"tensor": 2}, "activation_checkpointing": recompute},
     )  # fmt: skip
     layers = summed_by_layers(tokens=96, width=32, layers=2, members=2, recomputed=times)
-    for numbers, last in run_ranks(summed, 2, config.model_dump()):
-        assert numbers > layers
+    for numbers, targets, last in run_ranks(summed, 2, config.model_dump()):
+        # The result of the embedding, the gradient of what the head gets, and five numbers of each target.
+        assert numbers == layers + 96 * 32 + targets * (32 + 5)
         assert last & {66, 67} and 133 not in last
