@@ -163,8 +163,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
             "seq_len": 2048,
         },
     ),
-    # Every layer on two ranks; then with its shards on two others, and each sample as well. (Of experts a CPU computes in
-    # another way than the planner counts.)
+    # Every layer on two ranks; then with its shards on two others, and each sample as well. (Experts are computed on a
+    # CPU in another way than the planner counts.)
     "10M, tensor 2": (
         2,
         llama(256, 8),
