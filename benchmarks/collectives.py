@@ -40,7 +40,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Counts and sums of a step are integers and doubles; gradients are neither here.
             kind = "all_reduced" if largest.dtype not in (torch.int64, torch.float64) else "beside"
             times = 2
-        if operation == "c10d::broadcast_":  # gradients of the few weights that are not cut
+        if operation == "c10d::broadcast_":  # gradients of weights that are not cut
             kind = "beside"
         assert kind is not None, f"{operation} is not known here"
         self._add(kind, largest, ranks, times)

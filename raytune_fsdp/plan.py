@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -168,30 +169,32 @@ def sizes_of(config: FinetuneConfig, hardware: int | None = None) -> list[int]:
     sizes = [world for world in range(workers.min, workers.max + 1) if world % step == 0]
     if not sizes:
         below, above = workers.min // step * step, -(-workers.max // step) * step
-        ways = [f"min={below}"] if below else []
-        ways += [f"max={above}"] if above <= _blocks(config) * config.parallel.mesh.together else []
+        ways = [f"{name}={world}" for name, world in (("min", below), ("max", above)) if _possible(config, [world])]
         # The next larger one, as the model may not fit with a smaller one; `max` itself is always one.
         larger = (size for size in range(step + 1, workers.max) if workers.max // size * size >= workers.min)
-        if config.parallel.shard_size is not None and config.parallel.mesh.together == 1:
+        mesh = config.parallel.mesh
+        if config.parallel.shard_size is not None and mesh.together == 1 and not (mesh.shard or mesh.replicate):
             ways.append(f"parallel.shard_size={next(larger, workers.max)}")
         raise ConfigError(
             f"cluster.workers={{min: {workers.min}, max: {workers.max}}}: no number in between is a multiple of "
-            f"{step}, as {_why_step(config)}; set {' or '.join(ways or ['a larger train.global_batch'])}"
+            f"{step}, as {_why_step(config)}; set {' or '.join(ways or [_other_way(config, step)])}"
         )
-    return _possible(config, sizes)
+    if not (found := _possible(config, sizes)):
+        layout_of(config, sizes[-1])  # says why
+    return found
+
+
+def _other_way(config: FinetuneConfig, step: int) -> str:
+    return f"cluster.workers={step}" if _possible(config, [step]) else "a larger train.global_batch"
 
 
 def _possible(config: FinetuneConfig, sizes: Sequence[int]) -> list[int]:
     """Those of them that a mesh allows whose axes have sizes."""
-    found, problem = [], None
+    found = []
     for world in sizes:
-        try:
-            found.append(layout_of(config, world).world)
-        except ConfigError as error:
-            problem = error
-    if problem is not None and not found:
-        raise problem
-    return found
+        with suppress(ConfigError):
+            found.append(layout_of(config, world).world if world else 0)
+    return [world for world in found if world]
 
 
 def least_ranks(config: FinetuneConfig) -> int:
@@ -204,7 +207,8 @@ def least_ranks(config: FinetuneConfig) -> int:
 def _why_step(config: FinetuneConfig) -> str:
     parallel, mesh = config.parallel, config.parallel.mesh
     if parallel.shard_size is not None:
-        return f"parallel.shard_size={parallel.shard_size} needs it"
+        copies = f" and parallel.mesh.replicate={mesh.replicate} need" if mesh.replicate else " needs"
+        return f"parallel.shard_size={parallel.shard_size}{copies} it"
     axes = {"replicate": mesh.replicate, "shard": mesh.shard}
     axes |= {axis: size for axis, size in (("sequence", mesh.sequence), ("tensor", mesh.tensor)) if size > 1}
     return f"parallel.mesh={{{', '.join(f'{axis}: {size}' for axis, size in axes.items() if size)}}} needs it"

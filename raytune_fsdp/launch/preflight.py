@@ -66,20 +66,25 @@ def preflight(
 ) -> Predicted | NotPredicted:
     """What a rank of this plan needs; refuses what cannot fit. `name` is that of the devices, as far as it is known,
     and `memory` what one has, which so many `ranks` share. `per_node`: ranks that one machine has at the most."""
-    if plan.layout.sequence > 1:
-        dtype = computes_in(config.parallel.precision)
-        # None is tried here: what a kernel fails for on a rank, that rank says.
-        attention = choose(
-            config.model.attention, prepared.needs, kept=None, device=torch.device(kind), dtype=dtype,
-            fails=lambda _: None,
-        )  # fmt: skip
-        check_attention_in_parts(plan.layout.sequence, attention)
+    check_attention(config, prepared, kind)
     device = device_named(name)
     found = predict(config, prepared, plan, kind, device, per_node)
     known = memory if memory is not None or device is None else int(device.memory)
     check_memory(config, prepared, plan, found, kind=kind, memory=known, ranks=ranks, forced=forced)
     check_room(config, prepared, plan, found, forced=forced, say=say)
     return found
+
+
+def check_attention(config: FinetuneConfig, prepared: Prepared, kind: str) -> None:
+    """Refuse ranks that would share samples on devices of a `kind` without a kernel for it. None is tried here: what
+    one fails for on a rank, that rank says."""
+    sequence = config.parallel.mesh.sequence
+    if sequence > 1:
+        attention = choose(
+            config.model.attention, prepared.needs, kept=None, device=torch.device(kind),
+            dtype=computes_in(config.parallel.precision), fails=lambda _: None,
+        )  # fmt: skip
+        check_attention_in_parts(sequence, attention)
 
 
 def predict(

@@ -12,20 +12,14 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from raytune_fsdp.talkative import HUSHED, hush
+from raytune_fsdp.talkative import HUSHED, hush, is_verbose, set_levels
 from raytune_fsdp.tracking.mlflow_run import ENVIRONMENT
 
 _LIBRARIES = r"(transformers|tokenizers|huggingface_hub|torch|datasets|raytune_fsdp)(\.|$)"
 """Whose warnings are not shown. Ours are lines of a log; what is warned of in our name is how we call the others."""
 
 
-VERBOSE = "RAYTUNE_FSDP_VERBOSE"
-"""Set for this process and those that it starts by `--verbose`."""
 _MOST_REMEMBERED = 1000
-
-
-def is_verbose() -> bool:
-    return os.environ.get(VERBOSE, "") not in ("", "0")
 
 
 def quieting() -> dict[str, str]:
@@ -57,8 +51,7 @@ def ignoring_warnings() -> Iterator[None]:
         try:
             yield
         finally:
-            for name, level in levels.items():
-                logging.getLogger(name).setLevel(level)
+            set_levels(levels)
 
 
 def _ignore_warnings() -> Mapping[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.tensor import DTensor
 
 from raytune_fsdp.model.pieces import TENSOR, is_cut
+
+_AT_ONCE = 2**24
+"""Numbers that are sent in one message: 64 MiB in fp32."""
 
 
 def here(parameter: torch.Tensor) -> torch.Tensor:
@@ -47,12 +50,23 @@ def first_ones(model: nn.Module, parameters: Sequence[nn.Parameter], gradients: 
         each.device_mesh.get_group(TENSOR) for each in model.parameters() if isinstance(each, DTensor) and is_cut(each)
     )
     same = [grad for each, grad in zip(parameters, gradients, strict=True) if not is_cut(each) and grad.numel()]
-    for dtype in sorted({each.dtype for each in same}, key=str):
-        own = [each for each in same if each.dtype == dtype]
+    for own in _together(same):
         flat = torch.cat([each.reshape(-1) for each in own])
         dist.broadcast(flat, group=group, group_src=0)
         parts = torch.split(flat, [each.numel() for each in own])
         torch._foreach_copy_(own, [part.view_as(each) for each, part in zip(own, parts, strict=True)])
+
+
+def _together(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Of one type, and few enough numbers for a copy: most are a norm's."""
+    many: list[torch.Tensor] = []
+    for each in sorted(tensors, key=lambda tensor: str(tensor.dtype)):
+        if many and (each.dtype != many[0].dtype or sum(tensor.numel() for tensor in many) > _AT_ONCE):
+            yield many
+            many = []
+        many.append(each)
+    if many:
+        yield many
 
 
 class _SumResults(torch.autograd.Function):

@@ -117,8 +117,9 @@ class _Cutter:
                 self._linear(first, style)
         if style == BY_ROWS:
             for key, dropout in module.lora_dropout.items():  # type: ignore[operator, union-attr]
-                if isinstance(dropout, nn.Dropout):
-                    module.lora_dropout[key] = DropoutInParts(dropout.p, columns=(self._rank, self._size))  # type: ignore[operator, index, assignment]
+                if type(dropout) is nn.Dropout:
+                    part = DropoutInParts(dropout.p, columns=(self._rank, self._size))
+                    module.lora_dropout[key] = part.train(dropout.training)  # type: ignore[operator, index, assignment]
 
     def _experts(self, module: nn.Module) -> None:
         for name in module._parameters:

@@ -14,6 +14,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.optimizers import state_bytes
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.network import MASTER_DTYPE
+from raytune_fsdp.plan import layout_of
 from raytune_fsdp.planner.changes import with_changes
 from raytune_fsdp.planner.prediction import Cluster, Prediction, predict
 from raytune_fsdp.planner.speed import Seconds
@@ -243,9 +244,6 @@ def certainly_too_much(subject: Subject, config: FinetuneConfig, world: int, clu
         return False
     width = MASTER_DTYPE[config.parallel.precision].itemsize
     each = width + state_bytes(config.optim.optimizer, width)
-    parts = config.parallel.mesh.tensor
-    shards = {"replicate": parts, "hybrid_shard": config.parallel.shard_size or parts}.get(
-        config.parallel.strategy, world
-    )
-    stays = 2 / parts if config.parallel.strategy == "shard_grad_op" else 0
-    return subject.numbers * (each / shards + stays) > cluster.device.memory
+    layout = layout_of(config, world)
+    stays = 2 / layout.tensor if config.parallel.strategy == "shard_grad_op" else 0
+    return subject.numbers * (each / (layout.shard_size * layout.tensor) + stays) > cluster.device.memory

@@ -230,6 +230,10 @@ def test_numbers_of_ranks_that_a_mesh_allows() -> None:
         ConfigError, match=r"no number in between is a multiple of 16, as parallel.mesh=.*; set a larger"
     ):
         sizes({"min": 4, "max": 8}, shard=16)
+    with pytest.raises(ConfigError, match=r"no number in between is a multiple of 2, .*; set cluster.workers=2$"):
+        sizes({"min": 5, "max": 5}, shard=2)
+    with pytest.raises(ConfigError, match=r"of 12, as parallel.shard_size=4 and .*replicate=3 need it; set a larger"):
+        sizes_of(between(5, 6, strategy="hybrid_shard", shard_size=4, mesh={"replicate": 3}))
 
 
 def test_every_way_out_that_is_offered_is_one() -> None:

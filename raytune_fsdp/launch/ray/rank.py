@@ -101,7 +101,8 @@ def _train(job: RankJob, rank: int, world: int) -> None:
 
     reached("workers")
     # Only after the notice: importing transformers takes seconds, and the driver should know that the rank is there.
-    from raytune_fsdp.launch.quiet import VERBOSE, quiet
+    from raytune_fsdp.launch.quiet import quiet
+    from raytune_fsdp.talkative import VERBOSE
 
     if job.verbose:
         os.environ[VERBOSE] = "1"  # a process of our own, which the driver's variables do not reach
