@@ -8,10 +8,10 @@ multiplied in 32 bits. *Nudged* is bf16 with a learning rate that is a millionth
 nobody would tell apart.
 
 At the recipe's learning rate (3e-3) the conversations are learned by heart in 200 steps, and *nudged* is already off by
-several percent at their end. So it is a third of that, where it is not, unless `--rates` has `recipe`. Compared with bf16
-of the same seed are the mean loss of all steps, that of each quarter of them, and the loss on the conversations that are
-held out. Exits with 1 if the mean loss of all steps, and of all seeds, is more than 1 % off. Prints the table of
-docs/results.md.
+several percent at their end. So it is a third of that, where it is not, unless `--rates` has `recipe`. Compared with
+bf16 of the same seed are the mean loss of all steps, that of each quarter of them, and the loss on the conversations
+that are held out. Exits with 1 if the mean loss of all steps, and of all seeds, is more than 1 % off. Prints the table
+of docs/results.md.
 
 *Worlds* are one rank and two of the same run at a third of the rate, by the largest difference of a step's loss.
 """
