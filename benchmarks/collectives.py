@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,7 +23,11 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        if func._schema.name == "_c10d_functional::all_to_all_single":
+            self._add("exchanged", args[0], len(args[1]))
+        elif func._schema.name == "_c10d_functional::all_reduce":
+            self._add("summed", args[0], _resolve_process_group(args[2]).size(), 2)
+        elif func.namespace == "c10d":
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             group = next(leaf for leaf in tree_leaves(args) if hasattr(leaf, "_type_") or "ProcessGroup" in str(leaf))
             self._count(func._schema.name, tensors, torch.distributed.ProcessGroup.unbox(group).size())
@@ -35,6 +40,11 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Counts and sums of a step are integers and doubles; gradients are neither here.
             kind = "all_reduced" if largest.dtype not in (torch.int64, torch.float64) else "beside"
             times = 2
+        if operation == "c10d::broadcast_":  # gradients of weights that are not cut
+            kind = "beside"
         assert kind is not None, f"{operation} is not known here"
-        self.numbers[kind] += times * largest.numel() * (ranks - 1) / ranks  # type: ignore[assignment]
-        self.bytes[kind] += times * largest.nbytes * (ranks - 1) / ranks  # type: ignore[assignment]
+        self._add(kind, largest, ranks, times)
+
+    def _add(self, kind: str, tensor: torch.Tensor, ranks: int, times: int = 1) -> None:
+        self.numbers[kind] += times * tensor.numel() * (ranks - 1) / ranks  # type: ignore[assignment]
+        self.bytes[kind] += times * tensor.nbytes * (ranks - 1) / ranks  # type: ignore[assignment]

@@ -53,8 +53,9 @@ from raytune_fsdp.loop import train
 from raytune_fsdp.model.network import build_network
 from raytune_fsdp.model.quantized import quantize_layers
 from raytune_fsdp.optim import build_optimizer, local_piece
-from raytune_fsdp.parallel import make_mesh, shard, store_frozen, units_of
+from raytune_fsdp.parallel import make_mesh, shard, units_of
 from raytune_fsdp.plan import Layout
+from raytune_fsdp.precision import store_frozen
 from raytune_fsdp.run.needs import network_needs
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.rundir import RunDir

@@ -40,6 +40,7 @@ Used by many of them, and knowing none of them:
     urls.py          paths and URLs as text
     redaction.py     removes secrets from everything that others may read
     bounded.py       a bounded number of open things
+    talkative.py     libraries that print while they are imported
 
 Importing this package imports nothing heavy: the public names are loaded when they are first used.
 """
@@ -48,6 +49,8 @@ from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from raytune_fsdp.talkative import hush_if_told
 
 if TYPE_CHECKING:
     from raytune_fsdp.api import FinetuneResult, finetune
@@ -64,6 +67,9 @@ _HOMES = {
     "RaytuneError": "raytune_fsdp.errors",
     "finetune": "raytune_fsdp.api",
 }
+
+
+hush_if_told()
 
 
 def __getattr__(name: str) -> Any:

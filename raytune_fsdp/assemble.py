@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,12 @@ from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.checkpoint.room import node_without_room
 from raytune_fsdp.checkpoint.saver import Saver, open_saver
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.collectives import on_rank0, why_on_any_rank
+from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.config import CheckpointConfig, FinetuneConfig, ParallelConfig
 from raytune_fsdp.config.method import QloraMethod
 from raytune_fsdp.config.optimizers import state_bytes
 from raytune_fsdp.data.batches import rank_batches
+from raytune_fsdp.data.parts import from_first, own_parts
 from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.to_device import to_device
@@ -32,44 +33,49 @@ from raytune_fsdp.document_record import DocumentRecord
 from raytune_fsdp.early_stop import EarlyStop, ended_by
 from raytune_fsdp.estimate.flops import Architecture
 from raytune_fsdp.estimate.predicted import NotPredicted, Predicted
-from raytune_fsdp.evaluate import check_network
+from raytune_fsdp.evaluate import check_network, check_parts
 from raytune_fsdp.exam import Exam
 from raytune_fsdp.forecast import Forecast, bytes_kept
 from raytune_fsdp.loop import Parts
 from raytune_fsdp.metrics import Meter
-from raytune_fsdp.model.adapters import is_adapted, keep_beginning, why_not_compiled
-from raytune_fsdp.model.attention import Choice, choose, generating, use
+from raytune_fsdp.model.adapters import is_adapted, keep_beginning
+from raytune_fsdp.model.attention import Choice, generating
 from raytune_fsdp.model.blocks import run_blocks
-from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler, choose_blocks, why_it_fails
+from raytune_fsdp.model.compiler import COMPILED, Compiler
 from raytune_fsdp.model.documents import DocumentLosses
 from raytune_fsdp.model.fill import fill
-from raytune_fsdp.model.head import choose_loss, install
+from raytune_fsdp.model.fp8 import compute_in_fp8
 from raytune_fsdp.model.network import MASTER_DTYPE, build_network
 from raytune_fsdp.model.objective import Objective
 from raytune_fsdp.model.offload import Copies, Offload
 from raytune_fsdp.model.operations import count_architecture
+from raytune_fsdp.model.pieces import TENSOR
 from raytune_fsdp.model.principal import pairs_of
 from raytune_fsdp.model.quantized import quantize_layers
-from raytune_fsdp.model.routers import watched, why_routers_forbid
-from raytune_fsdp.model.trial import why_kernel_fails
+from raytune_fsdp.model.routers import watched
+from raytune_fsdp.model.tensor import cut
 from raytune_fsdp.optim import Optimizer, build_optimizer
 from raytune_fsdp.own_time import OwnTime
 from raytune_fsdp.parallel import (
-    COMPUTE_DTYPE,
+    Sharers,
     Unit,
     describe,
     for_one_rank,
     is_wrapped,
+    make_groups,
     make_mesh,
     memory_of,
     shard,
-    store_frozen,
     units_of,
 )
 from raytune_fsdp.plan import Layout
+from raytune_fsdp.precision import computes_in, store_frozen
 from raytune_fsdp.profiling import StepProfiler
+from raytune_fsdp.reduction import ranks_together
 from raytune_fsdp.run.base import agree_on_base
+from raytune_fsdp.run.cut_trial import try_cut
 from raytune_fsdp.run.initial_weights import fill_mode, first_weights
+from raytune_fsdp.run.kernels import kernels_of
 from raytune_fsdp.run.record import open_run, start_tracker
 from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.saving import NothingSaved, Saves
@@ -89,8 +95,9 @@ def _nobody(_: object) -> None:
 class LauncherHooks:
     """What a launcher provides to a rank. Every field has a default, which is to do without it."""
 
-    batches: Iterator[StepBatches] | None = None
-    """This rank's batches on the host, starting with the next step. None: the rank makes them itself."""
+    batches: Iterator[StepBatches | None] | None = None
+    """This rank's batches on the host, starting with the next step; of ranks that share blocks the first has them all,
+    and the others as many times None. None: the rank makes them itself."""
     console: TextIO | None = None
     """Where the progress of the run is printed. None: stdout."""
     trackers: Sequence[Tracker] = ()
@@ -115,16 +122,16 @@ def assemble(
     plan, state = standing.plan, standing.state
     learner = _learner(config, prepared, standing, device)
     # On the model itself: some architectures take position_ids and still let packed documents see each other.
-    check_network(learner.model, config.data.packing, device, _computes_in(config))
+    dtype = computes_in(config.parallel.precision)
+    check_network(learner.model, config.data.packing, device, dtype)
+    if learner.groups.sequence is not None:
+        check_parts(learner.model, learner.groups.sequence, device, dtype)
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")
     tracker = start_tracker(config, prepared, standing, opened, learner.kernels, device, hooks.console, hooks.trackers)
     stream = Stream(prepared.train, seed=config.run.seed)
-    batches = hooks.batches or rank_batches(
-        stream, plan.division, standing.steps_left,
-        cursor=state.cursor, data_rank=dist.get_rank(),
-    )  # fmt: skip
+    batches = _batches(hooks, standing, stream, learner.groups.together)
     saver = _saver(config, prepared, standing, learner)
     _report(tracker, learner, saver, hooks.predicted)
     own = OwnTime(learner.units, device, storage=lambda: saver.own_seconds) if plan.layout.world > 1 else None
@@ -163,6 +170,23 @@ def assemble(
         not_evaluated=_not_evaluated(config, prepared, standing),
         early_stop=_early_stop(config, prepared, standing),
     )
+
+
+def _batches(
+    hooks: LauncherHooks, standing: Standing, stream: Stream, together: dist.ProcessGroup | None
+) -> Iterator[StepBatches]:
+    """What this rank trains on. Each step of it is collective where ranks share blocks."""
+    plan, rank = standing.plan, dist.get_rank()
+    if hooks.batches is None:
+        whole = rank_batches(
+            stream, plan.division, standing.steps_left,
+            cursor=standing.state.cursor, data_rank=plan.layout.data_rank(rank),
+        )  # fmt: skip
+    elif together is None:
+        whole = cast(Iterator[StepBatches], hooks.batches)
+    else:
+        whole = from_first(hooks.batches, together)
+    return whole if together is None else own_parts(whole, plan.layout, rank)
 
 
 def _meter(
@@ -258,25 +282,34 @@ class _Learner:
     """For people: what is gathered when. None: nothing is."""
     base: Mapping[str, Any] | None
     """What checkpoints say about the weights that adapters are beside. None: there are no adapters."""
+    groups: Sharers
 
 
 def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device) -> _Learner:
     """The network, sharded, and its optimizer."""
     # Of its own, because the attention is noted in it.
     model = build_network(copy.deepcopy(prepared.hf_config), config, prepared.added)
-    kernels = _choose(config, prepared, standing, model, device)
+    kernels = kernels_of(config, prepared, standing, model, device)
     architecture = count_architecture(model)  # before sharding: by the shapes of whole weights
     compiled = kernels["blocks"].name == COMPILED
     # Hooks would break the graphs of blocks that are computed again.
-    routers = None if compiled else watched(model, config.train)
-    compiler = Compiler() if compiled else None
     layout, micro_batches = standing.plan.layout, standing.plan.division.full_rounds
-    parallel = as_stored(model, config, layout, memory_of(device))
+    groups, mesh = make_groups(layout, device), make_mesh(layout, device)
+    routers = None if compiled else watched(model, config.train, groups.sequence)
+    compiler = Compiler() if compiled else None
+    parallel = as_stored(model, config, layout, memory_of(device), device.type)
+    if layout.tensor > 1:
+        try_cut(config, prepared.hf_config, model, mesh[TENSOR], device)
+        cut(model, mesh[TENSOR])
     units = units_of(model, parallel, ends=prepared.needs.ends)
+    per_node = ranks_together(layout.shard_size) if parallel.reduce == "hierarchical" else None
     sharding = None
     if is_wrapped(parallel, layout.world):  # before sharding, as well
-        sharding = describe(model, units, parallel, layout, micro_batches=micro_batches)
-    spread(model, units, parallel, make_mesh(layout, device), compiler, device)
+        sharding = describe(
+            model, units, parallel, layout, micro_batches=micro_batches, heads=prepared.needs.heads,
+            tokens=config.train.micro_batch * config.data.seq_len, per_node=per_node,
+        )  # fmt: skip
+    spread(model, units, parallel, mesh, compiler, device, per_node=per_node)
     host = torch.device("cpu") if parallel.cpu_offload else None
     adapted, checkpoint = is_adapted(model), standing.checkpoint
     base = None
@@ -305,14 +338,17 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
         compiler=compiler,
         sharding=sharding,
         base=base,
+        groups=groups,
     )
 
 
-def as_stored(model: PreTrainedModel, config: FinetuneConfig, layout: Layout, memory: int) -> ParallelConfig:
-    """Give frozen weights the type that they are kept in; returns how the network is spread on devices of so many bytes
-    of memory. The network is whole, on the meta device."""
+def as_stored(model: PreTrainedModel, config: FinetuneConfig, layout: Layout, memory: int, kind: str) -> ParallelConfig:
+    """Give layers the type that they compute in, and frozen weights that which they are kept in; returns how the
+    network is spread on devices of this kind and so many bytes of memory. The network is whole, on the meta device."""
     if isinstance(config.method, QloraMethod):
         quantize_layers(model, config.method.quantization)
+    if config.parallel.precision == "fp8":
+        compute_in_fp8(model, config.parallel.fp8_scaling, emulated=kind == "cpu")
     store_frozen(model, config.parallel.precision)
     kept = state_bytes(config.optim.optimizer, MASTER_DTYPE[config.parallel.precision].itemsize)
     return for_one_rank(config.parallel, layout, model, memory, state=kept)
@@ -326,8 +362,10 @@ def spread(
     compiler: Compiler | None,
     device: torch.device,
     copies: Copies | None = None,
+    per_node: int | None = None,
 ) -> None:
-    """Say how the blocks run in training, and shard the network. `copies`: what sends activations to the host."""
+    """Say how the blocks run in training, and shard the network. `copies`: what sends activations to the host.
+    `per_node`: the ranks of a node that sum gradients first."""
     run_blocks(
         model,
         recompute=parallel.activation_checkpointing,
@@ -335,43 +373,7 @@ def spread(
         offload=Offload(device, copies) if parallel.activation_offload else None,
         compiler=compiler,
     )
-    shard(model, mesh, parallel, units)
-
-
-def _choose(
-    config: FinetuneConfig, prepared: Prepared, standing: Standing, model: PreTrainedModel, device: torch.device
-) -> Mapping[str, Choice]:
-    """Give the network its attention and its loss, and say whether its blocks are to be compiled."""
-    # States from before there was a choice name none: those runs have transformers' attention, the plain loss, and
-    # compiled nothing that they were not told to compile.
-    before = {
-        "attention": model.config._attn_implementation,
-        "loss": "plain",
-        "blocks": EAGER,
-        **standing.state.kernels,
-    }
-    kept = before if standing.checkpoint is not None else {}
-    chosen, dtype = config.model, _computes_in(config)
-    attention = choose(
-        chosen.attention, prepared.needs, kept=kept.get("attention"), device=device, dtype=dtype,
-        fails=lambda name: why_on_any_rank(lambda: why_kernel_fails(name, prepared.needs, device, dtype)),
-    )  # fmt: skip
-    loss = choose_loss(chosen.loss, prepared.needs, kept=kept.get("loss"))
-    if loss.name == "chunked":
-        install(model)
-    blocks = choose_blocks(
-        config.parallel.compile, kept=kept.get("blocks"), device=device,
-        fails=lambda: why_not_compiled(model)
-        or why_routers_forbid(config.train)
-        or why_on_any_rank(lambda: why_it_fails(device)),
-    )  # fmt: skip
-    return {"attention": use(model, attention), "loss": loss, "blocks": blocks}
-
-
-def _computes_in(config: FinetuneConfig) -> torch.dtype:
-    """The type of forward and backward: under bf16 and fp16 not that of the weights, which are kept in fp32."""
-    precision = config.parallel.precision
-    return COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])
+    shard(model, mesh, parallel, units, per_node=per_node)
 
 
 def keep_of(chosen: CheckpointConfig) -> Keep:

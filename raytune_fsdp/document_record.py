@@ -53,9 +53,12 @@ class DocumentRecord:
 
 
 def _line(step: int, ranks: Sequence[Mapping[int, Sequence[float]]]) -> str:
-    blocks = {index: sums for rank in ranks for index, sums in rank.items()}
-    sums = ", ".join(_number(value) for index in sorted(blocks) for value in blocks[index])
-    return f'{{"step": {step}, "sums": [{sums}]}}\n'
+    blocks: dict[int, Sequence[float]] = {}
+    for rank in ranks:
+        for index, sums in rank.items():  # of ranks that share a block, each has the sums over its tokens
+            blocks[index] = [a + b for a, b in zip(blocks[index], sums, strict=True)] if index in blocks else sums
+    every = ", ".join(_number(value) for index in sorted(blocks) for value in blocks[index])
+    return f'{{"step": {step}, "sums": [{every}]}}\n'
 
 
 def _number(value: float) -> str:

@@ -88,7 +88,7 @@ class Interrupted(RaytuneError):
     exit_code = 130
 
 
-_EXTRAS = {"lora": "peft", "mlflow": "mlflow", "plots": "matplotlib", "large": "accelerate"}
+_EXTRAS = {"lora": "peft", "mlflow": "mlflow", "plots": "matplotlib", "large": "accelerate", "fp8": "torchao"}
 
 
 def pip_install(extra: str) -> str:

@@ -15,14 +15,17 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.collectives import on_all_ranks
 from raytune_fsdp.data.batches import eval_batches, to_batch
+from raytune_fsdp.data.parts import own_part
 from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ConfigError, ModelError
-from raytune_fsdp.model.attention import SIXTEEN_BITS
+from raytune_fsdp.model.attention import SIXTEEN_BITS, logits_of
 from raytune_fsdp.model.loss import block_loss
 from raytune_fsdp.model.network import class_name
-from raytune_fsdp.model.proof import error_of_kernel, error_of_loss, leak_between_documents
+from raytune_fsdp.model.proof import documents, error_of_kernel, error_of_loss, error_of_parts, leak_between_documents
+from raytune_fsdp.model.sequence import use_parts
 from raytune_fsdp.parallel import evaluating
+from raytune_fsdp.plan import Layout
 from raytune_fsdp.step import eval_step
 from raytune_fsdp.tracking.names import evaluation_accuracy, evaluation_loss
 from raytune_fsdp.types import PADDING, Cursor, PackedSample
@@ -36,15 +39,17 @@ _ERROR = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.b
 
 
 def losses(
-    model: PreTrainedModel, datasets: Mapping[str, Windows], *, micro_batch: int, data_ranks: int, device: torch.device
+    model: PreTrainedModel, datasets: Mapping[str, Windows], *, micro_batch: int, layout: Layout, device: torch.device
 ) -> dict[str, float]:
     """Loss per target token and accuracy of each dataset, by the names of metrics, over all ranks. Collective."""
     results: dict[str, float] = {}
+    rank = dist.get_rank()
+    data_rank = layout.data_rank(rank)
     with evaluating(model):
         for name, windows in datasets.items():
             sums = torch.zeros(3, dtype=torch.float64, device=device)
-            blocks = eval_batches(windows, micro_batch=micro_batch, data_ranks=data_ranks, data_rank=dist.get_rank())
-            for block in to_device(blocks, device):
+            blocks = eval_batches(windows, micro_batch=micro_batch, data_ranks=layout.data_ranks, data_rank=data_rank)
+            for block in to_device((own_part(block, layout, rank) for block in blocks), device):
                 sums += eval_step(model, block)
             dist.all_reduce(sums)
             total, right, targets = sums.tolist()
@@ -105,6 +110,21 @@ def check_network(model: PreTrainedModel, packing: str, device: torch.device, dt
         raise ModelError(
             f"model.loss: losses are off by up to {loss:.1e} from those of the network's own logits; "
             "set model.loss=plain"
+        )
+
+
+def check_parts(model: PreTrainedModel, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
+    """Make the network compute parts of blocks, and refuse one that computes something else then. Collective."""
+    with evaluating(model):
+        block = documents(model, device)
+        whole = logits_of(model, block.input_ids, block.position_ids, block.borders).flatten(0, 1)
+        use_parts(model, group)
+        mine = error_of_parts(model, group, whole, device)
+    error = max(on_all_ranks(lambda: mine))
+    if not error <= _ERROR[dtype]:
+        raise ModelError(
+            f"parallel.mesh.sequence={group.size()}: a {class_name(model)} computes something else for a part of the "
+            f"tokens than for all of them (logits are off by {error:.1e}); set parallel.mesh.sequence=1"
         )
 
 

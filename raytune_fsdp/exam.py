@@ -15,6 +15,7 @@ from raytune_fsdp.config.eval import ConversationConfig
 from raytune_fsdp.data.questions import Questions
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.evaluate import losses
+from raytune_fsdp.plan import Layout
 from raytune_fsdp.tasks import measure
 
 
@@ -40,14 +41,14 @@ class Exam:
         tokenizer: PreTrainedTokenizerBase,
         *,
         micro_batch: int,
-        data_ranks: int,
+        layout: Layout,
         device: torch.device,
         attention: str,
     ) -> dict[str, float]:
         """By the names of metrics. `attention` of transformers writes answers. Collective."""
-        found = losses(model, self.datasets, micro_batch=micro_batch, data_ranks=data_ranks, device=device)
+        found = losses(model, self.datasets, micro_batch=micro_batch, layout=layout, device=device)
         return found | measure(
-            model, tokenizer, self.tasks, micro_batch=micro_batch, device=device, attention=attention
+            model, tokenizer, self.tasks, micro_batch=micro_batch, layout=layout, device=device, attention=attention
         )
 
     def answers(

@@ -39,6 +39,8 @@ ABSENT: dict[str, Any] = {
     "optim.optimizer.adamw.moments": "as_weights",
     "optim.stochastic_rounding": False,
     "optim.groups": [],
+    # The one that comes with the precision.
+    "parallel.reduce_dtype": "auto",
 }
 """The meaning of a key's absence, by its path: `<section>.<field>`, or `<section>.<type>.<field>` where a section has a
 `type`, as in `optim.<field>`, `optim.schedule.<type>.<field>`, `optim.optimizer.<type>.<field>`,

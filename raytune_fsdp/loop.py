@@ -145,7 +145,7 @@ def _log_compiler(parts: Parts, step: int) -> None:
 def _evaluate(parts: Parts, step: int) -> None:
     division = parts.plan.division
     values = parts.exam.values(
-        parts.model, parts.tokenizer, micro_batch=division.micro_batch, data_ranks=division.data_ranks,
+        parts.model, parts.tokenizer, micro_batch=division.micro_batch, layout=parts.plan.layout,
         device=parts.device, attention=parts.generates_with,
     )  # fmt: skip
     if values:

@@ -1,4 +1,4 @@
-"""How a model is spread over the ranks: a mesh, units of sharding, precision.
+"""How a model is spread over the ranks: a mesh, and units of sharding.
 
 What blocks do in training (model/blocks.py) comes before, and the weights are filled in afterwards, on the sharded
 shapes.
@@ -6,32 +6,38 @@ shapes.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
-    MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
 from transformers import PreTrainedModel
 
 from raytune_fsdp.config import ParallelConfig
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.estimate.traffic import Collectives, Traffic, UnitSize, step_traffic
+from raytune_fsdp.estimate.traffic import Collectives, Traffic, UnitSize, exchanged_by_attention, step_traffic
+from raytune_fsdp.gathering import gather_in_fp8
+from raytune_fsdp.model.attention import Heads
 from raytune_fsdp.model.blocks import blocks_of, ends_of
+from raytune_fsdp.model.cuts import sharing_heads
+from raytune_fsdp.model.fp8 import layers_in_fp8
 from raytune_fsdp.model.network import MASTER_DTYPE
+from raytune_fsdp.model.pieces import TENSOR, local_piece
 from raytune_fsdp.plan import Layout
+from raytune_fsdp.precision import COMPUTE_DTYPE, computes_in, precision_policy
+from raytune_fsdp.reduction import reduce_by_node
 
 _STAYS = ("shard_grad_op", "replicate")
 """Strategies that keep weights gathered from forward to backward."""
@@ -39,85 +45,39 @@ _STAYS = ("shard_grad_op", "replicate")
 _FOR_WEIGHTS = 0.7
 """How much of the memory may be used for what a weight needs, if activations are to have room."""
 
-_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-
-COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Precisions that compute in another type than that of the weights."""
-
-
-def check_precision(precision: str, device: torch.device) -> None:
-    """Refuse bf16 on a GPU that only imitates it: torch computes it there in fp32, and slower than that."""
-    if device.type != "cuda" or not precision.startswith("bf16"):
-        return
-    if not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ConfigError(
-            f"parallel.precision={precision}: {torch.cuda.get_device_name(device)} has no bf16 (Ampere has): "
-            "set parallel.precision=fp16 or fp32"
-        )
-
-
-@contextmanager
-def numerics(config: ParallelConfig, device: torch.device, *, deterministic: bool) -> Iterator[None]:
-    """In here, torch computes products as the config says, and with `deterministic` only what repeats its bits."""
-    check_precision(config.precision, device)
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cuda.matmul.allow_tf32,
-        torch.backends.cudnn.allow_tf32,
-    )
-    with _repeatable() if deterministic else nullcontext():
-        _set_numerics(deterministic or before[0], config.tf32, config.tf32)
-        try:
-            yield
-        finally:
-            _set_numerics(*before)
-
-
-@contextmanager
-def _repeatable() -> Iterator[None]:
-    """What torch's deterministic algorithms need beside their own setting."""
-    from torch._inductor import config as inductor
-
-    memory: Any = torch.utils.deterministic
-    before = os.environ.get(_CUBLAS), inductor.deterministic, memory.fill_uninitialized_memory
-    # cuBLAS reads it when it is first used; without it torch refuses every product.
-    os.environ.setdefault(_CUBLAS, ":4096:8")
-    inductor.deterministic = True  # it would choose kernels by trying which is faster
-    memory.fill_uninitialized_memory = False  # takes time for nothing
-    try:
-        yield
-    finally:
-        if before[0] is None:
-            os.environ.pop(_CUBLAS, None)
-        _, inductor.deterministic, memory.fill_uninitialized_memory = before
-
-
-def _set_numerics(deterministic: bool, products: bool, convolutions: bool) -> None:
-    torch.use_deterministic_algorithms(deterministic)
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products, convolutions
-
-
-@torch.no_grad()
-def store_frozen(network: nn.Module, precision: str) -> None:
-    """Keep frozen weights in the type that they are computed in: only what is trained needs the digits of a master."""
-    dtype = COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])
-    made: dict[int, nn.Parameter] = {}
-    for module in network.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or parameter.requires_grad or parameter.dtype == dtype:
-                continue
-            if not parameter.is_floating_point():
-                continue
-            if id(parameter) not in made:  # tied weights stay tied
-                made[id(parameter)] = nn.Parameter(parameter.to(dtype), requires_grad=False)
-            module._parameters[name] = made[id(parameter)]
-
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Replicas x shards, or only shards: an axis of one replica would all-reduce every block in vain. Collective."""
-    if layout.replicas == 1:
-        return init_device_mesh(device.type, (layout.shard_size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (layout.replicas, layout.shard_size), mesh_dim_names=("replicate", "shard"))
+    """Replicas x shards x parts of layers, of which the first and the last are left out where they are one: an axis of
+    one replica would all-reduce every block in vain. Collective."""
+    axes = {"shard": layout.shard_size}
+    if layout.replicas > 1:
+        axes = {"replicate": layout.replicas, **axes}
+    if layout.tensor > 1:
+        axes[TENSOR] = layout.tensor
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+@dataclass(frozen=True, slots=True)
+class Sharers:
+    """The ranks that compute this rank's blocks with it. None: there are no others."""
+
+    sequence: dist.ProcessGroup | None
+    """Those that have other parts of their tokens."""
+    together: dist.ProcessGroup | None
+    """All of them."""
+
+
+def make_groups(layout: Layout, device: torch.device) -> Sharers:
+    """Collective."""
+    if layout.together == 1:
+        return Sharers(None, None)
+    shape = (layout.data_ranks, layout.sequence, layout.tensor)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "sequence", TENSOR))
+    sequence = mesh.get_group("sequence") if layout.sequence > 1 else None
+    if layout.tensor == 1:
+        return Sharers(sequence, sequence)
+    together = init_device_mesh(device.type, (layout.data_ranks, layout.together), mesh_dim_names=("data", "together"))
+    return Sharers(sequence, together.get_group("together"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +99,9 @@ class Unit:
 
 
 def _nbytes(parameter: torch.Tensor, width: int) -> int:
-    return parameter.numel() * (width if parameter.is_floating_point() else parameter.itemsize)
+    """Of the part that this rank has of a layer."""
+    count = local_piece(parameter).numel()
+    return count * (width if parameter.is_floating_point() else parameter.itemsize)
 
 
 def units_of(model: PreTrainedModel, config: ParallelConfig, *, ends: bool) -> list[Unit]:
@@ -177,11 +139,21 @@ def is_wrapped(config: ParallelConfig, world: int) -> bool:
     return world > 1 or config.precision in COMPUTE_DTYPE or config.cpu_offload
 
 
-def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig, units: Sequence[Unit]) -> None:
-    """Wrap the model in place. It must be on the meta device."""
+def shard(
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    config: ParallelConfig,
+    units: Sequence[Unit],
+    *,
+    per_node: int | None = None,
+) -> None:
+    """Wrap the model in place. It must be on the meta device. `per_node`: see `reduction.ranks_of_a_node`."""
     if not is_wrapped(config, mesh.size()):
         return
-    policy = precision_policy(config.precision)
+    axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis != TENSOR)
+    if mesh.mesh_dim_names != axes:
+        mesh = mesh[axes]
+    policy = precision_policy(config)
     # reshard_after_forward=None frees a block's weights after its forward, but keeps those of the root module, which
     # backward needs first. False keeps all of them gathered: more memory, no second all-gather in backward.
     free = False if config.strategy in _STAYS else None
@@ -204,6 +176,12 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig, unit
         # adapters for nothing (7 % of an 8B), and after an evaluation the last unit.
         cast(FSDPModule, first.modules[0]).set_modules_to_backward_prefetch([cast(FSDPModule, first.modules[0])])
     reduce_by_sum(model)
+    if config.gathers_fp8:
+        layers = layers_in_fp8(model)
+        for unit in units:
+            gather_in_fp8(unit.modules, layers)
+    if per_node is not None:
+        reduce_by_node(model, mesh, per_node, torch.bfloat16 if config.reduce_dtype == "bf16" else None)
 
 
 def for_one_rank(
@@ -234,11 +212,19 @@ def memory_of(device: torch.device) -> int:
 
 
 def describe(
-    model: PreTrainedModel, units: Sequence[Unit], config: ParallelConfig, layout: Layout, *, micro_batches: int
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    config: ParallelConfig,
+    layout: Layout,
+    *,
+    micro_batches: int,
+    tokens: int,
+    heads: Sequence[Heads],
+    per_node: int | None = None,
 ) -> dict[str, Any]:
     """What is gathered when, for people: units by name, how many of them, and the bytes of the largest; and what a rank
-    receives in a step of this many micro-batches. The network is not sharded yet."""
-    width = COMPUTE_DTYPE.get(config.precision, MASTER_DTYPE[config.precision]).itemsize
+    receives in a step of this many micro-batches of so many tokens. The network is not sharded yet."""
+    width = computes_in(config.precision).itemsize
     rest = sum(_nbytes(parameter, width) for parameter in model.parameters()) - sum(u.nbytes(width) for u in units)
     named: dict[str, list[int]] = {}
     for unit in units:
@@ -248,28 +234,69 @@ def describe(
     staying = " and ".join(unit.name for unit in units if unit.stays)
     again = f"in forward, and again in backward{f' ({staying} once for both)' if staying else ''}"
     gathered = "once a step" if config.strategy in _STAYS else again
-    traffic = traffic_of(model, units, config, layout, micro_batches=micro_batches)
+    traffic = traffic_of(model, units, config, layout, micro_batches=micro_batches, per_node=per_node)
+    exchanged = exchanged_of(model, units, config, layout, heads, tokens=tokens * micro_batches)
     return {
         "units": [{"name": name, "count": len(sizes), "bytes": max(sizes)} for name, sizes in named.items()],
         "gathered": gathered,
         "weights_bytes": int(traffic.bytes_of_weights),
         "gradients_bytes": int(traffic.bytes_of_gradients),
+        **({} if layout.sequence == 1 else {"attention_bytes": exchanged and int(exchanged)}),
+        **({} if per_node is None else {"reduced": f"inside of each {per_node} ranks of a node, then between nodes"}),
     }
 
 
+def exchanged_of(
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    config: ParallelConfig,
+    layout: Layout,
+    heads: Sequence[Heads],
+    *,
+    tokens: int,
+) -> float | None:
+    """The bytes that a rank receives in a step because others have some of the tokens that its attention sees; None:
+    not known. `tokens`: of all blocks that its group computes."""
+    if not heads or any(each.layers is None for each in heads):
+        return None
+    sharing = sharing_heads(model, layout.tensor)
+    numbers = sum(
+        (each.layers or 0) * exchanged_by_attention(
+            tokens=tokens, heads=each.many // sharing, key_heads=each.keys // sharing, width=each.width,
+            members=layout.sequence,
+        )
+        for each in heads
+    )  # fmt: skip
+    reached = reached_by_backward(model, units)
+    backward = {id(m) for unit, is_reached in zip(units, reached, strict=True) if is_reached for m in unit.modules}
+    blocks, every = blocks_of(model), config.recompute_every or 1
+    trained = [number for number, block in enumerate(blocks) if id(block) in backward]
+    # What is computed again is exchanged again: only results of attention itself are ever kept.
+    again = [number for number in trained if config.activation_checkpointing != "none" and number % every == 0]
+    return numbers * (len(blocks) + len(trained) + len(again)) / len(blocks) * computes_in(config.precision).itemsize
+
+
 def traffic_of(
-    model: PreTrainedModel, units: Sequence[Unit], config: ParallelConfig, layout: Layout, *, micro_batches: int
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    config: ParallelConfig,
+    layout: Layout,
+    *,
+    micro_batches: int,
+    per_node: int | None = None,
 ) -> Traffic:
     """What a rank's collectives move in a step of this many micro-batches. The network is not sharded yet."""
     known = {id(p) for unit in units for p in unit.parameters}
     rest = [p for p in model.parameters() if id(p) not in known]
-    policy = precision_policy(config.precision)
+    policy = precision_policy(config)
     stored = MASTER_DTYPE[config.precision]
-    width = (policy.param_dtype or stored).itemsize
+    width, reduced = (policy.param_dtype or stored).itemsize, (policy.reduce_dtype or stored).itemsize
+    narrow = {id(layer.weight) for layer in layers_in_fp8(model)} if config.gathers_fp8 else set()
+    size = partial(_size, shards=layout.shard_size, width=width, narrow=narrow)
     # The root's, which stay for backward, as that needs them first.
-    sizes = [_size(rest, layout.shard_size, width, stays=True)]
+    sizes = [size(rest, stays=True)]
     for unit, reached in zip(units, reached_by_backward(model, units), strict=True):
-        sizes.append(_size(unit.parameters, layout.shard_size, width, stays=unit.stays, reached=reached))
+        sizes.append(size(unit.parameters, stays=unit.stays, reached=reached))
     how = Collectives(
         shard_size=layout.shard_size,
         replicas=layout.replicas,
@@ -277,29 +304,29 @@ def traffic_of(
         stay=config.strategy in _STAYS,
         deferred=config.defer_gradient_sync,
         bytes_gathered=width,
-        bytes_reduced=(policy.reduce_dtype or stored).itemsize,
+        bytes_reduced=reduced,
+        nodes=1 if per_node is None else layout.shard_size // per_node,
+        bytes_crossing=2 if config.reduce_dtype == "bf16" else reduced,
     )
     return step_traffic(sizes, how)
 
 
 def _size(
-    parameters: Sequence[nn.Parameter], shards: int, width: int, *, stays: bool, reached: bool = True
+    parameters: Sequence[nn.Parameter],
+    *,
+    shards: int,
+    width: int,
+    narrow: Collection[int],
+    stays: bool,
+    reached: bool = True,
 ) -> UnitSize:
     """Every rank sends as many rows of a weight as the one that has most. The bytes of quantized rows count as the
-    numbers of this width that they would be."""
-    padded = [-(-p.shape[0] // shards) * shards * _nbytes(p[0], width) / width for p in parameters]
+    numbers of this width that they would be. `narrow`: the ids of weights that travel in 8 bits."""
+    local = [local_piece(p) for p in parameters]
+    padded = [-(-p.shape[0] // shards) * shards * _nbytes(p[0], width) / width for p in local]
     trained = sum(count for p, count in zip(parameters, padded, strict=True) if p.requires_grad)
-    return UnitSize(weights=sum(padded), trained=trained, stays=stays, reached=reached)
-
-
-def precision_policy(precision: str) -> MixedPrecisionPolicy:
-    """16-bit compute with fp32 reduction; otherwise everything in the type of the weights."""
-    compute = COMPUTE_DTYPE.get(precision)
-    if compute is not None:
-        return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    if precision == "bf16_pure":
-        return MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    return MixedPrecisionPolicy()
+    narrowed = sum(count for p, count in zip(parameters, padded, strict=True) if id(p) in narrow)
+    return UnitSize(weights=sum(padded), narrow=narrowed, trained=trained, stays=stays, reached=reached)
 
 
 def reduce_by_sum(model: nn.Module) -> None:

@@ -7,6 +7,8 @@ gives the same answer in both places. Only `Plan.layout`, and with it `Plan.divi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -26,11 +28,37 @@ class Layout:
 
     world: int
     data_ranks: int
-    """Ranks that get blocks of their own. Today all ranks: every axis of the mesh is an axis of the data."""
+    """Groups of ranks that get blocks of their own."""
     replicas: int
-    """Ranks that hold the same shard (the first axis of the mesh)."""
+    """Ranks that hold the same shard."""
     shard_size: int
-    """Ranks that share one copy of the model (the second axis)."""
+    """Ranks over which one copy of the model is sharded; or, where `tensor` divides it, each of its parts."""
+    sequence: int = 1
+    """Ranks that have each a part of the tokens of a block. They follow one another, so that they are mostly on one
+    node."""
+    tensor: int = 1
+    """Ranks that have each a part of every layer, and compute a block together. They are next to each other."""
+
+    @property
+    def together(self) -> int:
+        """Ranks that compute the same blocks."""
+        return self.sequence * self.tensor
+
+    def data_rank(self, rank: int) -> int:
+        """Whose blocks a rank computes."""
+        return rank // self.together
+
+    def member(self, rank: int) -> int:
+        """Which part of the tokens of its blocks a rank has."""
+        return rank // self.tensor % self.sequence
+
+    def counts(self, rank: int) -> bool:
+        """Whether this rank's results count: of those that compute the same tokens, the first one's do."""
+        return rank % self.tensor == 0
+
+
+ALONE = Layout(world=1, data_ranks=1, replicas=1, shard_size=1)
+"""One rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +105,8 @@ class Plan:
             "world": self.layout.world,
             "replicas": self.layout.replicas,
             "shard_size": self.layout.shard_size,
+            **({"sequence": self.layout.sequence} if self.layout.sequence > 1 else {}),
+            **({"tensor": self.layout.tensor} if self.layout.tensor > 1 else {}),
             "rounds": self.division.full_rounds,
             "fillers": self.division.fillers,
         }
@@ -125,46 +155,131 @@ def resolve(
     )
 
 
-def sizes_of(config: FinetuneConfig, hardware: int = 1) -> list[int]:
+def sizes_of(config: FinetuneConfig, hardware: int | None = None) -> list[int]:
     """The numbers of ranks that the run may have, from the least to the largest; ConfigError if there is none.
 
-    `hardware`: what `cluster.workers: auto` stands for.
+    `hardware`: what `cluster.workers: auto` stands for. None: not known yet, so that it is the least number.
     """
     workers = config.cluster.workers
     if not isinstance(workers, Between):
-        return [layout_of(config, hardware if workers == "auto" else workers).world]
+        least = least_ranks(config) if hardware is None else hardware
+        return [layout_of(config, least if workers == "auto" else workers).world]
     _check_blocks(config, workers.max)
-    parallel = config.parallel
-    step = (parallel.shard_size or 1) if parallel.strategy == "hybrid_shard" else 1
+    step = least_ranks(config)
     sizes = [world for world in range(workers.min, workers.max + 1) if world % step == 0]
     if not sizes:
         below, above = workers.min // step * step, -(-workers.max // step) * step
-        ways = [f"min={below}"] if below else []
-        ways += [f"max={above}"] if above <= _blocks(config) else []
+        ways = [f"{name}={world}" for name, world in (("min", below), ("max", above)) if _possible(config, [world])]
         # The next larger one, as the model may not fit with a smaller one; `max` itself is always one.
         larger = (size for size in range(step + 1, workers.max) if workers.max // size * size >= workers.min)
-        ways.append(f"parallel.shard_size={next(larger, workers.max)}")
+        mesh = config.parallel.mesh
+        if config.parallel.shard_size is not None and mesh.together == 1 and not (mesh.shard or mesh.replicate):
+            ways.append(f"parallel.shard_size={next(larger, workers.max)}")
         raise ConfigError(
             f"cluster.workers={{min: {workers.min}, max: {workers.max}}}: no number in between is a multiple of "
-            f"parallel.shard_size={step}, as hybrid_shard needs it; set {' or '.join(ways)}"
+            f"{step}, as {_why_step(config)}; set {' or '.join(ways or [_other_way(config, step)])}"
         )
-    return sizes
+    if not (found := _possible(config, sizes)):
+        layout_of(config, sizes[-1])  # says why
+    return found
+
+
+def _other_way(config: FinetuneConfig, step: int) -> str:
+    return f"cluster.workers={step}" if _possible(config, [step]) else "a larger train.global_batch"
+
+
+def _possible(config: FinetuneConfig, sizes: Sequence[int]) -> list[int]:
+    """Those of them that a mesh allows whose axes have sizes."""
+    found = []
+    for world in sizes:
+        with suppress(ConfigError):
+            found.append(layout_of(config, world).world if world else 0)
+    return [world for world in found if world]
+
+
+def least_ranks(config: FinetuneConfig) -> int:
+    """The least number of ranks; every other is a multiple of it."""
+    parallel, mesh = config.parallel, config.parallel.mesh
+    shard = parallel.shard_size if parallel.strategy == "hybrid_shard" else None
+    return (shard or (mesh.shard or 1) * mesh.together) * (mesh.replicate or 1)
+
+
+def _why_step(config: FinetuneConfig) -> str:
+    parallel, mesh = config.parallel, config.parallel.mesh
+    if parallel.shard_size is not None:
+        copies = f" and parallel.mesh.replicate={mesh.replicate} need" if mesh.replicate else " needs"
+        return f"parallel.shard_size={parallel.shard_size}{copies} it"
+    axes = {"replicate": mesh.replicate, "shard": mesh.shard}
+    axes |= {axis: size for axis, size in (("sequence", mesh.sequence), ("tensor", mesh.tensor)) if size > 1}
+    return f"parallel.mesh={{{', '.join(f'{axis}: {size}' for axis, size in axes.items() if size)}}} needs it"
 
 
 def layout_of(config: FinetuneConfig, world: int) -> Layout:
     """The mesh for this world size; ConfigError if there is none. Needs no census."""
+    parallel, mesh = config.parallel, config.parallel.mesh
+    _check_divides(config, world)
     _check_blocks(config, world)
-    parallel = config.parallel
-    if parallel.strategy == "hybrid_shard":
-        shard_size = parallel.shard_size or 1
-        if world % shard_size:
-            valid = [d for d in range(1, world + 1) if world % d == 0]
-            raise ConfigError(
-                f"parallel.shard_size={shard_size} does not divide the world size {world}; valid: {valid}"
-            )
+    slices = world // mesh.tensor  # ranks that have the same part of every layer
+    if parallel.strategy == "replicate":
+        shard_size = 1
+    elif parallel.strategy == "hybrid_shard":
+        shard_size = _shard_size(config, world) // mesh.tensor
     else:
-        shard_size = 1 if parallel.strategy == "replicate" else world
-    return Layout(world=world, data_ranks=world, replicas=world // shard_size, shard_size=shard_size)
+        shard_size = slices
+    layout = Layout(
+        world=world,
+        data_ranks=world // mesh.together,
+        replicas=slices // shard_size,
+        shard_size=shard_size,
+        sequence=mesh.sequence,
+        tensor=mesh.tensor,
+    )
+    # Ranks with parts of a block hold shards like any other ranks, or each a whole copy.
+    shard = max(1, shard_size // mesh.sequence)
+    for axis, asked, found in (
+        ("shard", mesh.shard, shard),
+        ("replicate", mesh.replicate, layout.data_ranks // shard),
+    ):
+        if asked is not None and asked != found:
+            raise ConfigError(
+                f"parallel.mesh.{axis}={asked}: {parallel.strategy} on {world} ranks makes it {found}; leave it out, "
+                "or use another number of ranks or another parallel.strategy"
+            )
+    return layout
+
+
+def _check_divides(config: FinetuneConfig, world: int) -> None:
+    """Whether groups of ranks that compute the same samples fill the world."""
+    mesh = config.parallel.mesh
+    if world % mesh.together == 0:
+        return
+    axis = "sequence" if mesh.sequence > 1 else "tensor"
+    valid = [d for d in range(1, world + 1) if world % d == 0]
+    found = f"parallel.mesh.{axis}={mesh.together}"
+    if mesh.together != getattr(mesh, axis):
+        found = f"parallel.mesh.sequence={mesh.sequence} times parallel.mesh.tensor={mesh.tensor}"
+    ways = [f"cluster.workers={below}"] if (below := world // mesh.together * mesh.together) else []
+    ways.append(f"cluster.workers={below + mesh.together}")
+    raise ConfigError(
+        f"{found} does not divide the world size {world}; valid: {valid}; or set {' or '.join(ways)}, if there are as "
+        "many GPUs"
+    )
+
+
+def _shard_size(config: FinetuneConfig, world: int) -> int:
+    """How many ranks share one copy of the model with hybrid_shard."""
+    parallel, mesh = config.parallel, config.parallel.mesh
+    if parallel.shard_size is not None:
+        field, size = "parallel.shard_size", parallel.shard_size
+        if world % size:
+            valid = [d for d in range(1, world + 1) if world % d == 0]
+            raise ConfigError(f"{field}={size} does not divide the world size {world}; valid: {valid}")
+        return size
+    if world % least_ranks(config):
+        raise ConfigError(
+            f"{_why_step(config)}, and {world} ranks are no multiple of {least_ranks(config)}; change one"
+        )
+    return mesh.shard * mesh.together if mesh.shard is not None else world // (mesh.replicate or 1)
 
 
 def _blocks(config: FinetuneConfig) -> int:
@@ -173,12 +288,14 @@ def _blocks(config: FinetuneConfig) -> int:
 
 
 def _check_blocks(config: FinetuneConfig, world: int) -> None:
-    train, blocks = config.train, _blocks(config)
-    if blocks < world:
+    train, blocks, together = config.train, _blocks(config), config.parallel.mesh.together
+    data_ranks = world // together
+    if blocks < data_ranks:
+        shared = f" in groups of {together}" if together > 1 else ""
         raise ConfigError(
             f"train.global_batch={train.global_batch} and train.micro_batch={train.micro_batch} make {blocks} block(s) "
-            f"per step for {world} ranks, so some would always idle: use at most {blocks} rank(s), "
-            f"a global_batch of at least {world * train.micro_batch}, or a smaller micro_batch"
+            f"per step for {world} ranks{shared}, so some would always idle: use at most {blocks * together} rank(s), "
+            f"a global_batch of at least {data_ranks * train.micro_batch}, or a smaller micro_batch"
         )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import PreTrainedModel
 
 from raytune_fsdp.config import OptimConfig, ParallelConfig
@@ -17,9 +18,11 @@ from raytune_fsdp.keyed import derive_key
 from raytune_fsdp.model.head import Losses
 from raytune_fsdp.model.loss import block_loss
 from raytune_fsdp.model.objective import CROSS_ENTROPY, Objective
+from raytune_fsdp.model.pieces import is_cut
+from raytune_fsdp.model.sums import first_ones
 from raytune_fsdp.optim import Optimizer, at, local_gradients
 from raytune_fsdp.parallel import set_gradient_sync
-from raytune_fsdp.plan import Plan
+from raytune_fsdp.plan import Layout, Plan
 from raytune_fsdp.pulse import beat
 from raytune_fsdp.types import Batch, StepBatches
 
@@ -103,8 +106,10 @@ def train_step(
         # Divided by the targets of the global batch before backward; gradients are then only summed, over blocks and
         # ranks. An average over ranks would weight a token by how many others its rank happens to have.
         (loss * (scale.value / targets).to(loss.dtype)).backward()  # type: ignore[no-untyped-call]
-    grads = local_gradients(model.parameters())
-    loss_value, norm = _sum_over_ranks(loss_sum, beside, grads, targets, scale, replicas=plan.layout.replicas)
+    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    grads = _gradients(model, trained, plan.layout)
+    squares = _squares(grads, [is_cut(parameter) for parameter in trained], plan.layout)
+    loss_value, norm = _sum_over_ranks(loss_sum, beside, squares, targets, scale, replicas=plan.layout.replicas)
     finite = torch.isfinite(loss_value) & torch.isfinite(norm)
     _clip(grads, norm, optim.max_grad_norm, scale)
     optimizer.step(lr_factor, (~finite).float())
@@ -120,7 +125,7 @@ def eval_step(model: PreTrainedModel, block: Batch) -> torch.Tensor:
     The cross-entropy alone, whatever the run adds to it, so that runs can be compared.
     """
     losses = block_loss(model, block)
-    targets = torch.full((), float(block.target_tokens), dtype=torch.float64, device=losses.total.device)
+    targets = torch.full((), float(block.target_tokens * block.counts), dtype=torch.float64, device=losses.total.device)
     return torch.stack([losses.total.double(), losses.right.sum().double(), targets])
 
 
@@ -140,19 +145,34 @@ def _by_dataset(losses: Losses, block: Batch, datasets: int) -> torch.Tensor:
     return torch.stack([losses.each.double(), losses.right.double()]) @ member
 
 
+def _gradients(model: PreTrainedModel, trained: list[nn.Parameter], layout: Layout) -> list[torch.Tensor]:
+    """This rank's part of them."""
+    found = local_gradients(trained)
+    if layout.tensor > 1:
+        first_ones(model, trained, found)
+    return found
+
+
+def _squares(grads: list[torch.Tensor], cut: list[bool], layout: Layout) -> torch.Tensor:
+    """The sum of the squares of this rank's gradients, so that over the ranks of a replica each is counted once."""
+    # 16-bit gradients (bf16_pure) have too few digits to sum their own squares.
+    wide = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
+    each = torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).double().square()
+    if layout.tensor > 1:  # what is not cut they all have
+        each = each * torch.tensor([1.0 if part else 1 / layout.tensor for part in cut], device=each.device)
+    return each.sum()
+
+
 def _sum_over_ranks(
     loss_sum: torch.Tensor,
     beside: torch.Tensor,
-    grads: list[torch.Tensor],
+    squares: torch.Tensor,
     targets: torch.Tensor,
     scale: LossScale,
     *,
     replicas: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss per target token and norm of the whole gradient, the same bits on every rank. `beside` in place."""
-    # 16-bit gradients (bf16_pure) have too few digits to sum their own squares.
-    wide = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
-    squares = torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).double().square().sum()
     sums = torch.cat([torch.stack([loss_sum, at(loss_sum.device, squares)]), beside])
     dist.all_reduce(sums)
     beside.copy_(sums[2:])

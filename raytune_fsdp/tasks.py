@@ -20,12 +20,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from raytune_fsdp.answers import beating, ends
 from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.data.batches import filler, to_batch
+from raytune_fsdp.data.parts import own_part
 from raytune_fsdp.data.questions import NEXT_QUESTION, Choices, Questions, Written
 from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.final_answer import TooSlowError, find, same
 from raytune_fsdp.model.attention import takes_position_ids, without_borders
 from raytune_fsdp.model.loss import block_loss
 from raytune_fsdp.parallel import evaluating
+from raytune_fsdp.plan import Layout
 from raytune_fsdp.tracking.names import ACCURACY_OF_CHOICES, EXACT_MATCH, evaluation_of
 from raytune_fsdp.types import PADDING, Batch, Cursor
 
@@ -38,6 +40,7 @@ def measure(
     tasks: Sequence[Questions],
     *,
     micro_batch: int,
+    layout: Layout,
     device: torch.device,
     attention: str,
 ) -> dict[str, float]:
@@ -46,10 +49,10 @@ def measure(
     for task in tasks:
         with evaluating(model):
             if isinstance(task, Choices):
-                values |= _choose(model, task, micro_batch, device)
+                values |= _choose(model, task, micro_batch, layout, device)
             else:
                 with without_borders(model, attention), beating(model):
-                    values |= _write(model, tokenizer, task, device)
+                    values |= _write(model, tokenizer, task, layout, device)
     return values
 
 
@@ -69,16 +72,19 @@ def _shares(name: str, kind: str, right: np.ndarray[Any, Any], subjects: Sequenc
     return found
 
 
-def _choose(model: PreTrainedModel, task: Choices, micro_batch: int, device: torch.device) -> dict[str, float]:
+def _choose(
+    model: PreTrainedModel, task: Choices, micro_batch: int, layout: Layout, device: torch.device
+) -> dict[str, float]:
     """Whether the right choice is the most likely one after its question: as it is, and for its length."""
     log_probabilities = np.zeros(len(task.characters))
-    for block, numbers in to_device(_blocks(task, micro_batch), device):
+    for block, numbers in to_device(_blocks(task, micro_batch, layout), device):
         losses = block_loss(model, block)
         # Added on the host, in order: a GPU adds to the same place in any order, and a tie must be one every time.
         each = losses.each.double().cpu().numpy()
         np.subtract.at(log_probabilities, numbers[block.targets.datasets.cpu().numpy()], each)
     sums = torch.from_numpy(log_probabilities)
-    dist.all_reduce(sums)  # each was computed by one rank, so this adds zeros to it
+    # Each was computed by one rank, so this adds zeros to it; or its tokens by several that share a block.
+    dist.all_reduce(sums)
     by_character = log_probabilities / task.characters
     found: dict[str, float] = {}
     for kind, scores in zip(ACCURACY_OF_CHOICES, (log_probabilities, by_character), strict=True):
@@ -91,14 +97,15 @@ def _choose(model: PreTrainedModel, task: Choices, micro_batch: int, device: tor
     return found
 
 
-def _blocks(task: Choices, micro_batch: int) -> Iterator[tuple[Batch, np.ndarray[Any, Any]]]:
+def _blocks(task: Choices, micro_batch: int, layout: Layout) -> Iterator[tuple[Batch, np.ndarray[Any, Any]]]:
     """This rank's blocks of all choices, and the numbers of the choices in each. Every rank has equally many, fillers
     included."""
-    world, rank = dist.get_world_size(), dist.get_rank()
+    rank, ranks = dist.get_rank(), layout.data_ranks
     count = math.ceil(len(task.samples) / micro_batch)
-    for index in range(rank, math.ceil(count / world) * world, world):
+    for index in range(layout.data_rank(rank), math.ceil(count / ranks) * ranks, ranks):
         if index >= count:
-            yield filler(micro_batch, seq_len=task.samples.input_ids.shape[1], pad_id=task.pad_id), np.empty(0, int)
+            empty = filler(micro_batch, seq_len=task.samples.input_ids.shape[1], pad_id=task.pad_id)
+            yield own_part(empty, layout, rank), np.empty(0, int)
             continue
         samples = task.samples[index * micro_batch : (index + 1) * micro_batch]
         numbers = np.setdiff1d([sample.source_ids for sample in samples], [PADDING])
@@ -112,14 +119,14 @@ def _blocks(task: Choices, micro_batch: int) -> Iterator[tuple[Batch, np.ndarray
             )
             for sample in samples
         ]
-        yield to_batch(samples, index=index, after=Cursor()), numbers
+        yield own_part(to_batch(samples, index=index, after=Cursor()), layout, rank), numbers
 
 
 def _write(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Written, device: torch.device
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Written, layout: Layout, device: torch.device
 ) -> dict[str, float]:
     """Whether the model's answers end with the right one."""
-    mine = dict(_answers(model, tokenizer, task, device))
+    mine = dict(_answers(model, tokenizer, task, layout, device))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     answers = {number: text for some in everyone for number, text in some.items()}
@@ -128,20 +135,21 @@ def _write(
 
 
 def _answers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Written, device: torch.device
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Written, layout: Layout, device: torch.device
 ) -> Iterator[tuple[int, str]]:
     """This rank's answers, by the numbers of their questions.
 
     Ranks answer different questions at the same time. A sharded model needs all of them in every pass, so a rank whose
     answers have ended goes on with passes for nothing (`synced_gpus`), and one without a batch answers one again.
     """
-    world, rank = dist.get_world_size(), dist.get_rank()
+    # Ranks that compute every layer together answer the same questions.
+    groups, group = layout.world // layout.tensor, dist.get_rank() // layout.tensor
     # Of like lengths together: the shorter ones of a batch are padded. Not at all where a network cannot be told so.
     order = sorted(range(len(task.prompts)), key=lambda number: len(task.prompts[number]))
     size = task.task.batch if takes_position_ids(model) else 1
     batches = [order[first : first + size] for first in range(0, len(order), size)]
     stop = ends(tokenizer)
-    for index in range(rank, math.ceil(len(batches) / world) * world, world):
+    for index in range(group, math.ceil(len(batches) / groups) * groups, groups):
         numbers = batches[index] if index < len(batches) else batches[0]
         longest = max(len(task.prompts[number]) for number in numbers)
         ids = torch.full((len(numbers), longest), stop["pad_token_id"] or 0)
@@ -151,7 +159,7 @@ def _answers(
             ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = prompt, 1
         output = model.generate(
             input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=task.task.max_new_tokens,
-            do_sample=False, use_cache=True, synced_gpus=world > 1, **stop,
+            do_sample=False, use_cache=True, synced_gpus=layout.world > 1, **stop,
         )  # fmt: skip
         if index < len(batches):
             yield from zip(numbers, tokenizer.batch_decode(output[:, longest:], skip_special_tokens=True), strict=True)

@@ -77,11 +77,22 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPart:
+    """Which tokens of a block a member of its group has, the samples laid out as one row."""
+
+    member: int
+    members: int
+    """All parts are equally long."""
+    lengths: torch.Tensor
+    """int64: of each token, how many its sample has, padding left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """A block: `micro_batch` packed samples (fewer only at the very end of a run), or a filler.
 
     A filler has the shape of a full block but no target tokens. The counts leave out padding, and are taken on the
-    host.
+    host. Of a `part` everything is the part's, places of targets included, but the borders and ids of samples.
     """
 
     index: int
@@ -100,6 +111,10 @@ class Batch:
     """Pairs (query, key) in the same document, the key not after the query: the work of causal attention."""
     after: Cursor
     """The sample after the last one of the block."""
+    part: BlockPart | None = None
+    """None: this is the whole block."""
+    counts: bool = True
+    """Whether its losses count on this rank: of those that compute the same tokens together, the first one's do."""
 
     @property
     def is_filler(self) -> bool:

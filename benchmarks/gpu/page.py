@@ -37,6 +37,8 @@ TARGETS = [
            most=True, number=3),
     Target(what="what a checkpoint keeps training waiting, over a plain copy of its bytes", pieces="checkpoint",
            key="stall_over_copy", most=True, number=1.5),
+    Target(what="8B at 8,192 tokens in fp8, one GPU: times the tokens a second of bf16", pieces="fp8 8192 x 1 of 8b",
+           key="tensorwise_times", number=1.2),
     Target(what="stopped and continued with run.deterministic: equal to the bit (1)", pieces="deterministic",
            key="equal", number=1),
 ]  # fmt: skip
@@ -64,6 +66,13 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
             "tokens_per_second": "tokens/s", "mfu_percent": "MFU %", "mfu_6n_percent": "MFU % (6N)",
             "step_seconds": "s a step", "memory_gib": "GiB", "graphs_after_step_3": "graphs after step 3",
             "attention": "attention", "blocks": "blocks",
+        },
+    ),
+    "fp8": (
+        "Training steps in 8 bits, one GPU",
+        {
+            "way": "way", "tokens_per_second": "tokens/s", "times": "times bf16's", "mfu_percent": "MFU % of bf16's",
+            "memory_gib": "GiB", "first_loss": "first loss", "last_loss": "last loss", "blocks": "blocks",
         },
     ),
     "profile": (

@@ -99,6 +99,8 @@ def pieces_of(size: str) -> list[Piece]:
         _train(COMPILED, "full", 240, size=scale.large, micro=1, steps=few),
         _train(EAGER, "full", 240, size=scale.large, micro=1, steps=few),
         *_methods(scale, few),
+        Piece(name=f"fp8 {SIZES[scale.large]['seq_len']} x 1 of {scale.large}", kind="fp8", seconds=600,
+              run=partial(training.narrow, size=scale.large, micro=1, steps=few)),
         Piece(name=f"profile of {scale.small}, {EAGER}", kind="profile", seconds=90,
               run=partial(training.profiled, **one)),
         Piece(name=f"checkpoint of {scale.small}", kind="checkpoint", seconds=180,

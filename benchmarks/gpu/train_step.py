@@ -38,7 +38,7 @@ from raytune_fsdp.launch.worker import choose_device, join
 from raytune_fsdp.loop import Parts, train
 from raytune_fsdp.model.compiler import COMPILED, EAGER
 from raytune_fsdp.model.quantized import QuantizedLayer
-from raytune_fsdp.parallel import numerics
+from raytune_fsdp.precision import numerics
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import read_events, read_metrics

@@ -296,6 +296,36 @@ def deterministic(device: str, directory: Path, *, size: str, micro: int, steps:
     }
 
 
+NARROW: dict[str, dict[str, Any]] = {
+    "bf16": {"precision": "bf16"},
+    "tensorwise": {"precision": "fp8"},
+    "rowwise": {"precision": "fp8", "fp8_scaling": "rowwise"},
+}
+
+
+def narrow(device: str, directory: Path, *, size: str, micro: int, steps: int) -> dict[str, Any]:
+    """Layers that multiply in 8 bits beside bf16, with moments in 8 bits and compiled blocks. One rank gathers nothing:
+    what 8 bits spare on the way is not in it."""
+    if not installed("torchao"):
+        raise NotHereError("torchao is not installed")
+    at = _join(device)
+    _check_room(at, size, 10)
+    rows = []
+    for way, parallel in NARROW.items():
+        _start_afresh(at)
+        config = make_config(
+            directory, size, micro=micro, steps=steps, compiled=True, recompute="selective", run={"name": way},
+            optim={"optimizer": {"type": "adamw", "moments": "8bit"}},
+        )  # fmt: skip
+        config = config.model_copy(update={"parallel": config.parallel.model_copy(update=parallel)})
+        found = measure(config, at)
+        first, last = found["losses"]
+        rows.append({"way": way, **found, **_in_units(found), "first_loss": first, "last_loss": last})
+    for row in rows:
+        row["times"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
+    return {"rows": rows, "tensorwise_times": rows[1]["times"]}
+
+
 def _train(config: FinetuneConfig, device: torch.device, stop_after: int | None) -> None:
     prepared, standing = prepare_on_rank0(config)
     numbers = itertools.count(standing.state.step + 1)

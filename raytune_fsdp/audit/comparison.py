@@ -143,7 +143,7 @@ def _relative(left: Any, right: Any) -> float:
 
 MACHINE = ("world_size", "device", "threads", "versions")
 """What is on record of where an attempt was."""
-_SPREAD = ("replicas", "shard_size")
+_SPREAD = ("replicas", "shard_size", "sequence", "tensor")
 _KERNELS = ("attention", "loss", "blocks")
 _DECIDE_BITS = ("parallel.", "run.deterministic", "model.attention", "model.loss")
 """Settings that may change within a run, and change the order of additions."""
@@ -155,7 +155,10 @@ def _attempts(place: RunDir, numbers: set[int]) -> list[dict[str, Any]]:
     for line in each_event(place.events):
         keys = {ATTEMPT_STARTED: (*MACHINE, *_SPREAD), KERNELS: _KERNELS}.get(line["event"], ())
         if keys and line["attempt"] in known:
-            known[line["attempt"]].update({key: line["fields"].get(key) for key in keys})
+            alone: dict[str, int] = {
+                key: 1 for key in ("sequence", "tensor") if key in keys
+            }  # on record where it is more
+            known[line["attempt"]].update({key: line["fields"].get(key, alone.get(key)) for key in keys})
     return list(known.values())
 
 

@@ -17,7 +17,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
+
+from raytune_fsdp.model.pieces import local_piece, piece_of
 
 METADATA_FILE = ".metadata"
 
@@ -70,11 +80,35 @@ class PieceLayout:
         return pickle.dumps(whole)
 
 
+def chunk_of(tensor: torch.Tensor) -> ChunkStorageMetadata:
+    """Where this rank's piece is in the whole tensor.
+
+    Not as torch.distributed.checkpoint asks a DTensor: of rows that ranks which share a layer have cut unevenly, and
+    that are sharded then, it says other offsets than the shards have (torch 2.13)."""
+    piece, size = piece_of(tensor), local_piece(tensor).size()
+    # One without numbers is behind all others: where it begins another one may, too.
+    first = piece.rows[0] if size.numel() or not tensor.ndim else tensor.shape[0]
+    offsets = [first, piece.first_column, *[0] * tensor.ndim][: tensor.ndim]
+    return ChunkStorageMetadata(torch.Size(offsets), size)
+
+
+def _placed(item: WriteItem, tensor: torch.Tensor) -> WriteItem:
+    if item.tensor_data is None or not isinstance(tensor, DTensor):
+        return item
+    chunk = chunk_of(tensor)
+    return replace(
+        item,
+        index=MetadataIndex(item.index.fqn, chunk.offsets),
+        tensor_data=replace(item.tensor_data, chunk=chunk),
+    )
+
+
 def make_layout(tensors: Mapping[str, torch.Tensor]) -> PieceLayout:
     """The layout of tensors sharded like these. Collective."""
     planner = DefaultSavePlanner()  # it also decides which rank writes a tensor that several ranks hold
     planner.set_up_planner(dict(tensors), is_coordinator=dist.get_rank() == 0)
     local = planner.create_local_plan()
+    local = replace(local, items=[_placed(item, tensors[item.index.fqn]) for item in local.items])
     world = dist.get_world_size()
     plans: list[Any] = [None] * world
     dist.gather_object(local, plans if dist.get_rank() == 0 else None)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from raytune_fsdp.checkpoint.index import Index, Place, index_limit, parse_index
+from raytune_fsdp.checkpoint.layout import chunk_of
 from raytune_fsdp.checkpoint.manifest import read_manifest
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, MANIFEST_FILE, Readable, Storage, StoredFile
 from raytune_fsdp.errors import ResumeError, TransientError
@@ -64,7 +64,12 @@ def read_tensors(
 ) -> None:
     """Fill `tensors`; of DTensors, this rank's part. Nothing is cast or missing; if `whole`, nothing is left over."""
     compare(tensors, index, storage.where(name), whole=whole)
-    _read_items(create_default_local_load_plan(dict(tensors), index.metadata).items, tensors, storage, name, index)
+    items = [
+        item
+        for each, tensor in tensors.items()
+        for item in create_read_items_for_chunk_list(each, index.tensors[each], [chunk_of(tensor)])
+    ]
+    _read_items(items, tensors, storage, name, index)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, UserErro
 from raytune_fsdp.launch.torchrun import is_rank0
 from raytune_fsdp.redaction import redact_shapes
 from raytune_fsdp.rundir import CONFIG_FILE
+from raytune_fsdp.talkative import hush
 from raytune_fsdp.untrusted import printable
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ RUNS_CODE = "the run's config may name Python code (of its model, or to read row
 def exit_code(work: Callable[[], int]) -> int:
     """Do the work; errors meant for users become one line per problem on stderr and the exit code they carry."""
     try:
+        hush()
         return work()
     except RaytuneError as error:
         # Under torchrun every rank finds the same mistake of the user; what fails in training may be one rank's alone.

@@ -97,10 +97,14 @@ def plan_in_words(config: FinetuneConfig, plan: Plan, run_dir: Path) -> str:
     tokens = division.global_batch * data.seq_len
     fillers = f", {division.fillers} of them only keep the ranks aligned" if division.fillers else ""
     copies = f"{layout.replicas} copies of the model" if layout.replicas > 1 else "one copy of the model"
+    if layout.together > 1:
+        shared = "each sample" if layout.tensor == 1 else "each sample and each layer"
+        copies = f"{layout.data_ranks} groups that share {shared}, {copies}"
+    over = layout.shard_size * layout.tensor
     rounds = f"{division.full_rounds} round{'s' * (division.full_rounds != 1)}"
     rows = {
         "run": str(run_dir),
-        "world": f"{_ranks(layout.world)}: {copies}, each over {_ranks(layout.shard_size)} ({parallel.strategy})",
+        "world": f"{_ranks(layout.world)}: {copies}, each over {_ranks(over)} ({parallel.strategy})",
         "precision": parallel.precision,
         "batch": f"{division.global_batch} packed samples, up to {tokens:,} tokens a step",
         "blocks": f"{division.blocks} of {division.micro_batch} a step, {rounds} a rank{fillers}",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from raytune_fsdp.cli.common import ConfigParser, exit_code
 from raytune_fsdp.cli.progress import shown
+from raytune_fsdp.talkative import VERBOSE, speak
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -75,9 +76,8 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
     if found.json and not found.dry_run:
         parser.error("--json goes with --dry-run")
     if found.verbose:
-        from raytune_fsdp.launch.quiet import VERBOSE
-
         os.environ[VERBOSE] = "1"
+        speak()
     if not (sys.stdout.isatty() and sys.stderr.isatty()) or "NO_COLOR" in os.environ:
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colours `(raylet)` in files, too
     if found.dry_run:

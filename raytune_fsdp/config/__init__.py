@@ -102,6 +102,41 @@ class FinetuneConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _fp8(self) -> Self:
+        if self.parallel.precision == "fp8" and self.method.type in ("lora", "qlora"):
+            raise ValueError(
+                f"method.type={self.method.type} with parallel.precision=fp8: fp8 is for layers that are trained, and "
+                "those beside adapters are frozen (torchao would compute their gradients all the same, a third product "
+                "where bf16 has two); set parallel.precision=bf16, or method.type=full"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tensor(self) -> Self:
+        size, optimizer = self.parallel.mesh.tensor, self.optim.optimizer
+        if size == 1:
+            return self
+        beside = f"with parallel.mesh.tensor={size}"
+        if self.method.type not in ("full", "freeze", "lora"):
+            raise ValueError(
+                f"method.type={self.method.type} {beside}: only full, freeze and lora know layers that are cut; set "
+                "method.type=lora, or leave tensor out"
+            )
+        if getattr(self.method, "dora", False) or getattr(self.method, "target_parameters", None):
+            field = "dora=true" if self.method.dora else "target_parameters"  # type: ignore[union-attr]
+            raise ValueError(
+                f"method.{field} {beside}: it looks at whole weights, of which each rank has a part; leave it out, or "
+                "leave tensor out"
+            )
+        if optimizer.type in ("muon", "adafactor") or getattr(optimizer, "moments", None) == "8bit":
+            field = "moments=8bit" if optimizer.type == "adamw" else f"type={optimizer.type}"
+            raise ValueError(
+                f"optim.optimizer.{field} {beside}: it computes with whole rows of weights, some of which are cut; set "
+                "optim.optimizer.type=adamw with moments=as_weights, fp32 or bf16, or leave tensor out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rows(self) -> Self:
         if getattr(self.method, "train_added_tokens", False) and not self.model.add_tokens:
             raise ValueError(

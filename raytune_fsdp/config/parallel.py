@@ -9,6 +9,29 @@ from pydantic import Field, model_validator
 from raytune_fsdp.config.base import Section
 
 
+class MeshConfig(Section):
+    """The axes along which ranks stand. Their product is the number of ranks."""
+
+    replicate: int | None = Field(default=None, ge=1)
+    """Copies of the model, each over ranks of its own. Follows from `strategy` and `shard_size` if it is not given."""
+
+    shard: int | None = Field(default=None, ge=1)
+    """Ranks with samples of their own that share one copy of the model. Follows from `strategy` and `shard_size`, too."""
+
+    sequence: int = Field(default=1, ge=1)
+    """Ranks that share each sample, every one with as many of its tokens: for documents too long for one GPU. In
+    attention each has all tokens and some of the heads, whose number it must divide."""
+
+    tensor: int = Field(default=1, ge=1)
+    """Ranks that compute each layer together: every one has some of the heads, of the columns of an MLP, of the experts,
+    and of the vocabulary. For models whose layers are too large to be gathered; between GPUs of one node."""
+
+    @property
+    def together(self) -> int:
+        """Ranks that compute the same samples."""
+        return self.sequence * self.tensor
+
+
 class ParallelConfig(Section):
     strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "replicate"] = "full_shard"
     """`full_shard` shards weights, gradients and optimizer (ZeRO-3). `shard_grad_op` keeps weights gathered from
@@ -19,9 +42,20 @@ class ParallelConfig(Section):
     """With `hybrid_shard`: ranks that share one copy of the model, usually the GPUs of a node. Must divide the world
     size."""
 
-    precision: Literal["bf16", "fp32", "fp64", "fp16", "bf16_pure"] = "bf16"
+    mesh: MeshConfig = Field(default_factory=MeshConfig)
+
+    precision: Literal["bf16", "fp32", "fp64", "fp16", "bf16_pure", "fp8"] = "bf16"
     """`bf16`, `fp16`: compute in 16 bits, fp32 master weights and reduction (fp16 with dynamic loss scaling).
-    `bf16_pure`: weights and optimizer in bf16 too. `fp32`, `fp64`: throughout."""
+    `bf16_pure`: weights and optimizer in bf16 too. `fp32`, `fp64`: throughout. `fp8`: as `bf16`, but the linear layers of
+    the blocks multiply in 8 bits while they train, by torchao; on a CPU that is emulated, and slow."""
+
+    fp8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """With `precision: fp8`: what shares a scale, which is found anew in every product. `tensorwise`: a whole weight, and
+    all tokens of a micro-batch. `rowwise`: a row; more exact, and slower."""
+
+    fp8_gather: bool | Literal["auto"] = "auto"
+    """With `precision: fp8`: send weights in 8 bits when they are gathered, half the bytes for the same results. Needs
+    `fp8_scaling: tensorwise`, with which `auto` does it."""
 
     tf32: bool = False
     """On GPUs: compute products of fp32 numbers in TF32, with 10 bits of mantissa instead of 23. Not for networks that
@@ -50,18 +84,97 @@ class ParallelConfig(Section):
     compile: bool | Literal["auto"] = "auto"
     """Compile each block with torch.compile. `auto`: on GPUs where it works; a run that goes on keeps what it began with."""
 
+    reduce_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """The type in which gradients are summed over the ranks. `auto`: fp32, or fp64 with `precision: fp64`. `bf16`: half
+    the bytes, and sums of 8 bits, which are others for every number of ranks."""
+
+    reduce: Literal["flat", "hierarchical"] = "flat"
+    """How gradients are summed over ranks on several nodes. `hierarchical`: inside of each node first, then between the
+    nodes, which alone is in `reduce_dtype` then. NCCL's ring sends about as much between nodes by itself."""
+
     defer_gradient_sync: bool = False
     """Reduce gradients only after the last micro-batch of a step: less traffic, but every rank holds full gradients
     until then."""
 
     @model_validator(mode="after")
     def _shard_size(self) -> Self:
-        if (self.strategy == "hybrid_shard") != (self.shard_size is not None):
+        mesh = self.mesh
+        given = self.shard_size is not None or mesh.shard is not None or mesh.replicate is not None
+        if self.strategy == "hybrid_shard" and not given or self.strategy != "hybrid_shard" and self.shard_size:
             raise ValueError(
                 f"parallel.shard_size={self.shard_size} with parallel.strategy={self.strategy}: "
                 "hybrid_shard needs a shard_size, and the other strategies do not take one"
             )
+        if self.shard_size is not None and self.shard_size % mesh.together:
+            axes = " and ".join(
+                f"parallel.mesh.{axis}={n}" for axis in ("sequence", "tensor") if (n := getattr(mesh, axis)) > 1
+            )
+            raise ValueError(
+                f"parallel.shard_size={self.shard_size} with {axes}: the ranks that share a sample share a copy of the "
+                f"model, too, so shard_size must be a multiple of {mesh.together}; set it to "
+                f"{-(-self.shard_size // mesh.together) * mesh.together}"
+            )
         return self
+
+    @model_validator(mode="after")
+    def _fp8(self) -> Self:
+        if self.precision != "fp8":
+            for field, given in (
+                ("fp8_scaling", self.fp8_scaling != "tensorwise"),
+                ("fp8_gather", self.fp8_gather is True),
+            ):
+                if given:
+                    raise ValueError(
+                        f"parallel.{field}={_written(getattr(self, field))} with parallel.precision={self.precision}: only "
+                        f"fp8 has it; set parallel.precision=fp8, or leave {field} out"
+                    )
+        elif self.mesh.sequence > 1:
+            raise ValueError(
+                f"parallel.mesh.sequence={self.mesh.sequence} with parallel.precision=fp8: 8 bits are scaled by the largest "
+                "number of the tokens that a rank has, so a run would depend on how many ranks share a sample; set "
+                "parallel.precision=bf16, or leave sequence out"
+            )
+        elif self.mesh.tensor > 1:
+            raise ValueError(
+                f"parallel.mesh.tensor={self.mesh.tensor} with parallel.precision=fp8: a weight is scaled by its largest "
+                "number, of which each rank would know its part; set parallel.precision=bf16, or leave tensor out"
+            )
+        elif self.fp8_gather is True and self.fp8_scaling != "tensorwise":
+            raise ValueError(
+                f"parallel.fp8_gather=true with parallel.fp8_scaling={self.fp8_scaling}: forward needs the scales of a "
+                "weight's rows and backward those of its columns, so 8 bits of one are no use to the other; set "
+                "parallel.fp8_scaling=tensorwise, or leave fp8_gather out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reduction(self) -> Self:
+        if self.reduce_dtype == "bf16" and self.precision not in ("bf16", "bf16_pure", "fp8"):
+            raise ValueError(
+                f"parallel.reduce_dtype=bf16 with parallel.precision={self.precision}: gradients with more digits than "
+                "bf16 has would lose them; set parallel.precision=bf16, or leave reduce_dtype out"
+            )
+        if self.reduce_dtype == "fp32" and self.precision == "fp64":
+            raise ValueError(
+                "parallel.reduce_dtype=fp32 with parallel.precision=fp64: half the digits would be lost; leave "
+                "reduce_dtype out"
+            )
+        if self.reduce == "hierarchical" and self.mesh.tensor > 1:
+            raise ValueError(
+                f"parallel.reduce=hierarchical with parallel.mesh.tensor={self.mesh.tensor}: ranks with the same part of a "
+                "layer are on different nodes mostly, so there are no two levels; leave reduce out"
+            )
+        if self.reduce == "hierarchical" and self.strategy == "replicate":
+            raise ValueError(
+                "parallel.reduce=hierarchical with parallel.strategy=replicate: it sums what is sharded, and nothing is; "
+                "set parallel.strategy=full_shard, or leave reduce out"
+            )
+        return self
+
+    @property
+    def gathers_fp8(self) -> bool:
+        """Whether weights travel in 8 bits."""
+        return self.precision == "fp8" and self.fp8_scaling == "tensorwise" and self.fp8_gather is not False
 
     @model_validator(mode="after")
     def _recompute_every(self) -> Self:
@@ -72,3 +185,8 @@ class ParallelConfig(Section):
                 "and the other modes do not take one"
             )
         return self
+
+
+def _written(value: object) -> str:
+    """As in a config file."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -22,7 +22,7 @@ from raytune_fsdp.convert.rules import (
     told,
     whole,
 )
-from raytune_fsdp.convert.sharding import activation_checkpointing, fsdp_options, strategy
+from raytune_fsdp.convert.sharding import FP8, activation_checkpointing, fsdp_options, strategy
 
 _ZERO = {0: "no_shard", 1: "shard_grad_op", 2: "shard_grad_op", 3: "full_shard"}
 
@@ -113,7 +113,8 @@ def _precision(c: Crossing) -> None:
     how = c.get("mixed_precision", text, "no").lower()
     ours = {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16"}.get(how)
     if ours is None:
-        c.say("mixed_precision", "refused", "parallel.precision is one of bf16, fp16, fp32, bf16_pure")
+        why = FP8 if how == "fp8" else "parallel.precision is one of bf16, fp8, fp16, fp32, bf16_pure"
+        c.say("mixed_precision", "refused", why)
         return
     c.carry("mixed_precision", "parallel.precision", ours)
     if c.get("fp16", flag, False):
@@ -217,7 +218,7 @@ def _options() -> tuple[TheirOption, ...]:
         part(
             "megatron_lm_config", "distributed_type", lambda c: c.given.get("megatron_lm_config") != {} and _megatron(c)
         ),
-        refuse("fp8_config", "computing in 8 bits is not here"),
+        refuse("fp8_config", FP8),
     )
 
 

@@ -31,7 +31,7 @@ from raytune_fsdp.convert.rules import (
 )
 from raytune_fsdp.convert.runs import cadence, global_batch, length, run_directory
 from raytune_fsdp.convert.schedules import schedule, warmup
-from raytune_fsdp.convert.sharding import activation_checkpointing, sharded
+from raytune_fsdp.convert.sharding import FP8, activation_checkpointing, sharded
 from raytune_fsdp.convert.training import early_stopping, noise, optim_options, say_precision, shared_options
 
 _ATTENTION_SWITCHES = {
@@ -69,7 +69,8 @@ def _batch(c: Crossing) -> None:
     shared = 1
     for key in ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"):
         shared *= max(1, c.get(key, whole, 1))
-        c.say(key, "left", "every rank has samples of its own; train.global_batch is as there")
+        field = f"parallel.mesh.{'tensor' if key.startswith('tensor') else 'sequence'}"
+        c.say(key, "left", f"every rank has samples of its own unless {field} is set; train.global_batch is as there")
     passes = None
     if "batch_size" in c.given and "gradient_accumulation_steps" not in c.given:
         passes = c.get("batch_size", whole, 1) // max(1, c.get("micro_batch_size", whole, 1))
@@ -215,7 +216,10 @@ def _options() -> tuple[TheirOption, ...]:
         told("lr_scheduler cosine_min_lr_ratio", "`optim.schedule`"),
         told("bfloat16 float16 float32", "`parallel.precision`"),
         told("activation_offloading", "`parallel.activation_offload`"),
-        told("tensor_parallel_size context_parallel_size sequence_parallel_degree", "left, and counted in the batch"),
+        told(
+            "tensor_parallel_size context_parallel_size sequence_parallel_degree",
+            "left, and counted in the batch; `parallel.mesh` has both",
+        ),
         ask("tf32", "`parallel.tf32`", _tf32),
         ask(
             "flash_attention sdp_attention eager_attention flex_attention xformers_attention sage_attention",
@@ -254,7 +258,8 @@ def _refused_options() -> tuple[TheirOption, ...]:
             "dpo_generate_during_eval dpo_use_logits_to_keep rpo_alpha center_rewards_coefficient",
             "means nothing without rl, which is refused",
         ),
-        refuse("qat quantization fp8 use_onebitllms", "computing in 8 bits and fewer is not here"),
+        refuse("qat quantization use_onebitllms", "computing in fewer than 8 bits is not here"),
+        refuse("fp8", FP8),
         leave("fp8_enable_fsdp_float8_all_gather", "means nothing without fp8, which is refused"),
         refuse("relora lisa_n_layers unfrozen_parameters spectrum_top_fraction", "every weight is trained"),
         leave(

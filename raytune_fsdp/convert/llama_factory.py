@@ -26,6 +26,7 @@ from raytune_fsdp.convert.rules import (
     whole,
     words,
 )
+from raytune_fsdp.convert.sharding import FP8
 from raytune_fsdp.convert.training import (
     balance,
     early_stopping,
@@ -303,7 +304,7 @@ def _method_options() -> tuple[TheirOption, ...]:
         details("use_asft_loss", "asft_alpha"),
         details("use_eaft_loss", "eaft_alpha"),
         refuse("use_llama_pro use_mca use_megatron_bridge use_hyper_parallel", "every weight is trained, with FSDP"),
-        refuse("fp8", "computing in 8 bits is not here"),
+        refuse("fp8", FP8),
         details("fp8", "fp8_backend fp8_enable_fsdp_float8_all_gather"),
         ask(
             "early_stopping_steps",

@@ -21,6 +21,8 @@ from raytune_fsdp.convert.rules import (
     words,
 )
 
+FP8 = "8 bits are scaled in another way here: leave it out, and set parallel.precision=fp8 afterwards"
+
 # FSDP 1 by name and by number; FSDP 2 says whether weights are let go between forward and backward.
 _STRATEGIES = {
     "full_shard": "full_shard",

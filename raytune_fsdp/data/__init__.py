@@ -15,5 +15,6 @@ identity       everything that decides the windows, and its fingerprint
 census         every window built once and counted, before training
 stream         the endless sequence of packed samples, the same at every world size (division.py cuts it into steps)
 batches        the blocks of one rank, as tensors
+parts          blocks that several ranks share
 skipped        the rows left out because of `data.bad_rows=skip`, reported as training reaches them
 """

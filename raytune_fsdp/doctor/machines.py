@@ -23,7 +23,7 @@ _NO_FILES, _FEW_FILES = 1024, 4096
 """Ray opens a connection for each worker; its own advice is 65,536."""
 _CLOCK_WARNS, _CLOCK_FAILS = 2.0, 300.0
 """Seconds. S3 refuses requests that are 15 minutes off, and Kerberos tickets and tokens after 5."""
-_BF16_FROM = 8.0
+_BF16_FROM, _FP8_FROM = 8.0, 8.9
 """Compute capability (A100) from which there are units for bf16; before it torch emulates it."""
 
 
@@ -221,7 +221,11 @@ def check_gpus(facts: Facts, where: str, *, device: str | None) -> list[Finding]
 
 
 def check_bf16(facts: Facts, where: str, precision: str) -> list[Finding]:
-    """Whether the GPUs compute in bf16, if the run does."""
+    """Whether the GPUs compute in bf16 or fp8, if the run does."""
+    if precision == "fp8":
+        without = [gpu["name"] for gpu in facts["gpus"] if float(gpu["capability"]) < _FP8_FROM]
+        said = f"{where}: {without[0] if without else ''} has no fp8, and parallel.precision=fp8: a run is refused"
+        return [problem("fp8", said, "set parallel.precision=bf16 (or fp16)")] if without else []
     old = [gpu["name"] for gpu in facts["gpus"] if float(gpu["capability"]) < _BF16_FROM]
     if not old or precision not in ("bf16", "bf16_pure"):
         return []

@@ -194,7 +194,7 @@ def _more(config: FinetuneConfig) -> int | None:
     from raytune_fsdp.launch.preflight import more_at_once  # takes seconds, unless the model was looked at
 
     try:
-        plan = resolve(config, sizes_of(config, config.parallel.shard_size or 1)[0])
+        plan = resolve(config, sizes_of(config)[0])
     except ConfigError:  # of a length in epochs; anything else is said by the check of the config
         return None
     return max(1, more_at_once(config, plan, RunDir.of(config).checkpoints))

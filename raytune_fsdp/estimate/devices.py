@@ -20,6 +20,9 @@ NVL, A40, RTX 3090 ...) does not count: a ring over more of them goes at the spe
 matmul FLOPS, https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/README.md, as of 2026-08-22. Its
 TFLOP/s are divided by the peaks of flops.py here, since it takes 1300 for a MI300X and 2300 for a MI355X. Nobody's
 measurement is behind the others: they are assumed to be like the measured device that they name.
+
+`fp8`: whether it multiplies in 8 bits, for which the vendors' data sheets give twice the peak of 16 bits (with fp32
+accumulation and dense matrices). What is reached of that is not known here: it is assumed to be as much as in 16 bits.
 """
 
 from __future__ import annotations
@@ -51,6 +54,8 @@ _LINKS = {
     "Infinity Fabric 2": 175,  # of one die; a package of two has 350
     "PCIe 5 x16": 63, "PCIe 4 x16": 31.5, "PCIe 3 x16": 15.75,
 }  # fmt: skip
+
+_WITHOUT_FP8 = ("V100", "T4", "A", "RTX-A", "RTX-30", "MI2")
 
 _REPORTED_BY_NAME = {
     "A10", "A100-80GB", "B200", "GB200", "H100", "H200", "MI300X", "RTX-6000-Ada", "RTX-A6000", "T4",
@@ -137,6 +142,8 @@ class Device:
     """To the other devices of its machine, in bytes a second, in one direction."""
     bf16: bool
     """V100 and T4 have none; their peaks are fp16's."""
+    fp8: bool
+    """Ada and what came after it, and MI300."""
     peak: float
     """Operations a second, from flops.py."""
     matmul: float
@@ -176,6 +183,7 @@ def _device(name: str, sold_gb: int, seen_gib: float | None, bandwidth: float, l
         link=link,
         link_bandwidth=_LINKS[link] * _GIGA,
         bf16=not name.startswith(("V100", "T4")),
+        fp8=not name.startswith(_WITHOUT_FP8),
         peak=peak,
         matmul=tflops * _TERA / of_measured,
         matmul_basis=measured if name == measured_as else f"assumed, like {measured_as}",
@@ -252,6 +260,7 @@ def device_of(found: Calibration) -> Device:
         # Of one rank alone nobody asks.
         link_bandwidth=found.gathering or math.inf,
         bf16=True,
+        fp8=True,
         peak=peak_flops(found.device) or found.peak,
         matmul=1.0,
         matmul_basis="measured",

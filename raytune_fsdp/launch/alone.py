@@ -12,6 +12,7 @@ from raytune_fsdp.evaluate import check_network
 from raytune_fsdp.exam import Exam
 from raytune_fsdp.launch.worker import alone
 from raytune_fsdp.model.attention import generating
+from raytune_fsdp.plan import ALONE
 from raytune_fsdp.run.needs import use_attention_for_packed
 
 
@@ -30,6 +31,6 @@ def examine(
         attention = generating(model, needs)
         values = exam.values(
             model, tokenizer,
-            micro_batch=config.train.micro_batch, data_ranks=1, device=device, attention=attention,
+            micro_batch=config.train.micro_batch, layout=ALONE, device=device, attention=attention,
         )  # fmt: skip
         return values, exam.answers(model, tokenizer, device=device, attention=attention)

@@ -245,7 +245,7 @@ def _beforehand(work: Callable[[], T]) -> Callable[[], T]:
 
 
 def _join(config: FinetuneConfig, device: torch.device) -> None:
-    subgroups = config.parallel.strategy == "hybrid_shard"
+    subgroups = config.parallel.strategy == "hybrid_shard" or config.parallel.mesh.together > 1
     join(device, alone=False, minutes=config.cluster.collective_minutes, subgroups=subgroups)
 
 

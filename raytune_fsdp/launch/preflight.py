@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
 from raytune_fsdp.checkpoint.catalogue import committed
@@ -20,12 +21,15 @@ from raytune_fsdp.config.cluster import Between
 from raytune_fsdp.errors import ConfigError, RaytuneError, in_one_line
 from raytune_fsdp.estimate.devices import Device, find_device
 from raytune_fsdp.estimate.predicted import NotPredicted, Predicted
+from raytune_fsdp.model.attention import choose
+from raytune_fsdp.model.sequence import check_attention_in_parts
 from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.planner.beside import kept_at_once
 from raytune_fsdp.planner.changes import with_changes
 from raytune_fsdp.planner.memory import memory_of
 from raytune_fsdp.planner.prediction import PROCESS, Cluster, judge
 from raytune_fsdp.planner.trace import Trace, trace
+from raytune_fsdp.precision import computes_in
 from raytune_fsdp.run.standing import Prepared
 from raytune_fsdp.urls import is_url, without_secrets
 
@@ -62,12 +66,25 @@ def preflight(
 ) -> Predicted | NotPredicted:
     """What a rank of this plan needs; refuses what cannot fit. `name` is that of the devices, as far as it is known,
     and `memory` what one has, which so many `ranks` share. `per_node`: ranks that one machine has at the most."""
+    check_attention(config, prepared, kind)
     device = device_named(name)
     found = predict(config, prepared, plan, kind, device, per_node)
     known = memory if memory is not None or device is None else int(device.memory)
     check_memory(config, prepared, plan, found, kind=kind, memory=known, ranks=ranks, forced=forced)
     check_room(config, prepared, plan, found, forced=forced, say=say)
     return found
+
+
+def check_attention(config: FinetuneConfig, prepared: Prepared, kind: str) -> None:
+    """Refuse ranks that would share samples on devices of a `kind` without a kernel for it. None is tried here: what
+    one fails for on a rank, that rank says."""
+    sequence = config.parallel.mesh.sequence
+    if sequence > 1:
+        attention = choose(
+            config.model.attention, prepared.needs, kept=None, device=torch.device(kind),
+            dtype=computes_in(config.parallel.precision), fails=lambda _: None,
+        )  # fmt: skip
+        check_attention_in_parts(sequence, attention)
 
 
 def predict(

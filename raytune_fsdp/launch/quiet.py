@@ -9,22 +9,17 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from raytune_fsdp.talkative import HUSHED, hush, is_verbose, set_levels
 from raytune_fsdp.tracking.mlflow_run import ENVIRONMENT
 
 _LIBRARIES = r"(transformers|tokenizers|huggingface_hub|torch|datasets|raytune_fsdp)(\.|$)"
 """Whose warnings are not shown. Ours are lines of a log; what is warned of in our name is how we call the others."""
 
 
-VERBOSE = "RAYTUNE_FSDP_VERBOSE"
-"""Set for this process and those that it starts by `--verbose`."""
 _MOST_REMEMBERED = 1000
-
-
-def is_verbose() -> bool:
-    return os.environ.get(VERBOSE, "") not in ("", "0")
 
 
 def quieting() -> dict[str, str]:
@@ -35,6 +30,7 @@ def quieting() -> dict[str, str]:
         **ENVIRONMENT,
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        HUSHED: "1",
         "TOKENIZERS_PARALLELISM": "true",  # it warns of forks, and nothing is forked here
     }
     return found if sys.warnoptions else {**found, "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning"}
@@ -51,15 +47,22 @@ def quiet() -> None:
 def ignoring_warnings() -> Iterator[None]:
     """The same for warnings in a process that is not ours, while the block lasts."""
     with warnings.catch_warnings():
-        _ignore_warnings()
-        yield
+        levels = _ignore_warnings()
+        try:
+            yield
+        finally:
+            set_levels(levels)
 
 
-def _ignore_warnings() -> None:
+def _ignore_warnings() -> Mapping[str, int]:
+    """Returns the levels of the loggers that it has silenced."""
+    if is_verbose():
+        return {}
     # The variable above is for processes that start later: in this one it was read before.
-    if not sys.warnoptions and not is_verbose():
+    if not sys.warnoptions:
         for category in (UserWarning, FutureWarning):
             warnings.filterwarnings("ignore", category=category, module=_LIBRARIES)
+    return hush()
 
 
 def log_warnings(*, for_all: bool) -> None:

@@ -21,7 +21,7 @@ from raytune_fsdp.lease import Lease
 from raytune_fsdp.loop import Parts, train
 from raytune_fsdp.model.compiler import settings_restored
 from raytune_fsdp.out_of_memory import explain, explain_building
-from raytune_fsdp.parallel import numerics
+from raytune_fsdp.precision import numerics
 from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.tracking.tracker import Status
 from raytune_fsdp.types import Stop
@@ -39,7 +39,7 @@ def join(device: torch.device, *, alone: bool, minutes: float = 30.0, subgroups:
     """Make the process group: alone, or with the ranks that the environment describes.
 
     `minutes` is `cluster.collective_minutes`; with NCCL torch would give up after 10. `subgroups`: the ranks will be
-    divided, as hybrid_shard does.
+    divided, as `hybrid_shard`, `parallel.mesh.sequence` and `parallel.mesh.tensor` do.
     """
     if device.type == "cuda":
         use_gpu(device)

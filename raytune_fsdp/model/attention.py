@@ -37,6 +37,8 @@ class Heads:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    layers: int | None = None
+    """How many of these a forward pass has; None: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,8 @@ class Needs:
 
     refused: str | None = None
     """Why no such kernel is right for it; None if one may be."""
+    unshared: str | None = None
+    """Why ranks cannot share its samples whatever its attention is, and what to set; None if they may be able to."""
     softcap: bool = False
     sinks: bool = False
     heads: tuple[Heads, ...] = ()
@@ -183,7 +187,7 @@ def without_borders(model: PreTrainedModel, attention: str) -> Iterator[None]:
     """Use an attention of transformers' own in the place of our kernels: to generate text, which has a cache and no
     borders."""
     chosen = model.config._attn_implementation
-    if chosen not in KERNELS:
+    if not chosen.startswith(PREFIX):
         yield
         return
     model.set_attn_implementation(attention)

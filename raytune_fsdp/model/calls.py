@@ -16,6 +16,10 @@ class Unfit(Exception):
     """This kernel cannot compute what the network asks for."""
 
 
+class AttentionDropout(Unfit):
+    """It drops weights of attention, and kernels here have none that anybody could drop."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """What a layer asks of its attention, besides queries, keys and values."""
@@ -65,11 +69,12 @@ def attend(
         raise Unfit("it does not pass on where documents begin")
     for present, what in (
         (attention_mask is not None or position_bias is not None, "a mask or bias of its own"),
-        (dropout > 0, "attention dropout"),
         (not (getattr(module, "is_causal", True) if is_causal is None else is_causal), "attention to later tokens"),
     ):
         if present:
             raise Unfit(f"it has {what}")
+    if dropout > 0:
+        raise AttentionDropout("it has attention dropout")
     call = Call(
         borders=Borders(starts=cu_seq_lens_q, longest=max_length_q),
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,

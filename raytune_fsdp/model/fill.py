@@ -1,7 +1,7 @@
 """Give a sharded network on the meta device its memory and its weights, without any rank holding more than its share.
 
-`sharded`: every rank reads its own rows of every tensor. `rank0`: rank 0 reads one tensor at a time and scatters the
-rows. Both are driven by the same list of targets in the same order, so that ranks never disagree about the next one.
+`sharded`: every rank reads its own piece of every tensor. `rank0`: rank 0 reads one tensor at a time and scatters the
+pieces. Both are driven by the same list of targets in the same order, so that ranks never disagree about the next one.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from raytune_fsdp.collectives import on_all_ranks
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.network import init_buffers
+from raytune_fsdp.model.pieces import Piece, local_piece, piece_of
 from raytune_fsdp.model.quantized import ends_of
 from raytune_fsdp.model.weights import Weights, all_finite
 
@@ -27,17 +27,27 @@ _READ_BYTES = 4 << 20
 
 
 FillMode = Literal["sharded", "rank0", "empty"]
-"""Who reads: every rank its own rows, rank 0 for all, or nobody, as a checkpoint follows."""
+"""Who reads: every rank its own piece, rank 0 for all, or nobody, as a checkpoint follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A tensor of the network, and which of its rows each rank keeps."""
+    """A tensor of the network, and what of it each rank keeps."""
 
     name: str
     local: torch.Tensor
-    rows_of: tuple[tuple[int, int], ...]
-    """[start, stop) for every rank."""
+    shape: torch.Size
+    """Of the whole."""
+    pieces: tuple[Piece, ...]
+    """Of every rank."""
+
+    def numbers(self, rank: int) -> int:
+        """How many of them a rank keeps."""
+        piece = self.pieces[rank]
+        columns = self.shape[1:].numel()
+        if piece.columns is not None:
+            columns = columns // self.shape[1] * (piece.columns[1] - piece.columns[0])
+        return (piece.rows[1] - piece.rows[0]) * columns
 
 
 @torch.no_grad()
@@ -68,7 +78,7 @@ def fill(
         for target in _targets(model):
             if before is not None:
                 before(target.name)
-            if problem := _read(target, weights, *target.rows_of[rank]):
+            if problem := _read(target, weights, target.pieces[rank]):
                 wrong[target.name] = problem
     if mode != "empty":
         on_all_ranks(lambda: _refuse(wrong, weights))
@@ -99,18 +109,18 @@ def _problem(rows: torch.Tensor, local: torch.Tensor) -> str | None:
     return None if all_finite(shown) else "has values that are not finite (NaN or infinity)"
 
 
-def _read(target: Target, weights: Weights, start: int, stop: int) -> str | None:
-    """Read these rows; returns what is wrong with them."""
-    local = target.local
+def _read(target: Target, weights: Weights, piece: Piece) -> str | None:
+    """Read this piece; returns what is wrong with it."""
+    local, (start, stop) = target.local, piece.rows
     if not local.ndim:
         value = weights.read(target.name, start, stop)
         local.copy_(value)
         return _problem(value, local)
     problem = None
-    at_once = max(1, _READ_BYTES // max(1, local[:1].nbytes))
+    at_once = max(1, _READ_BYTES // max(1, local.itemsize * target.shape[1:].numel()))
     for first in range(start, stop, at_once):
         last = min(stop, first + at_once)
-        rows = weights.read(target.name, first, last)
+        rows = piece.of(weights.read(target.name, first, last))
         assert rows.shape == local[first - start : last - start].shape, f"{target.name}: {tuple(rows.shape)} were read"
         local[first - start : last - start].copy_(rows)
         # Of 4 MiB that were just copied, so that it reads the processor's cache, not memory: 0.1 s a GB.
@@ -134,80 +144,66 @@ def _targets(model: PreTrainedModel) -> list[Target]:
 
 
 def _target(name: str, tensor: torch.Tensor, world: int) -> Target:
-    if not isinstance(tensor, DTensor):
-        whole = (0, tensor.shape[0] if tensor.ndim else 1)
-        return Target(name=name, local=tensor, rows_of=(whole,) * world)
-    axis = next((i for i, p in enumerate(tensor.placements) if isinstance(p, Shard)), None)
-    assert axis is not None and tensor.placements[axis] == Shard(0), f"{name}: fully_shard splits by rows"
-    mesh, rows = tensor.device_mesh, tensor.shape[0]
-    # fully_shard's split: ceil(rows / shards) each, so the last ranks may have fewer or none.
-    chunk = -(-rows // mesh.size(axis))
-    shards = [int((mesh.mesh == rank).nonzero()[0][axis]) for rank in range(world)]
-    starts = [min(rows, chunk * shard) for shard in shards]
-    rows_of = tuple((start, min(rows, start + chunk)) for start in starts)
-    local = tensor.to_local()
-    start, stop = rows_of[dist.get_rank()]
-    assert local.shape[0] == stop - start, f"{name}: {tuple(local.shape)} is not rows {start} to {stop}"
-    return Target(name=name, local=local, rows_of=rows_of)
+    pieces = tuple(piece_of(tensor, rank) for rank in range(world))
+    target = Target(name=name, local=local_piece(tensor), shape=tensor.shape, pieces=pieces)
+    mine = dist.get_rank()
+    assert target.local.numel() == target.numbers(mine), f"{name}: {tuple(target.local.shape)} is not {pieces[mine]}"
+    return target
 
 
 def _scatter(
     targets: list[Target], weights: Weights | None, device: torch.device, before: Callable[[str], None] | None
 ) -> dict[str, str]:
-    """Rank 0 reads a tensor, and every rank receives its rows of it. Returns, on rank 0, what is wrong with which.
+    """Rank 0 reads a tensor, and every rank receives its piece of it. Returns, on rank 0, what is wrong with which.
 
-    Rows travel as bytes of the stored type. Pieces that are shorter than the longest (the last rank's) are padded.
+    Pieces travel as bytes of the stored type. Those that are shorter than the longest (the last rank's) are padded.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     dtypes = _agree_on_dtypes(targets, weights)
-    row_bytes = [dtype.itemsize * t.local.shape[1:].numel() for t, dtype in zip(targets, dtypes, strict=True)]
-    most = [max(stop - start for start, stop in t.rows_of) for t in targets]
+    most = [
+        dtype.itemsize * max(target.numbers(each) for each in range(world))
+        for target, dtype in zip(targets, dtypes, strict=True)
+    ]
     # One buffer for all tensors: freed pieces of many sizes would stay with the allocator. With it, ranks that keep 893
     # MiB of weights peak at 963; the largest tensor has 125 (docs/results.md).
-    buffer = torch.empty(max(r * m for r, m in zip(row_bytes, most, strict=True)), dtype=torch.uint8, device=device)
+    buffer = torch.empty(max(most), dtype=torch.uint8, device=device)
     spare = torch.empty_like(buffer) if rank == 0 else None
     wrong: dict[str, str] = {}
-    for target, dtype, bytes_per_row, rows in zip(targets, dtypes, row_bytes, most, strict=True):
-        received = buffer[: rows * bytes_per_row]
+    for target, dtype, nbytes in zip(targets, dtypes, most, strict=True):
+        received = buffer[:nbytes]
         pieces = None
         if before is not None:
             before(target.name)
         if rank == 0:
             assert weights is not None and spare is not None
-            whole = weights.read(target.name, 0, max(stop for _, stop in target.rows_of))
+            whole = weights.read(target.name, 0, max(piece.rows[1] for piece in target.pieces))
             if problem := _problem(whole, target.local):
                 wrong[target.name] = problem
-            pieces = _pieces(target, whole, rows * bytes_per_row, spare, world, device)
+            pieces = _pieces(target, whole, nbytes, spare, device)
             del whole
         dist.scatter(received, pieces, src=0)
-        start, stop = target.rows_of[rank]
-        mine = received[: (stop - start) * bytes_per_row].view(dtype)
+        mine = received[: target.numbers(rank) * dtype.itemsize].view(dtype)
         target.local.copy_(mine.view(target.local.shape))
     return wrong
 
 
 def _pieces(
-    target: Target, whole: torch.Tensor, size: int, spare: torch.Tensor, world: int, device: torch.device
+    target: Target, whole: torch.Tensor, size: int, spare: torch.Tensor, device: torch.device
 ) -> list[torch.Tensor]:
     """One tensor's bytes for every rank: views of the tensor, except where a piece is short and needs padding."""
-    rows = max(stop for _, stop in target.rows_of)
-    flat = whole.contiguous().to(device).reshape(-1).view(torch.uint8)
-    per_row = flat.numel() // max(1, rows)
-    padded: dict[tuple[int, int], torch.Tensor] = {}
-    pieces = []
-    for rank in range(world):
-        start, stop = target.rows_of[rank]
-        piece = flat[start * per_row : stop * per_row]
-        if piece.numel() < size:
-            # Replicas have the same rows and share one padded piece. Mostly one piece is short, and fits into `spare`.
-            if (start, stop) not in padded:
-                used = sum(p.numel() for p in padded.values())
-                room = spare[used : used + size] if used + size <= spare.numel() else torch.empty_like(spare[:size])
-                room[: piece.numel()].copy_(piece)
-                padded[(start, stop)] = room
-            piece = padded[(start, stop)]
-        pieces.append(piece)
-    return pieces
+    whole = whole.contiguous().to(device)
+    made: dict[Piece, torch.Tensor] = {}  # replicas have the same piece
+    used = 0
+    for piece in target.pieces:
+        if piece in made:
+            continue
+        numbers = piece.of(whole[piece.rows[0] : piece.rows[1]]) if whole.ndim else whole
+        made[piece] = sent = numbers.reshape(-1).view(torch.uint8)
+        if sent.numel() < size:  # mostly it is one, and fits into `spare`
+            made[piece] = spare[used : used + size] if used + size <= spare.numel() else torch.empty_like(spare[:size])
+            made[piece][: sent.numel()].copy_(sent)
+            used += size
+    return [made[piece] for piece in target.pieces]
 
 
 def _agree_on_dtypes(targets: list[Target], weights: Weights | None) -> list[torch.dtype]:

@@ -22,6 +22,8 @@ from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.added_rows import HeadWithRows, with_rows
 from raytune_fsdp.model.attention import Choice, Needs
 from raytune_fsdp.model.objective import CROSS_ENTROPY, Objective
+from raytune_fsdp.model.sums import here, summed
+from raytune_fsdp.model.vocabulary import VocabularyPart
 from raytune_fsdp.types import Targets
 
 _CHUNK = {"cpu": 2**25, "cuda": 2**27}
@@ -84,6 +86,8 @@ class LossHead(HeadWithRows):
     losses: Losses | None = None
     stands_for: str | None = None
     """The type of device whose number of logits at a time is taken; None: the one that computes."""
+    vocabulary: VocabularyPart | None = None
+    """This rank's part. None: all of it."""
 
     @classmethod
     def of(cls, linear: nn.Linear, shape: Shape) -> LossHead:
@@ -104,19 +108,23 @@ class LossHead(HeadWithRows):
             self._targets = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight, bias = here(self.weight), None if self.bias is None else here(self.bias)
         if self._targets is None:
+            if self.vocabulary is not None:
+                return self.vocabulary.gathered(F.linear(hidden, weight, bias))
             return super().forward(hidden)
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._targets.places)
         rows = NewRows(weight=self.added_rows, ids=self.places) if self.added_rows is not None else None
         losses = linear_cross_entropy(
             chosen,
-            self.weight,
-            self.bias,
+            weight,
+            bias,
             self._targets.ids,
             self.shape,
             self._objective,
             rows,
             device_type=self.stands_for,
+            vocabulary=self.vocabulary,
         )
         # One number in the place of the logits, for the network to cap and scale as it likes. Gradients must come back
         # through it, since FSDP gathers weights for backward where they reach what a module has returned.
@@ -161,6 +169,7 @@ def linear_cross_entropy(
     rows: NewRows | None = None,
     *,
     device_type: str | None = None,
+    vocabulary: VocabularyPart | None = None,
 ) -> Losses:
     """The losses of `ids` after `hidden` (tokens, width), which are all target tokens."""
     at_once = _CHUNK.get(device_type or hidden.device.type, _CHUNK["cpu"])
@@ -168,7 +177,7 @@ def linear_cross_entropy(
     learning = torch.is_grad_enabled()
     total, each, right = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, None if rows is None else rows.weight, None if rows is None else rows.ids,
-        ids, shape, objective, learning, at_once,
+        ids, shape, objective, learning, at_once, vocabulary,
     )  # fmt: skip
     return Losses(total=total, each=each, right=right)
 
@@ -189,6 +198,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         objective: Objective,
         learning: bool,
         at_once: int,
+        vocabulary: VocabularyPart | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         each = torch.empty(len(ids), dtype=wide, device=hidden.device)
@@ -200,11 +210,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
         of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
         of_rows = torch.zeros_like(rows, dtype=wide) if rows is not None and wanted[3] else None
-        size = max(1, at_once // weight.shape[0])
+        # Of all ranks as many: what they tell each other of a chunk has its length.
+        size = max(1, at_once // (weight.shape[0] if vocabulary is None else vocabulary.most))
         for start in range(0, len(ids), size):
             part = slice(start, start + size)
             logits, slope = _logits(hidden[part], weight, bias, rows, places, shape, wide)
-            each[part], right[part] = _losses(logits, ids[part], objective)
+            each[part], right[part] = _losses(logits, ids[part], objective, vocabulary)
             if of_hidden is None and of_weight is None and of_rows is None:
                 continue
             if slope is not None:
@@ -222,6 +233,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     of_hidden[part].addmm_(apart, rows)
                 if of_rows is not None:
                     _add_product(of_rows, apart, hidden[part])
+        if of_hidden is not None and vocabulary is not None:
+            of_hidden = summed(vocabulary.group, of_hidden)
         ctx.gradients = (of_hidden, of_weight, of_bias, of_rows)
         ctx.dtype = weight.dtype
         ctx.mark_non_differentiable(each, right)
@@ -231,7 +244,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, factor: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         scaled = [None if g is None else g.mul_(factor.to(g.dtype)).to(ctx.dtype) for g in ctx.gradients]
         del ctx.gradients  # scaled in place: a second backward would be wrong, and finds nothing
-        return (*scaled, *[None] * 6)
+        return (*scaled, *[None] * 7)
 
 
 def _logits(
@@ -257,13 +270,20 @@ def _logits(
     return bent.mul_(shape.softcap), slope
 
 
-def _losses(logits: torch.Tensor, ids: torch.Tensor, objective: Objective) -> tuple[torch.Tensor, torch.Tensor]:
+def _losses(
+    logits: torch.Tensor, ids: torch.Tensor, objective: Objective, vocabulary: VocabularyPart | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses, and whether the best is right. Leaves the gradient of the losses' sum in `logits`."""
     smoothing, z = objective.label_smoothing, objective.z_loss
-    best, at = logits.max(-1)
-    picked = logits.gather(-1, ids[:, None])[:, 0]
-    mean = logits.mean(-1) if smoothing else picked
+    count, own, mine = (logits.shape[-1], ids, None) if vocabulary is None else (vocabulary.whole, *vocabulary.own(ids))
+    best, at = logits.max(-1) if vocabulary is None else vocabulary.best(logits)
+    picked = logits.gather(-1, own[:, None])[:, 0]
+    mean = picked
+    if smoothing:
+        mean = logits.mean(-1) if vocabulary is None else logits.sum(-1) / count
     sums = logits.sub_(best[:, None]).exp_().sum(-1)
+    if vocabulary is not None and mine is not None:
+        sums, picked, mean = summed(vocabulary.group, torch.stack([sums, torch.where(mine, picked, 0), mean]))
     losses = sums.log() + (best - picked)
     logits.div_(sums[:, None])
     if z:
@@ -272,9 +292,10 @@ def _losses(logits: torch.Tensor, ids: torch.Tensor, objective: Objective) -> tu
         logits.mul_(1 + 2 * z * whole[:, None])
     if smoothing:
         losses += smoothing * (picked - mean)
-        logits.sub_(smoothing / logits.shape[-1])
+        logits.sub_(smoothing / count)
     # Not scatter_add_, which on a GPU has no kernel that repeats its bits for matrices.
-    logits.scatter_(-1, ids[:, None], logits.gather(-1, ids[:, None]) - (1 - smoothing))
+    taken = 1 - smoothing if mine is None else (1 - smoothing) * mine[:, None].to(logits.dtype)
+    logits.scatter_(-1, own[:, None], logits.gather(-1, own[:, None]) - taken)
     return losses, at == ids
 
 

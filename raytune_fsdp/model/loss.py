@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
@@ -22,9 +24,22 @@ def block_loss(model: PreTrainedModel, block: Batch, objective: Objective = CROS
         with routers.watching(block):
             losses = _token_losses(model, block, objective)
         losses = routers.add_to(losses, block)
+    if not block.counts:
+        losses = _not_counted(losses)
     if objective.documents is not None:
         objective.documents.add(losses, block)
     return losses
+
+
+def _not_counted(losses: Losses) -> Losses:
+    """Zeros, for sums over ranks; with the gradients that they have."""
+    return replace(
+        losses,
+        total=losses.total - losses.total.detach(),
+        each=torch.zeros_like(losses.each),
+        right=torch.zeros_like(losses.right),
+        load=tuple(torch.zeros_like(each) for each in losses.load),
+    )
 
 
 def _token_losses(model: PreTrainedModel, block: Batch, objective: Objective) -> Losses:
@@ -41,7 +56,7 @@ def _token_losses(model: PreTrainedModel, block: Batch, objective: Objective) ->
 
 def plain_losses(logits: torch.Tensor, block: Batch, objective: Objective = CROSS_ENTROPY) -> Losses:
     """The losses of a block whose logits are all there, (samples, tokens, vocabulary)."""
-    total, log_probabilities = _summed(logits, block.labels)
+    total, log_probabilities = _summed(logits, _targets_of(block))
     places, ids = block.targets.places, block.targets.ids
     fixed = log_probabilities.detach()
     each, right = -fixed[places, ids], fixed.argmax(-1)[places] == ids
@@ -64,13 +79,20 @@ def _bent(logits: torch.Tensor, log_probabilities: torch.Tensor, block: Batch, o
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum of the cross-entropies of all target tokens, in at least float32."""
-    return _summed(logits, labels)[0]
-
-
-def _summed(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """That sum, and the logarithms of all probabilities."""
     # Position i predicts token i+1, so the labels move by one instead of the logits, which would have to be copied.
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE).reshape(-1)
+    return _summed(logits, F.pad(labels[:, 1:], (0, 1), value=IGNORE).reshape(-1))[0]
+
+
+def _targets_of(block: Batch) -> torch.Tensor:
+    """What is to be predicted at each place, the samples laid out one after another."""
+    # Not from the labels: what the last token of a part predicts is the first of the next one.
+    targets = torch.full((block.input_ids.numel(),), IGNORE, device=block.input_ids.device)
+    targets[block.targets.places] = block.targets.ids
+    return targets
+
+
+def _summed(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of the cross-entropies of the targets, and the logarithms of all probabilities."""
     flat = logits.reshape(-1, logits.shape[-1])
     if flat.dtype in (torch.bfloat16, torch.float16):
         flat = flat.float()

@@ -31,6 +31,7 @@ MASTER_DTYPE = {
     "bf16": torch.float32,
     "fp16": torch.float32,
     "bf16_pure": torch.bfloat16,
+    "fp8": torch.float32,
 }
 """Type of the weights that the optimizer updates, by `parallel.precision`."""
 
@@ -127,7 +128,7 @@ def class_name(model: nn.Module) -> str:
 def build_network(hf_config: PretrainedConfig, config: FinetuneConfig, added: Collection[int] = ()) -> PreTrainedModel:
     """The network that a run trains, on the meta device. Whoever needs one builds it here, so all have the same.
 
-    It is in one type throughout, which is that of master weights; `parallel.store_frozen` gives frozen ones theirs.
+    It is in one type throughout, which is that of master weights; `precision.store_frozen` gives frozen ones theirs.
     `added`: the ids of new tokens, whose rows may be trained alone.
     """
     network = build_base(hf_config, config.model, config.parallel.precision)

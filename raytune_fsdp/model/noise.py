@@ -25,10 +25,15 @@ def noisy_embeddings(model: PreTrainedModel, block: Batch, alpha: float | None) 
     tokens = (block.source_ids != PADDING).sum(-1, keepdim=True).clamp(min=1)  # a filler has none
     # Of each token: kernels that are told where documents begin get the samples of a block in one row.
     lengths = tokens.expand_as(block.source_ids).reshape(-1)
+    part = block.part
+    if part is not None:
+        lengths = part.lengths.clamp(min=1)
 
     def add(_: torch.nn.Module, __: Any, embedded: torch.Tensor) -> torch.Tensor:
         # In fp32 whatever the network computes in: the numbers of bf16 are too few for a fine noise.
-        noise = torch.empty(embedded.shape, dtype=torch.float32, device=embedded.device).uniform_(-1, 1)
+        members, member = (1, 0) if part is None else (part.members, part.member)
+        shape = members, *embedded.shape  # of a part, that of the whole block is drawn
+        noise = torch.empty(shape, dtype=torch.float32, device=embedded.device).uniform_(-1, 1)[member]
         largest = alpha * (lengths * embedded.shape[-1]).float().rsqrt()
         return embedded + noise.mul_(largest.view(*embedded.shape[:-1], 1)).to(embedded.dtype)
 

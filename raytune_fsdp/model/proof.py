@@ -11,9 +11,11 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from transformers import AttentionInterface, PreTrainedModel
 
 from raytune_fsdp.data.batches import to_batch
+from raytune_fsdp.data.parts import part_of
 from raytune_fsdp.data.to_device import mapped
 from raytune_fsdp.model.attention import logits_of
 from raytune_fsdp.model.calls import PREFIX, Call, attend, reference
@@ -29,6 +31,8 @@ WINDOW = 5
 """The window of layers that have one, in a check: shorter than most of these documents."""
 
 _CHECKED = f"{PREFIX}checked"
+
+CPU = torch.device("cpu")
 
 
 def documents(model: PreTrainedModel, device: torch.device) -> Batch:
@@ -101,3 +105,17 @@ def error_of_loss(model: PreTrainedModel, device: torch.device) -> float:
     right = plain_losses(logits_of(model, block.input_ids, block.position_ids, block.borders), block).each.double()
     found = block_loss(model, block).each.double()
     return float((found - right).abs().max() / right.abs().max())
+
+
+def error_of_parts(
+    model: PreTrainedModel, group: dist.ProcessGroup, whole: torch.Tensor, device: torch.device
+) -> float:
+    """How far logits that ranks compute each for a part of the tokens are, relatively, from those of the `whole`.
+    Collective. Needs evaluation mode, without gradients, and attention in parts."""
+    part = part_of(documents(model, CPU), group.rank(), group.size())
+    part = mapped(part, lambda tensor: tensor.to(device))
+    mine = logits_of(model, part.input_ids, part.position_ids, part.borders)[0]
+    every = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(every, mine.contiguous(), group=group)
+    found = torch.cat(every)[: len(whole)]
+    return float((found.double() - whole.double()).abs().max() / whole.double().abs().max().clamp(min=1e-30))

@@ -195,12 +195,14 @@ def check_torch() -> None:
 
 def quantize_layers(network: PreTrainedModel, kind: Kind) -> None:
     """Replace the frozen linear layers of the blocks. The network is on the meta device, with its adapters."""
-    for owner, name, layer in list(_linear_layers(network)):
-        setattr(owner, name, QuantizedLayer(layer, kind))
+    for owner, name, layer in list(linear_layers(network)):
+        if not any(parameter.requires_grad for parameter in layer.parameters()):
+            setattr(owner, name, QuantizedLayer(layer, kind))
 
 
-def _linear_layers(network: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
-    """Not the head, whose mistakes show in every token, nor routers, which choose by small differences."""
+def linear_layers(network: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
+    """Those that can do with few bits, with the module that has each, and its name there: not the head, whose mistakes
+    show in every token, nor routers, which choose by small differences."""
     experts = numbers_of_experts(network)
     # What PEFT keeps of a module that is trained whole has the names of the copy that is trained.
     kept = [module.original_module for module in network.modules() if hasattr(module, "original_module")]
@@ -211,7 +213,7 @@ def _linear_layers(network: PreTrainedModel) -> Iterator[tuple[nn.Module, str, n
                 if not isinstance(layer, nn.Linear | Conv1D) or id(layer) in left:
                     continue
                 gate = _ROUTER.search(name) and layer.weight.shape[0] in experts
-                if not gate and not any(parameter.requires_grad for parameter in layer.parameters()):
+                if not gate:
                     yield owner, name, layer
 
 

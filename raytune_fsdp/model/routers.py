@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -58,10 +59,12 @@ def _experts(model: PreTrainedModel) -> int:
     return found.pop() if len(found) == 1 and (not said or found & said) else 0
 
 
-def watched(model: PreTrainedModel, train: TrainConfig) -> Routers | None:
-    """What watches the routers of a network that is not sharded yet; None if it has none of the usual form."""
+def watched(model: PreTrainedModel, train: TrainConfig, group: dist.ProcessGroup | None = None) -> Routers | None:
+    """What watches the routers of a network that is not sharded yet; None if it has none of the usual form.
+
+    `group`: the ranks that share each block, if several do."""
     experts = _experts(model)
-    return Routers(model, train, experts) if experts else None
+    return Routers(model, train, experts, group) if experts else None
 
 
 def check_routers(model: PreTrainedModel, train: TrainConfig) -> None:
@@ -76,10 +79,32 @@ def check_routers(model: PreTrainedModel, train: TrainConfig) -> None:
             )
 
 
+class SumOverRanks(torch.autograd.Function):
+    """A sum in which what other ranks do with it counts for this rank's gradient, too."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _all_reduced(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_reduced(grad, ctx.group), None
+
+
+def _all_reduced(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    summed = tensor.clone()
+    dist.all_reduce(summed, group=group)
+    return summed
+
+
 class Routers:
     """Watches the routers of a network in training."""
 
-    def __init__(self, model: PreTrainedModel, train: TrainConfig, experts: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, train: TrainConfig, experts: int, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._group = group
         found = routers_of(model)
         self.experts = experts
         self.layers = len(found)
@@ -139,8 +164,14 @@ class Routers:
         if not self._sums:
             return losses
         assert self._real is not None
-        rows = self._real.sum().clamp(min=1) * self.layers  # a filler has no token
-        means = torch.stack(self._sums).sum(0) / rows
+        sums, real = torch.stack(self._sums).sum(0), self._real.sum()
+        if self._group is not None:
+            # The loss is of the whole block: no sum of losses of its parts. Each rank adds it for its own targets, and
+            # in backward the gradients of all these come together here, too.
+            sums = SumOverRanks.apply(sums, self._group)  # type: ignore[no-untyped-call]
+            dist.all_reduce(real, group=self._group)
+        rows = real.clamp(min=1) * self.layers  # a filler has no token
+        means = sums / rows
         counts, probabilities = means[: self.experts], means[self.experts : -1]
         added = self._aux * self.experts * (counts * probabilities).sum() + self._z * means[-1]
         return replace(losses, total=losses.total + (block.target_tokens * added).to(losses.total.dtype))

@@ -13,11 +13,12 @@ config/optimizers.py; and a branch in `build_optimizer`. Whatever it computes fr
 be computed from the whole weight, or the number of ranks would decide what is learned.
 """
 
+from raytune_fsdp.model.pieces import local_piece
 from raytune_fsdp.optim.build import build_optimizer
 from raytune_fsdp.optim.groups import Group, check_groups, undecayed_names
 from raytune_fsdp.optim.interface import Optimizer
 from raytune_fsdp.optim.matrices import check_matrices
-from raytune_fsdp.optim.pieces import at, local_gradients, local_piece
+from raytune_fsdp.optim.pieces import at, local_gradients
 from raytune_fsdp.optim.schedule import lr_factor, multiplier
 
 __all__ = [

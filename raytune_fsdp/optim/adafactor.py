@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from raytune_fsdp.config.optimizers import AdafactorOptimizer
-from raytune_fsdp.optim.pieces import Rows, Split, at, in_parts, local_piece, split_like
+from raytune_fsdp.model.pieces import local_piece
+from raytune_fsdp.optim.pieces import Rows, Split, at, in_parts, split_like
 from raytune_fsdp.optim.update import Trained, computes_in, decayed, replace
 
 _LEAST = 1e-30

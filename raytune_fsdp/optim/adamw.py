@@ -9,8 +9,9 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 from raytune_fsdp.config import OptimConfig
+from raytune_fsdp.model.pieces import local_piece
 from raytune_fsdp.optim.groups import Group
-from raytune_fsdp.optim.pieces import at, local_gradients, local_piece
+from raytune_fsdp.optim.pieces import at, local_gradients
 
 
 class AdamW:

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from raytune_fsdp.config.optimizers import MuonOptimizer
+from raytune_fsdp.model.pieces import local_piece
 from raytune_fsdp.optim.groups import Group
 from raytune_fsdp.optim.interface import Optimizer
 from raytune_fsdp.optim.matrices import Parts
-from raytune_fsdp.optim.pieces import Split, in_parts, local_piece
+from raytune_fsdp.optim.pieces import Split, in_parts
 from raytune_fsdp.optim.update import Trained, computes_in, decayed, replace
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

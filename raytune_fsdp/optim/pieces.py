@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+
+from raytune_fsdp.model.pieces import local_piece, piece_of, range_of, shard_axis
 
 NUMBERS_AT_ONCE = 1 << 22
 """An update that is written out has up to ten intermediate results: of so many numbers they take 160 MiB in fp32, of an
@@ -27,12 +29,6 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     return [local_piece(p.grad) for p in parameters if p.grad is not None]
 
 
-def local_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, without a copy."""
-    with torch.no_grad():  # without gradients to_local looks it up; with them it is an operation of autograd
-        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 @dataclass(frozen=True, slots=True)
 class Split:
     """How the rows of a tensor are spread: over the shards of a mesh, alike in each of its replicas."""
@@ -44,9 +40,7 @@ class Split:
     def of(cls, tensor: torch.Tensor) -> Split:
         if not isinstance(tensor, DTensor):
             return cls()
-        axis = next(i for i, placement in enumerate(tensor.placements) if isinstance(placement, Shard))
-        assert tensor.placements[axis] == Shard(0), "fully_shard splits by rows"
-        return cls(tensor.device_mesh, axis)
+        return cls(tensor.device_mesh, shard_axis(tensor))
 
     @property
     def shards(self) -> int:
@@ -75,9 +69,8 @@ class Split:
         return None if self.mesh is None or self.replicas == 1 else self.mesh.get_group(1 - self.axis)
 
     def rows_of(self, rows: int, shard: int) -> tuple[int, int]:
-        """The rows [start, stop) that a shard has: ceil(rows / shards), the last ones fewer or none, as fully_shard."""
-        chunk = -(-rows // self.shards)
-        return min(rows, chunk * shard), min(rows, chunk * (shard + 1))
+        """The rows [start, stop) that a shard has."""
+        return range_of(rows, self.shards, shard)
 
 
 def split_like(parameter: torch.Tensor, *columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -105,7 +98,9 @@ class Rows:
     """The place of `start` in the whole parameter."""
     left: int
     right: int
-    """Columns: all of them, unless one row has too many. A row of experts is an expert."""
+    """Columns of this rank's: all of them, unless one row has too many. A row of experts is an expert."""
+    first_column: int = 0
+    """The place of `left` in the whole parameter."""
 
     def of(self, tensor: torch.Tensor, each: int = 1) -> torch.Tensor:
         """These numbers of the parameter, or of what is split like it, as a matrix that shares memory with it.
@@ -127,10 +122,12 @@ def columns_of(tensor: torch.Tensor) -> int:
 def in_parts(parameter: torch.Tensor, *, whole_rows: bool = False) -> Iterator[Rows]:
     """This rank's rows of a parameter, some at a time. A row that is too long for that comes in parts itself."""
     local = local_piece(parameter)
-    rows, split, columns = local.shape[0] if local.ndim else 1, Split.of(parameter), columns_of(local)
-    first = split.rows_of(parameter.shape[0], split.shard)[0] if parameter.ndim else 0
+    rows, piece, columns = local.shape[0] if local.ndim else 1, piece_of(parameter), columns_of(local)
     at_once = max(1, NUMBERS_AT_ONCE // max(1, columns))
     width = columns if whole_rows else min(columns, NUMBERS_AT_ONCE)
     for start in range(0, rows, at_once):
         for left in range(0, columns, max(1, width)):
-            yield Rows(start, min(rows, start + at_once), first + start, left, min(columns, left + width))
+            yield Rows(
+                start, min(rows, start + at_once), piece.rows[0] + start,
+                left, min(columns, left + width), piece.first_column + left,
+            )  # fmt: skip

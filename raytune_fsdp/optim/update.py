@@ -54,7 +54,7 @@ class Trained:
 
     def noise(self, name: str, what: str, step: torch.Tensor, rows: Rows, like: torch.Tensor) -> torch.Tensor:
         count, columns = like.shape
-        return Noise(self._seed, name, what).of(step, rows.first, count, columns, rows.left)
+        return Noise(self._seed, name, what).of(step, rows.first, count, columns, rows.first_column)
 
     def write(
         self, name: str, weight: torch.Tensor, value: torch.Tensor, step: torch.Tensor, rows: Rows, skip: torch.Tensor

@@ -73,6 +73,12 @@ def _of_hardware(config: FinetuneConfig, found: Prediction) -> Iterator[Advice]:
             text=f"parallel.precision={config.parallel.precision}: {device.name} has no bf16; set fp16",
             source="NVIDIA: bf16 from compute capability 8.0 on",
         )
+    if config.parallel.precision == "fp8" and not device.fp8:
+        yield Advice(
+            id="no-fp8",
+            text=f"parallel.precision=fp8: {device.name} has no fp8; set bf16",
+            source="NVIDIA: fp8 from compute capability 8.9 on; AMD: from MI300 on",
+        )
     if config.parallel.cpu_offload and found.fits:
         yield Advice(
             id="offload-last",

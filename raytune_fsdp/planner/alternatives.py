@@ -6,7 +6,7 @@ it learns; another method does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.optimizers import state_bytes
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.network import MASTER_DTYPE
+from raytune_fsdp.plan import layout_of
 from raytune_fsdp.planner.changes import with_changes
 from raytune_fsdp.planner.prediction import Cluster, Prediction, predict
 from raytune_fsdp.planner.speed import Seconds
@@ -50,7 +51,7 @@ class Alternative:
 
 
 def alternatives(subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster) -> list[Alternative]:
-    """Those that fit first, the cheapest first."""
+    """Other methods, ways to spread weights, and numbers of GPUs; in order."""
     found: list[Alternative] = []
     moves: dict[Any, bool] = {}
     for how, changes, changed in _candidates(config, world, cluster):
@@ -67,6 +68,11 @@ def alternatives(subject: Subject, config: FinetuneConfig, world: int, cluster: 
             changes = {**changes, "train.micro_batch": micro}
         found.append(Alternative(changes=changes, prediction=prediction))
     found += _sizes(subject, config, world, cluster)
+    return in_order(found)
+
+
+def in_order(found: Iterable[Alternative]) -> list[Alternative]:
+    """Those that fit first, the cheapest first."""
     return sorted(found, key=lambda each: (not each.prediction.fits, each.gpu_seconds))
 
 
@@ -100,6 +106,15 @@ def in_words(changes: Mapping[str, Any]) -> str:
             last = name.rpartition(".")[2]
             words.append(f"{short.get(last, last)}={value}")
     return " ".join(words)
+
+
+def as_flags(changes: Mapping[str, Any]) -> str:
+    """To be copied behind a command."""
+    names = {"world": "world-size"}
+    return " ".join(
+        f"--{names.get(name, name)} {str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in changes.items()
+    )
 
 
 def micro_batches(subject: Subject, config: FinetuneConfig, known: Prediction) -> tuple[int | None, int | None]:
@@ -152,14 +167,15 @@ def _paying(one: Seconds, two: Seconds) -> int | None:
 
 
 def allowed_micro_batch(config: FinetuneConfig, world: int) -> int:
-    """The most samples at a time that the batch of a step has for every rank."""
-    batch = config.train.global_batch
-    return max((size for size in range(1, batch // world + 1) if batch % size == 0), default=1)
+    """The most samples at a time that the batch of a step has for every rank, or for all that share samples."""
+    batch, data_ranks = config.train.global_batch, world // config.parallel.mesh.together
+    return max((size for size in range(1, batch // data_ranks + 1) if batch % size == 0), default=1)
 
 
 def with_micro_batch(config: FinetuneConfig, world: int, size: int) -> FinetuneConfig:
     """One pass of so many samples in each step."""
-    train = config.train.model_copy(update={"micro_batch": size, "global_batch": size * world})
+    batch = size * world // config.parallel.mesh.together
+    train = config.train.model_copy(update={"micro_batch": size, "global_batch": batch})
     return config.model_copy(update={"train": train})
 
 
@@ -174,7 +190,7 @@ def _candidates(
         methods.append({**config.method.model_dump(exclude_unset=True), "type": "qlora"})
     for method in methods:
         for recompute in ("none", "selective", "full"):
-            for strategy in _strategies(world, cluster):
+            for strategy in _strategies(config, world, cluster):
                 changes: dict[str, Any] = {}
                 if method is not None:
                     changes["method.type"] = method["type"]
@@ -186,12 +202,13 @@ def _candidates(
                 yield (str(method), recompute), changes, changed
 
 
-def _strategies(world: int, cluster: Cluster) -> list[dict[str, Any]]:
+def _strategies(config: FinetuneConfig, world: int, cluster: Cluster) -> list[dict[str, Any]]:
     if world == 1:
         return [{"strategy": "full_shard"}]
     found: list[dict[str, Any]] = [{"strategy": name} for name in ("full_shard", "shard_grad_op", "replicate")]
-    if world > cluster.per_node and world % cluster.per_node == 0:
-        found.append({"strategy": "hybrid_shard", "shard_size": cluster.per_node})
+    here = cluster.per_node
+    if world > here and world % here == 0 and here % config.parallel.mesh.together == 0:
+        found.append({"strategy": "hybrid_shard", "shard_size": here})
     return found
 
 
@@ -201,8 +218,8 @@ def _largest_batch(
     """How many samples at a time are the fastest that fit and give every rank a block: two sizes are traced."""
     if certainly_too_much(subject, config, world, cluster):
         return None
-    batch = config.train.global_batch
-    sizes = [size for size in (2**power for power in range(12)) if batch % size == 0 and batch // size >= world]
+    batch, data_ranks = config.train.global_batch, world // config.parallel.mesh.together
+    sizes = [size for size in (2**power for power in range(12)) if batch % size == 0 and batch // size >= data_ranks]
 
     def of(size: int) -> tuple[int, Prediction]:
         train = config.train.model_copy(update={"micro_batch": size})
@@ -227,6 +244,6 @@ def certainly_too_much(subject: Subject, config: FinetuneConfig, world: int, clu
         return False
     width = MASTER_DTYPE[config.parallel.precision].itemsize
     each = width + state_bytes(config.optim.optimizer, width)
-    shards = {"replicate": 1, "hybrid_shard": config.parallel.shard_size or 1}.get(config.parallel.strategy, world)
-    stays = 2 if config.parallel.strategy == "shard_grad_op" else 0
-    return subject.numbers * (each / shards + stays) > cluster.device.memory
+    layout = layout_of(config, world)
+    stays = 2 / layout.tensor if config.parallel.strategy == "shard_grad_op" else 0
+    return subject.numbers * (each / (layout.shard_size * layout.tensor) + stays) > cluster.device.memory

@@ -16,11 +16,17 @@ def with_changes(config: FinetuneConfig, changes: Mapping[str, Any]) -> Finetune
     """
     values = config.model_dump(exclude_unset=True)
     for path, value in changes.items():
-        section, _, name = path.partition(".")
-        values[section] = {**values.get(section, {}), name: value} if name else dict(value)
+        *sections, name = path.split(".")
+        place = values
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value if sections else dict(value)
     parallel = values.get("parallel", {})
     if changes.get("parallel.strategy", "hybrid_shard") != "hybrid_shard":
         parallel.pop("shard_size", None)
+    if "parallel.strategy" in changes:
+        for axis in ("shard", "replicate"):  # they follow from the strategy
+            parallel.get("mesh", {}).pop(axis, None)
     if changes.get("parallel.activation_checkpointing", "every_n") != "every_n":
         parallel.pop("recompute_every", None)
     return FinetuneConfig.model_validate(values)

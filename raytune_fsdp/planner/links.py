@@ -69,21 +69,53 @@ def move(layout: Layout, network: Network, traffic: Traffic | None, collectives:
     if traffic is None:
         return Moved(seconds=0.0, inside=0.0, between=0.0)
     reducing, outside = network.reducing or network.inside, network.between or network.inside
-    gathered, scattered = traffic.bytes_of_weights, traffic.scattered * traffic.bytes_reduced
+    gathered, scattered = traffic.bytes_of_weights, traffic.bytes_scattered
     copies = traffic.all_reduced * traffic.bytes_reduced
     # A ring passes every byte through each device; where it is over several machines, into each of them once, over all
     # its links together. Its slowest link decides.
     inside, between = gathered + scattered, 0.0
     seconds = gathered / network.inside + scattered / reducing
-    if layout.shard_size > network.per_node:
-        between += inside
+    # Shards of one part of a layer lie `tensor` ranks apart: so many rings run side by side on a machine.
+    copy = layout.shard_size * layout.tensor
+    if copy > network.per_node:
+        between += inside * min(layout.tensor, network.per_node)
         seconds = max(seconds, between / outside)
-    # Replicas of a shard lie `shard_size` ranks apart: so many rings run side by side on a machine.
+        if traffic.crossing:
+            # Summed in two levels, one after the other: only sums leave a machine, a part of them by each device.
+            crossing = traffic.crossing * traffic.bytes_crossing
+            inside = gathered + scattered - crossing
+            between = gathered + crossing * network.per_node
+            seconds = max(gathered / network.inside, gathered / outside)
+            seconds += (scattered - crossing) / reducing + crossing * network.per_node / outside
+    # Replicas of a shard lie a copy of the model apart.
     if layout.world > network.per_node:
-        rings = min(layout.shard_size, network.per_node, layout.world)
+        rings = min(copy, network.per_node, layout.world)
         between += copies * rings
         seconds += max(copies * rings / outside, copies / reducing)
     else:
         inside += copies
         seconds += copies / reducing
     return Moved(seconds=seconds / network.share + network.per_collective * collectives, inside=inside, between=between)
+
+
+def exchange(layout: Layout, network: Network, nbytes: float, times: float) -> Moved:
+    """Of so many bytes, what goes from each rank to the others with which it shares samples."""
+    members, per_node = layout.sequence, network.per_node
+    here = min(members, max(1, per_node // layout.tensor))  # those of a machine follow one another
+    inside = nbytes * (here - 1) / members
+    between = nbytes * (members - here) / members * min(per_node, layout.world)
+    seconds = max(inside / network.inside, between / (network.between or network.inside))
+    return Moved(seconds=seconds / network.share + network.per_collective * times, inside=inside, between=between)
+
+
+def add_up(layout: Layout, network: Network, nbytes: float, times: float) -> Moved:
+    """Sums of so many bytes over the ranks that have each a part of a layer, sent there and back."""
+    members, per_node = layout.tensor, network.per_node
+    sent = 2 * nbytes * (members - 1) / members
+    if members <= per_node:  # they are next to each other
+        inside, between = sent, 0.0
+        seconds = inside / (network.reducing or network.inside)
+    else:
+        inside, between = sent, sent
+        seconds = between / (network.between or network.inside)
+    return Moved(seconds=seconds / network.share + network.per_collective * times, inside=inside, between=between)

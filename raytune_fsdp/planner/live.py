@@ -13,11 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from raytune_fsdp.gathering import groups_of
 from raytune_fsdp.planner.work import Operation, tensors_in, work_of
 
 Kind = Literal["weights", "gradients", "optimizer", "gathered", "activations", "host"]
@@ -28,6 +27,9 @@ Bytes = Mapping[Kind, int]
 
 _MOVES = ("c10d", "fsdp")
 """The namespaces of collectives, and of what copies into and out of their buffers."""
+
+
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 @dataclass(slots=True)
@@ -101,10 +103,11 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._groups: list[Any] = []
         self._copies_to_reduce, self._copies_to_promote = copies_to_reduce, copies_to_promote
         self._longest, self._until = longest, until
+        self._narrowed_from: int | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it will call operations on what it holds
+        if any(hasattr(each, "__tensor_flatten__") for each in types):
+            return NotImplemented  # a DTensor, numbers with their scale: it will call operations on what it holds
         if func.is_view or func.namespace == "prim":  # half of all: no memory is taken, nothing is computed
             return func(*args, **(kwargs or {}))
         if self._until is not None and time.monotonic() > self._until:
@@ -125,7 +128,18 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.timeline.operations.append(Operation("collective", 0.0, 0, 0))
         elif operation := work_of(func, args, kwargs or {}, result, self._longest):
             self.timeline.operations.append(operation)
+            self._look_at_narrowed(func, result)
         return result
+
+    def _look_at_narrowed(self, func: Any, result: Any) -> None:
+        """Say of the operations that lead to 8 bits that they do. torchao begins with absolute values."""
+        operations = self.timeline.operations
+        if func is torch.ops.aten.abs.default:
+            self._narrowed_from = len(operations) - 1
+        elif self._narrowed_from is not None and isinstance(result, torch.Tensor) and result.dtype in _EIGHT_BITS:
+            found = operations[self._narrowed_from :]
+            operations[self._narrowed_from :] = [each._replace(sort="narrowing") for each in found]
+            self._narrowed_from = None
 
     def mark(self, name: str) -> None:
         self._look_at_resized()
@@ -204,12 +218,6 @@ class _Destinations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.copy_.default:
             self._live.name([args[0]], "host")
         return func(*args, **(kwargs or {}))
-
-
-def groups_of(model: nn.Module) -> list[Any]:
-    """FSDP's own record of each unit."""
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]  # type: ignore[attr-defined]
-    return [group for state in states for group in state._fsdp_param_groups]
 
 
 def _summed(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:

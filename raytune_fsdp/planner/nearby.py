@@ -1,4 +1,4 @@
-"""What one small change of a config would do: free memory, or have a step wait less for its links."""
+"""What one small change of a config would do: free memory, make it fit, or have a step wait less for its links."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import RaytuneError
 from raytune_fsdp.planner.alternatives import Alternative, certainly_too_much
 from raytune_fsdp.planner.changes import with_changes
+from raytune_fsdp.planner.live import Kind
 from raytune_fsdp.planner.prediction import Prediction, predict
 from raytune_fsdp.planner.subject import Subject
 
@@ -18,6 +19,12 @@ _FASTER = 0.97
 """Of a step's time: what saves less is not worth a word."""
 
 _RECOMPUTE = "parallel.activation_checkpointing"
+
+_AXES: Mapping[str, tuple[Kind, ...]] = {"sequence": ("activations",), "tensor": ("activations", "gathered")}
+"""Of a mesh, in the order in which they are tried, and the parts of the peak that they divide."""
+
+_MEMBERS = (2, 4, 8)
+"""Ranks that compute together: more than a machine has would exchange over its links to others."""
 
 
 def step_down(subject: Subject, config: FinetuneConfig, found: Prediction) -> Alternative | None:
@@ -43,6 +50,27 @@ def _down(config: FinetuneConfig, found: Prediction) -> Iterator[Mapping[str, An
         yield {"parallel.strategy": "full_shard"}
 
 
+def shared(subject: Subject, config: FinetuneConfig, found: Prediction) -> Alternative | None:
+    """The fewest ranks that have to share each sample for a config to fit whose activations are too much, or else every
+    layer; with everything computed again, if that does not do. None: it fits, or no such mesh makes it fit."""
+    if found.fits:
+        return None
+    recomputed = config.parallel.activation_checkpointing == "full"
+    for axis, freed in _AXES.items():
+        if found.needed - sum(found.memory.peak.get(part, 0) for part in freed) > found.cluster.device.memory:
+            continue
+        for beside in ({},) if recomputed else ({}, {_RECOMPUTE: "full"}):
+            for members in _MEMBERS:
+                if members <= getattr(config.parallel.mesh, axis) or found.world % members:
+                    continue
+                if axis == "sequence" and config.data.seq_len % members:
+                    continue
+                other = _with(subject, config, found, {f"parallel.mesh.{axis}": members, **beside})
+                if other is not None and other.prediction.fits:
+                    return other
+    return None
+
+
 def moving_less(subject: Subject, config: FinetuneConfig, found: Prediction) -> list[Alternative]:
     """Of what learns the same, what fits and is faster, the fastest first."""
     tried = (_with(subject, config, found, changes) for changes in _less(config, found))
@@ -57,7 +85,7 @@ def moving_less(subject: Subject, config: FinetuneConfig, found: Prediction) -> 
 def _less(config: FinetuneConfig, found: Prediction) -> Iterator[Mapping[str, Any]]:
     parallel, division, per_node = config.parallel, found.plan.division, found.cluster.per_node
     double = 2 * division.micro_batch
-    if division.global_batch % double == 0 and division.global_batch // double >= found.world:
+    if division.global_batch % double == 0 and division.global_batch // double >= division.data_ranks:
         yield {"train.micro_batch": double}
     if division.full_rounds > 1 and not parallel.defer_gradient_sync:
         yield {"parallel.defer_gradient_sync": True}

@@ -7,7 +7,7 @@ from textwrap import wrap
 from typing import Any
 
 from raytune_fsdp.planner.advice import Advice
-from raytune_fsdp.planner.alternatives import Alternative, cheapest_fit, in_words
+from raytune_fsdp.planner.alternatives import Alternative, as_flags, cheapest_fit, in_words
 from raytune_fsdp.planner.beside import Beside
 from raytune_fsdp.planner.planned import Planned, cost, hours
 from raytune_fsdp.planner.prediction import GIB, Prediction
@@ -60,10 +60,21 @@ def _memory(planned: Planned) -> list[str]:
     if memory.on_host:
         lines += _row("", f"{_gib(memory.on_host)} more in the host's memory (activation_offload, cpu_offload)")
     if not found.fits:
-        best = cheapest_fit(list(planned.alternatives))
-        way = in_words(best.changes) if best else "none of the ways that were tried: more GPUs, or a smaller model"
-        lines += _row("to fit", f"{_gib(found.needed - device.memory)} too much; the cheapest change: {way}")
+        lines += _to_fit(planned)
     return [*lines, *_step_down(planned), *_row("micro-batch", _micro_batch(planned))]
+
+
+def _to_fit(planned: Planned) -> list[str]:
+    found, best, shared = planned.prediction, cheapest_fit(list(planned.alternatives)), planned.shared
+    way = "none of the ways that were tried: more GPUs, or a smaller model"
+    if best is not None:
+        way = f"{in_words(best.changes)} ({as_flags(best.changes)})"
+    much = _gib(found.needed - found.cluster.device.memory)
+    lines = _row("to fit", f"{much} too much; the cheapest change: {way}")
+    if shared is not None and shared is not best:
+        what = "every layer" if "parallel.mesh.tensor" in shared.changes else "each sample"
+        lines += _row("", f"or with ranks that share {what}: {as_flags(shared.changes)}")
+    return lines
 
 
 def _step_down(planned: Planned) -> list[str]:
@@ -105,6 +116,10 @@ def _speed(planned: Planned) -> list[str]:
     moved = f"{seconds.inside / 1e9:,.1f} GB a GPU inside of machines"
     if found.world > found.cluster.per_node:
         moved += f", {seconds.between / 1e9:,.1f} GB a machine between them"
+    if seconds.exchanged:
+        moved += f" ({seconds.exchanged / 1e9:,.1f} GB a GPU of it for attention)"
+    if seconds.added:
+        moved += f" ({seconds.added / 1e9:,.1f} GB a GPU of it to add up what parts of layers have computed)"
     lines += _row("moves", f"{moved}, each way, a step")
     text = f"{_duration(hours(found))} for {found.plan.steps:,} steps, {hours(found) * found.world:,.1f} GPU-hours"
     price = cost(found, planned.price)
@@ -309,6 +324,8 @@ def _figures(found: Prediction, price: float | None) -> dict[str, Any]:
         "bound": seconds.bound,
         "bytes_inside": seconds.inside,
         "bytes_between": seconds.between,
+        "bytes_of_attention": seconds.exchanged,
+        "bytes_of_sums": seconds.added,
         "tokens_per_second_per_gpu": found.tokens_per_second,
         "mfu": found.mfu,
         "hours": hours(found),

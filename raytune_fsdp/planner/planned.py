@@ -9,9 +9,15 @@ from pathlib import Path
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.planner.advice import Advice, advice
-from raytune_fsdp.planner.alternatives import Alternative, allowed_micro_batch, alternatives, micro_batches
+from raytune_fsdp.planner.alternatives import (
+    Alternative,
+    allowed_micro_batch,
+    alternatives,
+    in_order,
+    micro_batches,
+)
 from raytune_fsdp.planner.beside import Beside, beside
-from raytune_fsdp.planner.nearby import moving_less, step_down
+from raytune_fsdp.planner.nearby import moving_less, shared, step_down
 from raytune_fsdp.planner.prediction import Cluster, Prediction, predict
 from raytune_fsdp.planner.subject import Subject
 
@@ -32,6 +38,9 @@ class Planned:
     step_down: Alternative | None
     """The first change that learns the same and would free memory; None: there is none."""
     alternatives: Sequence[Alternative]
+    shared: Alternative | None
+    """That of them in which the fewest ranks share each sample, or else every layer, so that it fits; None: it fits, or
+    no such mesh does."""
     price: float | None
     """Of a GPU and hour."""
     free: int | None
@@ -55,6 +64,9 @@ def planned(
     subject, world = Subject.of(config, architecture), plan.layout.world
     found = predict(subject, config, plan, cluster)
     others = alternatives(subject, config, world, cluster) if with_alternatives or not found.fits else []
+    together = shared(subject, config, found)
+    if together is not None:
+        others = in_order([*others, together])
     largest, paying = micro_batches(subject, config, found)
     bound = found.seconds.bound == "communication"
     return Planned(
@@ -66,6 +78,7 @@ def planned(
         paying_micro_batch=paying,
         step_down=step_down(subject, config, found),
         alternatives=others,
+        shared=together,
         price=price,
         free=free,
         basis=subject.basis,

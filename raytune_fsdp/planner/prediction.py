@@ -10,14 +10,13 @@ from raytune_fsdp.errors import ModelError, RaytuneError, in_one_line
 from raytune_fsdp.estimate.devices import Device
 from raytune_fsdp.estimate.flops import Architecture, training_flops
 from raytune_fsdp.estimate.traffic import Traffic
-from raytune_fsdp.model.network import MASTER_DTYPE
-from raytune_fsdp.parallel import COMPUTE_DTYPE
 from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.planner.links import network_of
 from raytune_fsdp.planner.memory import Memory, memory_of
 from raytune_fsdp.planner.speed import LINKS_BETWEEN, MIDDLE, Seconds, rates_of, seconds_of
 from raytune_fsdp.planner.subject import Subject, with_torch_alone
 from raytune_fsdp.planner.trace import Trace, trace
+from raytune_fsdp.precision import computes_in
 from raytune_fsdp.types import ParameterCount
 
 GIB = 2**30
@@ -111,17 +110,18 @@ def predict(subject: Subject, config: FinetuneConfig, plan: Plan | int, cluster:
     """`plan`: the run's, or a number of GPUs where no more than a step is asked for."""
     if isinstance(plan, int):
         plan = resolve(config if config.train.max_steps else _bounded(config), plan)
-    return judge(traced(subject, config, plan, cluster.device), config, plan, cluster)
+    return judge(traced(subject, config, plan, cluster), config, plan, cluster)
 
 
-def traced(subject: Subject, config: FinetuneConfig, plan: Plan, device: Device) -> Trace:
+def traced(subject: Subject, config: FinetuneConfig, plan: Plan, cluster: Cluster) -> Trace:
     """A step on such devices. One rank alone looks at their memory; of several the trace is the same on all of a
-    kind."""
-    config = with_torch_alone(config)
+    kind, as many on each machine."""
+    config, device = with_torch_alone(config), cluster.device
     try:
         return trace(
             config, subject.hf_config, subject.needs, plan,
             memory=int(device.memory), device=device.kind, added=subject.added, gloo=device.kind == "cpu",
+            per_node=cluster.per_node,
         )  # fmt: skip
     except RaytuneError:
         raise
@@ -138,7 +138,7 @@ def judge(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Cluster) ->
     precision = config.parallel.precision
     rates = rates_of(
         device, compiled=config.parallel.compile in (True, "auto"), tf32=config.parallel.tf32,
-        itemsize=COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision]).itemsize,
+        itemsize=computes_in(precision).itemsize, narrow=precision == "fp8",
     )  # fmt: skip
     seconds = seconds_of(found, rates, network_of(device, cluster.per_node, cluster.between), plan, memory)
     tokens = plan.division.global_batch * config.data.seq_len

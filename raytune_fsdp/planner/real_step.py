@@ -10,11 +10,13 @@ import torch.distributed as dist
 
 from raytune_fsdp.assemble import as_stored, spread
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.data.parts import own_parts
 from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.network import build_network
+from raytune_fsdp.model.sequence import use_parts
 from raytune_fsdp.optim import build_optimizer, local_piece
-from raytune_fsdp.parallel import make_mesh, memory_of, units_of
+from raytune_fsdp.parallel import make_groups, make_mesh, memory_of, units_of
 from raytune_fsdp.plan import resolve
 from raytune_fsdp.planner.subject import Subject
 from raytune_fsdp.planner.trace import choose_kernels, full_batches, one_step
@@ -29,7 +31,7 @@ class Trainer:
         self._config, self._plan = config, resolve(config, dist.get_world_size())
         model = build_network(copy.deepcopy(subject.hf_config), config)
         choose_kernels(model, config, subject.needs, device.type)
-        self._parallel = as_stored(model, config, self._plan.layout, memory_of(device))
+        self._parallel = as_stored(model, config, self._plan.layout, memory_of(device), device.type)
         units = units_of(model, self._parallel, ends=subject.needs.ends)
         spread(model, units, self._parallel, make_mesh(self._plan.layout, device), None, device)
         fill(model, None, "empty", device)
@@ -40,7 +42,10 @@ class Trainer:
         self._optimizer = build_optimizer(model, config.optim, config.method)
         self._optimizer.init_state()
         batches = full_batches(config, subject.hf_config, self._plan.division.full_rounds)
-        self._batches = next(to_device(iter([batches]), device))
+        if (members := make_groups(self._plan.layout, device).sequence) is not None:
+            use_parts(model, members)
+        parts = own_parts([batches], self._plan.layout, dist.get_rank())
+        self._batches = next(to_device(parts, device))
 
     def step(self) -> float:
         """Train one step; returns the seconds that it took on the slowest rank."""

@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from raytune_fsdp.gathering import groups_of
 from raytune_fsdp.optim import Optimizer
-from raytune_fsdp.planner.live import Bytes, Kind, Live, groups_of
+from raytune_fsdp.planner.live import Bytes, Kind, Live
 
 
 class Recorder:

@@ -60,7 +60,8 @@ def search(
     train = config.train.model_copy(update={"max_steps": plan.steps, "epochs": None})
     best: list[Suitable] = []
     wants_bf16 = config.parallel.precision.startswith("bf16")
-    offers = [each for each in offers if each.device.bf16 or not wants_bf16]
+    wants_fp8 = config.parallel.precision == "fp8"
+    offers = [each for each in offers if (each.device.bf16 or not wants_bf16) and (each.device.fp8 or not wants_fp8)]
     for world in _sizes(config, per_node):
         fitting: dict[str, list[Suitable]] = {}
         for recompute in _RECOMPUTE:
@@ -73,9 +74,9 @@ def search(
             same: dict[str, Trace] = {}
             for offer in offers:
                 kind = offer.device.kind
-                if kind not in same or world == 1:
-                    same[kind] = traced(subject, changed, here, offer.device)
                 cluster = Cluster(device=offer.device, per_node=per_node, between=between)
+                if kind not in same or world == 1:
+                    same[kind] = traced(subject, changed, here, cluster)
                 prediction = judge(same[kind], changed, here, cluster)
                 changes = {} if recompute == config.parallel.activation_checkpointing else {_FIELD: recompute}
                 each = Suitable(changes=changes, prediction=prediction, price=cost(prediction, offer.price))
@@ -87,8 +88,8 @@ def search(
 
 
 def _sizes(config: FinetuneConfig, per_node: int) -> Iterator[int]:
-    """1, 2, 4 … GPUs of a machine, then whole machines; no more than a step has blocks."""
-    blocks = config.train.global_batch // config.train.micro_batch
+    """1, 2, 4 … GPUs of a machine, then whole machines; no more than a step has blocks, or parts of them."""
+    blocks = config.train.global_batch // config.train.micro_batch * config.parallel.mesh.together
     size = 1
     while size < per_node:
         if size <= blocks:

@@ -15,28 +15,36 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.assemble import as_stored, spread
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.data.batches import FILLER_INDEX, to_batch
+from raytune_fsdp.data.parts import own_parts
 from raytune_fsdp.estimate.flops import Architecture
 from raytune_fsdp.estimate.traffic import Traffic
 from raytune_fsdp.model.attention import Needs, choose, use
 from raytune_fsdp.model.blocks import blocks_of
 from raytune_fsdp.model.calls import PREFIX
+from raytune_fsdp.model.cuts import check_cut, sharing_heads
 from raytune_fsdp.model.fill import allocate
 from raytune_fsdp.model.head import LossHead, choose_loss, install
-from raytune_fsdp.model.network import MASTER_DTYPE, build_network, count_parameters, init_buffers
+from raytune_fsdp.model.network import build_network, count_parameters, init_buffers
 from raytune_fsdp.model.objective import Objective
 from raytune_fsdp.model.operations import count_architecture, count_asleep
+from raytune_fsdp.model.pieces import TENSOR
+from raytune_fsdp.model.sequence import check_attention_in_parts, check_sequence, use_parts
+from raytune_fsdp.model.tensor import cut
 from raytune_fsdp.optim import Optimizer, build_optimizer
-from raytune_fsdp.parallel import COMPUTE_DTYPE, is_wrapped, make_mesh, traffic_of, units_of
+from raytune_fsdp.parallel import is_wrapped, make_groups, make_mesh, traffic_of, units_of
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.planner.live import Bytes, Live, Timeline
 from raytune_fsdp.planner.recorder import Recorder
 from raytune_fsdp.planner.representatives import keep_blocks
+from raytune_fsdp.precision import computes_in
+from raytune_fsdp.reduction import ranks_of_a_node
 from raytune_fsdp.run.probe import with_memory
 from raytune_fsdp.step import LossScale, train_step
 from raytune_fsdp.types import Batch, Cursor, PackedSample, ParameterCount, StepBatches
@@ -85,13 +93,14 @@ def trace(
     device: str = "cuda",
     added: Sequence[int] = (),
     gloo: bool = False,
+    per_node: int | None = None,
     whole: bool = False,
     until: float | None = None,
 ) -> Trace:
     """Compute one step of rank 0 on devices of so many bytes of `memory`.
 
     `device`: the type of device that the run will have, which decides on the kernels. `gloo`: collectives need memory
-    as gloo's do. `whole`: trace every block. `until`: TookTooLong is raised at this time.
+    as gloo's do. `per_node`: ranks of a machine. `whole`: trace every block. `until`: TookTooLong is raised then.
     """
     from torch._subclasses import FakeTensorMode  # half of the compiler, a second
 
@@ -99,17 +108,17 @@ def trace(
     attention = choose_kernels(model, config, needs, device)
     architecture, parameters, asleep = count_architecture(model), count_parameters(model), count_asleep(model)
     largest = max(parameter.nbytes for parameter in model.parameters())
-    parallel = as_stored(model, config, plan.layout, memory)
-    traffic = _traffic(model, parallel, plan, ends=needs.ends)
-    kept = range(len(blocks_of(model))) if whole else keep_blocks(model, parallel, ends=needs.ends)
-    blocks = blocks_of(model)
-    passes = min(2, plan.division.full_rounds)
-    batches = full_batches(config, hf_config, passes)
+    parallel = as_stored(model, config, plan.layout, memory, device)
     with as_rank_of(plan.layout.world), _same_random_state(), torch.enable_grad():
-        mesh = make_mesh(plan.layout, CPU)
+        mesh = _share(model, plan)
+        per_node = _together(parallel, plan, per_node)
+        traffic = _traffic(model, parallel, plan, ends=needs.ends, per_node=per_node)
+        kept = range(len(blocks_of(model))) if whole else keep_blocks(model, parallel, ends=needs.ends)
+        blocks, passes = blocks_of(model), min(2, plan.division.full_rounds)
+        (batches,) = own_parts([full_batches(config, hf_config, passes)], plan.layout, rank=0)
         units = units_of(model, parallel, ends=needs.ends)
         live = Live(copies_to_reduce=gloo, copies_to_promote=device == "cpu", longest=config.data.seq_len, until=until)
-        spread(model, units, parallel, mesh, None, CPU, _ToHost(live))
+        spread(model, units, parallel, mesh, None, CPU, _ToHost(live), per_node)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         _allocate(model, fake)
         model.train()
@@ -136,11 +145,31 @@ def trace(
     )
 
 
-def _traffic(model: PreTrainedModel, parallel: ParallelConfig, plan: Plan, *, ends: bool) -> Traffic | None:
+def _share(model: PreTrainedModel, plan: Plan) -> DeviceMesh:
+    """Have the network compute what a rank computes of blocks and of layers; returns the mesh to shard it over."""
+    mesh, members = make_mesh(plan.layout, CPU), make_groups(plan.layout, CPU).sequence
+    if plan.layout.tensor > 1:
+        cut(model, mesh[TENSOR])
+    if members is not None:
+        use_parts(model, members)
+    return mesh
+
+
+def _together(parallel: ParallelConfig, plan: Plan, per_node: int | None) -> int | None:
+    """How many ranks sum gradients before those of other machines do."""
+    if parallel.reduce != "hierarchical" or per_node is None:
+        return None
+    nodes = [rank // per_node for rank in range(plan.layout.world)]
+    return ranks_of_a_node(nodes, plan.layout.shard_size)
+
+
+def _traffic(
+    model: PreTrainedModel, parallel: ParallelConfig, plan: Plan, *, ends: bool, per_node: int | None
+) -> Traffic | None:
     if not is_wrapped(parallel, plan.layout.world):
         return None
-    units = units_of(model, parallel, ends=ends)
-    return traffic_of(model, units, parallel, plan.layout, micro_batches=plan.division.full_rounds)
+    units, passes = units_of(model, parallel, ends=ends), plan.division.full_rounds
+    return traffic_of(model, units, parallel, plan.layout, micro_batches=passes, per_node=per_node)
 
 
 def _allocate(model: PreTrainedModel, fake: AbstractContextManager[object]) -> None:
@@ -193,6 +222,8 @@ def one_step(
 def choose_kernels(model: PreTrainedModel, config: FinetuneConfig, needs: Needs, device: str) -> str:
     """Give the network what ranks on such a device would choose, if nothing is installed beside torch; returns its
     attention."""
+    check_cut(config.parallel.mesh.tensor, model, needs)
+    check_sequence(config.parallel.mesh.sequence, needs, sharing=sharing_heads(model, config.parallel.mesh.tensor))
     if choose_loss(config.model.loss, needs, kept=None).name == "chunked":
         install(model)
         head = model.get_output_embeddings()
@@ -200,13 +231,15 @@ def choose_kernels(model: PreTrainedModel, config: FinetuneConfig, needs: Needs,
         head.stands_for = device
     if model._can_set_experts_implementation() and device == "cpu":
         model.set_experts_implementation("batched_mm")  # the others ask how many tokens come to an expert
-    precision = config.parallel.precision
-    dtype = COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])
+    dtype = computes_in(config.parallel.precision)
     attention = choose(
         config.model.attention, needs, kept=None, device=torch.device(device), dtype=dtype,
         fails=lambda name: None if name == f"{PREFIX}varlen" else "it is not looked for",
     )  # fmt: skip
-    return use(model, attention).name
+    chosen = use(model, attention)
+    if config.parallel.mesh.sequence > 1:
+        check_attention_in_parts(config.parallel.mesh.sequence, chosen)
+    return chosen.name
 
 
 def full_batches(config: FinetuneConfig, hf_config: PretrainedConfig, passes: int) -> StepBatches:

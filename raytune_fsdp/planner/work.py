@@ -10,16 +10,19 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-Sort = Literal["products", "attention", "attention backward", "rest", "collective"]
+Sort = Literal["products", "attention", "attention backward", "narrowing", "rest", "collective", "exchange", "sum"]
+"""`narrowing`: to 8 bits, with the search for the largest number. `exchange`: tokens for heads, among the ranks that
+share samples. `sum`: of what the ranks have computed that have each a part of a layer. `collective`: all others, whose
+bytes are known."""
 
 
 class Operation(NamedTuple):
     sort: Sort
     flops: float
     nbytes: int
-    """Read and written."""
+    """Read and written; of an exchange, all that it sends; of a sum, what is added up."""
     itemsize: int
-    """Of the numbers that are multiplied: 2 in 16 bits."""
+    """Of the numbers that are multiplied: 2 in 16 bits, 1 in 8."""
     sides: tuple[int, int] = (0, 0)
     """Of a product its two shortest sides, of attention the width of a head and the length of a document: they decide
     how much of a device it can use."""
@@ -36,7 +39,7 @@ _ATTENTION = {
     "varlen_attention_with_sinks_backward": 5,
 }
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
 
 _NOTHING = (
     "detach", "alias", "lift_fresh", "_unsafe_view", "empty", "new_empty", "empty_like", "empty_strided",
@@ -63,6 +66,9 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     if func.is_view or name in _NOTHING or (not made and func.namespace != "aten"):
         return None
     given = tensors_in((args, kwargs))
+    if func.namespace.startswith("_c10d_functional"):
+        sorts: dict[str, Sort] = {"all_to_all_single": "exchange", "all_reduce": "sum"}
+        return Operation(sorts[name], 0.0, given[0].nbytes, 0) if name in sorts else None
     nbytes = sum(each.nbytes for each in given) + sum(each.nbytes for each in made)
     if name in _ATTENTION:
         queries = next(each for each in given if each.ndim == 3)
@@ -72,7 +78,9 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
         sort: Sort = "attention backward" if name.endswith("backward") else "attention"
         return Operation(sort, flops, nbytes, queries.itemsize, (queries.shape[2], longest))
     if name in _PRODUCTS:
-        matrices = [each for each in given if each.ndim >= 2][-2:]
+        matrices = [each for each in given if each.ndim >= 2]
+        # What is added to a product comes before its factors, and the scales of rows behind them.
+        matrices = matrices[:2] if name == "_scaled_mm" else matrices[-2:]
         small, large, _ = sorted((*matrices[0].shape[-2:], matrices[1].shape[-1]))
         return Operation("products", _product(matrices), nbytes, matrices[0].itemsize, (small, large))
     count = flop_registry.get(func._overloadpacket)

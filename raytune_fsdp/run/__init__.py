@@ -8,6 +8,7 @@ In the order of a command:
     standing         where the run is now; how all ranks agree on that at every start
     resume           what makes it the same run, and the checkpoint to continue from
     initial_weights  the weights of a run that begins: a model directory, a checkpoint of another run, or a seed
+    kernels          the attention and the loss that it computes with, and whether its blocks are compiled
     record           what a run writes about itself: its directory, its attempts, its trackers
     publish          a checkpoint as a Hugging Face model directory, and on the hub
 """

@@ -15,7 +15,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.method import AdapterMethod
 from raytune_fsdp.errors import ConfigError, ResumeError, pip_install
 from raytune_fsdp.model.exported import check_replaceable
-from raytune_fsdp.plan import Plan, layout_of, resolve
+from raytune_fsdp.plan import Plan, layout_of, least_ranks, resolve
 from raytune_fsdp.rundir import RunDir, is_place_of_exports
 from raytune_fsdp.tracking.mlflow import mlflow_installed
 from raytune_fsdp.tracking.tensorboard import tensorboard_installed
@@ -44,13 +44,29 @@ def check_config(config: FinetuneConfig, world: int | None) -> None:
     check_trackers(config)
     check_early_stop(config)
     check_where(config)
+    check_sequence_length(config)
     if config.train.max_steps is None:
         if world is not None:
             layout_of(config, world)
-    elif world is not None or config.parallel.strategy != "hybrid_shard":
-        plan = resolve(config, world or 1)  # of one rank the least is asked
+    else:
+        plan = resolve(config, world or least_ranks(config))  # of the fewest ranks the least is asked
         check_best(config, plan)
         check_export(config, plan)
+
+
+def check_sequence_length(config: FinetuneConfig) -> None:
+    """Refuse samples that ranks cannot share evenly, and an attention that cannot be shared."""
+    sequence, length, attention = config.parallel.mesh.sequence, config.data.seq_len, config.model.attention
+    if length % sequence:
+        raise ConfigError(
+            f"parallel.mesh.sequence={sequence} does not divide data.seq_len={length}: every rank of a group has as "
+            f"many tokens of a sample; set data.seq_len={-(-length // sequence) * sequence}, or another sequence"
+        )
+    if sequence > 1 and attention in ("eager", "sdpa", "flex_attention"):
+        raise ConfigError(
+            f"model.attention={attention} with parallel.mesh.sequence={sequence}: only attention that is told where "
+            "documents begin can be shared by ranks; set model.attention=auto"
+        )
 
 
 def check_trackers(config: FinetuneConfig) -> None:

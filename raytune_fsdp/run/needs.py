@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,8 +23,10 @@ from raytune_fsdp.config import FinetuneConfig, FullMethod
 from raytune_fsdp.errors import in_one_line
 from raytune_fsdp.model.attention import Heads, Needs, choose, logits_of, takes_position_ids, use
 from raytune_fsdp.model.blocks import ends_of
-from raytune_fsdp.model.calls import PREFIX, Call, Kernel, Unfit, attend, reference
+from raytune_fsdp.model.calls import PREFIX, AttentionDropout, Call, Kernel, Unfit, attend, reference
+from raytune_fsdp.model.draws import draws_of, rates_of
 from raytune_fsdp.model.head import has_plain_head, install
+from raytune_fsdp.model.network import class_name
 from raytune_fsdp.model.proof import LENGTHS, WINDOW, documents, error_of_loss
 from raytune_fsdp.model.trial import why_kernel_fails
 from raytune_fsdp.run.probe import small_network
@@ -57,12 +60,13 @@ def network_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: 
     eager = _eager(model)
     plain_loss = _plain_loss(config, model)
     ends = _has_ends(model)
-    refused, heads = _borders(config, network, model)
+    refused, heads, unshared = _borders(config, network, model)
     # Those of the small network are narrower.
     narrow = () if refused else heads
     heads = narrow and (_heads_in_full(network) or tuple(replace(each, width=_width(hf_config)) for each in narrow))
     return Needs(
         refused=refused,
+        unshared=unshared,
         softcap=any(each.softcap is not None for each in heads),
         sinks=any(each.sinks for each in heads),
         heads=heads,
@@ -168,43 +172,73 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 def _borders(
     config: FinetuneConfig, network: PreTrainedModel, model: PreTrainedModel
-) -> tuple[str | None, tuple[Heads, ...]]:
-    """Why it cannot be told where documents begin, and what the small network asks of a kernel."""
+) -> tuple[str | None, tuple[Heads, ...], str | None]:
+    """Why it cannot be told where documents begin, what the small network asks of a kernel, and why ranks cannot share
+    samples even if it can."""
     if config.model.attention in ("eager", "sdpa", "flex_attention"):
-        return "model.attention says otherwise", ()
+        return "model.attention says otherwise", (), None
     if not takes_position_ids(network):
-        return "it takes no position_ids", ()
-    seen: set[Heads] = set()
+        return "it takes no position_ids", (), None
+    seen: Counter[Heads] = Counter()
     AttentionInterface.register(_TRIED, partial(attend, partial(_recorded, seen, reference)))
     try:
-        difference = _packed_and_alone(model)
+        difference, drawn = _packed_and_alone(model)
+    except AttentionDropout as unfit:
+        return str(unfit), (), _drops_attention(network)
     except Unfit as unfit:
-        return str(unfit), ()
+        return str(unfit), (), None
     except Exception as error:  # the code of any model
         logger.debug("a network with borders was tried and failed: %s", in_one_line(error))
-        return _UNTRIED, ()
+        return _UNTRIED, (), None
     if not seen:
-        return "its attention is its own", ()
-    return None if difference < _BOUND else "it needs more than borders to compute the same", _in_order(seen)
+        return "its attention is its own", (), None
+    refused = None if difference < _BOUND else "it needs more than borders to compute the same"
+    return refused, _in_order(seen), _draws_alone(network, drawn) if drawn else None
+
+
+def _drops_attention(network: PreTrainedModel) -> str:
+    """A kernel that drops draws a mask as large as the square of a sample inside of itself, where none can cut it."""
+    rates = rates_of(network.config, attention=True)
+    return (
+        f"attention dropout {_listed(rates)}draws a mask over all pairs of tokens of all heads, and ranks that share "
+        f"samples have some heads each; set {_to_zero(rates)}"
+    )
+
+
+def _draws_alone(network: PreTrainedModel, drawn: Sequence[str]) -> str:
+    rates = rates_of(network.config, attention=False)
+    return (
+        f"the code of a {class_name(network)} draws random numbers for each token outside of nn.Dropout "
+        f"{_listed(rates)}({', '.join(dict.fromkeys(drawn))}), so that a run would depend on how many ranks share a "
+        f"sample; set {_to_zero(rates)}"
+    )
+
+
+def _listed(rates: Mapping[str, float]) -> str:
+    return f"({', '.join(f'{name}={value:g}' for name, value in rates.items())}) " if rates else ""
+
+
+def _to_zero(rates: Mapping[str, float]) -> str:
+    return ", ".join(f"model.overrides.{name}=0.0" for name in rates) or "its rate to 0 with model.overrides"
 
 
 def _recorded(
-    seen: set[Heads], kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+    seen: Counter[Heads], kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
 ) -> torch.Tensor:
     many, keys, width = q.shape[1], k.shape[1], q.shape[2]
     sinks = call.sinks is not None
-    seen.add(Heads(many=many, keys=keys, width=width, window=call.window, softcap=call.softcap, sinks=sinks))
+    seen[Heads(many=many, keys=keys, width=width, window=call.window, softcap=call.softcap, sinks=sinks)] += 1
     return kernel(q, k, v, call)
 
 
-def _in_order(seen: set[Heads]) -> tuple[Heads, ...]:
+def _in_order(seen: Iterable[Heads]) -> tuple[Heads, ...]:
     return tuple(sorted(seen, key=repr))
 
 
 @torch.no_grad()
 def _heads_in_full(network: PreTrainedModel) -> tuple[Heads, ...]:
     """What a network on the meta device asks of a kernel; empty if that is not found out."""
-    seen: set[Heads] = set()
+    seen: Counter[Heads] = Counter()
     AttentionInterface.register(_TRIED, partial(attend, partial(_recorded, seen, lambda q, k, v, call: q)))
     meta = torch.device("meta")
     try:
@@ -217,7 +251,7 @@ def _heads_in_full(network: PreTrainedModel) -> tuple[Heads, ...]:
     except Exception as error:  # what has no rule for shapes, and the code of any model
         logger.debug("the heads of the network in full were not found out: %s", in_one_line(error))
         return ()
-    return _in_order(seen)
+    return _in_order(replace(each, layers=layers) for each, layers in seen.items())
 
 
 def _with_short_windows(hf_config: PretrainedConfig) -> PretrainedConfig:
@@ -231,18 +265,20 @@ def _with_short_windows(hf_config: PretrainedConfig) -> PretrainedConfig:
 
 
 @torch.no_grad()
-def _packed_and_alone(model: PreTrainedModel) -> float:
-    """The largest difference between logits of packed documents and of the same ones alone, to the largest logit."""
+def _packed_and_alone(model: PreTrainedModel) -> tuple[float, list[str]]:
+    """The largest difference between logits of packed documents and of the same ones alone, to the largest logit; and
+    what is drawn at random for tokens in training, and cannot be cut."""
     block = documents(model, _CPU)
     model.set_attn_implementation(_TRIED)
-    model.train()  # dropout of attention weights is only asked for here
-    logits_of(model, block.input_ids, block.position_ids, block.borders)
+    model.train()  # dropout is only asked for here
+    with draws_of(model, block.input_ids.numel()) as drawn:
+        logits_of(model, block.input_ids, block.position_ids, block.borders)
     model.eval()
     packed = logits_of(model, block.input_ids, block.position_ids, block.borders).flatten(0, 1)
     model.set_attn_implementation("eager")
     each = torch.split(block.input_ids.flatten(), [length for row in LENGTHS for length in row])
     alone = torch.cat([logits_of(model, ids[None], torch.arange(len(ids))[None])[0] for ids in each])
-    return float((packed - alone).abs().max() / alone.abs().max())
+    return float((packed - alone).abs().max() / alone.abs().max()), drawn
 
 
 @torch.no_grad()

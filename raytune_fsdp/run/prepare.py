@@ -33,7 +33,9 @@ from raytune_fsdp.model.adapters import base_name, frozen_experts, is_adapted, l
 from raytune_fsdp.model.added_rows import why_not_alone
 from raytune_fsdp.model.attention import positions_of, takes_position_ids
 from raytune_fsdp.model.bounds import MOST_TOKENS, check_tokenizer_files
+from raytune_fsdp.model.cuts import check_cut, sharing_heads
 from raytune_fsdp.model.files import locate
+from raytune_fsdp.model.fp8 import check_fp8, layers_in_fp8, left_in_bf16
 from raytune_fsdp.model.hub import check_push
 from raytune_fsdp.model.network import (
     build_network,
@@ -47,6 +49,8 @@ from raytune_fsdp.model.principal import check_ranks
 from raytune_fsdp.model.quantized import check_torch, quantize_layers
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.model.routers import check_routers
+from raytune_fsdp.model.sequence import check_sequence
+from raytune_fsdp.model.tensor import cut_shapes
 from raytune_fsdp.optim import check_groups, check_matrices
 from raytune_fsdp.parallel import describe, is_wrapped, units_of
 from raytune_fsdp.plan import Plan, layout_of
@@ -91,6 +95,8 @@ def prepare(
     init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
     _check_network(config, network, world)
     needs = network_needs(config, hf_config, network)
+    check_cut(config.parallel.mesh.tensor, network, needs)
+    check_sequence(config.parallel.mesh.sequence, needs, sharing=sharing_heads(network, config.parallel.mesh.tensor))
     check_step(config, hf_config, network, needs)
     origin = _origin(config, network, added, found.state.base) if own is None or is_adapted(network) else None
     check_prompts(config, tokenizer, positions := positions_of(hf_config))
@@ -173,12 +179,18 @@ def sharding_of(config: FinetuneConfig, world: int) -> dict[str, Any] | None:
         return None
     hf_config, _, added = _fitted(config, model_directory(config, weights=False))
     network = build_network(hf_config, config, added)
-    ends = network_needs(config, hf_config, network).ends
+    needs = network_needs(config, hf_config, network)
     if isinstance(config.method, QloraMethod):
         quantize_layers(network, config.method.quantization)
     layout, blocks = layout_of(config, world), config.train.global_batch // config.train.micro_batch
-    units = units_of(network, config.parallel, ends=ends)
-    return describe(network, units, config.parallel, layout, micro_batches=-(-blocks // world))
+    if layout.tensor > 1:
+        check_cut(layout.tensor, network, needs)
+        cut_shapes(network, layout.tensor)
+    units = units_of(network, config.parallel, ends=needs.ends)
+    return describe(
+        network, units, config.parallel, layout, micro_batches=-(-blocks // layout.data_ranks), heads=needs.heads,
+        tokens=config.train.micro_batch * config.data.seq_len,
+    )  # fmt: skip
 
 
 def prepare_data(
@@ -327,6 +339,16 @@ def _warn_of_experts(network: PreTrainedModel) -> None:
         )  # fmt: skip
 
 
+def _warn_of_bf16(network: PreTrainedModel) -> None:
+    """Say which linear layers of the blocks fp8 leaves as they are."""
+    if left := left_in_bf16(network):
+        name, why = next(iter(left.items()))
+        logger.warning(
+            "parallel.precision=fp8: %d of %d linear layers of the blocks are computed in bf16 (%s: %s)",
+            len(left), len(left) + len(layers_in_fp8(network)), name, why,
+        )  # fmt: skip
+
+
 def _check_network(config: FinetuneConfig, network: PreTrainedModel, world: int) -> None:
     """Refuse what this architecture cannot do, and say what may not be meant."""
     warn_of_method(config)
@@ -339,6 +361,9 @@ def _check_network(config: FinetuneConfig, network: PreTrainedModel, world: int)
     if isinstance(config.method, QloraMethod):
         check_torch()
         _warn_of_experts(network)
+    if config.parallel.precision == "fp8":
+        check_fp8(network)
+        _warn_of_bf16(network)
     check_lengths(config, network)
     check_routers(network, config.train)
     if config.parallel.activation_checkpointing != "none" and not network.supports_gradient_checkpointing:

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, newest
 from raytune_fsdp.checkpoint.state import RunState, read_state
-from raytune_fsdp.config import FinetuneConfig, OptimConfig
+from raytune_fsdp.config import FinetuneConfig, OptimConfig, ParallelConfig
 from raytune_fsdp.config.method import unordered
 from raytune_fsdp.config.recorded import recorded
 from raytune_fsdp.config.text import parse, problem_line, spelled
@@ -55,10 +55,17 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
         "method": named("method", config.method, exclude=("adapter",)),  # its values are, as first weights are
         "run.seed": config.run.seed,
         "parallel.precision": config.parallel.precision,
+        **_rounding(config.parallel),
         **{f"train.{key}": value for key, value in named("train", config.train, exclude=_LENGTH).items()},
         **data_identity_of(train),
     }
     return _normal(identity)
+
+
+def _rounding(parallel: ParallelConfig) -> dict[str, Any]:
+    """What else decides how numbers are rounded. Not how weights travel in 8 bits: they come out the same."""
+    found = {"parallel.fp8_scaling": parallel.fp8_scaling} if parallel.precision == "fp8" else {}
+    return {**found, "parallel.reduce_dtype": "bf16"} if parallel.reduce_dtype == "bf16" else found
 
 
 def data_identity_of(train: Windows) -> dict[str, Any]:
@@ -74,7 +81,7 @@ def _normal(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 def _by_its_meaning(config: FinetuneConfig) -> OptimConfig:
     """Moments in fp32 beside weights in fp32 are the same run, whichever way that is written."""
-    chosen, wide = config.optim.optimizer, config.parallel.precision in ("bf16", "fp16", "fp32")
+    chosen, wide = config.optim.optimizer, config.parallel.precision in ("bf16", "fp16", "fp32", "fp8")
     if not (chosen.type == "adamw" and chosen.moments == "fp32" and wide):
         return config.optim
     return config.optim.model_copy(update={"optimizer": chosen.model_copy(update={"moments": "as_weights"})})

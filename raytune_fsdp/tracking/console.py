@@ -222,7 +222,7 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
         case names.SHARDED:
             units = get("units")
             listed = ", ".join(map(_unit, units)) if isinstance(units, list) else units
-            return f"gathered {get('gathered')}: {listed}{_received(get('weights_bytes'), get('gradients_bytes'))}"
+            return f"gathered {get('gathered')}: {listed}{_received(fields)}"
         case names.ROWS_SKIPPED:
             reasons, rows = get("reasons"), get("rows")
             counts = ", ".join(f"{n} {reason}" for reason, n in reasons.items()) if isinstance(reasons, dict) else ""
@@ -263,10 +263,12 @@ def _unit(unit: object) -> str:
     return f"{unit.get('name')} {size}" if count == 1 else f"{count} x {unit.get('name')} of {size}"
 
 
-def _received(weights: object, gradients: object) -> str:
-    if not isinstance(weights, int) or not isinstance(gradients, int):  # of an older version
+def _received(fields: Mapping[str, object]) -> str:
+    names = {"weights_bytes": "of weights", "gradients_bytes": "of gradients", "attention_bytes": "for attention"}
+    found = [f"{gibibytes(size)} {what}" for key, what in names.items() if isinstance(size := fields.get(key), int)]
+    if len(found) < 2:  # of an older version
         return ""
-    return f"; in a step a rank receives {gibibytes(weights)} of weights and {gibibytes(gradients)} of gradients"
+    return f"; in a step a rank receives {', '.join(found[:-1])} and {found[-1]}"
 
 
 def short(value: float) -> str:

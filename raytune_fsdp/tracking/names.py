@@ -49,7 +49,8 @@ KERNELS = "kernels"
 it is this one of each."""
 SHARDED = "sharded"
 """What an attempt gathers together. Fields: units (name, count, and bytes of the largest), gathered (when); and what a
-rank receives in a step: weights_bytes, gradients_bytes."""
+rank receives in a step: weights_bytes, gradients_bytes, and where ranks share samples attention_bytes (null: not
+known)."""
 PREDICTED = "predicted"
 """What a rank of the attempt needs, as the planner says. Fields: kept_bytes (of its device, from step to step),
 peak_bytes (of tensors), where (what it does then), beside_bytes (of the device, beside tensors), checkpoint_bytes and

@@ -34,6 +34,7 @@ def test_steps_take_what_is_planned(tmp_path: Path, name: str) -> None:
 def test_the_cases_vary() -> None:
     parallel = [sections["parallel"] for _, _, sections in CASES.values()]
     assert {world for world, _, _ in CASES.values()} >= {1, 2, 4}
+    assert {each.get("mesh", {}).get("sequence", 1) for each in parallel} >= {1, 2, 4}
     assert {each.get("strategy", "full_shard") for each in parallel} == {
         "full_shard", "shard_grad_op", "replicate", "hybrid_shard",
     }  # fmt: skip

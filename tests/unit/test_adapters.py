@@ -16,7 +16,7 @@ from raytune_fsdp.model.adapter_config import adapter_method, put_adapter_config
 from raytune_fsdp.model.adapters import AdaptedWeights, _nearest, adapter_tensors, base_name, left_out, stored_names
 from raytune_fsdp.model.network import build_network
 from raytune_fsdp.model.weights import RandomWeights
-from raytune_fsdp.parallel import store_frozen
+from raytune_fsdp.precision import store_frozen
 from tests.models import architecture
 
 pytest.importorskip("peft")

@@ -16,7 +16,8 @@ import pytest
 import raytune_fsdp
 from raytune_fsdp.cli import common, main, train
 from raytune_fsdp.errors import ConfigError, Interrupted, TrainingError, UserError
-from raytune_fsdp.launch.quiet import VERBOSE, ignoring_warnings, quiet, quieting
+from raytune_fsdp.launch.quiet import ignoring_warnings, quiet, quieting
+from raytune_fsdp.talkative import VERBOSE
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = [

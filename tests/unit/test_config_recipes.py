@@ -37,7 +37,7 @@ def test_a_recipe_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 HARDWARE = re.compile(
-    r"^# Hardware: (?:any machine|(?P<gpus>\d+) x (?P<kind>[AH]100) (?P<memory>\d+) GB on (?P<nodes>\d+) nodes?)\. "
+    r"^# Hardware: (?:any machine|(?P<gpus>\d+) x (?P<kind>[AH][12]00) (?P<memory>\d+) GB on (?P<nodes>\d+) nodes?)\. "
     r"Weights: (?P<weights>[\d.]+) billion(?:, (?P<trained>[\d.]+) trained)?(?:, (?P<few>[\d.]+) of 4 bits)?\.$",
     re.MULTILINE,
 )
@@ -60,9 +60,11 @@ def test_recipe_plans_on_the_hardware_it_names_and_fits_there(recipe: Path) -> N
         trained = float(stated["trained"] or weights)
         assert isinstance(config.method, AdapterMethod) == (stated["trained"] is not None)
         assert isinstance(config.method, QloraMethod) == (stated["few"] is not None)
-        states = (16e9 * trained + 2e9 * (weights - trained - few) + 0.52e9 * few) / plan.layout.shard_size
+        states = (16e9 * trained + 2e9 * (weights - trained - few) + 0.52e9 * few) / (
+            plan.layout.shard_size * plan.layout.tensor
+        )
         assert states < 0.85 * int(stated["memory"]) * 2**30
-        assert world == 1 or plan.layout.shard_size % 8 == 0, "copies of the model are whole nodes"
+        assert world == 1 or plan.layout.shard_size * plan.layout.tensor % 8 == 0, "copies of the model are whole nodes"
 
 
 def test_the_70b_of_4_bits_is_as_large_as_its_recipe_says() -> None:
@@ -72,7 +74,7 @@ def test_the_70b_of_4_bits_is_as_large_as_its_recipe_says() -> None:
 
     from raytune_fsdp.model.network import build_network
     from raytune_fsdp.model.quantized import QuantizedLayer, quantize_layers
-    from raytune_fsdp.parallel import store_frozen
+    from raytune_fsdp.precision import store_frozen
 
     config = load_config("llama3-70b-qlora")
     assert isinstance(config.method, QloraMethod)

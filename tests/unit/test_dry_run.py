@@ -21,7 +21,7 @@ from raytune_fsdp.dry_run import DryRun, in_words, to_json
 from raytune_fsdp.dry_run.scratch import scratch
 from raytune_fsdp.dry_run.trial import trial_of
 from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.plan import resolve
+from raytune_fsdp.plan import least_ranks, resolve
 
 AS_IT_IS = ("model", "method", "parallel")
 ROWS = [{"path": "rows.jsonl"}]
@@ -49,7 +49,7 @@ def test_a_trial_is_the_run_for_two_steps(recipe: str, tmp_path: Path) -> None:
     same = {"train", "seq_len", "packing", "window", "shuffle", "long_documents"}
     assert trial.data.model_dump(include=same) == config.data.model_dump(include=same)
     assert trial.cluster.model_dump(exclude={"max_failures"}) == config.cluster.model_dump(exclude={"max_failures"})
-    plan = resolve(trial, config.parallel.shard_size or 2)
+    plan = resolve(trial, max(2, least_ranks(config)))
     assert (plan.steps, plan.eval_every, plan.log_every) == (2, 1, 1)
     assert plan.division.global_batch == config.train.global_batch
     assert plan.division.micro_batch == config.train.micro_batch

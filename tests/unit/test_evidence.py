@@ -182,6 +182,7 @@ def test_the_page_holds_what_was_found_against_the_targets() -> None:
         ["at most 0", "2", "missed |"],
         ["at most 3", "not measured", "|"],
         ["at most 1.5", "not measured", "|"],
+        ["at least 1.2", "not measured", "|"],
         ["at least 1", "0", "missed |"],
     ]
 

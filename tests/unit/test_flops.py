@@ -17,7 +17,7 @@ from raytune_fsdp.model.loss import block_loss
 from raytune_fsdp.model.network import build_base, init_buffers, load_architecture
 from raytune_fsdp.model.operations import count_architecture
 from raytune_fsdp.model.trained import choose_trained
-from raytune_fsdp.parallel import check_precision
+from raytune_fsdp.precision import check_precision
 from raytune_fsdp.types import IGNORE, PADDING, Cursor, PackedSample
 from tests.models import ARCHITECTURES, EXPERTS, TIED, architecture
 

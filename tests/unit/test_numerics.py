@@ -13,7 +13,7 @@ from raytune_fsdp.config import ParallelConfig
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.launch import worker
 from raytune_fsdp.model.compiler import Compiler
-from raytune_fsdp.parallel import numerics
+from raytune_fsdp.precision import numerics
 from tests.runs import make_config
 
 CPU = torch.device("cpu")

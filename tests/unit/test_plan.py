@@ -211,6 +211,31 @@ def test_a_number_of_ranks_that_may_change() -> None:
         sizes_of(between(1, 9))
 
 
+def test_numbers_of_ranks_that_a_mesh_allows() -> None:
+    """`auto` is at first the least of them, as nobody knows yet what there is."""
+
+    def sizes(workers: Any, **mesh: int) -> list[int]:
+        strategy = "hybrid_shard" if "replicate" in mesh else "full_shard"
+        return sizes_of(config(cluster={"workers": workers}, parallel={"strategy": strategy, "mesh": mesh}))
+
+    assert sizes("auto", sequence=2) == [2]
+    assert sizes("auto", tensor=2, shard=2) == [4]
+    assert sizes("auto", shard=2, replicate=2) == [4]
+    assert sizes({"min": 1, "max": 8}, sequence=2) == [2, 4, 6, 8]
+    assert sizes({"min": 4, "max": 8}, shard=8) == [8]
+    assert sizes({"min": 4, "max": 8}, shard=2, replicate=2) == [4]
+    with pytest.raises(ConfigError, match=r"sequence=2 does not divide the world size 3; .*workers=2 or .*workers=4"):
+        sizes(3, sequence=2)
+    with pytest.raises(
+        ConfigError, match=r"no number in between is a multiple of 16, as parallel.mesh=.*; set a larger"
+    ):
+        sizes({"min": 4, "max": 8}, shard=16)
+    with pytest.raises(ConfigError, match=r"no number in between is a multiple of 2, .*; set cluster.workers=2$"):
+        sizes({"min": 5, "max": 5}, shard=2)
+    with pytest.raises(ConfigError, match=r"of 12, as parallel.shard_size=4 and .*replicate=3 need it; set a larger"):
+        sizes_of(between(5, 6, strategy="hybrid_shard", shard_size=4, mesh={"replicate": 3}))
+
+
 def test_every_way_out_that_is_offered_is_one() -> None:
     """Of numbers of ranks that hybrid_shard cannot have, and of those for which a step has no blocks."""
     offered = set()

@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.load import load_config
 from raytune_fsdp.estimate.devices import find_device, link_speed
+from raytune_fsdp.plan import resolve
 from raytune_fsdp.planner.advice import Advice, advice
-from raytune_fsdp.planner.alternatives import allowed_micro_batch, in_words
-from raytune_fsdp.planner.nearby import moving_less, step_down
+from raytune_fsdp.planner.alternatives import allowed_micro_batch, as_flags, in_words
+from raytune_fsdp.planner.changes import with_changes
+from raytune_fsdp.planner.nearby import moving_less, shared, step_down
+from raytune_fsdp.planner.page import as_page
+from raytune_fsdp.planner.planned import planned
 from raytune_fsdp.planner.prediction import Cluster, Prediction, predict
 from raytune_fsdp.planner.subject import Subject
 from tests.unit.test_planner_memory import EXPERTS, LLAMA, config_of
@@ -117,3 +122,75 @@ def test_experts_sleep() -> None:
 def test_the_batch_says_how_many_samples_a_rank_can_have() -> None:
     config = config_of(LLAMA, train={"global_batch": 48, "micro_batch": 1})
     assert [allowed_micro_batch(config, world) for world in (1, 2, 5, 16, 48)] == [48, 24, 8, 3, 1]
+
+
+LONG = {"data": {"seq_len": 256}, "train": {"micro_batch": 1, "global_batch": 8}}
+
+
+def needed(config: FinetuneConfig, world: int, **changes: Any) -> int:
+    return look(with_changes(config, changes), world)[1].needed
+
+
+def too_long(config: FinetuneConfig, world: int, memory: int) -> tuple[Subject, Prediction]:
+    """On devices of so much memory."""
+    subject, found = look(config, world)
+    cluster = replace(found.cluster, device=replace(found.cluster.device, memory=memory))
+    return subject, replace(found, cluster=cluster)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("members", [2, 4])
+def test_the_fewest_ranks_that_have_to_share_samples(members: int) -> None:
+    config = config_of(LLAMA, **LONG, parallel={"activation_checkpointing": "full"})
+    changes = {"parallel.mesh.sequence": members}
+    subject, found = too_long(config, 8, needed(config, 8, **changes))
+    assert not found.fits
+    way = shared(subject, config, found)
+    assert way is not None and way.prediction.fits and dict(way.changes) == changes
+    assert as_flags(way.changes) == f"--parallel.mesh.sequence {members}"
+    assert way.prediction.tokens == found.tokens and way.prediction.plan.layout.sequence == members
+    # As a mesh that is there already is no help, neither is one of which some ranks would have more heads than others.
+    already = with_changes(config, changes)
+    subject, found = too_long(already, 8, needed(already, 8) - 1)
+    way = shared(subject, already, found)
+    assert way is None or dict(way.changes).get("parallel.mesh.sequence") in (None, 4)
+
+
+@pytest.mark.thorough
+def test_what_is_computed_again_beside_ranks_that_share_samples() -> None:
+    config = config_of(LLAMA, **LONG)
+    both = {"parallel.mesh.sequence": 4, "parallel.activation_checkpointing": "full"}
+    subject, found = too_long(config, 4, needed(config, 4, **both))
+    way = shared(subject, config, found)
+    assert way is not None and dict(way.changes) == both and way.prediction.fits
+    subject, found = too_long(config, 4, needed(config, 4, **both) - 1)
+    way = shared(subject, config, found)
+    assert way is None or "parallel.mesh.tensor" in way.changes
+    peak = found.memory.peak
+    subject, found = too_long(config, 4, found.needed - peak["activations"] - peak["gathered"] - 1)
+    assert shared(subject, config, found) is None, "what is too much no mesh divides"
+
+
+@pytest.mark.thorough
+def test_the_fewest_ranks_that_have_to_share_layers() -> None:
+    """What is too much are gathered weights, which ranks that share samples have all of."""
+    sections = {**LONG, "data": {"seq_len": 32}, "parallel": {"activation_checkpointing": "full"}}
+    config = config_of(LLAMA, **sections)
+    changes = {"parallel.mesh.tensor": 2}
+    subject, found = too_long(config, 8, needed(config, 8, **changes))
+    way = shared(subject, config, found)
+    assert way is not None and way.prediction.fits and dict(way.changes) == changes
+    assert as_flags(way.changes) == "--parallel.mesh.tensor 2"
+    assert way.prediction.tokens == found.tokens and way.prediction.plan.layout.tensor == 2
+
+
+@pytest.mark.thorough
+def test_the_page_says_how_ranks_share_what_is_too_long_for_one() -> None:
+    """An 8B at 131,072 tokens: the recipe's mesh is the smallest that fits."""
+    recipe = load_config("llama3-8b-131072-8gpus", ["--train.max_steps", "10", "--train.epochs", "null"])
+    config = with_changes(recipe, {"parallel.mesh.sequence": 1})
+    cluster = Cluster(device=find_device("A100-80GB"))
+    found = planned(config, resolve(config, 8), cluster)
+    assert not found.prediction.fits and found.shared is not None
+    assert found.shared.changes == {"parallel.mesh.sequence": recipe.parallel.mesh.sequence}
+    assert f"--parallel.mesh.sequence {recipe.parallel.mesh.sequence}" in as_page(found)

@@ -101,6 +101,22 @@ def test_what_stays_is_what_the_shapes_say() -> None:
     assert planned(config, 2).peak["gradients"] == 4 * numbers
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_ranks_that_share_samples_have_their_part_of_the_activations(recompute: str) -> None:
+    """By accounting: a quarter, and what does not depend on how many tokens there are."""
+    wide = {**LLAMA, "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4}
+    activations = {}
+    for sequence in (1, 4):
+        config = config_of(
+            {**wide, "max_position_embeddings": 8192}, data={"seq_len": 8192},
+            parallel={"mesh": {"sequence": sequence}, "activation_checkpointing": recompute},
+            train={"micro_batch": 1, "global_batch": 4},
+        )  # fmt: skip
+        activations[sequence] = planned(config, 4).peak["activations"]
+    assert 0.25 <= activations[4] / activations[1] <= 0.30
+
+
 def test_repetitions_are_taken_out_of_the_middle() -> None:
     assert representatives([0] * 4, 2) == [0, 1, 2, 3]
     assert representatives([0] * 9, 2) == [0, 1, 2, 2, 2, 2, 2, 7, 8]

@@ -19,7 +19,7 @@ from raytune_fsdp.planner.page import WIDTH
 from raytune_fsdp.planner.prediction import Cluster, predict
 from raytune_fsdp.planner.subject import Subject, bundled
 
-_HARDWARE = re.compile(r"Hardware: (\d+) x (\w+) 80 GB on (\d+) node")
+_HARDWARE = re.compile(r"Hardware: (\d+) x (\w+)(?: 80 GB)? on (\d+) node")
 
 SEVENTY = ("--config", "llama2-70b-full-16xa100", "--gpu", "A100-80GB", "--network", "400Gbps", "--price", "2.5")
 
@@ -28,7 +28,7 @@ def on_hardware() -> list[Any]:
     found = []
     for name, path in recipes().items():
         if match := _HARDWARE.search(path.read_text()):
-            device = {"A100": "A100-80GB", "H100": "H100"}[match[2]]
+            device = {"A100": "A100-80GB"}.get(match[2], match[2])
             found.append(pytest.param(name, int(match[1]), int(match[3]), device, id=name))
     return found
 

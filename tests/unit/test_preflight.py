@@ -155,6 +155,15 @@ def test_the_time_of_a_step_is_predicted_of_devices_that_are_known(tmp_path: Pat
     assert [getattr(each, "seconds", 0) is not None for each in found.values()] == [True, False, False, False]
 
 
+def test_ranks_that_share_samples_need_a_kernel_for_their_precision(tmp_path: Path) -> None:
+    parallel = {"precision": "fp32", "mesh": {"sequence": 2}}
+    config = make_config(tmp_path, WIDE, parallel=parallel)
+    run, plan = prepare(config, 2)[0], resolve(config, 2)
+    preflight.preflight(config, run, plan, "cpu", None, memory=80 * GIB, forced=False)
+    with pytest.raises(ConfigError, match="sequence=2: .*compute in 16 bits, not in float32"):
+        preflight.preflight(config, run, plan, "cuda", "H100", memory=80 * GIB, forced=False)
+
+
 @pytest.mark.parametrize(("per_node", "known"), [(1, False), (2, True), (8, True)])
 def test_no_time_is_predicted_of_ranks_on_several_machines(tmp_path: Path, per_node: int, known: bool) -> None:
     """Nobody has said how fast the network between them is."""

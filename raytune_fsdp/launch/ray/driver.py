@@ -28,7 +28,7 @@ from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import Interrupted, RaytuneError
 from raytune_fsdp.launch.environment import environment
 from raytune_fsdp.launch.phases import Phases
-from raytune_fsdp.launch.quiet import is_verbose
+from raytune_fsdp.launch.preflight import check_attention
 from raytune_fsdp.launch.ray.after_commit import AfterCommit, Chore
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Board
@@ -54,6 +54,7 @@ from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.record import mlflow_tracker, run_start
 from raytune_fsdp.run.standing import Prepared, Standing, on_world
 from raytune_fsdp.rundir import storage_of
+from raytune_fsdp.talkative import is_verbose
 from raytune_fsdp.threads import in_thread
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import append_event
@@ -108,6 +109,7 @@ def run(
     valid = sizes_of(config, asked.workers)
     check(replace(asked, workers=valid[0]), found, growing=growing)
     check_device(config, asked.device)
+    check_attention(config, prepared, asked.device)
     foresight = Foresight(config, prepared, asked, found, force=force)
     # What cannot fit is refused before any rank is asked for, and no attempt has a number of ranks that cannot.
     valid = foresight.that_fit(valid, None if growing else room(asked, found), say)

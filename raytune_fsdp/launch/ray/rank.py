@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from traceback import extract_tb
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
@@ -101,7 +101,8 @@ def _train(job: RankJob, rank: int, world: int) -> None:
 
     reached("workers")
     # Only after the notice: importing transformers takes seconds, and the driver should know that the rank is there.
-    from raytune_fsdp.launch.quiet import VERBOSE, quiet
+    from raytune_fsdp.launch.quiet import quiet
+    from raytune_fsdp.talkative import VERBOSE
 
     if job.verbose:
         os.environ[VERBOSE] = "1"  # a process of our own, which the driver's variables do not reach
@@ -188,7 +189,7 @@ def _batches(
     *,
     rank: int,
     reached: Callable[[str], None],
-) -> Iterator[StepBatches]:
+) -> Iterator[StepBatches | None]:
     """This rank's batches through Ray Data. Rank 0 opens the stream: only one process may decide where it begins.
 
     The first batch is made while the model is being loaded. Ray Data starts while the first steps are trained, whose
@@ -213,11 +214,18 @@ def _batches(
         )
         job.board.share("batches", (read, split(dataset, division.data_ranks)))
     read, shards = job.board.shared("batches")
-    batches = ray_batches(shards[rank], prepared.train, division, steps, data_rank=rank, first=read)
+    layout = standing.plan.layout
+    data_rank = layout.data_rank(rank)
+    # A shard has one reader. Ranks that share blocks get them from the first of them.
+    batches: Iterator[StepBatches | None] = (
+        ray_batches(shards[data_rank], prepared.train, division, steps, data_rank=data_rank, first=read)
+        if rank % layout.together == 0
+        else repeat(None, len(steps))
+    )
     first = in_thread(lambda: next(batches), "first-batch")
     first.add_done_callback(lambda _: reached("data"))
 
-    def first_batch() -> Iterator[StepBatches]:
+    def first_batch() -> Iterator[StepBatches | None]:
         if job.config.eval.at_start and not state.step:
             reached("evaluation")  # the evaluation comes before the first batch is asked for
         yield first.result()

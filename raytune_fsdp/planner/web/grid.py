@@ -113,7 +113,7 @@ def _point(subject: Subject, config: FinetuneConfig) -> list[Any]:
     rows: list[list[Any]] = []
     for device in ON:
         if trace is None or plan.layout.world == 1:  # one rank alone looks at how much memory there is
-            trace = traced(subject, config, plan, DEVICES[device])
+            trace = traced(subject, config, plan, cluster_of(device))
         found = judge(trace, config, plan, cluster_of(device))
         each = point_as_data(found, beside(config, found), [], None)
         if not rows:

@@ -84,7 +84,7 @@ class Points:
         memory = int(cluster.device.memory)
         key = (config.model_dump_json(), choice.gpus, memory if choice.gpus == 1 else None)
         if key not in self._traces:
-            self._traces[key] = traced(subject, config, plan, cluster.device)
+            self._traces[key] = traced(subject, config, plan, cluster)
             if len(self._traces) > _TRACES:
                 self._traces.popitem(last=False)
         found = judge(self._traces[key], config, plan, cluster)

@@ -1,0 +1,166 @@
+"""Ranks that share samples (`parallel.mesh.sequence`), before one is started: what they cannot draw alike is refused,
+and what they will exchange is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.load import load_config
+from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.estimate.devices import find_device
+from raytune_fsdp.model.sequence import check_sequence
+from raytune_fsdp.plan import resolve
+from raytune_fsdp.planner.changes import with_changes
+from raytune_fsdp.planner.page import as_page
+from raytune_fsdp.planner.planned import planned
+from raytune_fsdp.planner.prediction import Cluster, predict
+from raytune_fsdp.planner.subject import Subject
+from raytune_fsdp.run.prepare import sharding_of
+from raytune_fsdp.tracking.console import event_in_words, gibibytes
+from raytune_fsdp.tracking.names import SHARDED
+from tests.models import ARCHITECTURES, EXPERTS
+from tests.runs import LLAMA, make_config
+from tests.unit.test_planner_memory import config_of
+
+_SMALL = {"vocab_size": 131, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+OPT = {
+    "model_type": "opt", **_SMALL, "ffn_dim": 64, "max_position_embeddings": 128, "word_embed_proj_dim": 32,
+}  # fmt: skip
+BIOGPT = {
+    "model_type": "biogpt", **_SMALL, "intermediate_size": 64, "max_position_embeddings": 128,
+    "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+
+
+def network(name: str, **changes: Any) -> dict[str, Any]:
+    return {"model_type": name, **{**ARCHITECTURES, **EXPERTS}[name], **changes}
+
+
+def needs_of(architecture: dict[str, Any], **overrides: Any) -> Any:
+    config = config_of(architecture)
+    model = config.model.model_copy(update={"overrides": overrides})
+    return Subject.of(FinetuneConfig.model_validate(config.model_copy(update={"model": model}))).needs
+
+
+def refusal(architecture: dict[str, Any], **overrides: Any) -> str:
+    needs = needs_of(architecture, **overrides)
+    check_sequence(1, needs)  # one rank with whole samples draws for all tokens
+    with pytest.raises(ConfigError) as refused:
+        check_sequence(2, needs)
+    assert refused.value.exit_code == 2
+    return str(refused.value)
+
+
+def as_values(way_out: str) -> dict[str, float]:
+    """The overrides that a message names."""
+    named = way_out.rpartition("; set ")[2].removesuffix(", or parallel.mesh.sequence=1").split(", ")
+    fields = (each.removeprefix("model.overrides.").split("=") for each in named)
+    return {name: float(value) for name, value in fields}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "rates", "where"),
+    [
+        (OPT, {"dropout": 0.1}, "OPTDecoderLayer"),
+        (network("starcoder2"), {"residual_dropout": 0.1}, "Starcoder2MLP"),
+        (network("starcoder2"), {"embedding_dropout": 0.1}, "Starcoder2Model"),
+        (BIOGPT, {"hidden_dropout_prob": 0.1}, "BioGptDecoderLayer"),
+        (network("mixtral"), {"router_jitter_noise": 0.1}, "MixtralSparseMoeBlock"),
+    ],
+    ids=["opt", "starcoder2", "starcoder2-embedding", "biogpt", "mixtral-noise"],
+)
+def test_random_numbers_of_a_network_s_own_code_are_refused(
+    architecture: dict[str, Any], rates: dict[str, float], where: str
+) -> None:
+    """They would be drawn for a part as if it were a whole; the way out that the message names works."""
+    said = refusal({**architecture, "attention_dropout": 0.0}, **rates)
+    assert said.startswith("parallel.mesh.sequence=2: the code of a ") and where in said
+    assert all(f"{name}={value:g}" in said for name, value in rates.items())
+    check_sequence(2, needs_of({**architecture, "attention_dropout": 0.0}, **as_values(said)))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "rates"),
+    [
+        (network("gpt2", attn_pdrop=0.0), {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+        (network("gpt_neox"), {"hidden_dropout": 0.1}),
+        (network("phi"), {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+    ],
+    ids=["gpt2", "gpt_neox", "phi"],
+)
+def test_dropout_modules_are_shared(architecture: dict[str, Any], rates: dict[str, float]) -> None:
+    check_sequence(2, needs_of(architecture, **rates))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "rate"),
+    [(network("llama"), "attention_dropout"), (network("gpt2"), "attn_pdrop")],
+    ids=["llama", "gpt2"],
+)
+def test_attention_dropout_is_refused_by_its_name(architecture: dict[str, Any], rate: str) -> None:
+    said = refusal(architecture, **{rate: 0.1})
+    assert said == (
+        f"parallel.mesh.sequence=2: attention dropout ({rate}=0.1) draws a mask over all pairs of tokens of all heads, "
+        f"and ranks that share samples have some heads each; set model.overrides.{rate}=0.0, or "
+        "parallel.mesh.sequence=1"
+    )
+    check_sequence(2, needs_of(architecture, **as_values(said)))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "method", "times"),
+    [
+        ({}, {}, 8),
+        ({"activation_checkpointing": "full"}, {}, 12),
+        ({"activation_checkpointing": "selective"}, {}, 12),
+        ({"activation_checkpointing": "every_n", "recompute_every": 3}, {}, 10),
+        # Below what is trained nothing comes back, and nothing is computed again.
+        ({"activation_checkpointing": "full"}, {"type": "freeze", "trained": ["layers.[23]", "lm_head"]}, 8),
+    ],
+    ids=["none", "full", "selective", "every_n", "freeze"],
+)
+def test_what_attention_exchanges_is_said_and_is_what_the_trace_has(
+    tmp_path: Path, parallel: dict[str, Any], method: dict[str, Any], times: int
+) -> None:
+    config = make_config(
+        tmp_path, {**LLAMA, "num_hidden_layers": 4}, train={"global_batch": 4, "micro_batch": 2, "max_steps": 3},
+        parallel={"precision": "bf16", "mesh": {"sequence": 2}, **parallel}, **({"method": method} if method else {}),
+    )  # fmt: skip
+    said = sharding_of(config, 2)
+    assert said is not None
+    # Two blocks of two samples of 48 tokens; 4 heads of queries and results, 2 of keys and values, of width 8; half of
+    # what goes to the other rank is received by each. Two bytes a number.
+    layer = 2 * 96 // 2 * (2 * 4 + 2 * 2) * 8 // 2 * 2
+    assert said["attention_bytes"] == times * layer
+    cluster = Cluster(device=find_device("A100-80GB"))
+    found = predict(Subject.of(config), config, 2, cluster)
+    assert found.seconds.exchanged == times * layer
+    assert f" and {gibibytes(times * layer)} for attention" in event_in_words(SHARDED, said)
+
+
+def test_the_page_says_what_attention_exchanges(tmp_path: Path) -> None:
+    config = make_config(tmp_path, LLAMA, parallel={"precision": "bf16", "mesh": {"sequence": 2}})
+    for sequence, expected in ((1, 0), (2, 1)):
+        mesh = config.parallel.mesh.model_copy(update={"sequence": sequence})
+        here = config.model_copy(update={"parallel": config.parallel.model_copy(update={"mesh": mesh})})
+        page = as_page(planned(here, resolve(here, 2), Cluster(device=find_device("A100-80GB"))))
+        assert page.count("GB a GPU of it for attention)") == expected
+
+
+@pytest.mark.slow
+def test_the_page_on_meshes_has_the_planner_s_figures() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "mesh.md").read_text()
+    recipe = load_config("llama3-8b-131072-8gpus", ["--train.max_steps", "10", "--train.epochs", "null"])
+    subject, cluster = Subject.of(recipe), Cluster(device=find_device("A100-80GB"))
+    for members in (1, 2, 4, 8):
+        found = predict(subject, with_changes(recipe, {"parallel.mesh.sequence": members}), 8, cluster)
+        cells = [
+            f"{members}", f"{recipe.data.seq_len // members:,}", f"{found.needed / 2**30:.1f} GiB",
+            f"{found.memory.peak['activations'] / 2**30:.1f} GiB", "fits" if found.fits else "does not fit",
+            f"{found.seconds.exchanged / 1e9:.1f} GB", f"{found.seconds.step:.1f} s",
+        ]  # fmt: skip
+        assert f"| {' | '.join(cells)} |" in page
