@@ -169,7 +169,8 @@ def sizes_of(config: FinetuneConfig, hardware: int | None = None) -> list[int]:
     sizes = [world for world in range(workers.min, workers.max + 1) if world % step == 0]
     if not sizes:
         below, above = workers.min // step * step, -(-workers.max // step) * step
-        ways = [f"{name}={world}" for name, world in (("min", below), ("max", above)) if _possible(config, [world])]
+        nearest = {"min": below, "max": above}
+        ways = [f"{name}={world}" for name, world in nearest.items() if world and _possible(config, [world])]
         # The next larger one, as the model may not fit with a smaller one; `max` itself is always one.
         larger = (size for size in range(step + 1, workers.max) if workers.max // size * size >= workers.min)
         mesh = config.parallel.mesh
@@ -193,8 +194,8 @@ def _possible(config: FinetuneConfig, sizes: Sequence[int]) -> list[int]:
     found = []
     for world in sizes:
         with suppress(ConfigError):
-            found.append(layout_of(config, world).world if world else 0)
-    return [world for world in found if world]
+            found.append(layout_of(config, world).world)
+    return found
 
 
 def least_ranks(config: FinetuneConfig) -> int:

@@ -60,11 +60,13 @@ def first_ones(model: nn.Module, parameters: Sequence[nn.Parameter], gradients: 
 def _together(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Of one type, and few enough numbers for a copy: most are a norm's."""
     many: list[torch.Tensor] = []
+    numbers = 0
     for each in sorted(tensors, key=lambda tensor: str(tensor.dtype)):
-        if many and (each.dtype != many[0].dtype or sum(tensor.numel() for tensor in many) > _AT_ONCE):
+        if many and (each.dtype != many[0].dtype or numbers > _AT_ONCE):
             yield many
-            many = []
+            many, numbers = [], 0
         many.append(each)
+        numbers += each.numel()
     if many:
         yield many
 
