@@ -11,7 +11,7 @@ What is computed with are plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -38,8 +38,10 @@ def cut(network: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Leave this rank its part of every layer. The network is whole, and its loss is chunked."""
     styles = styles_of(network)
     cutter = _Cutter(mesh)
-    for name, style in styles.items():
-        cutter.apply(network.get_submodule(name), style)
+    for module, style in _layers(network, styles):
+        cutter.apply(module, style)
+    for name in (name for name, style in styles.items() if style == BY_ROWS):
+        cutter.dropouts(network.get_submodule(name))
     for module in holders_of(network, styles).values():
         module.register_forward_pre_hook(partial(_sum_gradients_of_input, cutter.group), with_kwargs=True)
     cutter.ends(network)
@@ -50,7 +52,7 @@ def cut_shapes(network: PreTrainedModel, size: int) -> None:
     """Leave weights on the meta device the shapes of the first rank's parts, to be counted."""
     made: dict[int, nn.Parameter] = {}
     ends = [network.get_input_embeddings(), network.get_output_embeddings()]
-    styles = dict(_layers(network))
+    styles = dict(_layers(network, styles_of(network)))
     for module in network.modules():
         style = EXPERTS if module in ends else styles.get(module)
         for name, whole in [*module._parameters.items()]:
@@ -62,16 +64,21 @@ def cut_shapes(network: PreTrainedModel, size: int) -> None:
             module._parameters[name] = made[id(part)] = part
 
 
-def _layers(network: PreTrainedModel) -> Iterator[tuple[nn.Module, str]]:
-    """What has weights, and how they are cut; of PEFT's layers what is in them, as `_Cutter._adapted` has it."""
-    for name, style in styles_of(network).items():
+def _layers(network: PreTrainedModel, styles: Mapping[str, str]) -> Iterator[tuple[nn.Module, str]]:
+    """What has weights, and how they are cut; of PEFT's layers what is in them."""
+    for name, style in styles.items():
         module = network.get_submodule(name)
         if style not in (BY_COLUMNS, BY_ROWS) or isinstance(module, nn.Linear):
             yield module, style
             continue
         yield module.get_submodule("base_layer"), style
-        adapters: nn.ModuleDict = module.lora_B if style == BY_COLUMNS else module.lora_A  # type: ignore[assignment]
-        yield from ((each, style) for each in adapters.values())
+        for first, second in zip(module.lora_A.values(), module.lora_B.values(), strict=True):  # type: ignore[operator, union-attr]
+            if style == BY_COLUMNS:
+                # Everyone computes all of A, and has from B the gradients of its own columns.
+                yield first, SUMMED
+                yield second, style
+            else:
+                yield first, style
 
 
 def _sum_gradients_of_input(
@@ -94,10 +101,8 @@ class _Cutter:
             self._experts(module)
         elif style == SUMMED:
             module.forward = partial(_with_parameters, module, self._summed, module.forward)
-        elif isinstance(module, nn.Linear):
-            self._linear(module, style)
-        else:  # PEFT's, around one
-            self._adapted(module, style)
+        else:
+            self._linear(module, style)  # type: ignore[arg-type]
 
     def _linear(self, module: nn.Linear, style: str) -> None:
         by_columns = style == BY_COLUMNS
@@ -106,20 +111,12 @@ class _Cutter:
             self._part(module, "bias", 0)
         module.forward = partial(_by_columns, module) if by_columns else partial(_by_rows, module, self.group)  # type: ignore[method-assign]
 
-    def _adapted(self, module: nn.Module, style: str) -> None:
-        self._linear(module.get_submodule("base_layer"), style)  # type: ignore[arg-type]
-        for first, second in zip(module.lora_A.values(), module.lora_B.values(), strict=True):  # type: ignore[operator, union-attr]
-            if style == BY_COLUMNS:
-                # Everyone computes all of A, and has from B the gradients of its own columns.
-                first.forward = partial(_with_parameters, first, self._summed, first.forward)
-                self._linear(second, style)
-            else:
-                self._linear(first, style)
-        if style == BY_ROWS:
-            for key, dropout in module.lora_dropout.items():  # type: ignore[operator, union-attr]
-                if type(dropout) is nn.Dropout:
-                    part = DropoutInParts(dropout.p, columns=(self._rank, self._size))
-                    module.lora_dropout[key] = part.train(dropout.training)  # type: ignore[operator, index, assignment]
+    def dropouts(self, module: nn.Module) -> None:
+        """Those of PEFT, of an input of which this rank has some columns."""
+        for key, dropout in getattr(module, "lora_dropout", nn.ModuleDict()).items():
+            if type(dropout) is nn.Dropout:
+                part = DropoutInParts(dropout.p, columns=(self._rank, self._size))
+                module.lora_dropout[key] = part.train(dropout.training)  # type: ignore[operator, index, assignment]
 
     def _experts(self, module: nn.Module) -> None:
         for name in module._parameters:
