@@ -4,7 +4,7 @@
 
 The rows are those of benchmarks/published/throughput.jsonl, which were fixed before there was a planner. Rows that are
 set aside say what real steps reach of the planner's roofline (`raytune_fsdp/planner/speed.py`, `REACHED`); all others
-are scored. Rows with tensor parallelism are left out, as the planner has none.
+are scored. Rows with tensor parallelism are left out: the planner had none when they were scored.
 """
 
 from __future__ import annotations

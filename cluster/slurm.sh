@@ -2,7 +2,8 @@
 # A run in a Slurm allocation: a Ray cluster on its nodes, one process a node, then the run, then nothing is left.
 #
 #   sbatch cluster/slurm.sh --config llama2-70b-full-16xa100 --data.train.0.path /shared/data/train.jsonl \
-#     --run.name llama2-70b --run.storage /shared/runs
+#     --data.eval.0.path /shared/data/eval.jsonl --run.name llama2-70b --run.storage /shared/runs \
+#     --cluster.device cuda
 #
 # Everything after the file's name goes to the run. Ten minutes before its time is up the job asks the run to stop; the
 # run commits a checkpoint, and the job queues again and goes on from there. `scancel` ends it for good.
@@ -63,6 +64,11 @@ for _ in {1..90}; do
   sleep 2
 done
 for node in "${nodes[@]:1}"; do ray_on "$node" --address "$address:$port"; done
+# A run that finds fewer GPUs than it is to have does not wait for more.
+for _ in {1..90}; do
+  [[ $(ray status --address "$address:$port" 2> /dev/null | grep -c "1 node_") -ge ${#nodes[@]} ]] && break
+  sleep 2
+done
 
 export RAY_ADDRESS="$address:$port"
 raytune-fsdp train --cluster.workers "$((${#nodes[@]} * ${SLURM_GPUS_ON_NODE:-1}))" "$@" &

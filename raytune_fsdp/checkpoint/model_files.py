@@ -17,6 +17,7 @@ from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.whole import WholeWeights, base_of, dtype_of, weights_of_adapter, whole_weights
 from raytune_fsdp.errors import ModelError, ResumeError, first_line, is_panic
+from raytune_fsdp.model.attention import forget_flash_attention
 from raytune_fsdp.model.bounds import check_tokenizer_files
 from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.keys import owned_tensors
@@ -165,6 +166,7 @@ def _built(weights: WholeWeights, files: Path, trust: bool, where: str) -> PreTr
     what = "does not describe a model that transformers can build"
     hf_config = _loaded(lambda: AutoConfig.from_pretrained(files, trust_remote_code=trust), files, what)
     forget_quantization(hf_config)  # of the base of an adapter
+    forget_flash_attention(hf_config)
     dtype = dtype_of(weights)
     model: PreTrainedModel = _loaded(
         lambda: AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust), files, what

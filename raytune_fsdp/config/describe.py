@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import annotated_types as bounds
 
-from raytune_fsdp.config.schema import TAG, Option, Place, is_section, place_of, tags
+from raytune_fsdp.config.base import Section
+from raytune_fsdp.config.schema import TAG, Option, Place, is_section, place_of, place_of_field, tags
 from raytune_fsdp.config.text import Loc
 
 INDEX = "N"
@@ -26,26 +27,44 @@ class DescribedField:
     default: str
     doc: str
     only_with: tuple[str, ...] = ()
-    """For a field that not all members of a union have: the values of `type` that select those that do."""
+    """For a field that not all members of a union have, or not all alike: the values of `type` that select those of
+    which this is said."""
 
 
 def describe(root: Place) -> list[DescribedField]:
-    """Every field below the root, in the order the sections are written in."""
+    """Every field below the root, in the order the sections are written in. One that means something else with another
+    `type` comes once for each meaning."""
     return list(_fields(root, ()))
 
 
 def _fields(place: Place, path: Loc) -> Iterator[DescribedField]:
     for name in place.fields():
-        child = place.child(name)
-        assert child is not None
         here = (*path, name)
         if name == TAG:
+            child = place.child(name)
+            assert child is not None
             default = place.default_tag or default_in_words(child)
             yield DescribedField(".".join(here), type_in_words(child), default, _doc_of_tag(place))
         else:
-            having = [section for section in place.sections if name in section.model_fields]
-            shared = len(having) == len(place.sections)
-            yield from _below(child, here, () if shared else tuple(tag for section in having for tag in tags(section)))
+            for meant, having in _meanings(place, name):
+                shared = len(having) == len(place.sections)
+                only_with = () if shared else tuple(tag for section in having for tag in tags(section))
+                yield from _below(meant, here, only_with)
+
+
+def _meanings(place: Place, name: str) -> list[tuple[Place, list[type[Section]]]]:
+    """What the members of a union say of a field, and which of them say so: mostly all the same."""
+    child = place.child(name)
+    assert child is not None
+    having = [section for section in place.sections if name in section.model_fields]
+    if child.sections:
+        return [(child, having)]
+    found: dict[tuple[str, ...], tuple[Place, list[type[Section]]]] = {}
+    for section in having:
+        own = place_of_field(section.model_fields[name])
+        said = (type_in_words(own), default_in_words(own), own.doc)
+        found.setdefault(said, (own, []))[1].append(section)
+    return list(found.values())
 
 
 def _below(place: Place, path: Loc, only_with: tuple[str, ...]) -> Iterator[DescribedField]:

@@ -113,7 +113,7 @@ Task = Annotated[ChoicesTask | ExactTask, Field(discriminator="type")]
 
 class EvalConfig(Section):
     where: Literal["ranks", "task"] = "ranks"
-    """`ranks`: training waits while its ranks measure the model. `task`: a Ray task measures a committed checkpoint while training goes on, which whatever becomes of the task neither stalls nor ends."""
+    """`ranks`: training waits while its ranks measure the model. `task`: a Ray task measures a committed checkpoint while training goes on; nothing that happens to the task stalls or ends training."""
 
     task_cpus: int = Field(default=1, ge=1)
     """CPUs of that task. They must be free beside those of the ranks."""

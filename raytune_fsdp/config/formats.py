@@ -41,14 +41,13 @@ class InstructionFormat(Section):
     """Rows hold a question and an answer in two columns: Alpaca files, prompt/completion files."""
 
     prompt: str = "instruction"
-    """Column with the question. With type `template`: the text before the answer, such as
-    `"Question: {question} Answer: "`, where `{question}` stands for the column `question`, and `{{` for a brace."""
+    """Column with the question."""
 
     input: str | None = "input"
     """Column with the text that the question is about. Rows may lack it, or leave it empty. Null: not read."""
 
     completion: str = "output"
-    """Column with the answer. With type `template`: the answer, such as `"{answer}"`."""
+    """Column with the answer."""
 
     system: str | None = None
     """Column with a system message. Null: none."""
@@ -120,7 +119,8 @@ class TemplateFormat(Section):
     for braces."""
 
     prompt: str
-    """The text before the answer, such as `"Question: {question} Answer: "`."""
+    """The text before the answer, such as `"Question: {question} Answer: "`, where `{question}` stands for the column
+    `question`, and `{{` for a brace."""
 
     completion: str
     """The answer, such as `"{answer}"`."""

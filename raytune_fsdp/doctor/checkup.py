@@ -117,8 +117,10 @@ class Checkup:
 
         def kernels() -> list[Finding]:
             wait(self._imports)
-            on_gpus = device == "cuda" or (device != "cpu" and bool(facts.result()["gpus"]))
-            return check_kernels(config.model.attention if config else "auto", device="cuda" if on_gpus else "cpu")
+            asked, gpus = config.model.attention if config else "auto", bool(facts.result()["gpus"])
+            on_gpus = device == "cuda" or (device != "cpu" and gpus)
+            elsewhere = device != "cpu" and not (gpus or self._is_local())
+            return check_kernels(asked, device="cuda" if on_gpus else "cpu", elsewhere=elsewhere)
 
         yield _begin(
             "machine", judged, "run nvidia-smi: if it hangs, the driver does; reboot the machine", _LONG_SECONDS

@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from raytune_fsdp.doctor.finding import Finding, ok, problem
 
 
-def check_kernels(asked: str, *, device: str) -> list[Finding]:
-    """`asked` is model.attention. On GPUs a start tries each candidate before it takes one (model/trial.py)."""
+def check_kernels(asked: str, *, device: str, elsewhere: bool = False) -> list[Finding]:
+    """`asked` is model.attention. On GPUs a start tries each candidate before it takes one (model/trial.py).
+    `elsewhere`: this machine has no GPU, and Ray may know of some that have."""
     from raytune_fsdp.model.calls import PREFIX
     from raytune_fsdp.model.flash import FLASH, is_installed
 
+    if elsewhere and asked.startswith("flash_attention_"):
+        return [ok("attention", f"model.attention={asked}: this machine has no GPU, those with one are asked")]
     if asked.startswith("flash_attention_"):
         name = f"{PREFIX}fa{asked[-1]}"
         if not is_installed(name):

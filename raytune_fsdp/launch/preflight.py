@@ -28,6 +28,7 @@ from raytune_fsdp.planner.beside import kept_at_once
 from raytune_fsdp.planner.changes import with_changes
 from raytune_fsdp.planner.memory import memory_of
 from raytune_fsdp.planner.prediction import PROCESS, Cluster, judge
+from raytune_fsdp.planner.subject import with_torch_alone
 from raytune_fsdp.planner.trace import Trace, trace
 from raytune_fsdp.precision import computes_in
 from raytune_fsdp.run.standing import Prepared
@@ -125,7 +126,7 @@ def _trace(
     config: FinetuneConfig, prepared: Prepared, plan: Plan, kind: str, memory: int | None, until: float
 ) -> Trace:
     return trace(
-        config, prepared.hf_config, prepared.needs, plan,
+        with_torch_alone(config), prepared.hf_config, prepared.needs, plan,
         memory=memory or _ONE_TRACE_FOR_ALL, device=kind, added=tuple(prepared.added), gloo=kind == "cpu", until=until,
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.data.batches import borders_of
-from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.errors import ConfigError, first_line
 from raytune_fsdp.model.calls import PREFIX
 from raytune_fsdp.model.flash import FLASH
 from raytune_fsdp.model.kernels import KERNELS
@@ -87,7 +87,7 @@ def choose(
         raise ConfigError(f"model.attention=sdpa: {needs.eager}; set model.attention=auto")
     if asked in ("eager", "sdpa", "flex_attention"):
         return Choice(name=asked, why="as model.attention says")
-    if asked == "auto" and kept is not None and kept not in KERNELS:
+    if asked == "auto" and kept is not None and kept not in KERNELS and not _needs_gpu(kept, device):
         return Choice(name=kept, why="as the run began")
     candidates = _candidates(asked, kept, needs, device, dtype)
     name, failed = _first(candidates, fails if device.type != "cpu" else lambda _: None)
@@ -101,6 +101,11 @@ def choose(
     if asked != "auto":
         return Choice(name=asked, why=f"as model.attention says, without borders: {why_not}")
     return Choice(name="eager", why=f"{why_not}, and {needs.eager}") if needs.eager else Choice(name="", why=why_not)
+
+
+def _needs_gpu(kept: str, device: torch.device) -> bool:
+    """Whether a run that began on GPUs cannot keep its attention here."""
+    return device.type == "cpu" and kept.startswith(("flash_attention_", "flex_attention"))
 
 
 def _candidates(asked: str, kept: str | None, needs: Needs, device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -122,10 +127,23 @@ def _first(candidates: list[str], fails: Fails) -> tuple[str | None, list[str]]:
     return None, failed
 
 
+def forget_flash_attention(hf_config: PretrainedConfig) -> None:
+    """Take it out of a config: transformers builds no network with it where there is no GPU, and which attention a run
+    has is for `model.attention` to say."""
+    for each in (hf_config, hf_config.get_text_config()):
+        if str(each._attn_implementation).startswith("flash_attention"):
+            each._attn_implementation = None
+
+
 def use(model: PreTrainedModel, choice: Choice) -> Choice:
     """Give the network this attention; returns the choice with its name."""
     if choice.name not in ("", model.config._attn_implementation):
-        model.set_attn_implementation(choice.name)
+        try:
+            model.set_attn_implementation(choice.name)
+        except (ImportError, ValueError) as error:  # not installed, or not for this network
+            raise ConfigError(
+                f"model.attention={choice.name}: {first_line(error)}; set model.attention=auto"
+            ) from error
     return Choice(name=model.config._attn_implementation, why=choice.why)
 
 

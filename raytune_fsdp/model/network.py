@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from raytune_fsdp.config import FinetuneConfig, ModelConfig
 from raytune_fsdp.errors import ModelError, first_line
+from raytune_fsdp.model.attention import forget_flash_attention
 from raytune_fsdp.model.bounds import bounded_building, check_buffers, read_config
 from raytune_fsdp.model.quantization import forget_quantization, quantization_of
 from raytune_fsdp.model.refusals import NEEDS_CODE, unknown_word, wants_code
@@ -46,6 +47,7 @@ def load_architecture(config: ModelConfig, directory: Path | None) -> Pretrained
     if config.init == "pretrained" and directory is not None:
         quantization_of(read_config(directory), f"model.path={config.path}")  # refuses what cannot be read
     forget_quantization(hf_config)
+    forget_flash_attention(hf_config)
     for key, value in config.overrides.items():
         if not _has(text, key):
             raise ModelError(
@@ -143,7 +145,7 @@ def build_base(hf_config: PretrainedConfig, config: ModelConfig, precision: str)
         kwargs["attn_implementation"] = config.attention
     try:
         with torch.device("meta"), bounded_building():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, **kwargs)
+            model = _causal_lm(hf_config, kwargs)
     except ModelError:
         raise
     except Exception as error:  # as in `_checked`
@@ -162,6 +164,26 @@ def build_base(hf_config: PretrainedConfig, config: ModelConfig, precision: str)
     return model
 
 
+def _causal_lm(hf_config: PretrainedConfig, kwargs: Mapping[str, Any]) -> PreTrainedModel:
+    asked = kwargs.get("attn_implementation", "")
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, **kwargs)
+    except ImportError as error:
+        # transformers refuses it wherever there is no GPU or no flash-attn, as where a run is prepared or measured:
+        # `attention.use` asks again on the ranks.
+        if not asked.startswith("flash_attention_") or "FlashAttention" not in str(error):
+            raise
+        hf_config._attn_implementation = None
+        model = AutoModelForCausalLM.from_config(
+            hf_config, **{key: value for key, value in kwargs.items() if key != "attn_implementation"}
+        )
+        if not model._supports_flash_attn:
+            raise ModelError(
+                f"model.attention={asked}: a {class_name(model)} has no flash attention in transformers; set it to auto"
+            ) from error
+    return model
+
+
 def stored_network(directory: Path) -> PreTrainedModel | None:
     """The network that a directory's config.json describes, on the meta device; None if it needs code of its own."""
     values = read_config(directory)
@@ -171,6 +193,7 @@ def stored_network(directory: Path) -> PreTrainedModel | None:
         with torch.device("meta"), bounded_building():
             hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
             forget_quantization(hf_config)
+            forget_flash_attention(hf_config)
             model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
     except ModelError:
         raise

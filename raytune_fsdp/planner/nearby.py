@@ -65,10 +65,21 @@ def shared(subject: Subject, config: FinetuneConfig, found: Prediction) -> Alter
                     continue
                 if axis == "sequence" and config.data.seq_len % members:
                     continue
-                other = _with(subject, config, found, {f"parallel.mesh.{axis}": members, **beside})
+                other = _with(subject, config, found, {**_mesh(config, found.world, axis, members), **beside})
                 if other is not None and other.prediction.fits:
                     return other
     return None
+
+
+def _mesh(config: FinetuneConfig, world: int, axis: str, members: int) -> dict[str, Any]:
+    """What a config with so many of them has to say; of ranks with samples of their own there are fewer then."""
+    mesh, before = config.parallel.mesh, getattr(config.parallel.mesh, axis)
+    changes = {f"parallel.mesh.{axis}": members}
+    if mesh.shard is not None:
+        changes["parallel.mesh.shard"] = shard = max(1, mesh.shard * before // members)
+        if mesh.replicate is not None:
+            changes["parallel.mesh.replicate"] = world // (shard * mesh.together // before * members)
+    return changes
 
 
 def moving_less(subject: Subject, config: FinetuneConfig, found: Prediction) -> list[Alternative]:

@@ -114,10 +114,16 @@ def warn_of_method(config: FinetuneConfig) -> None:
 
 def check_device(config: FinetuneConfig, device: str) -> None:
     """Refuse what cannot be trained on this kind of device."""
-    if device == "cpu" and config.model.attention == "flex_attention":
+    attention = config.model.attention
+    if device == "cpu" and attention == "flex_attention":
         raise ConfigError(
             "model.attention=flex_attention on a CPU: torch computes no gradients there; set model.attention=sdpa "
             "(or cluster.device=cuda on machines with GPUs)"
+        )
+    if device == "cpu" and attention.startswith("flash_attention_"):
+        raise ConfigError(
+            f"model.attention={attention} on a CPU: flash-attn runs on GPUs only; set model.attention=auto (or "
+            "cluster.device=cuda on machines with GPUs)"
         )
 
 

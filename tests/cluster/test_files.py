@@ -276,11 +276,12 @@ def test_kuberay_takes_the_job() -> None:
     page = (ROOT / "docs" / "start" / "kubernetes.md").read_text()
     steps = [
         "apply -f cluster/kuberay-storage.yaml",
-        f"cp train.jsonl {pod['metadata']['name']}:/shared/data/train.jsonl",
+        *(f"cp {name}.jsonl {pod['metadata']['name']}:/shared/data/{name}.jsonl" for name in ("train", "eval")),
     ]
     steps += [f"delete pod {pod['metadata']['name']}", "apply -f cluster/kuberay-rayjob.yaml"]
     assert sorted(steps, key=page.index) == steps, "data first, then 16 GPUs"
-    assert "--data.train.0.path /shared/data/train.jsonl" in job["spec"]["entrypoint"]
+    for name in ("train", "eval"):
+        assert f"--data.{name}.0.path /shared/data/{name}.jsonl" in job["spec"]["entrypoint"]
 
 
 def test_skypilot_takes_the_task() -> None:
@@ -302,7 +303,7 @@ def test_skypilot_keeps_its_ray_and_the_run_its_storage() -> None:
     )
     for commands in (text, (ROOT / "docs" / "start" / "skypilot.md").read_text()):
         launches = re.findall(r"sky (?:jobs )?launch [^\n]*cluster/skypilot.yaml", commands)
-        assert len(launches) == 2 and all("--secret RAY_AUTH_TOKEN" in each for each in launches)
+        assert len(launches) == 2 and all("--secret RAY_AUTH_TOKEN --secret HF_TOKEN" in each for each in launches)
         assert "sky jobs cancel -n llama2-70b" in commands and "sky down raytune-fsdp" in commands
 
 

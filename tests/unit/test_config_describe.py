@@ -57,6 +57,13 @@ def test_a_field_that_not_every_type_has_says_which_do() -> None:
     assert FIELDS["optim.schedule.type"].only_with == ()
 
 
+def test_a_field_that_means_something_else_with_another_type_is_described_for_each() -> None:
+    found = [(each.default, each.only_with) for each in describe(ROOT) if each.path == "optim.optimizer.momentum"]
+    assert found == [("0.9", ("sgd",)), ("0.95", ("muon",))]
+    prompts = [(each.default, each.only_with) for each in describe(ROOT) if each.path == "data.train.N.format.prompt"]
+    assert prompts == [("instruction", ("instruction",)), ("required", ("template",))]
+
+
 def test_items_of_a_list_are_described() -> None:
     assert FIELDS["data.train.N.path"] == DescribedField(
         "data.train.N.path", "text, or null", "null", FIELDS["data.train.N.path"].doc

@@ -365,9 +365,12 @@ def test_a_hub_that_cannot_be_reached(tmp_path: Path, kind: str) -> None:
 
 
 def test_attention_that_is_not_installed(tmp_path: Path) -> None:
-    config = make_config(tmp_path, model={"attention": "flash_attention_2"})
+    asked = {"attention": "flash_attention_2"}
+    config = make_config(tmp_path, model=asked)
     found = only(checkup.Checkup(config).findings(), "attention")
     assert "flash-attn is not installed" in found.found and "model.attention=auto" in found.fix
+    (found,) = kernels.check_kernels("flash_attention_2", device="cpu", elsewhere=True)
+    assert found.status == "ok", "on the head of a cluster"
 
 
 def test_attention_on_nodes_with_gpus() -> None:

@@ -230,6 +230,8 @@ SUNK = Needs(width=128, sinks=True)
         ("auto", ALL, "documents_varlen", GPU, torch.bfloat16, ("fa2", "varlen"), "documents_varlen"),
         ("auto", ALL, "documents_fa3", GPU, torch.bfloat16, ("varlen",), "documents_varlen"),
         ("auto", ALL, "documents_cpu", GPU, torch.bfloat16, ("varlen",), "documents_varlen"),
+        ("auto", ALL, "flash_attention_2", GPU, torch.bfloat16, ("fa2", "varlen"), "flash_attention_2"),
+        ("auto", ALL, "flash_attention_2", CPU, torch.float32, (), "documents_cpu"),
         # What the config says comes first.
         ("documents", ALL, "sdpa", CPU, torch.float32, (), "documents_cpu"),
         ("sdpa", ALL, "documents_cpu", CPU, torch.float32, (), "sdpa"),

@@ -149,6 +149,9 @@ def test_the_fewest_ranks_that_have_to_share_samples(members: int) -> None:
     assert way is not None and way.prediction.fits and dict(way.changes) == changes
     assert as_flags(way.changes) == f"--parallel.mesh.sequence {members}"
     assert way.prediction.tokens == found.tokens and way.prediction.plan.layout.sequence == members
+    stated = with_changes(config, {"parallel.mesh.shard": 8})
+    way = shared(subject, stated, found)
+    assert way is not None and dict(way.changes) == {**changes, "parallel.mesh.shard": 8 // members}
     # As a mesh that is there already is no help, neither is one of which some ranks would have more heads than others.
     already = with_changes(config, changes)
     subject, found = too_long(already, 8, needed(already, 8) - 1)

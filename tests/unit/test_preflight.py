@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError
@@ -79,6 +80,14 @@ def test_what_may_fit_is_only_warned_of(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING):
         check(FOUND, round(14.6 * GIB))
     assert "it may run out of memory: a rank is estimated to need 16.0 GiB" in caplog.text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for nodes without a GPU")
+def test_what_a_run_with_flash_attention_needs_is_known_where_there_is_no_gpu(tmp_path: Path) -> None:
+    config, run, plan = prepared(tmp_path)
+    asked = config.model_copy(update={"model": config.model.model_copy(update={"attention": "flash_attention_2"})})
+    found = predict(asked, run, plan, "cuda", None)
+    assert isinstance(found, Predicted) and found == predict(config, run, plan, "cuda", None)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

@@ -143,11 +143,22 @@ def test_an_sdpa_that_computes_something_else_is_not_used(monkeypatch: pytest.Mo
         chosen("sdpa")
 
 
-def test_flex_attention_is_refused_on_a_cpu(tmp_path: Path) -> None:
-    config = wanted(architecture("llama"), attention="flex_attention")
-    with pytest.raises(ConfigError, match=r"model\.attention=flex_attention on a CPU.* set model\.attention=sdpa"):
+@pytest.mark.parametrize(("attention", "instead"), [("flex_attention", "sdpa"), ("flash_attention_2", "auto")])
+def test_attention_that_needs_a_gpu_is_refused_on_a_cpu(tmp_path: Path, attention: str, instead: str) -> None:
+    config = wanted(architecture("llama"), attention=attention)
+    with pytest.raises(ConfigError, match=rf"model\.attention={attention} on a CPU.* set model\.attention={instead}"):
         check_first(config, 1)
     run = config.run.model_copy(update={"storage": str(tmp_path)})
-    check_first(
-        wanted(architecture("llama"), attention="flex_attention", device="cuda").model_copy(update={"run": run}), 1
-    )
+    check_first(wanted(architecture("llama"), attention=attention, device="cuda").model_copy(update={"run": run}), 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for nodes without a GPU")
+def test_flash_attention_is_prepared_for_where_there_is_no_gpu() -> None:
+    """As on the head of a cluster; what is chosen for the ranks are the kernels of the same name."""
+    needs = check(architecture("llama"), attention="flash_attention_2", device="cuda", packing="best_fit")
+    gpu, dtype = torch.device("cuda"), torch.bfloat16
+    found = choose("flash_attention_2", needs, kept=None, device=gpu, dtype=dtype, fails=lambda name: None)
+    assert found.name == "documents_fa2"
+    check(architecture("llama") | {"attn_implementation": "flash_attention_2"})
+    with pytest.raises(ModelError, match=r"flash_attention_2: a BloomForCausalLM has no flash attention"):
+        check(architecture("bloom"), attention="flash_attention_2", device="cuda")
