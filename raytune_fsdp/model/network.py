@@ -177,10 +177,11 @@ def _causal_lm(hf_config: PretrainedConfig, kwargs: Mapping[str, Any]) -> PreTra
         model = AutoModelForCausalLM.from_config(
             hf_config, **{key: value for key, value in kwargs.items() if key != "attn_implementation"}
         )
-        if not model._supports_flash_attn:
-            raise ModelError(
-                f"model.attention={asked}: a {class_name(model)} has no flash attention in transformers; set it to auto"
-            ) from error
+    except ValueError as error:
+        if asked.startswith("flash_attention_") and "Flash Attention" in str(error):
+            kind = hf_config.model_type
+            raise ModelError(f"model.attention={asked}: {kind} has none in transformers; set it to auto") from error
+        raise
     return model
 
 

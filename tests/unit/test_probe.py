@@ -160,5 +160,5 @@ def test_flash_attention_is_prepared_for_where_there_is_no_gpu() -> None:
     found = choose("flash_attention_2", needs, kept=None, device=gpu, dtype=dtype, fails=lambda name: None)
     assert found.name == "documents_fa2"
     check(architecture("llama") | {"attn_implementation": "flash_attention_2"})
-    with pytest.raises(ModelError, match=r"flash_attention_2: a BloomForCausalLM has no flash attention"):
+    with pytest.raises(ModelError, match=r"model\.attention=flash_attention_2: bloom has none"):
         check(architecture("bloom"), attention="flash_attention_2", device="cuda")
