@@ -174,9 +174,8 @@ def _causal_lm(hf_config: PretrainedConfig, kwargs: Mapping[str, Any]) -> PreTra
         if not asked.startswith("flash_attention_") or "FlashAttention" not in str(error):
             raise
         hf_config._attn_implementation = None
-        model = AutoModelForCausalLM.from_config(
-            hf_config, **{key: value for key, value in kwargs.items() if key != "attn_implementation"}
-        )
+        kwargs = {key: value for key, value in kwargs.items() if key != "attn_implementation"}
+        model = AutoModelForCausalLM.from_config(hf_config, **kwargs)
     except ValueError as error:
         if asked.startswith("flash_attention_") and "Flash Attention" in str(error):
             kind = hf_config.model_type
