@@ -3,7 +3,7 @@
 #
 #   sbatch cluster/slurm.sh --config llama2-70b-full-16xa100 --data.train.0.path /shared/data/train.jsonl \
 #     --data.eval.0.path /shared/data/eval.jsonl --run.name llama2-70b --run.storage /shared/runs \
-#     --cluster.device cuda
+#     --cluster.device cuda --model.attention auto
 #
 # Everything after the file's name goes to the run. Ten minutes before its time is up the job asks the run to stop; the
 # run commits a checkpoint, and the job queues again and goes on from there. `scancel` ends it for good.

@@ -142,7 +142,8 @@ def use(model: PreTrainedModel, choice: Choice) -> Choice:
             model.set_attn_implementation(choice.name)
         except (ImportError, ValueError) as error:  # not installed, or not for this network
             raise ConfigError(
-                f"model.attention={choice.name}: {first_line(error)}; set model.attention=auto"
+                f"model.attention={choice.name}: {first_line(error)}; set model.attention=auto (sdpa, where the run "
+                "began with it)"
             ) from error
     return Choice(name=model.config._attn_implementation, why=choice.why)
 

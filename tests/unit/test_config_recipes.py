@@ -142,7 +142,7 @@ def test_the_founding_recipe_has_its_document_s_values() -> None:
         "lr_scheduler_type": config.optim.schedule.type,
         "weight_decay": config.optim.weight_decay,
         "warmup_ratio": config.optim.warmup_ratio,
-        "use_flash_attn": config.model.attention == "auto",  # on a GPU flash-attn's kernel, or torch's
+        "use_flash_attn": config.model.attention.startswith("flash_attention"),
     }
     assert len(FOUNDING) == 17 and ours == FOUNDING
     # Its floor must be what a plain cosine ends with, and it is spread as there.
