@@ -27,17 +27,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if folder in ("distributed", "ray"):
             item.add_marker(folder)
     # The longest work of one process first, so that the others end with it.
-    items.sort(key=lambda item: (not _has_default_ports(item.nodeid), item.get_closest_marker("ray") is None))
+    items.sort(key=lambda item: (not item.nodeid.startswith(_DEFAULT_PORTS), not item.nodeid.startswith(_CLUSTERS)))
 
 
-def _has_default_ports(nodeid: str) -> bool:
-    """Whether a test starts a Ray as the pages say: it takes jobs at port 52365, as every other Ray does."""
-    return nodeid.startswith("tests/cluster/test_newcomer.py")
+_DEFAULT_PORTS = "tests/cluster/test_newcomer.py"
+"""Starts a Ray as the pages say: it takes jobs at port 52365, as every other Ray does."""
+_CLUSTERS = (
+    "tests/ray/", _DEFAULT_PORTS, *(f"tests/cluster/test_{each}.py" for each in ("network", "skypilot", "slurm")),
+)  # fmt: skip
+"""Start whole clusters. Two of them beside each other on two cores: nodes that are alive do not answer in time."""
 
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is none
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """What one process is to run, with `pytest -n 2`: tests of a file share what it has made, those in tests/ray a Ray.
+    """What one process is to run, with `pytest -n 2`: tests of a file share what it has made, those in tests/ray a Ray,
+    and clusters come one after the other.
 
     Not `--dist loadgroup`: pytest-xdist 3.8 writes groups where pytest 9.2 no longer reads them, and every file's
     fixtures, and Ray, were made in both processes.
@@ -46,8 +50,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            path = nodeid.split("::", 1)[0]
-            return "tests/ray" if path.startswith("tests/ray/") or _has_default_ports(nodeid) else path
+            return "clusters" if nodeid.startswith(_CLUSTERS) else nodeid.split("::", 1)[0]
 
     config.option.loadscopereorder = False  # by the number of tests, which says nothing of their time
     return ByFile(config, log)

@@ -17,7 +17,7 @@ from raytune_fsdp.tracking.jsonl import read_trajectory
 from tests.cluster.network import Network, wait, why_not
 from tests.ray.jobs import ROOT, events
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 # What Slurm would do with a node's name: run the command there, as a process that gets the signals of srun.
 SRUN = """#!/bin/sh
@@ -94,16 +94,16 @@ def test_a_job_whose_time_is_up_queues_again_and_goes_on(tmp_path: Path, allocat
     )  # fmt: skip
     metrics = tmp_path / "run" / "metrics.jsonl"
     first = allocation.batch(*demo)
-    wait(lambda: first.poll() is not None or (metrics.exists() and len(read_trajectory(metrics)) > 3), 300)
+    wait(lambda: first.poll() is not None or (metrics.exists() and len(read_trajectory(metrics)) > 3), 500)
     first.send_signal(signal.SIGUSR1)  # as `#SBATCH --signal=B:USR1@600` asks for
-    said, _ = first.communicate(timeout=200)
+    said, _ = first.communicate(timeout=400)
     assert first.returncode == 130, said
     assert allocation.asked.read_text() == "requeue 123\n"
     wait(lambda: not allocation.left(), 60, lambda: str(allocation.left()))
     done = len(read_trajectory(metrics))
 
     second = allocation.batch(*demo)
-    said, _ = second.communicate(timeout=500)
+    said, _ = second.communicate(timeout=700)
     assert second.returncode == 0, said
     rows = read_trajectory(metrics)
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)) and 3 < done < len(rows)
