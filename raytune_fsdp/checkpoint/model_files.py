@@ -144,11 +144,16 @@ def _model_at(path: Path, trust: bool) -> PreTrainedModel:
             f"{path / CONFIG_FILE} describes a network of {wanted / 1e9:.1f} GB, but its weights have only "
             f"{stored / 1e9:.3f}: download the model again"
         )
-    model: PreTrainedModel = _loaded(
-        lambda: AutoModelForCausalLM.from_pretrained(path, dtype="auto", use_safetensors=True, trust_remote_code=trust),
-        path,
-        "is not a complete Hugging Face model directory",
-    )
+
+    def load() -> PreTrainedModel:
+        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        forget_flash_attention(hf_config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path, config=hf_config, dtype="auto", use_safetensors=True, trust_remote_code=trust
+        )
+        return model
+
+    model: PreTrainedModel = _loaded(load, path, "is not a complete Hugging Face model directory")
     return model
 
 

@@ -99,6 +99,9 @@ def predict(
 ) -> Predicted | NotPredicted:
     """What a rank needs on a `cuda` or `cpu` `kind` of device, if that is found out `until` then (time.monotonic()).
     Never raises: a run that was not predicted is trained all the same."""
+    if kind == "cuda" and prepared.needs.softcap and config.model.attention.startswith("flash_attention"):
+        # What torch has for it instead, eager attention, keeps all scores: a run would be refused for their gigabytes.
+        return NotPredicted("flash-attn, which alone computes a soft cap without keeping all scores, cannot be traced")
     try:
         until = time.monotonic() + _TRACING_SECONDS if until is None else until
         found = _trace(config, prepared, plan, kind, None if device is None else int(device.memory), until)

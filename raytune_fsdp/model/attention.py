@@ -137,14 +137,22 @@ def forget_flash_attention(hf_config: PretrainedConfig) -> None:
 
 def use(model: PreTrainedModel, choice: Choice) -> Choice:
     """Give the network this attention; returns the choice with its name."""
-    if choice.name not in ("", model.config._attn_implementation):
+    built = model.config._attn_implementation
+    if choice.name not in ("", built):
         try:
             model.set_attn_implementation(choice.name)
         except (ImportError, ValueError) as error:  # not installed, or not for this network
             raise ConfigError(
-                f"model.attention={choice.name}: {first_line(error)}; set model.attention=auto (sdpa, where the run "
-                "began with it)"
+                f"model.attention={choice.name}: {first_line(error)}; set model.attention=auto (where the run began "
+                "with it: sdpa, or eager if that is refused)"
             ) from error
+        if model.config._attn_implementation == built:  # of Falcon and GPT-J, for which transformers only warns
+            install = ", with flash-attn on all nodes" * choice.name.startswith("flash_attention_")
+            raise ConfigError(
+                f"model.attention: a {model.config.model_type} keeps the attention that it is built with, here "
+                f"{built}, and this run has {choice.name}: set model.attention={choice.name}{install}; a new run may "
+                "have auto"
+            )
     return Choice(name=model.config._attn_implementation, why=choice.why)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -175,7 +176,10 @@ def find_origin(
 
 def without_adapters(config: FinetuneConfig, network: PreTrainedModel) -> PreTrainedModel:
     """The same network, as its weights are stored."""
-    return build_base(network.config, config.model, config.parallel.precision) if is_adapted(network) else network
+    if not is_adapted(network):
+        return network
+    # Building writes what `model.attention` asks for into the config, and in this one is what was chosen.
+    return build_base(copy.deepcopy(network.config), config.model, config.parallel.precision)
 
 
 def find_adapter(config: FinetuneConfig, network: PreTrainedModel) -> AdapterFiles | None:
@@ -258,7 +262,7 @@ def first_weights(
     `checkpoint`: the one that a run of adapters continues from; the base is not in it.
     """
     if origin is None:
-        twin = build_network(model.config, config)
+        twin = build_network(copy.deepcopy(model.config), config)
         return RandomWeights(twin, config.run.seed), None
     _check_content(config, origin, mode, adapter, adapted=is_adapted(model))
     opened: list[Weights] = []

@@ -14,9 +14,10 @@ from raytune_fsdp.config.method import LoraMethod
 from raytune_fsdp.errors import ConfigError, ModelError, UserError
 from raytune_fsdp.model.adapter_config import adapter_method, put_adapter_config
 from raytune_fsdp.model.adapters import AdaptedWeights, _nearest, adapter_tensors, base_name, left_out, stored_names
-from raytune_fsdp.model.network import build_network
+from raytune_fsdp.model.network import build_network, load_architecture
 from raytune_fsdp.model.weights import RandomWeights
 from raytune_fsdp.precision import store_frozen
+from raytune_fsdp.run.initial_weights import first_weights, without_adapters
 from tests.models import architecture
 
 pytest.importorskip("peft")
@@ -24,21 +25,32 @@ pytest.importorskip("peft")
 LLAMA_LAYERS = ["down_proj", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj"]
 
 
-def network(model: str, method: dict[str, Any], precision: str = "fp32") -> Any:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    values = architecture(model)
-    config = FinetuneConfig.model_validate(
+def settings(model: str, method: dict[str, Any], precision: str = "fp32", attention: str = "auto") -> FinetuneConfig:
+    return FinetuneConfig.model_validate(
         {
             "run": {"name": "x"},
-            "model": {"init": "random", "architecture": dict(values)},
+            "model": {"init": "random", "architecture": architecture(model), "attention": attention},
             "data": {"train": [{"path": "x"}]},
             "train": {"max_steps": 1, "global_batch": 1},
             "parallel": {"precision": precision},
             "method": method,
         }
     )
-    return build_network(CONFIG_MAPPING[values.pop("model_type")](**values), config)
+
+
+def network(model: str, method: dict[str, Any], precision: str = "fp32") -> Any:
+    config = settings(model, method, precision)
+    return build_network(load_architecture(config.model, None), config)
+
+
+def test_a_network_keeps_the_attention_that_was_chosen_for_it_while_its_weights_are_read() -> None:
+    """Whoever reads them builds the network again, with what model.attention names."""
+    config = settings("llama", {"type": "lora"}, attention="eager")
+    adapted = build_network(load_architecture(config.model, None), config)
+    adapted.set_attn_implementation("sdpa")
+    without_adapters(config, adapted)
+    first_weights(config, None, adapted, "sharded")
+    assert adapted.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 
 from raytune_fsdp.errors import ConfigError, ModelError
 from raytune_fsdp.model import flash, kernels
-from raytune_fsdp.model.attention import Needs, choose
+from raytune_fsdp.model.attention import Choice, Needs, choose, use
 from raytune_fsdp.model.calls import Call, reference
 from raytune_fsdp.model.kernels import KERNELS, sdpa_by_document
 from raytune_fsdp.model.proof import WINDOW, documents, error_of_kernel
@@ -261,6 +261,16 @@ def test_documents_that_cannot_be_had_are_refused_with_the_reason() -> None:
         choose("documents", ALL, kept=None, device=GPU, dtype=torch.float32, fails=works)
     with pytest.raises(ConfigError, match=r"documents_fa4: no; documents_fa3: no; documents_fa2: no; documents_varlen"):
         choose("documents", ALL, kept=None, device=GPU, dtype=torch.bfloat16, fails=lambda name: "no")
+
+
+def test_a_network_that_cannot_get_the_attention_of_its_run_is_refused() -> None:
+    for name, way_out in (
+        ("sdpa", r"set model\.attention=sdpa; "),
+        ("flash_attention_2", "with flash-attn on all nodes; "),
+    ):
+        with pytest.raises(ConfigError, match=rf"a gptj keeps .* built with, here eager, .* has {name}: .*{way_out}"):
+            use(build("gptj"), Choice(name=name, why="as the run began"))
+    assert use(build("gptj"), Choice(name="eager", why="as the run began")).name == "eager"
 
 
 def test_why_a_kernel_was_passed_over_is_in_the_choice() -> None:

@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections import namedtuple
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,6 +89,9 @@ def test_what_a_run_with_flash_attention_needs_is_known_where_there_is_no_gpu(tm
     asked = config.model_copy(update={"model": config.model.model_copy(update={"attention": "flash_attention_2"})})
     found = predict(asked, run, plan, "cuda", None)
     assert isinstance(found, Predicted) and found == predict(config, run, plan, "cuda", None)
+    # Without flash-attn, all scores would be kept for a soft cap.
+    capped = replace(run, needs=replace(run.needs, softcap=True))
+    assert isinstance(predict(asked, capped, plan, "cuda", None), NotPredicted)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

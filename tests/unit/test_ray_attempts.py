@@ -111,8 +111,9 @@ def test_what_follows_an_attempt(
         known.ended(error)
         assert all(line.endswith("; the run goes on from there") for line in said)
     else:
-        with pytest.raises(ends):
+        with pytest.raises(ends) as refused:
             known.ended(error)
+        assert "the same command" not in str(refused.value)
     assert known.failures == (cause is not None)
     if cause is not None:
         (failed,) = events(tmp_path, "attempt_failed")

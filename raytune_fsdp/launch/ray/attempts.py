@@ -146,7 +146,10 @@ class Attempts:
             self._repeated("memory", rank, words)
         elif is_from_within(cause):
             self._repeated(type(inner).__name__, rank, words)
-        self.failed(words, rank, again=not is_final(cause))
+        if is_final(cause):
+            self._record(words, rank)
+            raise TrainingError(self._described(words, rank))  # which names the way out: the same command is none
+        self.failed(words, rank)
 
     def _repeated(self, kind: str, rank: int | None, words: str) -> None:
         """Count a failure from within; raise if it was the third of its kind at this step, without a commit."""
