@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from raytune_fsdp.config import FinetuneConfig
@@ -56,7 +57,7 @@ def answers(
     with evaluating(model), without_borders(model, attention), beating(model):
         for question in map(asked, prompts):
             prompt = question.get("messages", question["prompt"])
-            said = answer(model, tokenizer, prompt, max_new_tokens=max_new_tokens, device=device)
+            said = answer(model, tokenizer, prompt, max_new_tokens=max_new_tokens, device=device, together=True)
             found.append({**question, "answer": said})
     return found
 
@@ -80,8 +81,12 @@ def answer(
     device: torch.device,
     temperature: float = 0.0,
     streamer: TextStreamer | None = None,
+    together: bool = False,
 ) -> str:
-    """The answer to one prompt. With a chat template a text is a user's message; without one it is continued."""
+    """The answer to one prompt. With a chat template a text is a user's message; without one it is continued.
+
+    `together`: all ranks make as many passes, also if the last bits of their sums differ, and so a token (collective).
+    """
     ids = encode_prompt(tokenizer, prompt, positions=positions_of(model.config)).to(device)
     room = positions_of(model.config) - ids.shape[1]
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
@@ -91,6 +96,7 @@ def answer(
         max_new_tokens=min(max_new_tokens, room),
         use_cache=True,
         streamer=streamer,
+        synced_gpus=together and dist.get_world_size() > 1,
         **ends(tokenizer),
         **sampling,
     )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from raytune_fsdp.errors import RaytuneError, TransientError
 
@@ -56,3 +59,19 @@ def why_on_any_rank(why: Callable[[], str | None]) -> str | None:
     if rank is None or None not in reasons:
         return None if rank is None else reasons[rank]
     return f"on rank {rank}: {reasons[rank]}"  # and not on all
+
+
+def make_device_mesh(kind: str, axes: Mapping[str, int]) -> DeviceMesh:
+    """All ranks, along these axes. Collective.
+
+    The groups of an axis wait as long as that of all ranks does, which `cluster.collective_minutes` says: torch gives
+    groups that it makes half an hour.
+    """
+    mesh = init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    everyone = dist.group.WORLD
+    assert everyone is not None, "ranks have joined"
+    host = everyone._get_backend(torch.device("cpu"))
+    if isinstance(host, dist.ProcessGroupGloo):  # and not a stand-in, which nobody waits for
+        for group in mesh.get_all_groups():
+            _set_pg_timeout(host.options._timeout, group)
+    return mesh

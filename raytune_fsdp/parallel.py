@@ -17,7 +17,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 )
 from transformers import PreTrainedModel
 
+from raytune_fsdp.collectives import make_device_mesh
 from raytune_fsdp.config import ParallelConfig
 from raytune_fsdp.estimate.traffic import Collectives, Traffic, UnitSize, exchanged_by_attention, step_traffic
 from raytune_fsdp.gathering import gather_in_fp8
@@ -54,7 +55,7 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
         axes = {"replicate": layout.replicas, **axes}
     if layout.tensor > 1:
         axes[TENSOR] = layout.tensor
-    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return make_device_mesh(device.type, axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +72,12 @@ def make_groups(layout: Layout, device: torch.device) -> Sharers:
     """Collective."""
     if layout.together == 1:
         return Sharers(None, None)
-    shape = (layout.data_ranks, layout.sequence, layout.tensor)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "sequence", TENSOR))
+    axes = {"data": layout.data_ranks, "sequence": layout.sequence, TENSOR: layout.tensor}
+    mesh = make_device_mesh(device.type, axes)
     sequence = mesh.get_group("sequence") if layout.sequence > 1 else None
     if layout.tensor == 1:
         return Sharers(sequence, sequence)
-    together = init_device_mesh(device.type, (layout.data_ranks, layout.together), mesh_dim_names=("data", "together"))
+    together = make_device_mesh(device.type, {"data": layout.data_ranks, "together": layout.together})
     return Sharers(sequence, together.get_group("together"))
 
 

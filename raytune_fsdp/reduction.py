@@ -18,10 +18,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from raytune_fsdp.collectives import on_all_ranks
+from raytune_fsdp.collectives import make_device_mesh, on_all_ranks
 from raytune_fsdp.machine import this_node
 
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -46,8 +46,8 @@ def reduce_by_node(model: nn.Module, mesh: DeviceMesh, per_node: int, between: t
     """Have the gradients of a sharded network summed in two levels. `between`: the type that travels between nodes;
     None: that of the sums. Collective."""
     shards = mesh["shard"].size()
-    sizes = (mesh.size() // shards, shards // per_node, per_node)
-    levels = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicate", "between", "inside"))
+    axes = {"replicate": mesh.size() // shards, "between": shards // per_node, "inside": per_node}
+    levels = make_device_mesh(mesh.device_type, axes)
     comm = _ReduceByNode(levels.get_group("inside"), levels.get_group("between"), between)
     for module in model.modules():
         if isinstance(module, FSDPModule):

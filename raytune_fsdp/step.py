@@ -158,8 +158,9 @@ def _squares(grads: list[torch.Tensor], cut: list[bool], layout: Layout) -> torc
     # 16-bit gradients (bf16_pure) have too few digits to sum their own squares.
     wide = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
     each = torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).double().square()
-    if layout.tensor > 1:  # what is not cut they all have
-        each = each * torch.tensor([1.0 if part else 1 / layout.tensor for part in cut], device=each.device)
+    if layout.tensor > 1:
+        # What is not cut they all have. Numbers, not a tensor: the host would wait for the device to copy it.
+        torch._foreach_mul_(list(each.unbind()), [1.0 if part else 1 / layout.tensor for part in cut])
     return each.sum()
 
 

@@ -28,7 +28,7 @@ from raytune_fsdp.launch.preflight import preflight
 from raytune_fsdp.launch.shared_storage import check_shared
 from raytune_fsdp.launch.signals import Signals, StopFlag, deaf_children, listening, stacks_at_signal
 from raytune_fsdp.launch.torchrun import is_rank0, ranks_here, under_torchrun, world_of_torchrun
-from raytune_fsdp.launch.worker import alone, choose_device, join, work
+from raytune_fsdp.launch.worker import alone, choose_device, join, settings_of_nccl, work
 from raytune_fsdp.parallel import memory_of
 from raytune_fsdp.run.checks import check_device
 from raytune_fsdp.run.prepare import prepare
@@ -228,8 +228,11 @@ def _run_rank(
             if not standing.complete:
                 check_shared(prepared.place.path)
                 work(config, prepared, standing, device, stop, LauncherHooks(predicted=predicted))
-        finally:
-            dist.destroy_process_group()
+        except BaseException:
+            if device.type == "cpu":  # NCCL would wait for ranks that have not failed, and torchrun for this one
+                dist.destroy_process_group()
+            raise
+        dist.destroy_process_group()
         stop.check_export(config.export.at_end)
     return prepared, standing
 
@@ -245,7 +248,10 @@ def _beforehand(work: Callable[[], T]) -> Callable[[], T]:
 
 
 def _join(config: FinetuneConfig, device: torch.device) -> None:
-    subgroups = config.parallel.strategy == "hybrid_shard" or config.parallel.mesh.together > 1
+    parallel = config.parallel
+    copies = parallel.strategy in ("hybrid_shard", "replicate")
+    subgroups = copies or parallel.mesh.together > 1 or parallel.reduce == "hierarchical"
+    os.environ.update(settings_of_nccl(config, os.environ))
     join(device, alone=False, minutes=config.cluster.collective_minutes, subgroups=subgroups)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -39,7 +39,7 @@ def join(device: torch.device, *, alone: bool, minutes: float = 30.0, subgroups:
     """Make the process group: alone, or with the ranks that the environment describes.
 
     `minutes` is `cluster.collective_minutes`; with NCCL torch would give up after 10. `subgroups`: the ranks will be
-    divided, as `hybrid_shard`, `parallel.mesh.sequence` and `parallel.mesh.tensor` do.
+    divided, as by `hybrid_shard`, `replicate`, `reduce: hierarchical` and `parallel.mesh`.
     """
     if device.type == "cuda":
         use_gpu(device)
@@ -54,6 +54,14 @@ def join(device: torch.device, *, alone: bool, minutes: float = 30.0, subgroups:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound)
     else:
         dist.init_process_group(backend, timeout=timeout, device_id=bound)
+
+
+def settings_of_nccl(config: FinetuneConfig, known: Mapping[str, str]) -> dict[str, str]:
+    """What has to be in a rank's environment before it joins the others."""
+    # Switches that add up (NVLS) do so in another order each time. torch leaves them out itself in its deterministic
+    # mode, but only if that is on when the group is made.
+    alike = config.run.deterministic and config.cluster.device != "cpu" and "NCCL_ALGO" not in known
+    return {"NCCL_ALGO": "^NVLS"} if alike else {}
 
 
 @contextmanager

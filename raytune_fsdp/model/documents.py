@@ -34,10 +34,14 @@ class DocumentLosses:
 
 def sums_by_segment(each: torch.Tensor, block: Batch) -> torch.Tensor:
     """Sums of the losses of a block's targets, in float64, by the segments between its borders."""
-    # Differences of running sums: index_add on a GPU adds in any order.
     places, starts, part = block.targets.places, block.borders.starts, block.part
     if part is not None:
         places = places + part.member * block.input_ids.numel()
-    edges = torch.searchsorted(places, starts.to(places.dtype))
+    starts = starts.to(places.dtype)
+    if torch.are_deterministic_algorithms_enabled():  # index_add adds in order then, and a GPU has no running sums
+        segments = torch.searchsorted(starts, places, right=True) - 1
+        return each.new_zeros(len(starts) - 1, dtype=torch.float64).index_add_(0, segments, each.double())
+    # Differences of running sums: index_add on a GPU adds in any order.
+    edges = torch.searchsorted(places, starts)
     sums = torch.cat([each.new_zeros(1, dtype=torch.float64), each.double().cumsum(0)])
     return sums[edges[1:]] - sums[edges[:-1]]

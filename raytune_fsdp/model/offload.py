@@ -20,6 +20,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
+from raytune_fsdp.model.pieces import local_piece
+
 _SMALLEST = 2**20
 """Bytes of a tensor that is worth a transfer."""
 
@@ -99,8 +101,8 @@ class Offload:
     def of(self, number: int, block: nn.Module) -> Iterator[None]:
         """In here, `block` computes, the `number`th of a forward pass."""
         self._give_up_coming()
-        # Weights have a place of their own, which FSDP frees and fills again.
-        weights = {_storage(parameter) for parameter in block.parameters()}
+        # Weights have a place of their own, which FSDP frees and fills again. A DTensor computes with its local tensor.
+        weights = {_storage(local_piece(parameter)) for parameter in block.parameters()}
         # A tensor that several operations keep goes once. It is held until the block ends, so that none is taken for
         # another one at the same address.
         sent: list[tuple[torch.Tensor, _Away]] = []

@@ -12,11 +12,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from raytune_fsdp.errors import ConfigError
@@ -108,5 +109,24 @@ def _over_heads(
 
 def _exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The first axis is whom it goes to, and then whom it comes from."""
-    received: torch.Tensor = all_to_all_single_autograd(tensor.contiguous(), None, None, group)
+    received: torch.Tensor = _Exchange.apply(tensor, group)  # type: ignore[no-untyped-call]
     return received
+
+
+class _Exchange(torch.autograd.Function):
+    """Not torch's own, which returns a tensor that waits once an operation of torch reads it: flash-attn 4 reads the
+    memory itself."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _exchanged(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _exchanged(gradient, ctx.group), None
+
+
+def _exchanged(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    found: torch.Tensor = wait_tensor(all_to_all_single(tensor.contiguous(), None, None, group))  # type: ignore[no-untyped-call]
+    return found

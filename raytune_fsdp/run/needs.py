@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,7 +67,7 @@ def network_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: 
     heads = narrow and (_heads_in_full(network) or tuple(replace(each, width=_width(hf_config)) for each in narrow))
     return Needs(
         refused=refused,
-        unshared=unshared,
+        unshared=unshared or _turns_by_length(config, hf_config),
         softcap=any(each.softcap is not None for each in heads),
         sinks=any(each.sinks for each in heads),
         heads=heads,
@@ -194,6 +195,19 @@ def _borders(
         return "its attention is its own", (), None
     refused = None if difference < _BOUND else "it needs more than borders to compute the same"
     return refused, _in_order(seen), _draws_alone(network, drawn) if drawn else None
+
+
+def _turns_by_length(config: FinetuneConfig, hf_config: PretrainedConfig) -> str | None:
+    """Rotary embeddings that ask for the longest document of a block: each rank would know that of its own part."""
+    values: Mapping[str, Any] = getattr(hf_config.get_text_config(), "rope_parameters", None) or {}
+    for each in (values, *(own for own in values.values() if isinstance(own, Mapping))):  # some have one for each sort
+        shorter = each.get("original_max_position_embeddings") or 0
+        if each.get("rope_type") == "longrope" and config.data.seq_len > shorter:
+            return (
+                f"its rotary embedding (longrope) is another one where a document is longer than {shorter} tokens, and "
+                f"ranks that share samples see parts of documents; set data.seq_len={shorter}"
+            )
+    return None
 
 
 def _drops_attention(network: PreTrainedModel) -> str:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models import architecture
 from tests.ranks import run_ranks
-from tests.runs import GPT2, make_config
+from tests.runs import GPT2, LLAMA, make_config
 
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal.default", "is_nonzero")
 ASKING = ("cpu", "tolist", "numpy", "item", "cuda", "__bool__", "__float__", "__int__", "__index__")
@@ -93,6 +93,14 @@ def watched_all(many: list[Mapping[str, Any]]) -> list[list[str]]:
     return [watched(values, False) for values in many]
 
 
+def test_a_step_of_ranks_that_share_layers_or_samples_asks_for_nothing(tmp_path: Path) -> None:
+    configs = [
+        make_config(tmp_path, LLAMA, run={"name": axis}, parallel={"precision": "bf16", "mesh": {axis: 2}}).model_dump()
+        for axis in ("tensor", "sequence")
+    ]
+    assert run_ranks(watched_all, 2, configs) == [[[], []]] * 2
+
+
 def test_no_optimizer_asks_the_device_for_anything(tmp_path: Path) -> None:
     chosen: dict[str, dict[str, Any]] = {
         "8bit": {"optimizer": {"type": "adamw", "moments": "8bit"}},
@@ -112,22 +120,24 @@ def test_one_that_asks_is_found(tmp_path: Path) -> None:
 
 
 def waiting_alone(rank: int, port: int, found: Any) -> None:
-    """A rank whose partner has joined, and hangs."""
+    """A rank that waits for all, and then for the one that it shares a model with; they have joined, and hang."""
+    from raytune_fsdp.collectives import make_device_mesh
     from raytune_fsdp.launch.worker import join
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "4"}
     join(torch.device("cpu"), alone=False, minutes=0.05)
-    since = time.monotonic()
-    if rank == 1:
+    mesh = make_device_mesh("cpu", {"replicate": 2, "shard": 2})
+    if rank:
         found.get()
         return
-    try:
-        torch.distributed.all_reduce(torch.zeros(1))
-    except RuntimeError as error:
-        found.put((time.monotonic() - since, str(error)))
-    else:
-        found.put((0.0, "it did not wait"))
-    found.put(None)
+    for group in (None, mesh.get_group("shard")):
+        since = time.monotonic()
+        try:
+            torch.distributed.all_reduce(torch.zeros(1), group=group)
+        except RuntimeError as error:
+            found.put((time.monotonic() - since, str(error)))
+        else:
+            found.put((0.0, "it did not wait"))
 
 
 def test_a_rank_gives_up_waiting_for_one_that_hangs() -> None:
@@ -136,12 +146,14 @@ def test_a_rank_gives_up_waiting_for_one_that_hangs() -> None:
         port = server.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     found, hanging = context.Queue(), context.Queue()
-    ranks = [context.Process(target=waiting_alone, args=(rank, port, (found, hanging)[rank])) for rank in range(2)]
+    ranks = [context.Process(target=waiting_alone, args=(rank, port, hanging if rank else found)) for rank in range(4)]
     for rank in ranks:
         rank.start()
-    seconds, said = found.get(timeout=120)
-    hanging.put(None)
+    waited = [found.get(timeout=120) for _ in range(2)]
+    for _ in ranks:
+        hanging.put(None)
     for rank in ranks:
         rank.join(30)
-    assert 2.5 < seconds < 20, said
-    assert "imed out" in said
+    for seconds, said in waited:
+        assert 2.5 < seconds < 20, said
+        assert "imed out" in said

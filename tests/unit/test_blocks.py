@@ -224,6 +224,35 @@ def test_offload_gives_back_what_a_block_kept(network: type[Network], monkeypatc
         assert torch.equal(kept, fetched)
 
 
+def test_offload_leaves_weights_that_ranks_have_parts_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP frees their memory behind the block, with a copy of it still on its way."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    from raytune_fsdp.launch.worker import alone
+    from raytune_fsdp.model.sums import here
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), init_device_mesh("cpu", (1,))))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ here(self.weight)
+
+    def keep(tensor: torch.Tensor, host: torch.Tensor) -> offload._Away:
+        sent.append(tensor)
+        return offload._Away(host, CPU)
+
+    monkeypatch.setattr(offload, "_SMALLEST", 1)
+    sent: list[torch.Tensor] = []
+    with alone(CPU):
+        away, layer, x = offload.Offload(CPU), Layer(), torch.ones(2, 8, requires_grad=True)
+        with patch.object(away, "_send", keep), away.of(0, layer):
+            layer(x)
+    assert [tensor.shape for tensor in sent] == [x.shape]
+
+
 class Story:
     """What is copied, and what waits for which copies, in the order in which the host asks for it."""
 

@@ -35,6 +35,22 @@ def test_deterministic_holds_in_the_run_alone() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.parametrize(
+    ("deterministic", "device", "known", "wanted"),
+    [
+        (True, "auto", {}, {"NCCL_ALGO": "^NVLS"}),
+        (True, "cuda", {"NCCL_ALGO": "Ring"}, {}),
+        (True, "cpu", {}, {}),
+        (False, "cuda", {}, {}),
+    ],
+)
+def test_what_nccl_must_be_told_before_ranks_join(
+    tmp_path: Path, deterministic: bool, device: str, known: dict[str, str], wanted: dict[str, str]
+) -> None:
+    config = make_config(tmp_path, run={"deterministic": deterministic}, cluster={"device": device})
+    assert worker.settings_of_nccl(config, known) == wanted
+
+
 def settings() -> dict[str, object]:
     return {
         "recompile_limit": torch._dynamo.config.recompile_limit,

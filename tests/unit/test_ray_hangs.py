@@ -77,6 +77,7 @@ Current thread 0x3 (most recent call first):
   File "/x/worker.py", line 3 in main_loop
 """
 WAITING = TRAINING.format(frames='  File "/torch/distributed/distributed_c10d.py", line 7 in all_gather')
+FOR_DEVICE = TRAINING.format(frames='  File "/torch/cuda/streams.py", line 7 in synchronize')
 READING = TRAINING.format(frames='  File "/x/raytune_fsdp/data/cache.py", line 8 in read')
 STOPPED = "py-spy is not installed on this node\nState:\tT (stopped)\nwaits in: do_signal_stop\n"
 
@@ -86,7 +87,7 @@ STOPPED = "py-spy is not installed on this node\nState:\tT (stopped)\nwaits in: 
     [
         ({0: WAITING, 1: STOPPED}, (1, "its process takes no signals (T (stopped))")),
         ({0: WAITING, 1: WAITING, 2: READING}, (2, 'it is at File "/x/raytune_fsdp/data/cache.py", line 8 in read')),
-        ({0: WAITING, 1: WAITING}, None),
+        ({0: WAITING, 1: FOR_DEVICE}, None),
         ({0: READING, 1: READING}, None),
         ({0: READING}, (0, 'it is at File "/x/raytune_fsdp/data/cache.py", line 8 in read')),
         ({}, None),

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.estimate.devices import find_device
-from raytune_fsdp.model.sequence import check_sequence
+from raytune_fsdp.launch.worker import alone
+from raytune_fsdp.model.sequence import _exchange, check_sequence
 from raytune_fsdp.plan import resolve
 from raytune_fsdp.planner.changes import with_changes
 from raytune_fsdp.planner.page import as_page
@@ -109,6 +112,27 @@ def test_attention_dropout_is_refused_by_its_name(architecture: dict[str, Any], 
         "parallel.mesh.sequence=1"
     )
     check_sequence(2, needs_of(architecture, **as_values(said)))
+
+
+def test_rotations_that_ask_for_the_longest_document_are_refused() -> None:
+    """Each rank would ask for that of its own part."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    longrope = {**LLAMA, "rope_parameters": {**rope, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}}
+    said = refusal(longrope)
+    assert said.startswith("parallel.mesh.sequence=2: its rotary embedding (longrope) is another one")
+    assert said.endswith("; set data.seq_len=32, or parallel.mesh.sequence=1")
+    config = config_of(longrope)
+    short = config.model_copy(update={"data": config.data.model_copy(update={"seq_len": 32})})
+    check_sequence(2, Subject.of(short).needs)
+
+
+def test_what_is_exchanged_is_a_tensor_with_memory() -> None:
+    """And not one that waits for it when an operation of torch reads it."""
+    with alone(torch.device("cpu")):
+        given = torch.ones(1, 3, requires_grad=True)
+        found = _exchange(given, dist.group.WORLD)
+        found.sum().backward()
+    assert type(found) is torch.Tensor and given.grad is not None and type(given.grad) is torch.Tensor
 
 
 @pytest.mark.parametrize(

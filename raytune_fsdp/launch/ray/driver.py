@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -47,6 +48,7 @@ from raytune_fsdp.launch.ray.train_registry import repair_registry
 from raytune_fsdp.launch.run_lock import is_locked
 from raytune_fsdp.launch.shared_storage import TOKEN_PREFIX, Token, put_token
 from raytune_fsdp.launch.signals import Signals
+from raytune_fsdp.launch.worker import settings_of_nccl
 from raytune_fsdp.lease import TakenOverError, lease_of
 from raytune_fsdp.plan import Plan, sizes_of
 from raytune_fsdp.run.checks import check_device
@@ -212,7 +214,8 @@ def _beside(
 
 def _env(config: FinetuneConfig) -> dict[str, Any] | None:
     """The environment of ranks, and of tasks that do with their model what ranks do."""
-    return {"env_vars": dict(config.cluster.env)} if config.cluster.env else None
+    wanted = settings_of_nccl(config, os.environ) | config.cluster.env
+    return {"env_vars": wanted} if wanted else None
 
 
 def _finish(

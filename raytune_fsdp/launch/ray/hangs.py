@@ -13,7 +13,8 @@ from raytune_fsdp.launch.ray.board import Beat
 _LEAST_SECONDS, _STEPS = 300.0, 20.0
 """Without `cluster.hang_minutes`: how long no block of a step is done, at least, and in times of a median step."""
 _KEPT = 50  # steps of which the median is taken
-_COLLECTIVE = re.compile(r"distributed_c10d\.py|_functional_collectives\.py|_fsdp_collectives\.py")
+_COLLECTIVE = re.compile(r"distributed_c10d\.py|_functional_collectives\.py|_fsdp_collectives\.py|cuda/streams\.py")
+"""Where a rank waits for others: on a GPU also for the device, which does."""
 _STATE = re.compile(r"^State:\s*(\S.*)$", re.MULTILINE)
 
 
