@@ -96,7 +96,7 @@ def answer(
         max_new_tokens=min(max_new_tokens, room),
         use_cache=True,
         streamer=streamer,
-        synced_gpus=together and dist.get_world_size() > 1,
+        synced_gpus=together and dist.is_initialized() and dist.get_world_size() > 1,
         **ends(tokenizer),
         **sampling,
     )
