@@ -1,4 +1,4 @@
-"""Environment variables for the libraries below, which must not outlive the call that needs them."""
+"""Environment variables for the libraries below: those that must not outlive the call that needs them, and a rank's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
+
+from raytune_fsdp.config import FinetuneConfig
 
 _lock = Lock()
 _held: Counter[str] = Counter()
@@ -29,3 +31,11 @@ def environment(defaults: Mapping[str, str]) -> Iterator[None]:
             for name in ours:
                 if not _held[name]:
                     os.environ.pop(name, None)
+
+
+def settings_of_nccl(config: FinetuneConfig, known: Mapping[str, str]) -> dict[str, str]:
+    """What has to be in a rank's environment before it joins the others."""
+    # Switches that add up (NVLS) do so in another order each time. torch leaves them out itself in its deterministic
+    # mode, but only if that is on when the group is made.
+    alike = config.run.deterministic and config.cluster.device != "cpu" and "NCCL_ALGO" not in known
+    return {"NCCL_ALGO": "^NVLS"} if alike else {}

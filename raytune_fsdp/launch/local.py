@@ -22,13 +22,13 @@ from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, TrainingError
 from raytune_fsdp.estimate.predicted import NotPredicted, Predicted
-from raytune_fsdp.launch.environment import environment
+from raytune_fsdp.launch.environment import environment, settings_of_nccl
 from raytune_fsdp.launch.phases import HERE, TOGETHER, Phases
 from raytune_fsdp.launch.preflight import preflight
 from raytune_fsdp.launch.shared_storage import check_shared
 from raytune_fsdp.launch.signals import Signals, StopFlag, deaf_children, listening, stacks_at_signal
 from raytune_fsdp.launch.torchrun import is_rank0, ranks_here, under_torchrun, world_of_torchrun
-from raytune_fsdp.launch.worker import alone, choose_device, join, settings_of_nccl, work
+from raytune_fsdp.launch.worker import alone, choose_device, join, work
 from raytune_fsdp.parallel import memory_of
 from raytune_fsdp.run.checks import check_device
 from raytune_fsdp.run.prepare import prepare

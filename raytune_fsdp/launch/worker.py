@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -54,14 +54,6 @@ def join(device: torch.device, *, alone: bool, minutes: float = 30.0, subgroups:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound)
     else:
         dist.init_process_group(backend, timeout=timeout, device_id=bound)
-
-
-def settings_of_nccl(config: FinetuneConfig, known: Mapping[str, str]) -> dict[str, str]:
-    """What has to be in a rank's environment before it joins the others."""
-    # Switches that add up (NVLS) do so in another order each time. torch leaves them out itself in its deterministic
-    # mode, but only if that is on when the group is made.
-    alike = config.run.deterministic and config.cluster.device != "cpu" and "NCCL_ALGO" not in known
-    return {"NCCL_ALGO": "^NVLS"} if alike else {}
 
 
 @contextmanager

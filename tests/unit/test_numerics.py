@@ -12,6 +12,7 @@ import torch
 from raytune_fsdp.config import ParallelConfig
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.launch import worker
+from raytune_fsdp.launch.environment import settings_of_nccl
 from raytune_fsdp.model.compiler import Compiler
 from raytune_fsdp.precision import numerics
 from tests.runs import make_config
@@ -48,7 +49,7 @@ def test_what_nccl_must_be_told_before_ranks_join(
     tmp_path: Path, deterministic: bool, device: str, known: dict[str, str], wanted: dict[str, str]
 ) -> None:
     config = make_config(tmp_path, run={"deterministic": deterministic}, cluster={"device": device})
-    assert worker.settings_of_nccl(config, known) == wanted
+    assert settings_of_nccl(config, known) == wanted
 
 
 def settings() -> dict[str, object]:

@@ -27,7 +27,7 @@ from raytune_fsdp.counts import WindowCounts
 from raytune_fsdp.data.census import Places, build_here
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import Interrupted, RaytuneError
-from raytune_fsdp.launch.environment import environment
+from raytune_fsdp.launch.environment import environment, settings_of_nccl
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.preflight import check_attention
 from raytune_fsdp.launch.ray.after_commit import AfterCommit, Chore
@@ -48,7 +48,6 @@ from raytune_fsdp.launch.ray.train_registry import repair_registry
 from raytune_fsdp.launch.run_lock import is_locked
 from raytune_fsdp.launch.shared_storage import TOKEN_PREFIX, Token, put_token
 from raytune_fsdp.launch.signals import Signals
-from raytune_fsdp.launch.worker import settings_of_nccl
 from raytune_fsdp.lease import TakenOverError, lease_of
 from raytune_fsdp.plan import Plan, sizes_of
 from raytune_fsdp.run.checks import check_device
