@@ -297,14 +297,14 @@ def save_again_and_again(root: str, times: int) -> list[dict[str, int]]:
 
 @pytest.mark.slow
 def test_thousands_of_saves_leave_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_ranks(save_again_and_again, 2, str(tmp_path / "checkpoints"), 2000, seconds=500)
+    found = run_ranks(save_again_and_again, 2, str(tmp_path / "checkpoints"), 3000, seconds=550)
     with capsys.disabled():
-        print(f"\nrank 0 after 200 saves: {found[0][0]}\nrank 0 after 2000 saves: {found[0][-1]}")
+        print(f"\nrank 0 after 300 saves: {found[0][0]}\nrank 0 after 3000 saves: {found[0][-1]}")
     for seen in found:
         # Of 4,000 saves the first 2,000 added 4.0 MB, in leaps of the allocator, and the others 0.3.
-        early, late = seen[4], seen[-1]
+        early, late = seen[5], seen[-1]
         assert late["handles"] <= early["handles"] and late["threads"] <= early["threads"]
-        assert late["memory"] - early["memory"] < 4 << 20, "4 kB a save"
+        assert late["memory"] - early["memory"] < 2 << 20, "2 kB a save"
     for each in found[0]:
         assert each["checkpoints"] <= 4 and each["disk"] < 1.5 * found[0][0]["disk"]
 
