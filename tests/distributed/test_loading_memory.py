@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 MIB = 1 << 20
 
 SLACK = 4 * MIB
-"""For the interpreter and the allocator's rounding: 1.3 MiB were measured, on every rank in both modes."""
+"""For the interpreter and for what is being read: up to 2.4 MiB were measured, on every rank in both modes."""
 
 LARGE = {
     "vocab_size": 40_001,
@@ -34,11 +34,8 @@ _EXPERTS = {"num_hidden_layers": 2, "num_local_experts": 20, "num_experts_per_to
 MORE = {"mixtral": _EXPERTS, "gpt_oss": _EXPERTS}
 """So that the largest tensor is that of all experts."""
 
-CONVERTING = 40 * MIB
-"""Experts that are being put together, a few at a time, and what the allocator keeps of that: 28 MiB were measured."""
-
-DEQUANTIZING = 4 * MIB
-"""Rows in fp32 and their scales: 4.9 MiB were measured of FP8, 2.3 of MXFP4, both with what SLACK is for."""
+CONVERTING = 4 * MIB
+"""Mixtral's experts that are being put together, a few at a time: 4.2 MiB were measured, with what SLACK is for."""
 
 
 class Peak:
@@ -70,6 +67,9 @@ def _anonymous() -> int:
 
 
 def _peak(small: Path, directory: Path, mode: str) -> tuple[int, int, int]:
+    # What is freed goes back to the system at once. By default glibc keeps up to twice the largest piece that was
+    # freed: 8 MiB more were measured, in one run of ten.
+    ctypes.CDLL(None).mallopt(-3, 128 << 10)  # M_MMAP_THRESHOLD
     load(small, mode)  # what is loaded and started once is not the weights'
     gc.collect()  # a network refers to itself: one of the mode before would be freed while this one is loaded
     ctypes.CDLL(None).malloc_trim(0)  # nor what was freed and kept: the next mode would find its memory there
@@ -100,5 +100,5 @@ def test_loading_holds_the_shard_and_two_tensors_at_most(tmp_path: Path, name: s
             print(name, mode, rank, f"{peak / MIB:.1f} MiB: {shard / MIB:.1f} own, {largest / MIB:.1f} largest")
             assert largest > 70 * MIB
             assert peak >= shard - SLACK, "the sampler saw nothing"
-            extra = {"mixtral": CONVERTING, "llama in fp8": DEQUANTIZING}.get(name, 0)
-            assert peak <= shard + (extra if mode == "sharded" else 2 * largest) + SLACK
+            converting = CONVERTING if name == "mixtral" else 0
+            assert peak <= shard + (converting if mode == "sharded" else 2 * largest) + SLACK
