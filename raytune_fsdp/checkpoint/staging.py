@@ -52,9 +52,11 @@ class Staging:
             self._copied = self._stream.record_event()
 
     def here(self) -> None:
-        """Wait, on the host, for the copies."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        """Wait, on the host, for the copies. From any thread."""
+        if self._stream is not None and self._copied is not None:
+            # A new thread is on the first GPU: the CUDA runtime may make a context there, of some 500 MB for each rank.
+            with torch.cuda.device(self._stream.device):
+                self._copied.synchronize()
 
     def hold_updates(self) -> None:
         """Have what the device computes from here on wait for the copies."""

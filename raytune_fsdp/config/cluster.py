@@ -34,7 +34,7 @@ class ClusterConfig(Section):
     """Number of ranks. `auto`: one for each GPU of the cluster (with `launch: local`: of this machine), or one if there is no GPU. Under torchrun, torchrun's world size counts. `{min: 2, max: 8}` (Ray): as many as there is room for; when nodes are lost or added the run goes on with fewer or more, and learns the same."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: CUDA if there is a GPU for every worker, or if `gpus_per_worker` or `accelerator_type` asks for one; else the CPU."""
+    """`auto`: CUDA if there is a GPU for every worker, or if `gpus_per_worker` or `accelerator_type` asks for one; else the CPU, and with too few GPUs the run says so."""
 
     cpus_per_worker: int = Field(default=1, ge=1)
     """Ray: logical CPUs each worker reserves. The rest of the cluster's CPUs prepare the data."""

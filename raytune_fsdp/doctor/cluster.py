@@ -179,9 +179,9 @@ def _names(there: Sequence[Node]) -> dict[str, str]:
 def _plan(send: Send, config: FinetuneConfig, there: Sequence[Node], *, growing: bool) -> Request | None:
     """The run's resources against those that there are: as at its start, and what is free now."""
     from raytune_fsdp.launch.ray.nodes_checked import check_not_in_a_copy
-    from raytune_fsdp.launch.ray.resources import check, request, room, shortage
+    from raytune_fsdp.launch.ray.resources import check, gpus_of, request, room, shortage
     from raytune_fsdp.plan import sizes_of
-    from raytune_fsdp.run.checks import check_device
+    from raytune_fsdp.run.checks import check_device, idle_gpus
     from raytune_fsdp.rundir import RunDir
 
     try:
@@ -190,6 +190,8 @@ def _plan(send: Send, config: FinetuneConfig, there: Sequence[Node], *, growing:
         fewest = replace(asked, workers=sizes_of(config, asked.workers)[0])
         check(fewest, there, growing=growing)
         check_device(config, asked.device)
+        if idle := idle_gpus(config.cluster, asked.device, fewest.workers, gpus_of(config.cluster, there)):
+            send(warning("resources", *idle))
     except RaytuneError as error:
         send(refused("resources", error))
         return None

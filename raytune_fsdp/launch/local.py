@@ -30,7 +30,7 @@ from raytune_fsdp.launch.signals import Signals, StopFlag, deaf_children, listen
 from raytune_fsdp.launch.torchrun import is_rank0, ranks_here, under_torchrun, world_of_torchrun
 from raytune_fsdp.launch.worker import alone, choose_device, join, work
 from raytune_fsdp.parallel import memory_of
-from raytune_fsdp.run.checks import check_device
+from raytune_fsdp.run.checks import check_device, idle_gpus
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.standing import Prepared, Standing, agree
 from raytune_fsdp.types import Progress
@@ -78,6 +78,8 @@ def run(
     world = world_size(config)
     device = choose_device(config.cluster.device, world)
     check_device(config, device.type)
+    if idle := idle_gpus(config.cluster, device.type, world, torch.cuda.device_count()):
+        say("; ".join(idle))
     phases = Phases(HERE if world == 1 else TOGETHER)
     with Signals():
         prepared, standing = prepare(config, world, progress, dry=dry)

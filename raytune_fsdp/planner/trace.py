@@ -47,7 +47,7 @@ from raytune_fsdp.precision import computes_in
 from raytune_fsdp.reduction import ranks_of_a_node
 from raytune_fsdp.run.probe import with_memory
 from raytune_fsdp.step import LossScale, train_step
-from raytune_fsdp.types import Batch, Cursor, PackedSample, ParameterCount, StepBatches
+from raytune_fsdp.types import Batch, Borders, Cursor, PackedSample, ParameterCount, StepBatches, Targets
 
 CPU = torch.device("cpu")
 
@@ -254,11 +254,39 @@ def full_batches(config: FinetuneConfig, hf_config: PretrainedConfig, passes: in
         source_ids=np.zeros_like(ids),
         id=0,
     )
-    block = to_batch([sample] * config.train.micro_batch, index=0, after=Cursor())
+    block = _repeated(to_batch([sample], index=0, after=Cursor()), config.train.micro_batch)
     blocks: tuple[Batch, ...] = tuple(replace(block, index=index) for index in range(passes))
     assert all(each.index != FILLER_INDEX for each in blocks)
     counts = torch.ones(3 + len(config.data.train), dtype=torch.int64)
     return StepBatches(step=1, blocks=blocks, counts=counts)
+
+
+def _repeated(one: Batch, times: int) -> Batch:
+    """A block of so many samples alike. To put millions of tokens together sample by sample takes seconds."""
+    first_tokens = torch.arange(times)[:, None] * one.input_ids.numel()
+    starts = (one.borders.starts[:-1] + first_tokens).flatten()
+    targets = one.targets
+    return replace(
+        one,
+        input_ids=one.input_ids.repeat(times, 1),
+        labels=one.labels.repeat(times, 1),
+        position_ids=one.position_ids.repeat(times, 1),
+        source_ids=one.source_ids.repeat(times, 1),
+        borders=Borders(
+            starts=torch.cat([starts, starts.new_tensor([times * one.input_ids.numel()])]).int(),
+            longest=one.borders.longest,
+        ),
+        targets=Targets(
+            places=(targets.places + first_tokens).flatten(),
+            ids=targets.ids.repeat(times),
+            datasets=targets.datasets.repeat(times),
+            by_dataset=tuple(times * count for count in targets.by_dataset),
+        ),
+        sample_ids=one.sample_ids * times,
+        tokens=times * one.tokens,
+        target_tokens=times * one.target_tokens,
+        attended_pairs=times * one.attended_pairs,
+    )
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config import ClusterConfig, FinetuneConfig
 from raytune_fsdp.config.method import AdapterMethod
 from raytune_fsdp.errors import ConfigError, ResumeError, pip_install
 from raytune_fsdp.model.exported import check_replaceable
@@ -125,6 +125,17 @@ def check_device(config: FinetuneConfig, device: str) -> None:
             f"model.attention={attention} on a CPU: flash-attn runs on GPUs only; set model.attention=auto (or "
             "cluster.device=cuda on machines with GPUs)"
         )
+
+
+def idle_gpus(cluster: ClusterConfig, device: str, workers: int, gpus: int) -> tuple[str, str] | None:
+    """Where `cluster.device: auto` takes CPUs although there are GPUs, as there are too few: that, and what to do."""
+    if device != "cpu" or cluster.device != "auto" or cluster.gpus_per_worker == 0 or not 0 < gpus < workers:
+        return None
+    s = "s" * (gpus != 1)
+    return (
+        f"cluster.device=auto: {gpus} GPU{s} for {workers} workers, so the run is on CPUs",
+        f"set cluster.workers={gpus} to train on the GPU{s}",
+    )
 
 
 def _check_storage(field: str, wanted: Path) -> None:

@@ -48,7 +48,7 @@ def with_a_run(directory: Path) -> None:
         file.write_text(text)
 
 
-@pytest.mark.parametrize("launcher", ["local", "torchrun"])
+@pytest.mark.parametrize("launcher", ["local", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_two_steps_are_measured_and_nothing_is_left(tmp_path: Path, launcher: str) -> None:
     held_out = {"eval": {"fraction": 0.1}} if launcher == "local" else {}
     config = write_config(
@@ -120,7 +120,9 @@ def test_memory_that_runs_out_is_explained_and_nothing_is_left(
     assert tree(tmp_path) == before
 
 
-@pytest.mark.parametrize("how", ["ctrl-c", "a rank", "the command"])
+@pytest.mark.parametrize(
+    "how", [*(pytest.param(how, marks=pytest.mark.slow) for how in ("ctrl-c", "a rank")), "the command"]
+)
 def test_nothing_is_left_of_one_that_is_stopped_or_killed(tmp_path: Path, how: str) -> None:
     config = write_config(tmp_path, cluster=TWO, train=LONG, tracking={"console": True, "mlflow": {"enabled": False}})
     with_a_run(tmp_path)

@@ -216,7 +216,7 @@ def test_how_long_a_gpu_is_idle() -> None:
     assert [(row["name"], row["percent"]) for row in found["rows"]] == [("product", 62.5), ("copy", 37.5)]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_every_piece_runs(tmp_path: Path) -> None:
     from benchmarks.gpu.pieces import pieces_of
 

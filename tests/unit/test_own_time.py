@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -77,16 +76,19 @@ def test_what_a_rank_waits_for_is_not_its_own_time() -> None:
 def test_a_unit_costs_microseconds() -> None:
     bare, timed = (nn.ModuleList(nn.Linear(4, 4) for _ in range(34)) for _ in range(2))
     own = OwnTime(timed, CPU, storage=lambda: 0.0)
-    costs = []
+    costs: dict[str, list[float]] = {"bare": [], "timed": []}
     for _ in range(100):
-        began = time.process_time()
+        began = time.thread_time()
         step(bare, 1)
-        between = time.process_time()
+        between = time.thread_time()
         step(timed, 1)
         own.end_step(1)
         own.fetch(1)
-        costs.append(time.process_time() - between - (between - began))
-    assert median(costs) / 34 < 30e-6  # 8 µs on an AMD EPYC; the step of an 8B on 8 GPUs takes a second or more
+        costs["bare"].append(between - began)
+        costs["timed"].append(time.thread_time() - between)
+    # The least of each: beside other processes a core does less in a microsecond.
+    unit = (min(costs["timed"]) - min(costs["bare"])) / 34
+    assert unit < 30e-6  # 8 µs on an AMD EPYC; the step of an 8B on 8 GPUs takes a second or more
 
 
 def own(*ranks: tuple[float, float, float]) -> np.ndarray:

@@ -187,7 +187,7 @@ def test_the_fewest_ranks_that_have_to_share_layers() -> None:
     assert way.prediction.tokens == found.tokens and way.prediction.plan.layout.tensor == 2
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_page_says_how_ranks_share_what_is_too_long_for_one() -> None:
     """An 8B at 131,072 tokens: the recipe's mesh is the smallest that fits."""
     recipe = load_config("llama3-8b-131072-8gpus", ["--train.max_steps", "10", "--train.epochs", "null"])

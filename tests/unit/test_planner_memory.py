@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 import pytest
+import torch
 
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.data.batches import to_batch
 from raytune_fsdp.model.network import build_network, load_architecture
 from raytune_fsdp.plan import resolve
 from raytune_fsdp.planner.live import TookTooLong
 from raytune_fsdp.planner.memory import Memory, memory_of
 from raytune_fsdp.planner.representatives import representatives
-from raytune_fsdp.planner.trace import trace
+from raytune_fsdp.planner.trace import full_batches, trace
 from raytune_fsdp.run.needs import network_needs
+from raytune_fsdp.types import Cursor, PackedSample
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4,
@@ -88,6 +92,16 @@ def test_a_few_blocks_say_what_all_of_them_need(name: str) -> None:
     assert dict(few.start) == dict(all_.start)
     assert few.total == all_.total
     assert dict(few.peak) == dict(all_.peak)
+
+
+def test_samples_alike_are_the_block_that_they_would_be_put_together_to() -> None:
+    config = config_of(LLAMA, train={"micro_batch": 4})
+    (block, _) = full_batches(config, load_architecture(config.model, None), 2).blocks
+    names = ("input_ids", "labels", "position_ids", "source_ids")
+    sample = PackedSample(**{name: getattr(block, name)[0].numpy().astype("int32") for name in names}, id=0)
+    expected = to_batch([sample] * 4, index=0, after=Cursor())
+    assert expected.input_ids.shape == (4, 128) and expected.target_tokens == 4 * 127
+    torch.testing.assert_close(asdict(block), asdict(expected), rtol=0, atol=0)  # compares types, too
 
 
 def test_what_stays_is_what_the_shapes_say() -> None:

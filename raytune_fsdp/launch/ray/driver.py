@@ -40,7 +40,7 @@ from raytune_fsdp.launch.ray.failures import DIED, ControllerWatch, underlying
 from raytune_fsdp.launch.ray.follow import Follow
 from raytune_fsdp.launch.ray.foresight import Foresight
 from raytune_fsdp.launch.ray.rank import RankJob, train_rank
-from raytune_fsdp.launch.ray.resources import Request, check, may_grow, nodes, request, room, scaling_config
+from raytune_fsdp.launch.ray.resources import Request, check, gpus_of, may_grow, nodes, request, room, scaling_config
 from raytune_fsdp.launch.ray.session import Session
 from raytune_fsdp.launch.ray.sizes import Sizes
 from raytune_fsdp.launch.ray.stream import build_on_ray
@@ -50,7 +50,7 @@ from raytune_fsdp.launch.shared_storage import TOKEN_PREFIX, Token, put_token
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.lease import TakenOverError, lease_of
 from raytune_fsdp.plan import Plan, sizes_of
-from raytune_fsdp.run.checks import check_device
+from raytune_fsdp.run.checks import check_device, idle_gpus
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.record import mlflow_tracker, run_start
 from raytune_fsdp.run.standing import Prepared, Standing, on_world
@@ -110,6 +110,8 @@ def run(
     valid = sizes_of(config, asked.workers)
     check(replace(asked, workers=valid[0]), found, growing=growing)
     check_device(config, asked.device)
+    if idle := idle_gpus(config.cluster, asked.device, valid[0], gpus_of(config.cluster, found)):
+        say("; ".join(idle))
     check_attention(config, prepared, asked.device)
     foresight = Foresight(config, prepared, asked, found, force=force)
     # What cannot fit is refused before any rank is asked for, and no attempt has a number of ranks that cannot.

@@ -122,7 +122,7 @@ def request(config: ClusterConfig, nodes: Sequence[Node], *, growing: bool = Fal
     for name in config.resources_per_worker.keys() & {"CPU", "GPU", "TPU"}:
         instead = "workers run on CPUs or GPUs" if name == "TPU" else f"set cluster.{name.lower()}s_per_worker instead"
         raise ConfigError(f"cluster.resources_per_worker.{name}={config.resources_per_worker[name]:g}: {instead}")
-    gpus = sum(int(node.total.get("GPU", 0)) for node in _with(config.accelerator_type, nodes))
+    gpus = gpus_of(config, nodes)
     device = _device(config, gpus, growing)
     if config.workers == "auto" and device == "cuda" and growing and not gpus:
         raise ConfigError(
@@ -138,6 +138,11 @@ def request(config: ClusterConfig, nodes: Sequence[Node], *, growing: bool = Fal
         placement=config.placement,
         device=device,
     )
+
+
+def gpus_of(config: ClusterConfig, nodes: Sequence[Node]) -> int:
+    """How many there are for this config."""
+    return sum(int(node.total.get("GPU", 0)) for node in _with(config.accelerator_type, nodes))
 
 
 def _device(config: ClusterConfig, gpus: int, growing: bool) -> Literal["cpu", "cuda"]:
