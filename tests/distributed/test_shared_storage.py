@@ -121,7 +121,8 @@ def _with_other_content(directories: list[Path]) -> str | None:
 
 def _imitate(original: Path, copy: Path) -> None:
     deadline = time.monotonic() + 30
-    while not (found := list(original.glob("runs/mine/.shared-*"))) and time.monotonic() < deadline:
+    # The first by name: the file that rank 0 tries to write itself is called the same and -0.
+    while not (found := sorted(original.glob("runs/mine/.shared-*"))) and time.monotonic() < deadline:
         time.sleep(0.01)
     (copy / "runs" / "mine").mkdir(parents=True)
     (copy / "runs" / "mine" / found[0].name).write_text("another run's")
