@@ -52,6 +52,13 @@ def attempt(directory: Path, tracker: Tracker, number: int, first: int, last: in
     return both
 
 
+def hand_over(tracker: following.Follower) -> None:
+    """The end of an attempt's process. Here it would send the line that it is at while the next attempt does."""
+    tracker.finish("handed_over")
+    assert tracker._thread is not None
+    tracker._thread.join(20)
+
+
 def recorded(directory: Path) -> Values:
     metrics = directory / "metrics.jsonl"
     return on_record(metrics) | nodes_on_record(metrics, 1) | nodes_on_record(metrics, 2)
@@ -83,7 +90,7 @@ def test_tensorboard_has_every_value_once_after_a_crash_past_a_commit(
     first = TensorboardTracker(tmp_path)
     attempt(tmp_path, first, 1, 1, 27)
     until(lambda: first._steps.sent.step == 20)
-    first.finish("handed_over")  # the process is gone: nothing of steps 21 to 27 is there
+    hand_over(first)  # the process is gone: nothing of steps 21 to 27 is there
     fail_at_flush(monkeypatch, 2)
     second = TensorboardTracker(tmp_path)
     attempt(tmp_path, second, 2, 21, 60).finish("finished")
@@ -174,7 +181,7 @@ def test_wandb_has_one_run_with_every_value(tmp_path: Path, wandb: FakeWandb) ->
     first = WandbTracker(tmp_path, project="p", entity="team")
     attempt(tmp_path, first, 1, 1, 27)
     until(lambda: first._steps.sent.step == 20)
-    first.finish("handed_over")
+    hand_over(first)
     second = WandbTracker(tmp_path, project="p", entity="team")
     attempt(tmp_path, second, 2, 21, 60).finish("finished")
     found: Values = {
@@ -210,9 +217,10 @@ def test_what_is_measured_beside_training_follows(tmp_path: Path, wandb: FakeWan
     first = tracker()
     attempt(tmp_path, first, 1, 1, 27)
     until(lambda: first._steps.sent.step == 20 and first._measured.sent.step == 10)
-    first.finish("handed_over")
+    hand_over(first)
     measured(20)
-    attempt(tmp_path, tracker(), 2, 21, 50).finish("handed_over")
+    attempt(tmp_path, second := tracker(), 2, 21, 50)
+    hand_over(second)
     attempt(tmp_path, tracker(), 3, 51, 60).finish("finished")
     measured(40)
     measured(60)
