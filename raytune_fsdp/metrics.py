@@ -111,12 +111,16 @@ class Meter:
                 pending.arrival.synchronize()
         now = time.perf_counter()
         seconds = (now - self._since) / len(ready)
-        machines = self._machines(seconds, [pending.data_seconds for pending in ready])
+        memory = self._memory()  # once: what this rank has is not to be more than the most that any has
+        machines = self._machines(seconds, [pending.data_seconds for pending in ready], memory)
         nodes = machines.pop("nodes")
         rows = [
-            self._metrics(pending, pending.tensors.counts.tolist(), pending.tensors.values.tolist(), seconds, machines)
+            self._metrics(
+                pending, pending.tensors.counts.tolist(), pending.tensors.values.tolist(), seconds,
+                {"memory_bytes": memory, **machines},
+            )
             for pending in ready
-        ]
+        ]  # fmt: skip
         rows[-1] = replace(rows[-1], nodes=nodes)
         self._pending = self._pending[len(ready) :]
         self._since = now
@@ -142,7 +146,7 @@ class Meter:
         found, self._slow = self._slow, []
         return found
 
-    def _machines(self, seconds: float, data_seconds: Sequence[float]) -> dict[str, Any]:
+    def _machines(self, seconds: float, data_seconds: Sequence[float], memory: int) -> dict[str, Any]:
         """What the ranks' machines say of themselves. Collective."""
         seen = self._figures.mine()
         if self._own is None:
@@ -154,13 +158,13 @@ class Meter:
             }  # fmt: skip
         steps = len(data_seconds)
         own = np.column_stack([data_seconds, self._own.fetch(steps)])
-        mine = [seconds, *seen, *own.mean(0)[:2], self._memory(), self._reserved(), *typical(own)]
+        mine = [seconds, *seen, *own.mean(0)[:2], memory, self._reserved(), *typical(own)]
         world = self._plan.layout.world
         everyone = [torch.empty(len(mine), dtype=torch.float64) for _ in range(world)]
         # On the hosts, which are here together once for every fetch.
         dist.all_gather(everyone, torch.tensor(mine, dtype=torch.float64))
         found = torch.stack(everyone).numpy()
-        each_step, memory, utilization, _, _, _, waits, computed, allocated, reserved = found.T[:10]
+        each_step, host, utilization, _, _, _, waits, computed, allocated, reserved = found.T[:10]
         slow = self._slow_ranks.judge(found[:, 10:], steps=steps, step_seconds=seconds)
         self._slow += [{**fields, "node": self._figures.nodes[fields["rank"]]} for fields in slow]
         return {
@@ -169,7 +173,7 @@ class Meter:
             "rank_compute_seconds": _spread(computed),
             "rank_memory_bytes": tuple(map(int, _spread(allocated))),
             "reserved_bytes": int(reserved.max()) or None,
-            "host_memory_bytes": int(memory.max()),
+            "host_memory_bytes": int(host.max()),
             "gpu_utilization": known(utilization.min()),
             "nodes": self._figures.of_nodes(found[:, 1:6]),
         }
@@ -204,7 +208,6 @@ class Meter:
             data_seconds=pending.data_seconds,
             tokens_per_second=counts.tokens / seconds,
             mfu=mfu(flops, seconds=seconds, devices=world, peak_flops=self._peak) if self._peak else None,
-            memory_bytes=self._memory(),
             accuracy=sum(right) / counts.target_tokens if counts.target_tokens else None,
             datasets=datasets if len(self._datasets) > 1 else (),
             windows_built=counts.windows_built,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import fields
@@ -37,6 +38,8 @@ from raytune_fsdp.types import Progress
 
 T = TypeVar("T")
 
+_LOOK_SECONDS = 0.2
+"""How soon a dead rank is noticed."""
 SHUTDOWN_SECONDS = 120
 """Ranks that were told to end get this long to save, or to notice that another rank died. torch's default is 30."""
 
@@ -171,7 +174,7 @@ def _launch(config: FinetuneConfig, world: int, logs: str) -> LaunchConfig:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",  # any free port
         max_restarts=0,
-        monitor_interval=0.2,  # how soon a dead rank is noticed
+        monitor_interval=_LOOK_SECONDS,
         start_method="spawn",  # a fork of a process that uses threads or CUDA may hang
         **patience,
     )
@@ -179,9 +182,15 @@ def _launch(config: FinetuneConfig, world: int, logs: str) -> LaunchConfig:
 
 def _rank_process(*arguments: Any) -> int | None:
     """The main function of a process that elastic_launch started."""
+    # `record` has written the error; of one that comes to torch a file stays behind (pytorch-errorfile-*).
     try:
         return _rank_main(*arguments)
-    except Exception:  # `record` has written it; of one that comes to torch a file stays behind (pytorch-errorfile-*)
+    except RaytuneError:
+        raise SystemExit(1) from None
+    except Exception:
+        # Perhaps what the death of another rank leads to. Of ranks that have ended between two looks torch names the
+        # first, so that one's end has to be seen before.
+        time.sleep(3 * _LOOK_SECONDS)
         raise SystemExit(1) from None
 
 

@@ -63,6 +63,7 @@ def save(root: str, steps: list[int], ready: Callable[[], None]) -> None:
         saver.begin(RunState(step=step, attempt=1), before=lambda: None)
         outcome = saver.finish()
         assert outcome is not None and outcome.saved is not None, outcome
+        saver.leave()  # what is removed after the commit is a part of the save
 
 
 def rank_main(pipe: Connection, rank: int, meeting: str, root: str, steps: list[int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -189,15 +190,22 @@ def test_a_signal_saves_and_exits_130(tmp_path: Path, workers: int, kind: signal
 def test_a_signal_before_training_exits_130_with_a_line_and_leaves_nothing(tmp_path: Path) -> None:
     config = write_config(tmp_path, cluster={"launch": "local", "device": "cpu", "workers": 1})
     process = start(*job("--config", str(config)))
-    wait_for((tmp_path / "runs" / "run" / "lock").exists, process)  # from here on it imports, and prepares
+    lock = tmp_path / "runs" / "run" / "lock"  # from here on it imports, and prepares
+    wait_for(lambda: lock.exists() and handles(process.pid, signal.SIGTERM), process)
     process.send_signal(signal.SIGTERM)
-    done = end(process, 20)
+    done = end(process, 120)
     assert done.returncode == 130, done.stderr
     assert done.stderr == "error: stopped by SIGTERM before training began; nothing is lost\n"
     assert not (tmp_path / "runs").exists()
 
 
-def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 120) -> None:
+def handles(pid: int, kind: signal.Signals) -> bool:
+    caught = re.search(r"SigCgt:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())
+    assert caught is not None
+    return bool(int(caught[1], 16) >> (kind - 1) & 1)
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.communicate()

@@ -119,12 +119,13 @@ def test_one_that_asks_is_found(tmp_path: Path) -> None:
     assert "aten._local_scalar_dense.default" in found
 
 
-def waiting_alone(rank: int, port: int, found: Any) -> None:
+def waiting_alone(rank: int, port: int, found: Any, imported: Any) -> None:
     """A rank that waits for all, and then for the one that it shares a model with; they have joined, and hang."""
     from raytune_fsdp.collectives import make_device_mesh
     from raytune_fsdp.launch.worker import join
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "4"}
+    imported.wait(200)  # they have 3 seconds to meet, too
     join(torch.device("cpu"), alone=False, minutes=0.05)
     mesh = make_device_mesh("cpu", {"replicate": 2, "shard": 2})
     if rank:
@@ -145,11 +146,14 @@ def test_a_rank_gives_up_waiting_for_one_that_hangs() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    found, hanging = context.Queue(), context.Queue()
-    ranks = [context.Process(target=waiting_alone, args=(rank, port, hanging if rank else found)) for rank in range(4)]
+    found, hanging, imported = context.Queue(), context.Queue(), context.Barrier(4)
+    ranks = [
+        context.Process(target=waiting_alone, args=(rank, port, hanging if rank else found, imported))
+        for rank in range(4)
+    ]
     for rank in ranks:
         rank.start()
-    waited = [found.get(timeout=120) for _ in range(2)]
+    waited = [found.get(timeout=240) for _ in range(2)]
     for _ in ranks:
         hanging.put(None)
     for rank in ranks:

@@ -35,7 +35,7 @@ class FakeServer:
         self.versions: dict[str, list[Any]] = {}
         self.files: dict[tuple[str, str], bytes] = {}
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def _request(self, call: str, work: Callable[[], Any], first: Callable[[], None] | None = None) -> Any:
         with self._lock:
@@ -138,7 +138,8 @@ class FakeServer:
         return version
 
     def get_metric_history(self, run_id: str, key: str) -> list[Any]:
-        found = [SimpleNamespace(step=step) for name, _, step, _ in self.points[run_id] if name == key]
+        with self._lock:
+            found = [SimpleNamespace(step=step) for name, _, step, _ in self.points[run_id] if name == key]
         return list(self._request("get_metric_history", lambda: found))
 
     def log_batch(
@@ -195,8 +196,9 @@ class FakeServer:
     def values(self, run_id: str) -> dict[tuple[str, int], list[float | None]]:
         """All values of every key at every step."""
         found: dict[tuple[str, int], list[float | None]] = defaultdict(list)
-        for key, _, step, value in self.points[run_id]:
-            found[key, step].append(value)
+        with self._lock:
+            for key, _, step, value in self.points[run_id]:
+                found[key, step].append(value)
         return found
 
 

@@ -26,6 +26,7 @@ NAMES = """
 import json, sys, time
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.model.files import locate
+import huggingface_hub
 for name, revision in json.loads(sys.argv[1]):
     started = time.monotonic()
     try:

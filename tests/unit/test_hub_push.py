@@ -29,6 +29,7 @@ from pathlib import Path
 from raytune_fsdp.errors import RaytuneError
 from raytune_fsdp.model.hub import check_push, push
 assert "huggingface_hub" not in sys.modules
+import huggingface_hub
 for what, name, directory, private in json.loads(sys.argv[1]):
     started = time.monotonic()
     try:

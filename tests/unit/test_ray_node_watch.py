@@ -88,7 +88,8 @@ def test_a_kill_that_is_counted_before_the_process_has_gone(
     watch = _NodeWatch([rank.pid])
     looked_at(watch, rank.pid)
     full(1)
-    time.sleep(2 * node_watch._LOOK_SECONDS)
+    while watch._kills[rank.pid][1][-1] != 1:  # a look has seen it
+        time.sleep(0.001)
     rank.kill()
     rank.wait()
     time.sleep(2 * node_watch._KEPT_LOOKS * node_watch._LOOK_SECONDS)

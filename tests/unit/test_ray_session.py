@@ -191,6 +191,7 @@ def test_a_stop_while_ray_starts_leaves_none_for_the_next_command(monkeypatch: p
     config = ClusterConfig()
     with pytest.raises(KeyboardInterrupt), session.connecting(config, 1):
         raise KeyboardInterrupt
+    monkeypatch.setattr(session, "_CLOSE_SECONDS", 10.0)
     threading.Timer(0.3, may_start.set).start()
     with session.connecting(config, 1) as second:
         second.result(10)

@@ -307,6 +307,7 @@ def test_a_lock_that_a_mount_of_its_own_shows_free_is_not_taken_from_who_beats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
 ) -> None:
     """A container of the same machine, with a mount that does not know the locks of others."""
+    monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.5)  # who asks waits for one and a half
     config = config_of(tmp_path)
     place = RunDir.of(config)
     with locked(config), monkeypatch.context() as elsewhere:
