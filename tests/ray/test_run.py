@@ -51,8 +51,10 @@ def test_killed_in_forward_and_in_save_and_the_driver_too(tmp_path: Path, dying:
     first = Command(config, tmp_path)
     for fault in dying:
         (first.faults / fault).touch()
+    (first.faults / "pace").write_text("0.1")  # a save that is due while one is written waits: not step 12's
     run_dir = first.run_dir
     first.until(lambda: first.steps() >= 14)
+    (first.faults / "pace").unlink()
     # Then the driver is killed, and what Ray Train has written down is torn.
     assert not list(first.faults.iterdir())
     processes = first.all()
