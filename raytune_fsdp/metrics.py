@@ -111,16 +111,12 @@ class Meter:
                 pending.arrival.synchronize()
         now = time.perf_counter()
         seconds = (now - self._since) / len(ready)
-        memory = self._memory()  # once: what this rank has is not to be more than the most that any has
-        machines = self._machines(seconds, [pending.data_seconds for pending in ready], memory)
+        machines = self._machines(seconds, [pending.data_seconds for pending in ready])
         nodes = machines.pop("nodes")
         rows = [
-            self._metrics(
-                pending, pending.tensors.counts.tolist(), pending.tensors.values.tolist(), seconds,
-                {"memory_bytes": memory, **machines},
-            )
+            self._metrics(pending, pending.tensors.counts.tolist(), pending.tensors.values.tolist(), seconds, machines)
             for pending in ready
-        ]  # fmt: skip
+        ]
         rows[-1] = replace(rows[-1], nodes=nodes)
         self._pending = self._pending[len(ready) :]
         self._since = now
@@ -146,14 +142,15 @@ class Meter:
         found, self._slow = self._slow, []
         return found
 
-    def _machines(self, seconds: float, data_seconds: Sequence[float], memory: int) -> dict[str, Any]:
+    def _machines(self, seconds: float, data_seconds: Sequence[float]) -> dict[str, Any]:
         """What the ranks' machines say of themselves. Collective."""
         seen = self._figures.mine()
+        memory = self._memory()  # once: what this rank has is not to be more than the most that any has
         if self._own is None:
             used, busy = seen[:2]
             nodes = self._figures.of_nodes(np.array([seen]))
             return {
-                "host_memory_bytes": int(used), "gpu_utilization": known(busy), "nodes": nodes,
+                "memory_bytes": memory, "host_memory_bytes": int(used), "gpu_utilization": known(busy), "nodes": nodes,
                 "reserved_bytes": self._reserved() or None,
             }  # fmt: skip
         steps = len(data_seconds)
@@ -168,6 +165,7 @@ class Meter:
         slow = self._slow_ranks.judge(found[:, 10:], steps=steps, step_seconds=seconds)
         self._slow += [{**fields, "node": self._figures.nodes[fields["rank"]]} for fields in slow]
         return {
+            "memory_bytes": memory,
             "rank_seconds": _spread(each_step),
             "rank_data_seconds": _spread(waits),
             "rank_compute_seconds": _spread(computed),
