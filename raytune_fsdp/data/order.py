@@ -10,30 +10,44 @@ What must never change under its number (golden values are in the tests):
                   a result >= n is permuted again until it is < n (cycle walking: at most 4 passes on average)
 
 `mixture` uses these to order the rows, `windows` the samples inside a window, `stream` the windows of an epoch and,
-again, their samples. All of that belongs to a version of the order. There are two that runs can have:
+again, their samples. All of that belongs to a version of the order, as do the rows themselves. A run has one of these:
 
     2             documents are packed best-fit decreasing in any order; a pattern or directory is listed by following
                   links wherever they lead
     3             with `shuffle: none`, documents are packed in their own order (`packing.best_fit_in_order`); a
                   directory that links lead to again is read once (`sources.places`)
+    4             not used yet
 
 A run keeps the version that it was begun with. A new run, and windows in the cache, have the lowest that gives them
-their order: most data is the same under both, and so keeps its runs and its cache.
+their rows in their order: most data is the same under all, and so keeps its runs and its cache.
 """
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 from raytune_fsdp.keyed import mix64
 
-ORDER_VERSION = 3
-"""The version of what differs from `OLDEST_ORDER`."""
-
 OLDEST_ORDER = 2
-"""The version of everything else, and of every run begun before there was another."""
+"""The version of all that later ones do not change, and of every run begun before there was another."""
+
+THIRD_ORDER = 3
+
+ORDER_VERSION = 4
+"""The newest."""
 
 _ROUNDS = 8
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+
+
+def is_known(version: int | None) -> TypeGuard[int]:
+    return version is not None and OLDEST_ORDER <= version <= ORDER_VERSION
+
+
+def order_of(begun_with: int | None) -> int:
+    """The version by whose rules data is read: that of the run which continues, or the newest."""
+    return begun_with if is_known(begun_with) else ORDER_VERSION
 
 
 class Permutation:

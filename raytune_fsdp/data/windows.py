@@ -23,7 +23,7 @@ from raytune_fsdp.counts import DatasetCount, SkippedRow, WindowCounts
 from raytune_fsdp.data.cache import WindowCache
 from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows
 from raytune_fsdp.data.mixture import Mixture, weights_of
-from raytune_fsdp.data.order import OLDEST_ORDER, ORDER_VERSION, Permutation
+from raytune_fsdp.data.order import OLDEST_ORDER, THIRD_ORDER, Permutation, is_known, order_of
 from raytune_fsdp.data.origins import Gathered, RowOrigin, origins
 from raytune_fsdp.data.packed_window import Window, finish_counts
 from raytune_fsdp.data.packing import Arrangement, arrange, fill_samples
@@ -81,8 +81,8 @@ class Windows:
         self.sources = sources or open_sources(datasets, data, cache, progress, order_version)
         lowest = max(source.order_version for source in self.sources)
         if data.shuffle == "none" and data.packing == "best_fit":
-            lowest = ORDER_VERSION
-        self.order_version = order_version if order_version in (OLDEST_ORDER, ORDER_VERSION) else lowest
+            lowest = max(lowest, THIRD_ORDER)
+        self.order_version = order_version if is_known(order_version) else lowest
         template = None if data.chat_template is None else load_template(data.chat_template)
         formatters = [
             Formatter(
@@ -368,11 +368,10 @@ def open_sources(
     order_version: int | None = None,
 ) -> list[Source]:
     """The rows of each dataset."""
-    old_order = order_version == OLDEST_ORDER
-    in_place = data.shuffle != "rows"
+    order, in_place = order_of(order_version), data.shuffle != "rows"
     return [
         open_source(
-            dataset, cache=cache, in_place=in_place, progress=progress, old_order=old_order,
+            dataset, cache=cache, in_place=in_place, progress=progress, order=order,
             max_row_bytes=data.max_row_bytes,
         )
         for dataset in datasets

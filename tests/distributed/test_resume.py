@@ -112,7 +112,7 @@ def train_in_the_older_order(values: Any, stop_after: int | None = None) -> bool
     from raytune_fsdp.data import windows
     from raytune_fsdp.data.order import OLDEST_ORDER
 
-    windows.ORDER_VERSION = OLDEST_ORDER
+    windows.THIRD_ORDER = OLDEST_ORDER
     return train_rank(values, stop_after)
 
 

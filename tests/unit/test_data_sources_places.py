@@ -84,7 +84,7 @@ def test_directories_and_patterns_have_one_order(tmp_path: Path, monkeypatch: py
         assert source.rows([0]) == [{"file": shown[0]}]
         assert source.where(0) == f"data/{shown[0]}:1"
     # A run begun before links were followed once goes on with the names that it began with.
-    old = open_source(DatasetConfig(path="data/sub/**/*.gz"), cache=tmp_path / "cache", in_place=False, old_order=True)
+    old = open_source(DatasetConfig(path="data/sub/**/*.gz"), cache=tmp_path / "cache", in_place=False, order=2)
     assert len(old.fingerprints) == 41 and old.order_version == 2  # the kernel follows no more links in a path
     source = opened("data/*.jsonl", tmp_path / "cache")
     assert source.rows([1, 0]) == [{"file": "b.jsonl"}, {"file": "a.jsonl"}]
@@ -120,7 +120,7 @@ def test_links_are_followed_and_no_directory_is_read_twice(tmp_path: Path, monke
     for path in ("plain/**/*.jsonl", "plain", "plain/*/*.jsonl"):
         source = opened(path, tmp_path / "cache")
         assert list(source.fingerprints) == ["plain/a/5.jsonl", "plain/link/4.jsonl"] and source.order_version == 2
-        old = open_source(DatasetConfig(path=path), cache=tmp_path / "cache", in_place=False, old_order=True)
+        old = open_source(DatasetConfig(path=path), cache=tmp_path / "cache", in_place=False, order=2)
         assert old.fingerprints == source.fingerprints
     (tmp_path / "data/self").unlink()
     (tmp_path / "data/gone").unlink()
@@ -131,9 +131,7 @@ def test_two_stars_twice_read_a_file_once_and_older_runs_as_often_as_they_did(tm
     (tmp_path / "data/a").mkdir(parents=True)
     (tmp_path / "data/a/1.jsonl").write_text('{"file": "1"}\n')
     config = DatasetConfig(path=f"{tmp_path}/data/**/**.jsonl")
-    new, old = (
-        open_source(config, cache=tmp_path / "cache", in_place=False, old_order=before) for before in (False, True)
-    )
+    new, old = (open_source(config, cache=tmp_path / "cache", in_place=False, order=order) for order in (4, 2))
     assert (len(new), new.order_version) == (1, 3)
     assert len(old) > 1 and old.fingerprints == new.fingerprints, "only the version tells the two apart"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from raytune_fsdp.config.data import DatasetConfig, SourceConfig
 from raytune_fsdp.config.formats import COLUMNS, Format, PythonFormat, TemplateFormat, parts_of
-from raytune_fsdp.data.order import OLDEST_ORDER
+from raytune_fsdp.data.order import OLDEST_ORDER, ORDER_VERSION
 from raytune_fsdp.data.sources.arrow import open_arrow
 from raytune_fsdp.data.sources.file_names import shorten
 from raytune_fsdp.data.sources.hub import open_hub
@@ -42,15 +42,15 @@ def open_source(
     cache: Path,
     in_place: bool,
     progress: Progress | None = None,
-    old_order: bool = False,
+    order: int = ORDER_VERSION,
     max_row_bytes: int | None = None,
     columns: Columns | None = None,
 ) -> Source:
     """Open a dataset. What is prepared for it is kept in `cache`, for all nodes.
 
     With `in_place`, Parquet files are read by row group where they are: for data that is too large to copy, in an order
-    that keeps blocks together. Otherwise they are written once as Arrow, which can be read in any order. `old_order`:
-    see `find_files`. `columns`: those to read; None: those that the dataset's format names.
+    that keeps blocks together. Otherwise they are written once as Arrow, which can be read in any order. `order`: the
+    version by whose rules rows are read. `columns`: those to read; None: those that the dataset's format names.
     """
     if columns is None:
         assert isinstance(dataset, DatasetConfig), "only a dataset has a format"
@@ -62,7 +62,7 @@ def open_source(
         parts: tuple[Part, ...] = (open_hub(dataset, cache=cache, columns=columns, progress=progress),)
     else:
         label = without_secrets(dataset.path or "")
-        found = find_files(dataset, old_order=old_order)
+        found = find_files(dataset, order=order)
         order_version = found.order_version
         kind = one_kind(found.files, dataset)
         columnar = kind in ("arrow", "parquet")

@@ -17,7 +17,7 @@ import pyarrow as pa
 from fsspec.utils import glob_translate
 
 from raytune_fsdp.config.data import SourceConfig
-from raytune_fsdp.data.order import OLDEST_ORDER, ORDER_VERSION
+from raytune_fsdp.data.order import OLDEST_ORDER, ORDER_VERSION, THIRD_ORDER
 from raytune_fsdp.data.sources.file_names import (
     compression_of,
     data_files,
@@ -46,10 +46,10 @@ class Found:
     """The lowest that finds these files: see `order`."""
 
 
-def find_files(dataset: SourceConfig, *, old_order: bool = False) -> Found:
+def find_files(dataset: SourceConfig, *, order: int = ORDER_VERSION) -> Found:
     """All files of the dataset. Raises DataError if there are none.
 
-    With `old_order` as version 2 of the order found them, for a run that was begun with it.
+    Those that version `order` finds, for a run that was begun with it.
     """
     assert dataset.path is not None, dataset
     path = dataset.path.removeprefix("file://")
@@ -63,7 +63,7 @@ def find_files(dataset: SourceConfig, *, old_order: bool = False) -> Found:
     if is_url(path):
         found = Found(remote_files(path, pattern, choose), OLDEST_ORDER)
     else:
-        found = _local_files(path, pattern, choose, old_order)
+        found = _local_files(path, pattern, choose, order)
     if not found.files:
         relative = "" if is_url(path) or os.path.isabs(os.path.expanduser(path)) else f" (relative to {Path.cwd()})"
         raise DataError(f"{without_secrets(path)}: no file matches this pattern{relative}; correct the dataset's path")
@@ -118,7 +118,7 @@ def _stream(file: File) -> Any:
     return system.open_input_file(path)
 
 
-def _local_files(path: str, pattern: str, choose: Callable[..., list[str]], old_order: bool) -> Found:
+def _local_files(path: str, pattern: str, choose: Callable[..., list[str]], order: int) -> Found:
     place = os.path.expanduser(path)
     # `~` or `~user` is shown as the user wrote it.
     home = place[: len(place) - len(path.lstrip("~"))] if path.startswith("~") else ""
@@ -138,25 +138,25 @@ def _local_files(path: str, pattern: str, choose: Callable[..., list[str]], old_
     except (FileNotFoundError, NotADirectoryError):
         if has_wildcard(place):
             pattern = os.path.expanduser(pattern)
-            if old_order or "**" not in pattern.split("/"):
+            if order < THIRD_ORDER or "**" not in pattern.split("/"):
                 matches, again = glob.glob(pattern, recursive=True), False
             else:
                 matches, again = _matching(pattern)
             names = sorted(match for match in matches if os.path.isfile(match) and is_wanted(match, pattern))
-            return Found([to_file(name) for name in names], ORDER_VERSION if again else OLDEST_ORDER)
+            return Found([to_file(name) for name in names], THIRD_ORDER if again else OLDEST_ORDER)
         relative = "" if os.path.isabs(place) else f" (relative to {Path.cwd()})"
         raise DataError(f"{path}: no such file{relative}; correct the dataset's path") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
     if not os.path.isdir(place):
         return Found([to_file(place)], OLDEST_ORDER)
-    if old_order:
+    if order < THIRD_ORDER:
         below, again = _walk_as_before(place, shown=path), False
     else:
         with reading(path):
             below, again = _walk(place, [""], skip=is_hidden)
     names = choose(below, lambda name: Path(place, name).read_bytes())
-    return Found([to_file(os.path.join(place, name)) for name in names], ORDER_VERSION if again else OLDEST_ORDER)
+    return Found([to_file(os.path.join(place, name)) for name in names], THIRD_ORDER if again else OLDEST_ORDER)
 
 
 def _matching(pattern: str) -> tuple[list[str], bool]:
