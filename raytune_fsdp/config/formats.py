@@ -154,7 +154,7 @@ class PythonFormat(Section):
 
     function: Annotated[str, AfterValidator(_a_function)]
     """`module:function`. The function takes a row (a dict) and returns one. The module must be importable wherever data
-    is read."""
+    is read; its file, and those of the modules of yours that it imports, belong to the run."""
 
     then: Returned = Field(default_factory=ChatFormat)
     """The format in which what the function returns is read. Default: a conversation in `messages`."""

@@ -12,6 +12,7 @@ import xxhash
 from raytune_fsdp.config.data import DataConfig, DatasetConfig
 from raytune_fsdp.data.packed_window import FORMAT
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION
+from raytune_fsdp.data.rows.functions import RowFunction
 from raytune_fsdp.data.sources import Source
 from raytune_fsdp.identity import ABSENT, named
 
@@ -34,15 +35,20 @@ def identity_of_windows(
     vocab_size: int,
     repeats: bool,
     order_version: int,
-    code: Sequence[str | None],
+    functions: Sequence[RowFunction | None],
 ) -> dict[str, Any]:
     """Datasets by place, not by name: their order decides the windows, their names do not.
 
-    `code`: of each dataset, the hash of the file with the user's function, if its format has one.
+    `functions`: of each dataset, the user's function, if its format has one.
     """
     files = {f"datasets.{i}.files": list(source.fingerprints.values()) for i, source in enumerate(sources)}
     formats = {f"datasets.{i}.format": named("format", dataset.format) for i, dataset in enumerate(datasets)}
-    functions = {f"datasets.{i}.function_file": each for i, each in enumerate(code) if each is not None}
+    code = {f"datasets.{i}.function_file": each.code for i, each in enumerate(functions) if each is not None}
+    modules = {
+        f"datasets.{i}.function_modules": dict(each.modules)
+        for i, each in enumerate(functions)
+        if each is not None and each.modules
+    }
     columnar = {f"datasets.{i}.columnar": source.columnar for i, source in enumerate(sources)}
     # Absent: all rows.
     selections = {
@@ -58,7 +64,8 @@ def identity_of_windows(
         "seed": seed,
         **files,
         **formats,
-        **functions,
+        **code,
+        **modules,
         **columnar,
         **selections,
         **mixture,

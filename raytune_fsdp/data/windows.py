@@ -23,13 +23,14 @@ from raytune_fsdp.counts import DatasetCount, SkippedRow, WindowCounts
 from raytune_fsdp.data.cache import WindowCache
 from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows
 from raytune_fsdp.data.mixture import Mixture, weights_of
-from raytune_fsdp.data.order import OLDEST_ORDER, THIRD_ORDER, Permutation, is_known, order_of
+from raytune_fsdp.data.order import OLDEST_ORDER, ORDER_VERSION, THIRD_ORDER, Permutation, is_known, order_of
 from raytune_fsdp.data.origins import Gathered, RowOrigin, origins
 from raytune_fsdp.data.packed_window import Window, finish_counts
 from raytune_fsdp.data.packing import Arrangement, arrange, fill_samples
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.sources import Source, dataset_names, open_source
+from raytune_fsdp.data.trial import try_functions
 from raytune_fsdp.errors import ConfigError, DataError, RowError
 from raytune_fsdp.keyed import derive_key
 from raytune_fsdp.types import Progress
@@ -45,9 +46,6 @@ _MEMORY_BYTES = 128 << 20
 
 # Rows read, formatted and tokenized together: enough to keep all the tokenizer's threads busy.
 _BATCH_ROWS = 128
-
-# Rows of a dataset that are given to a function of the user's twice.
-_TRIED_ROWS = 20
 
 # Above this many tokens a window is worth a warning: it takes about 24 bytes a token while it is built and written, so
 # 0.8 GB here. A window of 4096 rows reaches it at a mean of 8192 tokens a row.
@@ -79,10 +77,6 @@ class Windows:
         self.names = dataset_names(datasets)
         """Names of the datasets; a source id is an index into them."""
         self.sources = sources or open_sources(datasets, data, cache, progress, order_version)
-        lowest = max(source.order_version for source in self.sources)
-        if data.shuffle == "none" and data.packing == "best_fit":
-            lowest = max(lowest, THIRD_ORDER)
-        self.order_version = order_version if is_known(order_version) else lowest
         template = None if data.chat_template is None else load_template(data.chat_template)
         formatters = [
             Formatter(
@@ -91,7 +85,8 @@ class Windows:
             )
             for dataset, source in zip(datasets, self.sources, strict=True)
         ]  # fmt: skip
-        _try_functions(formatters, self.sources)
+        try_functions(formatters, self.sources, order_of(order_version))
+        self.order_version = order_version if is_known(order_version) else self._lowest_order(formatters)
         self._formatters: list[Formatter] | bytes = formatters
         self.pad_id = pad_id_of(tokenizer, vocab_size)
         rows = [len(source) for source in self.sources]
@@ -105,7 +100,7 @@ class Windows:
         self.identity = identity_of_windows(
             datasets, data, self.sources, weights, tokenizer, template,
             seed=seed, pad_id=self.pad_id, vocab_size=vocab_size, repeats=self.repeats,
-            order_version=self.order_version, code=[formatter.code for formatter in formatters],
+            order_version=self.order_version, functions=[formatter.function for formatter in formatters],
         )  # fmt: skip
         """Everything that decides the windows, by name."""
         self.fingerprint = fingerprint_of(self.identity)
@@ -114,6 +109,14 @@ class Windows:
         self._memory: OrderedDict[tuple[int, int], Window] = OrderedDict()
         self._warned_of_size = False
         self._warned_of_cache = False
+
+    def _lowest_order(self, formatters: Sequence[Formatter]) -> int:
+        """The lowest version that gives these rows in their order."""
+        lowest = max(source.order_version for source in self.sources)
+        if self.data.shuffle == "none" and self.data.packing == "best_fit":
+            lowest = max(lowest, THIRD_ORDER)
+        imported = any(each.function is not None and each.function.modules for each in formatters)
+        return max(lowest, ORDER_VERSION) if imported else lowest
 
     @property
     def seq_len(self) -> int:
@@ -350,14 +353,6 @@ class Windows:
         made = self._formatters
         packed = made if isinstance(made, bytes) else pickle.dumps(made)
         return {**self.__dict__, "_memory": OrderedDict(), "_formatters": packed}
-
-
-def _try_functions(formatters: Sequence[Formatter], sources: Sequence[Source]) -> None:
-    """Refuse a user's function that does not give the same twice."""
-    for formatter, source in zip(formatters, sources, strict=True):
-        if formatter.code is not None:
-            some = range(min(_TRIED_ROWS, len(source)))
-            formatter.check_function(source.rows(some), [source.where(index) for index in some])
 
 
 def open_sources(

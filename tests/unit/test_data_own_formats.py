@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import pickle
+import py_compile
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from pydantic import ValidationError
 
 from raytune_fsdp.config import DatasetConfig, PythonFormat, TemplateFormat
@@ -169,3 +172,127 @@ def test_whole_file_of_a_function_decides_the_windows(module: Path, tmp_path: Pa
     assert before.fingerprint != after.fingerprint
     changed = {key for key in before.identity if before.identity[key] != after.identity[key]}
     assert changed == {"datasets.0.function_file"}
+
+
+TAGS = """
+import helper_of_mine
+
+def chat(row):
+    import later_of_mine
+    text = helper_of_mine.text(row) + later_of_mine.END
+    return {"messages": [{"role": "user", "content": row["q"]}, {"role": "assistant", "content": text}]}
+
+def tagged(row):
+    print("noise")
+    return {"text": " ".join(set(row["q"].split()) | {str(i) for i in range(12)})}
+
+def numbered(row, known={}):
+    return {"text": row["q"] + str(known.setdefault(row["q"], len(known)))}
+"""
+
+
+@pytest.fixture
+def helped(module: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A function whose module imports another one, which imports a third; and a fourth when it is called."""
+    module.write_text(TAGS)
+    package = module.parent / "parts_of_mine"
+    package.mkdir()
+    (package / "words.py").write_text("ANSWER = 'Yes.'\n")
+    (module.parent / "later_of_mine.py").write_text("END = ''\n")
+    file = module.parent / "helper_of_mine.py"
+    file.write_text("import json, numpy\nfrom parts_of_mine import words\n\ndef text(row): return words.ANSWER\n")
+    for name in ("helper_of_mine", "later_of_mine", "parts_of_mine", "parts_of_mine.words"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return file
+
+
+def test_modules_that_a_function_imports_decide_the_windows(helped: Path, tmp_path: Path) -> None:
+    """Also one that it imports only when it is called; not those that are installed."""
+    dataset = DatasetConfig(path=str(tmp_path / "rows.jsonl"), format=python("chat"))
+    before = make_windows([dataset], cache=tmp_path / "cache", seq_len=64)
+    names = ["helper_of_mine", "later_of_mine", "parts_of_mine.words"]
+    assert sorted(before.identity["datasets.0.function_modules"]) == names
+    assert before.identity["order_version"] == 4
+    for changed in ("parts_of_mine/words.py", "later_of_mine.py"):
+        with open(tmp_path / changed, "a") as file:
+            file.write("# another comment\n")
+        after = make_windows([dataset], cache=tmp_path / "cache", seq_len=64)
+        assert {key for key in before.identity if before.identity[key] != after.identity[key]} == {
+            "datasets.0.function_modules"
+        }
+        assert before.fingerprint != after.fingerprint
+        before = after
+    # A run that was begun when they were not in it goes on, and finds its windows.
+    old = make_windows([dataset], cache=tmp_path / "cache", seq_len=64, order_version=2)
+    assert "datasets.0.function_modules" not in old.identity and old.identity["order_version"] == 2
+
+
+def test_worker_with_another_helper_refuses(helped: Path, tmp_path: Path) -> None:
+    dataset = DatasetConfig(path=str(tmp_path / "rows.jsonl"), format=python("chat"))
+    windows = make_windows([dataset], cache=tmp_path / "cache", seq_len=64)
+    sent = pickle.dumps(windows)
+    assert len(pickle.loads(sent).get(0, 0)[0].samples.input_ids)
+    (tmp_path / "later_of_mine.py").write_text("END = '!'\n")
+    with pytest.raises(DataError, match=r"later_of_mine\.py on .* is not the file that the run was started with"):
+        pickle.loads(sent).get(0, 1)
+
+
+def test_function_without_helpers_keeps_its_windows(module: Path, tmp_path: Path) -> None:
+    """In the identity only where there is such a module: what older trees have cached is found."""
+    dataset = DatasetConfig(path=str(tmp_path / "rows.jsonl"), format=python("chat"))
+    windows = make_windows([dataset], cache=tmp_path / "cache", seq_len=64)
+    assert "datasets.0.function_modules" not in windows.identity and windows.identity["order_version"] == 2
+
+
+@pytest.mark.parametrize("function", ["tagged", "numbered"])
+def test_function_that_differs_in_another_process_is_refused(helped: Path, tmp_path: Path, function: str) -> None:
+    """The order of a set is another one under another PYTHONHASHSEED; so is what is kept between calls."""
+    dataset = DatasetConfig(path=str(tmp_path / "rows.jsonl"), format=python(function, type="completion"))
+    with pytest.raises(DataError, match=r"rows\.jsonl:\d+: the format's function, called twice.* sorted\("):
+        make_windows([dataset], cache=tmp_path / "cache")
+    # A run that an older tree began goes on as it did.
+    make_windows([dataset], cache=tmp_path / "cache", order_version=3)
+
+
+def test_module_whose_code_is_in_no_file_is_refused(helped: Path, tmp_path: Path) -> None:
+    helped.write_text(
+        "import importlib.util, importlib.machinery, sys, types\n"
+        "class Loader:\n"
+        "    def create_module(self, spec): return None\n"
+        "    def exec_module(self, module): module.ANSWER = 'Yes.'\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        return importlib.machinery.ModuleSpec(name, Loader()) if name.startswith('nowhere') else None\n"
+        "sys.meta_path.append(Finder())\n"
+        "sys.modules['made_here'] = types.ModuleType('made_here')  # as Cython makes some: this file has its code\n"
+        "import nowhere\n"
+        "def text(row): return nowhere.ANSWER\n"
+    )
+    dataset = DatasetConfig(path=str(tmp_path / "rows.jsonl"), format=python("chat"))
+    with pytest.raises(DataError, match=r"it imports nowhere, whose code is in no file.* put the code into a file"):
+        make_windows([dataset], cache=tmp_path / "cache", seq_len=64)
+
+
+def test_module_without_source_counts_by_its_file(helped: Path, tmp_path: Path) -> None:
+    """Compiled ones, and those in an archive."""
+    words = tmp_path / "parts_of_mine/words.py"
+    py_compile.compile(str(words), cfile=str(words.with_suffix(".pyc")))
+    words.unlink()
+    archive = tmp_path / "later.zip"
+    with zipfile.ZipFile(archive, "w") as opened:
+        opened.write(tmp_path / "later_of_mine.py", "later_of_mine.py")
+    (tmp_path / "later_of_mine.py").unlink()
+    sys.path.append(str(archive))
+    dataset = DatasetConfig(path=str(tmp_path / "rows.jsonl"), format=python("chat"))
+    windows = make_windows([dataset], cache=tmp_path / "cache", seq_len=64)
+    found = windows.identity["datasets.0.function_modules"]
+    assert found["parts_of_mine.words"] == xxhash.xxh3_128_hexdigest(words.with_suffix(".pyc").read_bytes())
+    assert found["later_of_mine"] == xxhash.xxh3_128_hexdigest(archive.read_bytes())
+    assert pickle.loads(pickle.dumps(windows)).get(0, 0)[1]
+
+
+def test_function_that_cannot_be_called_in_a_fresh_process_is_named(helped: Path, tmp_path: Path) -> None:
+    helped.write_text("import sys\nsys.modules['pytest'].fail\ndef text(row): return 'Yes.'\n")
+    dataset = DatasetConfig(path=str(tmp_path / "rows.jsonl"), format=python("chat"))
+    with pytest.raises(DataError, match=r"rows_of_mine:chat: .*fresh Python process.*KeyError: 'pytest'\); make"):
+        make_windows([dataset], cache=tmp_path / "cache", seq_len=64)

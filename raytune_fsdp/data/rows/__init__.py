@@ -6,6 +6,7 @@ formats       from rows to documents, by the dataset's format; calls all the oth
 chat          a row's conversation, whatever names the file uses
 instruction   a question and its answer, in columns of their own
 functions     rows that a function of the user's turns into other rows
+elsewhere     that function in a process of its own, and the modules that it needs
 token_rows    rows that are already tokens
 templates     chat templates: which one applies, and the text it renders
 sandbox       where they run, compiled once; compiler, filters: what Jinja makes of them, charging for their work

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -89,14 +89,17 @@ class Formatter:
         template: str | None,
         columnar: bool = False,
         code: str | None = None,
+        modules: Mapping[str, str] | None = None,
         special_tokens: Policy = "keep",
         copied: bool = False,
     ) -> None:
-        """`copied`: made from another one, which has said already what there is to warn of."""
-        self._function = RowFunction(format.function, code) if isinstance(format, PythonFormat) else None
-        self.code = None if self._function is None else self._function.code
-        """The hash of the file with the user's function, if the format has one."""
-        self._given = (format, tokenizer, vocab_size, template, columnar, self.code, special_tokens)
+        """`code`, `modules`: see `RowFunction`.
+
+        `copied`: made from another one, which has said already what there is to warn of.
+        """
+        self.function = RowFunction(format.function, code, modules) if isinstance(format, PythonFormat) else None
+        """The user's, if the format has one."""
+        self._given = (format, tokenizer, vocab_size, template, columnar, special_tokens)
         format = format.then if isinstance(format, PythonFormat) else format
         self.format = format
         self._columnar = columnar
@@ -123,11 +126,15 @@ class Formatter:
 
     def __reduce__(self) -> Any:
         # Without the encoder made from the tokenizer: each process makes it once (see encoding._backends).
-        return _formatter, self._given
+        function = self.function
+        return _formatter, (*self._given, *((None, None) if function is None else (function.code, function.modules)))
 
-    def documents(self, rows: Sequence[dict[str, Any] | RowError], wheres: Sequence[str]) -> list[Document | RowError]:
-        """The document of each row, or what is wrong with the row. `wheres`: how errors name the rows."""
-        read = [self._read_or_error(row, where) for row, where in zip(rows, wheres, strict=True)]
+    def documents(
+        self, rows: Sequence[dict[str, Any] | RowError], wheres: Sequence[str], *, made: bool = False
+    ) -> list[Document | RowError]:
+        """The document of each row, or what is wrong with the row. `wheres`: how errors name the rows. `made`: the
+        user's function has made these rows already."""
+        read = [self._read_or_error(row, where, made) for row, where in zip(rows, wheres, strict=True)]
         # All texts in one call: the tokenizer spreads a batch over its threads.
         texts = [item for item in read if isinstance(item, _Text)]
         encoded: Iterator[Tokens] = iter(())
@@ -142,30 +149,38 @@ class Formatter:
             documents.append(document)
         return documents
 
-    def check_function(self, rows: Sequence[dict[str, Any] | RowError], wheres: Sequence[str]) -> None:
-        """Refuse a function of the user's that makes two documents of one row. Raises DataError."""
-        for first, second, where in zip(
-            self.documents(rows, wheres), self.documents(rows, wheres), wheres, strict=True
-        ):
-            if _content(first) != _content(second):
-                raise DataError(
-                    f"{where}: the format's function, called twice, made two different documents of this row, so "
-                    "the data would depend on who reads it; make it depend on the row alone (no random numbers, no "
-                    "clocks, no sets)"
-                )
+    def check_function(
+        self,
+        rows: Sequence[dict[str, Any] | RowError],
+        wheres: Sequence[str],
+        elsewhere: Sequence[dict[str, Any] | RowError] | None,
+    ) -> None:
+        """Refuse a function of the user's that makes two documents of one row. Raises DataError.
 
-    def _read_or_error(self, row: dict[str, Any] | RowError, where: str) -> _Text | Document | RowError:
+        `elsewhere`: what it has made of the rows in another process, if it was called in one.
+        """
+        first, again = self.documents(rows, wheres), [self.documents(rows, wheres)]
+        if elsewhere is not None:
+            again.append(self.documents(elsewhere, wheres, made=True))
+        for others in again:
+            for one, other, where in zip(first, others, wheres, strict=True):
+                if _content(one) != _content(other):
+                    raise DataError(
+                        f"{where}: the format's function, called twice, made two different documents of this row, so "
+                        "the data would depend on who reads it; make it depend on the row alone (no random numbers, no "
+                        "clocks, no order of a set: write sorted(…) around one)"
+                    )
+
+    def _read_or_error(self, row: dict[str, Any] | RowError, where: str, made: bool) -> _Text | Document | RowError:
         if isinstance(row, RowError):
             return row
         try:
-            return self._read(row, where)
+            return self._read(row if self.function is None or made else self.function(row, where), where)
         except RowError as error:
             return error
 
     def _read(self, row: dict[str, Any], where: str) -> _Text | Document:
         format = self.format
-        if self._function is not None:
-            row = self._function(row, where)
         if isinstance(format, ChatFormat):
             return self._render(read_conversation(row, format, where, columnar=self._columnar), format.loss)
         if isinstance(format, CompletionFormat):
@@ -252,18 +267,19 @@ def _formatter(
     vocab_size: int,
     template: str | None,
     columnar: bool,
-    code: str | None,
     special_tokens: Policy,
+    code: str | None,
+    modules: Mapping[str, str] | None,
 ) -> Formatter:
     return Formatter(
         format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, columnar=columnar, code=code,
-        special_tokens=special_tokens, copied=True,
+        modules=modules, special_tokens=special_tokens, copied=True,
     )  # fmt: skip
 
 
 def _content(document: Document | RowError) -> Any:
     if isinstance(document, RowError):
-        return str(document)
+        return None  # whatever its text is: an object's address in it is another one every time
     return document.input_ids.tolist(), document.labels.tolist()
 
 

@@ -1,0 +1,122 @@
+"""Calls a function of the user's in a process of its own, and says which modules it needs.
+
+`functions` starts this file by its path, under another PYTHONHASHSEED. It imports the standard library alone, so what
+`sys.modules` gains is what the function's import and its calls bring.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import pickle
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from importlib.machinery import NamespaceLoader
+from pathlib import Path
+from typing import Any
+
+_INSTALLED = {"site-packages", "dist-packages"}
+_OURS = "raytune_fsdp"
+
+
+def attempt(function: Callable[[dict[str, Any]], Any], row: Mapping[str, Any]) -> tuple[Any, Exception | None]:
+    """What a function makes of a row, or what it raises. The row stays as it is."""
+    try:
+        return function(copy.deepcopy(dict(row))), None
+    except Exception as error:
+        return None, error
+
+
+def modules_of_users(names: set[str]) -> dict[str, str | None]:
+    """The file of each of these modules that the user wrote; None: its code is in no file.
+
+    Those of the standard library, of installed packages and of this package are left out.
+    """
+    places = [os.path.realpath(each) for each in _installed_places()]
+    found: dict[str, str | None] = {}
+    for name in sorted(names):
+        top = name.partition(".")[0]
+        if top == _OURS or _is_installed(file_of(top), places):
+            continue
+        file = file_of(name)
+        if file is None:
+            if _is_imported_from_nowhere(name):
+                found[name] = None
+        elif not _is_installed(file, places):
+            found[name] = file
+    return found
+
+
+def _installed_places() -> list[str]:
+    paths = sysconfig.get_paths()
+    known = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return [*known, *site.getsitepackages(), site.getusersitepackages()]
+
+
+def _is_installed(file: str | None, places: list[str]) -> bool:
+    if file is None:
+        return False
+    real = os.path.realpath(file)
+    return bool(_INSTALLED & set(Path(real).parts)) or any(real.startswith(f"{place}{os.sep}") for place in places)
+
+
+def file_of(name: str) -> str | None:
+    """The file with the code of a module; of one in an archive, the archive."""
+    place = getattr(sys.modules.get(name), "__file__", None)
+    if not isinstance(place, str):
+        return None
+    path = Path(place).absolute()
+    return next((str(each) for each in (path, *path.parents) if each.is_file()), None)
+
+
+def _is_imported_from_nowhere(name: str) -> bool:
+    """Whether an importer has made the module of something that is no file.
+
+    Not a package without code (a directory), nor what is built into Python, nor what other code makes: that code has a
+    file, or is in a parent that has one.
+    """
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    if spec is None or isinstance(spec.loader, NamespaceLoader | None) or spec.origin in ("built-in", "frozen"):
+        return False
+    parts = name.split(".")
+    return not any(file_of(".".join(parts[:many])) for many in range(1, len(parts)))
+
+
+def _sent(made: Any, error: Exception | None) -> tuple[str, Any]:
+    if error is not None:
+        return "raised", (type(error).__name__, str(error))
+    try:
+        return "made", pickle.dumps(made)
+    except Exception:  # a column has what cannot be sent, so no token comes from it
+        columns = made.items() if isinstance(made, dict) else ()
+        return "made", pickle.dumps({name: value for name, value in columns if _can_be_sent(value)})
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+def main() -> None:
+    request = pickle.load(sys.stdin.buffer)
+    answer = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the function may print
+    sys.path[:] = request["path"]
+    before = set(sys.modules)
+    function = getattr(importlib.import_module(request["module"]), request["function"])
+    # From the last row to the first: what a function keeps between two calls shows, too.
+    results = [_sent(*attempt(function, row)) for row in reversed(request["rows"])]
+    modules = modules_of_users(set(sys.modules) - before - {request["module"]})
+    with answer:
+        pickle.dump({"results": results[::-1], "modules": modules}, answer)
+    os._exit(0)  # without waiting for threads that the function has started
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Functions of users are tried before they are used: do they give the same twice, and which modules do they need?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raytune_fsdp.data.order import ORDER_VERSION
+from raytune_fsdp.data.rows.formats import Formatter
+from raytune_fsdp.data.rows.functions import call_elsewhere
+from raytune_fsdp.data.sources import Source
+from raytune_fsdp.errors import RowError
+
+_TRIED_ROWS = 20
+"""Of each dataset, given to its function."""
+
+
+def try_functions(formatters: Sequence[Formatter], sources: Sequence[Source], order: int) -> None:
+    """Refuse functions that do not give the same for a row, whoever calls them; note the modules that they import.
+
+    A run of an older version of the order has no such modules in its identity, and goes on without them.
+    """
+    names = dict.fromkeys(each.function.name for each in formatters if each.function is not None)
+    for name in names:
+        pairs = zip(formatters, sources, strict=True)
+        _try(name, [(f, s) for f, s in pairs if f.function is not None and f.function.name == name], order)
+
+
+def _try(name: str, pairs: Sequence[tuple[Formatter, Source]], order: int) -> None:
+    """One process for all datasets of a function: its imports may take many seconds."""
+    tried = [source.rows(range(min(_TRIED_ROWS, len(source)))) for _, source in pairs]
+    there = None
+    if order >= ORDER_VERSION:
+        there = call_elsewhere(name, [row for rows in tried for row in rows if not isinstance(row, RowError)])
+    results = iter(() if there is None else there.results)
+    for (formatter, source), rows in zip(pairs, tried, strict=True):
+        assert formatter.function is not None
+        wheres, made = [source.where(index) for index in range(len(rows))], None
+        if there is not None:
+            made = [
+                row if isinstance(row, RowError) else formatter.function.read(next(results), where)
+                for row, where in zip(rows, wheres, strict=True)
+            ]
+            formatter.function.modules = there.modules
+        formatter.check_function(rows, wheres, made)
