@@ -28,8 +28,7 @@ def write_durably(path: Path, text: str, *, private: bool = False) -> None:
 def replace_durably(path: Path, text: str, *, private: bool = False) -> None:
     """Replace a small file: a crash leaves the old content or the new. `private`: only owner and group may read it."""
     temporary = path.with_name(path.name + ".tmp")
-    if private:
-        temporary.unlink(missing_ok=True)  # one that a crash left would keep its own permissions
+    temporary.unlink(missing_ok=True)  # one that a crash left keeps its own permissions; a link leads elsewhere
     write_durably(temporary, text, private=private)
     temporary.replace(path)
     sync_directory(path.parent)  # without this the new content is safe, but perhaps not under its name

@@ -23,6 +23,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +54,11 @@ TENSORBOARD = "tensorboard"
 WANDB_ID_FILE = "wandb_run_id"
 _CHECKPOINTS_AT = "checkpoints_at"
 _PLACE_BYTES = 16 << 10  # a path has up to 4 KiB
+_FILES = (CONFIG_FILE, PLAN_FILE, DATA_FILE, METRICS_FILE, EVALUATIONS_FILE, EVENTS_FILE, _CHECKPOINTS_AT)
+_LEVELS = {CHECKPOINTS: 1, MODEL_FILES: 2, REPORT: 1, TENSORBOARD: 1, "documents": 1, "exports": 1, "logs": 2,
+           "profile": 1, "export": 0, "wandb": 0}  # fmt: skip
+"""The directories of a run, and to what depth names in them are ours. What lies in an export is compared with its mark,
+and what wandb's library spools has links of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +156,66 @@ def cache_of(config: FinetuneConfig) -> Path:
     return _absolute(config.data.cache.path) if config.data.cache.path else storage_of(config) / "cache"
 
 
+def check_links(run_dir: Path) -> None:
+    """Refuse a run that has a link where a file or a directory of its own belongs: what is written or removed there
+    would be elsewhere. The run directory itself, and what is above it, may be links."""
+    for link in _links_in(run_dir):
+        raise ResumeError(_refused_link(link, run_dir))
+
+
+def check_links_beside(checkpoints: str) -> None:
+    """The same where the checkpoints are, if that is not in the run's directory."""
+    place, model = Path(checkpoints), Path(checkpoints).parent / MODEL_FILES
+    for link in (place, model, *_links_below(place, 1), *_links_below(model, 2)):
+        if link.is_symlink():
+            raise ResumeError(_refused_link(link, place.parent))
+
+
+def _links_in(run_dir: Path) -> Iterator[Path]:
+    for name in (*_FILES, *_LEVELS):
+        if (run_dir / name).is_symlink():
+            yield run_dir / name
+    for name, levels in _LEVELS.items():
+        yield from _links_below(run_dir / name, levels)
+
+
+def _links_below(directory: Path, levels: int) -> Iterator[Path]:
+    if not levels:
+        return
+    with suppress(OSError), os.scandir(directory) as entries:  # not there, or another user's
+        for entry in entries:
+            if entry.is_symlink():
+                yield Path(entry.path)
+            elif levels > 1 and entry.is_dir():
+                yield from _links_below(Path(entry.path), levels - 1)
+
+
+def _refused_link(link: Path, run_dir: Path) -> str:
+    target = Path(os.path.realpath(link))
+    here, there = shlex.quote(str(link)), shlex.quote(str(target))
+    said = f"{link} is a link to {target}, and a run writes and removes nothing outside of its directory"
+    if not target.is_dir():
+        return f"{said}: remove it, or put the file itself in its place (`rm {here} && cp {there} {here}`)"
+    moved = f"`rm {here} && mv {there} {here}`"
+    if link != run_dir / CHECKPOINTS:
+        return f"{said}: if that directory is the run's own, {moved} brings it back; if not, remove the link"
+    name = run_dir.name
+    # Not the directory that is moved: it cannot be moved into itself.
+    storage = target.parent if target.name != name else target.parent / CHECKPOINTS
+    if target.name == CHECKPOINTS and target.parent.name == name:
+        storage, move = target.parent.parent, f"rm {here}"
+    else:
+        new = storage / name
+        move = f"rm {here} && mkdir -p {shlex.quote(str(new))} && mv {there} {shlex.quote(str(new / CHECKPOINTS))}"
+    return (
+        f"{said}: `{move}`, then train with checkpoint.storage: {storage}, which keeps checkpoints there; or {moved} "
+        "brings them back"
+    )
+
+
 def checkpoints_of(run_dir: Path) -> str:
     """The directory or URL of an existing run's checkpoints: `checkpoints_at`, if it has one."""
+    check_links(run_dir)
     file = run_dir / _CHECKPOINTS_AT
     try:
         place = read_file(file, limit=_PLACE_BYTES).decode()

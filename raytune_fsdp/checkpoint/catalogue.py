@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.manifest import check
-from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, Storage
+from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, Storage, directory_name, named
 from raytune_fsdp.errors import ResumeError, TransientError
 
 logger = logging.getLogger(__name__)
-
-_NAME = re.compile(r"step-(\d{8,})\.a(\d+)")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -35,28 +32,23 @@ class CommittedCheckpoint:
         return storage_at(self.root).where(self.name)
 
 
-def directory_name(step: int, attempt: int) -> str:
-    return f"step-{step:08d}.a{attempt}"
-
-
 def looks_like_checkpoint(path: str) -> bool:
     """Whether a path or URL has the name of a checkpoint."""
-    return _NAME.fullmatch(path.rstrip("/").rpartition("/")[2]) is not None
+    return named(path.rstrip("/").rpartition("/")[2]) is not None
 
 
 def as_checkpoint(path: str) -> CommittedCheckpoint | None:
     """The committed checkpoint at a path or URL; None if it is not one."""
     root, _, name = path.rstrip("/").rpartition("/")
-    match = _NAME.fullmatch(name)
-    if not match or MANIFEST_FILE not in storage_at(root).sizes(name):
+    found = named(name)
+    if found is None or MANIFEST_FILE not in storage_at(root).sizes(name):
         return None
-    return CommittedCheckpoint(int(match[1]), int(match[2]), root)
+    return CommittedCheckpoint(*found, root)
 
 
 def committed(root: str) -> list[CommittedCheckpoint]:
     """All committed checkpoints in a directory or below a URL, oldest first."""
-    matches = [_NAME.fullmatch(name) for name in storage_at(root).names()]
-    return sorted(CommittedCheckpoint(int(match[1]), int(match[2]), root) for match in matches if match)
+    return sorted(CommittedCheckpoint(*found, root) for found in map(named, storage_at(root).names()) if found)
 
 
 Damaged = Mapping[CommittedCheckpoint, str]

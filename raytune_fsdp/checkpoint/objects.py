@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 import pyarrow.fs
 
-from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_BYTES, MANIFEST_FILE, Sink, StoredFile, at_once
+from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_BYTES, MANIFEST_FILE, Sink, StoredFile, at_once, named
 from raytune_fsdp.file_systems import file_system
 from raytune_fsdp.untrusted import UnsoundError, check_size
 
@@ -57,7 +57,7 @@ class ObjectStorage:
         return [path.split("/")[0] for path in self._below("") if path.count("/") == 1 and path.endswith(_MANIFEST)]
 
     def has_damaged(self) -> bool:
-        return any(path.endswith(DAMAGED) for path in self._below(""))
+        return any(path.endswith(DAMAGED) and named(path.split("/")[0]) for path in self._below(""))
 
     def where(self, name: str) -> str:
         return f"{self.location}/{name}"
@@ -98,7 +98,8 @@ class ObjectStorage:
         below = self._below("")
         whole = {path.split("/")[0] for path in below if path.endswith((_MANIFEST, _MANIFEST + DAMAGED))}
         for name in {path.split("/")[0] for path in below if "/" in path} - whole:
-            self._delete_all(name)
+            if named(name):
+                self._delete_all(name)
 
     @contextmanager
     def create(self, name: str, file: str) -> Iterator[Sink]:

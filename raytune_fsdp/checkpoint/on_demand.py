@@ -8,10 +8,13 @@ checkpoint-now.<id>.answered   the outcome, as JSON
 from __future__ import annotations
 
 import json
+import os
 import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
+
+from raytune_fsdp.untrusted import UnsoundError, open_regular
 
 _PREFIX = "checkpoint-now."
 _ASKED, _TAKEN, _ANSWERED = ".asked", ".taken", ".answered"
@@ -51,8 +54,9 @@ class Requests:
         """Answer the requests that were taken."""
         text = json.dumps({"step": step, "path": path, "problem": problem})
         for taken in self._taken:
-            with suppress(OSError):
-                with open(taken, "r+") as file:  # not "w": whoever asked may have given up and removed it
+            with suppress(OSError, UnsoundError):
+                # Made by whoever asked, who may have given up and removed it; what is no file of theirs is left alone.
+                with os.fdopen(open_regular(taken, write=True), "r+") as file:
                     file.write(text)
                 taken.rename(taken.with_suffix(_ANSWERED))
         self._taken.clear()

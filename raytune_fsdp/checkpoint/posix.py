@@ -7,6 +7,7 @@ atomic. Everything in the directory is on the disk before the rename.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,12 +17,14 @@ from io import FileIO
 from pathlib import Path
 from typing import cast
 
-from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_FILE, Sink, StoredFile, at_once
+from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_FILE, Sink, StoredFile, at_once, named
 from raytune_fsdp.durable import sync_directory, write_durably
 from raytune_fsdp.untrusted import open_regular, read_file
 
 STAGING = ".tmp"
 """Suffix of directories that are unfinished or being deleted."""
+_LEFT = re.compile(rf"(.+?)(?:\.[0-9]+)?{re.escape(STAGING)}", re.DOTALL)
+_ASIDE = re.compile(rf"(.+?)(?:\.[0-9]+)?{re.escape(DAMAGED)}", re.DOTALL)
 _BUFFER_BYTES = 1 << 20
 _SEEN_SECONDS, _LOOK_SECONDS = 30.0, 0.2
 """How long files that other nodes have written may be missing where rank 0 lists them: NFS keeps a directory's listing
@@ -76,7 +79,7 @@ class PosixStorage:
         return [name for name in entries if os.path.exists(os.path.join(self.location, name, MANIFEST_FILE))]
 
     def has_damaged(self) -> bool:
-        return self._root.is_dir() and any(name.endswith(DAMAGED) for name in os.listdir(self._root))
+        return self._root.is_dir() and any(_made_of_ours(_ASIDE, name) for name in os.listdir(self._root))
 
     def where(self, name: str) -> str:
         return str(self._root / name)
@@ -115,8 +118,14 @@ class PosixStorage:
     def clean(self) -> None:
         if self._root.is_dir():
             for entry in self._root.iterdir():
-                if entry.name.endswith(STAGING):
+                if _made_of_ours(_LEFT, entry.name):
                     shutil.rmtree(entry, ignore_errors=True)
+
+
+def _made_of_ours(pattern: re.Pattern[str], name: str) -> bool:
+    """Whether this is the name of a checkpoint with an ending that is given here."""
+    match = pattern.fullmatch(name)
+    return match is not None and named(match[1]) is not None
 
 
 class _PosixSource:

@@ -6,6 +6,7 @@ it when the draft is published, all of it at once. `posix.py` and `objects.py` i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -22,6 +23,20 @@ STATE_BYTES = 64 << 20
 """The largest state: that of a run over a hundred thousand files, with names and hashes, takes 20 MB; most, 5 kB."""
 DAMAGED = ".damaged"
 """Suffix of what was set aside."""
+_NAME = re.compile(r"step-([0-9]{8,18})\.a([0-9]{1,18})")
+
+
+def directory_name(step: int, attempt: int) -> str:
+    """What a checkpoint is called."""
+    return f"step-{step:08d}.a{attempt}"
+
+
+def named(name: str) -> tuple[int, int] | None:
+    """Step and attempt of the checkpoint of this name. None for a name that `directory_name` does not give, however
+    near it is: what is under it is somebody else's."""
+    match = _NAME.fullmatch(name)
+    found = (int(match[1]), int(match[2])) if match else None
+    return found if found and directory_name(*found) == name else None
 
 
 def at_once() -> None:

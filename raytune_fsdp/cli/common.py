@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, UserError
 from raytune_fsdp.launch.torchrun import is_rank0
 from raytune_fsdp.redaction import redact_shapes
-from raytune_fsdp.rundir import CONFIG_FILE
+from raytune_fsdp.rundir import CONFIG_FILE, check_links
 from raytune_fsdp.talkative import hush
 from raytune_fsdp.untrusted import printable
 
@@ -192,6 +192,7 @@ def write_new(path: Path, text: str) -> None:
 
 def config_of_run(run: Path) -> Path:
     """The config of a run directory."""
+    check_links(run)
     if not (run / CONFIG_FILE).is_file():
         raise ConfigError(f"{run} is not a run directory: it has no {CONFIG_FILE}; give <run.storage>/<run.name>")
     return run / CONFIG_FILE

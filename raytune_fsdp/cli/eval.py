@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.cli.common import BASE, RUNS_CODE, TRUST, ConfigParser, exit_code
 from raytune_fsdp.cli.progress import shown
-from raytune_fsdp.rundir import CONFIG_FILE, EVENTS_FILE
+from raytune_fsdp.rundir import CONFIG_FILE, EVENTS_FILE, check_links
 from raytune_fsdp.tracking.console import event_in_words
 from raytune_fsdp.tracking.names import ANSWERED, with_perplexity
 from raytune_fsdp.untrusted import printable
@@ -76,6 +76,7 @@ def _config_of(model: Path) -> Path | None:
     for each in (place, *list(place.parents)[:2]):
         # Many programs have a config.yaml; only a run has the other one beside it.
         if (each / CONFIG_FILE).is_file() and (each / EVENTS_FILE).is_file():
+            check_links(each)
             return each / CONFIG_FILE
     return None
 

@@ -37,13 +37,19 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp runs") -> 
 def _runs(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
     from raytune_fsdp.report.overview import as_json, overview
-    from raytune_fsdp.rundir import is_run
+    from raytune_fsdp.rundir import check_links, is_run
 
     if is_run(found.storage):
         parser.error(f"{found.storage} is a run itself; its storage is {found.storage.absolute().parent}")
     if not found.storage.is_dir():
         raise ResumeError(f"{found.storage}: no such directory; give the run.storage of your configs")
-    places = runs_in(found.storage)
+    places, refused = [], []
+    for place in runs_in(found.storage):
+        try:
+            check_links(place.path)
+            places.append(place)
+        except ResumeError as error:
+            refused.append(str(error))
     states = states_of(places)
     rows = sorted(((overview(each.path), states[each.path]) for each in places), key=lambda row: row[0].began or "")
     if found.json:
@@ -51,8 +57,10 @@ def _runs(parser: Parser, arguments: Sequence[str]) -> int:
             print(as_json(each, state or each.ended))
     elif rows:
         print("\n".join(table(rows)))
-    else:
+    elif not refused:
         print(f"{found.storage} has no runs")
+    if refused:
+        raise ResumeError("\n".join(refused))
     return 0
 
 

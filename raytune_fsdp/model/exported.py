@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import stat
@@ -91,11 +92,11 @@ def _beside(destination: Path, what: str) -> Path:
 
 def _remove_left(destination: Path) -> None:
     """Remove what killed exports of this machine left beside the destination."""
-    for left in destination.parent.glob(f".{glob.escape(destination.name)}.*-{glob.escape(_HOST)}-*-*"):
-        pid = left.name.split("-")[-2]  # from the end: a host's name may have hyphens
+    ours = re.compile(rf"\.{re.escape(destination.name)}\.(export|replaced)-{re.escape(_HOST)}-([0-9]+)-[0-9a-f]{{6}}")
+    for left in destination.parent.glob(f".{glob.escape(destination.name)}.*"):
+        found = ours.fullmatch(left.name)
         # A `.replaced-` may be the only copy there is: its export died between the two renames.
-        alive = pid.isdecimal() and Path(f"/proc/{pid}").exists()
-        if not alive and (".export-" in left.name or destination.exists()):
+        if found and not Path(f"/proc/{found[2]}").exists() and (found[1] == "export" or destination.exists()):
             shutil.rmtree(left, ignore_errors=True)
 
 

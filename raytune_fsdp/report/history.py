@@ -29,6 +29,7 @@ from raytune_fsdp.rundir import (
     MODEL_FILES,
     PLAN_FILE,
     RECIPE_FILE,
+    check_links,
     is_run,
 )
 from raytune_fsdp.tracking.jsonl import each_event, each_line_of
@@ -110,6 +111,7 @@ def check_run(path: Path) -> None:
     """Refuse what is not a run directory."""
     if not path.is_dir():
         raise UserError(f"{path}: no such directory; give a run directory, <run.storage>/<run.name>")
+    check_links(path)
     if not is_run(path):
         raise UserError(
             f"{path} is not a run directory (it has no {PLAN_FILE}); give <run.storage>/<run.name>, as `raytune-fsdp "

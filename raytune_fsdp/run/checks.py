@@ -16,7 +16,7 @@ from raytune_fsdp.config.method import AdapterMethod
 from raytune_fsdp.errors import ConfigError, ResumeError, pip_install
 from raytune_fsdp.model.exported import check_replaceable
 from raytune_fsdp.plan import Plan, layout_of, least_ranks, resolve
-from raytune_fsdp.rundir import RunDir, is_place_of_exports
+from raytune_fsdp.rundir import RunDir, check_links, check_links_beside, is_place_of_exports
 from raytune_fsdp.tracking.mlflow import mlflow_installed
 from raytune_fsdp.tracking.tensorboard import tensorboard_installed
 from raytune_fsdp.tracking.wandb import wandb_installed
@@ -89,11 +89,14 @@ def check_trackers(config: FinetuneConfig) -> None:
 
 
 def _check_places(config: FinetuneConfig, place: RunDir) -> None:
+    check_links(place.path)
     _check_storage("run.storage", place.path)
     if config.export.at_end:
         export = Path(os.path.realpath(place.export))
         check_replaceable(export, adopt=is_place_of_exports(export))  # here, not after hours of training
     if not is_url(place.checkpoints):
+        if config.checkpoint.storage is not None:
+            check_links_beside(place.checkpoints)
         _check_storage("checkpoint.storage" if config.checkpoint.storage else "run.storage", Path(place.checkpoints))
     for file in (place.metrics, place.events):
         if file.exists() and not file.is_file():  # a pipe would keep its reader waiting

@@ -63,7 +63,7 @@ from raytune_fsdp.run.needs import network_needs
 from raytune_fsdp.run.probe import check_step
 from raytune_fsdp.run.resume import check_same_run, files_of, find_resume, identity_of
 from raytune_fsdp.run.standing import Prepared, Standing, confirm_complete, stand
-from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.rundir import RunDir, check_links
 from raytune_fsdp.tasks import metrics_of
 from raytune_fsdp.tracking.names import evaluation_accuracy, evaluation_loss
 from raytune_fsdp.types import Cursor, Progress
@@ -198,6 +198,7 @@ def prepare_data(
 ) -> tuple[PreTrainedTokenizerBase, Windows, dict[str, Windows]]:
     """The tokenizer and the data of a config, in the order of its run; no weights are fetched."""
     place, order_version, commit = RunDir.of(config), None, None
+    check_links(place.path)
     if not is_url(place.checkpoints):  # else what looks at the data would have to wait for a store
         with suppress(RaytuneError):
             found = find_resume(place, resume="auto")

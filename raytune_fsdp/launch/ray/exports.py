@@ -25,7 +25,9 @@ from raytune_fsdp.tracking import names
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-_PLACE = re.compile(r"step-(\d{8,})")
+_PLACE = re.compile(r"step-([0-9]{8,18})")
+_LEFT = re.compile(r"\.step-[0-9]{8,18}\.export-.+")
+"""What `new_export` writes into before it has its name."""
 
 
 class Exports:
@@ -58,7 +60,8 @@ class Exports:
         self._event = event
         self._say = say
         for left in self._run.exports.glob(".*.export-*"):  # left by a driver that was killed
-            shutil.rmtree(left, ignore_errors=True)
+            if _LEFT.fullmatch(left.name):
+                shutil.rmtree(left, ignore_errors=True)
 
     def due(self, checkpoint: CommittedCheckpoint, asked: Sequence[CommittedCheckpoint]) -> bool:
         every = self._chosen.every
