@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint, newest, verify
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.whole import WholeWeights, base_of, dtype_of, weights_of_adapter, whole_weights
 from raytune_fsdp.errors import ModelError, ResumeError, first_line, is_panic
 from raytune_fsdp.model.attention import forget_flash_attention
-from raytune_fsdp.model.bounds import check_tokenizer_files
 from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, is_known, travelling
@@ -26,6 +25,7 @@ from raytune_fsdp.model.network import stored_network
 from raytune_fsdp.model.placement import place
 from raytune_fsdp.model.quantization import forget_quantization
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
+from raytune_fsdp.model.tokenizer import tokenizer_in
 from raytune_fsdp.rundir import MODEL_FILES, RECIPE_FILE, checkpoints_below, checkpoints_of
 from raytune_fsdp.threads import READERS
 from raytune_fsdp.untrusted import UnsoundError
@@ -182,9 +182,8 @@ def _built(weights: WholeWeights, files: Path, trust: bool, where: str) -> PreTr
 
 
 def _tokenizer(directory: Path, trust: bool) -> PreTrainedTokenizerBase:
-    check_tokenizer_files(directory)
     tokenizer: PreTrainedTokenizerBase = _loaded(
-        lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=trust),
+        lambda: tokenizer_in(directory, trust_remote_code=trust),
         directory,
         "has no tokenizer that transformers can load",
     )

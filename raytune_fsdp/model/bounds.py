@@ -6,8 +6,9 @@ transformers builds what a config says: with `num_hidden_layers: 10000000` that 
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from raytune_fsdp.errors import ModelError, first_line
-from raytune_fsdp.model.known_files import CONFIG_FILE
+from raytune_fsdp.model.known_files import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    SPECIAL_TOKENS_FILE,
+    TOKENIZER_CONFIG_FILE,
+)
 from raytune_fsdp.untrusted import MIB, UnsoundError, check_values, parse_json, read_file, read_json, shown
 
 _CONFIG_BYTES = 8 * MIB
@@ -26,13 +32,17 @@ _TOKENIZER_BYTES = 128 * MIB
 _TOKENIZER_VALUES = 4_000_000
 """The 35 MB of Gemma's tokenizer.json are 2 million values."""
 _TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
-    "chat_template.jinja", "chat_template.json", "processor_config.json", "generation_config.json",
+    "tokenizer.json", "tokenizer.*.json", TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE, "added_tokens.json",
+    "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja", "processor_config.json",
+    GENERATION_CONFIG_FILE, "bpe.codes", "byte_maps.json", "dict.txt", "emoji.json", "entity_vocab.json", "merges.txt",
+    "normalizer.json", "*.model", "*.spm", "*.tiktoken", "prophetnet.tokenizer", "target_vocab.json", "tekken.json",
+    "vocab*.json", "vocab.txt", "word_pronunciation.json", "word_shape.json",
 )  # fmt: skip
-"""What a tokenizer, and the way a model generates, are read from."""
+"""What a tokenizer, and the way a model generates, are read from; with the vocabularies of all of transformers'
+classes."""
 # The libraries that read these have limits of depth; a generation config that is broken is ignored.
-_NOT_PARSED = ("tokenizer.json", "generation_config.json")
+_NOT_PARSED = ("tokenizer.", GENERATION_CONFIG_FILE)
+_HASH = re.compile(r"[0-9a-f]{40,64}")
 
 MOST_TOKENS = 1 << 24  # XLM-V has a vocabulary of a million
 _LONG_NUMBER = re.compile(rb"[:\s]\d{8,}")
@@ -84,27 +94,56 @@ def _check_counts(values: Mapping[str, Any]) -> None:
             raise UnsoundError(f"has {key}={shown(value)}, more than the {most} that any model has")
 
 
-def check_tokenizer_files(directory: Path) -> None:
-    """Refuse what is no regular file, or larger than any tokenizer's, among the files that a tokenizer is read from."""
+def check_tokenizer_files(directory: Path) -> dict[str, Any]:
+    """Refuse what is no regular file, or larger than any tokenizer's, among the files that a tokenizer is read from.
+    Returns what those say that are parsed here."""
+    found: dict[str, Any] = {}
     if (directory / CONFIG_FILE).exists():
-        read_config(directory)  # it may name the tokenizer's class
-    for name in _TOKENIZER_FILES:
-        file = directory / name
+        found[CONFIG_FILE] = read_config(directory)  # it may name the tokenizer's class
+    for file in _tokenizer_files(directory):
         try:
-            if name.endswith(".json") and name not in _NOT_PARSED:
-                read_json(file, limit=_TOKENIZER_BYTES, links=True)
-            else:
+            _check_links(file)
+            if file.suffix != ".json":
+                read_file(file, limit=_TOKENIZER_BYTES, links=True)
+            elif file.name.startswith(_NOT_PARSED):
                 content = read_file(file, limit=_TOKENIZER_BYTES, links=True)
-                if name.endswith(".json"):
-                    check_values(content, _TOKENIZER_VALUES)
-                if name == "tokenizer.json":
+                check_values(content, _TOKENIZER_VALUES)
+                if file.name != GENERATION_CONFIG_FILE:
                     _check_ids(content)
+            else:
+                found[file.name] = read_json(file, limit=_TOKENIZER_BYTES, links=True)
+                _check_most(_ids_in(found[file.name]))
         except FileNotFoundError:
             continue
         except UnsoundError as error:
             raise ModelError(f"{file} {error}, so it is not that of a tokenizer: download it again") from error
         except (OSError, ValueError) as error:
             raise ModelError(f"{file} cannot be read ({first_line(error)}): download it again") from error
+    return found
+
+
+def _tokenizer_files(directory: Path) -> list[Path]:
+    found = [directory / name for name in _TOKENIZER_FILES if "*" not in name]
+    for pattern in _TOKENIZER_FILES:
+        if "*" in pattern:
+            found += sorted(file for file in directory.glob(pattern) if not file.is_dir())
+    return list(dict.fromkeys(found))
+
+
+def _check_links(file: Path) -> None:
+    """Refuse a link to any file of this machine. The hub's cache links to files named by their hash; people link to the
+    same file elsewhere, or to another one beside it."""
+    place = file
+    while place.is_symlink():
+        parent = os.path.realpath(place.parent)
+        target = Path(os.path.normpath(os.path.join(parent, os.readlink(place))))
+        is_cached = target.parent.name == "blobs" and _HASH.fullmatch(target.name)
+        if target.name != place.name and str(target.parent) != parent and not is_cached:
+            raise ModelError(
+                f"{file} is a link to {shown(str(target))}, a file of another name in another place, which may be no "
+                "part of the model: put the file itself there"
+            )
+        place = target
 
 
 def _check_ids(content: bytes) -> None:
@@ -117,9 +156,26 @@ def _check_ids(content: bytes) -> None:
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
     added = values.get("added_tokens") if isinstance(values, dict) else None
     ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    _check_most(ids)
+
+
+def _ids_in(values: Any) -> list[Any]:
+    """What may be ids in a file of tokens by name, or in a config: those of its table, and of added tokens."""
+    if not isinstance(values, dict):
+        return []
+    ids = list(values.values()) if all(isinstance(each, int) for each in values.values()) else []
+    for name in ("vocab", "entity_vocab"):
+        if isinstance(values.get(name), dict):
+            ids += values[name].values()
+    added = values.get("added_tokens_decoder")
+    ids += [int(key) for key in added if key.isdecimal() and key.isascii()] if isinstance(added, dict) else []
+    return ids
+
+
+def _check_most(ids: Iterable[Any]) -> None:
     most = max((each for each in ids if isinstance(each, int)), default=0)
     if most >= MOST_TOKENS:
-        raise UnsoundError(f"has a token with the id {most}, more than any vocabulary has")
+        raise UnsoundError(f"has a token with the id {shown(most)}, more than any vocabulary has")
 
 
 @contextmanager

@@ -22,10 +22,11 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 CARD_FILE = "README.md"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 
 _KNOWN = (
     CONFIG_FILE, GENERATION_CONFIG_FILE,
-    TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, "special_tokens_map.json", "added_tokens.json",
+    TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE, "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "dict.txt", "bpe.codes", "tekken.json", "emoji.json",
     "tokenizer.model", "tiktoken.model", "spiece.model", "spm.model", "sentencepiece.model", "sentencepiece.bpe.model",
     "*.tiktoken",

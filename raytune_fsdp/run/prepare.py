@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from raytune_fsdp.answers import check_prompts
@@ -32,7 +32,6 @@ from raytune_fsdp.lease import lease_of
 from raytune_fsdp.model.adapters import base_name, frozen_experts, is_adapted, left_out
 from raytune_fsdp.model.added_rows import why_not_alone
 from raytune_fsdp.model.attention import positions_of, takes_position_ids
-from raytune_fsdp.model.bounds import MOST_TOKENS, check_tokenizer_files
 from raytune_fsdp.model.cuts import check_cut, sharing_heads
 from raytune_fsdp.model.files import locate
 from raytune_fsdp.model.fp8 import check_fp8, layers_in_fp8, left_in_bf16
@@ -51,6 +50,7 @@ from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.model.routers import check_routers
 from raytune_fsdp.model.sequence import check_sequence
 from raytune_fsdp.model.tensor import cut_shapes
+from raytune_fsdp.model.tokenizer import tokenizer_in, vocabulary_of
 from raytune_fsdp.optim import check_groups, check_matrices
 from raytune_fsdp.parallel import describe, is_wrapped, units_of
 from raytune_fsdp.plan import Plan, layout_of
@@ -235,13 +235,11 @@ def load_tokenizer(config: FinetuneConfig, directory: Path | None) -> PreTrained
     field = "model.tokenizer" if config.model.tokenizer else "model.path"
     if config.model.tokenizer:
         directory = locate(name, None, field=field, weights=False)
-    if directory is not None:
-        check_tokenizer_files(directory)
+    assert directory is not None
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            directory, trust_remote_code=config.model.trust_remote_code
-        )
-        vocabulary_of(tokenizer)
+        tokenizer = tokenizer_in(directory, trust_remote_code=config.model.trust_remote_code)
+    except ModelError:
+        raise
     except BaseException as error:  # many libraries read tokenizers, one of them in Rust
         if not isinstance(error, Exception) and not is_panic(error):
             raise
@@ -259,14 +257,6 @@ def set_template(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> 
     """Give the tokenizer the config's chat template. Kept in it, prompts and the exported model have it, too."""
     if config.data.chat_template is not None:
         tokenizer.chat_template = load_template(config.data.chat_template)
-
-
-def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The largest id plus one, not the number of tokens: ids may have gaps."""
-    most = max(tokenizer.get_vocab().values(), default=-1)
-    if not 0 <= most < MOST_TOKENS:
-        raise ModelError(f"its largest id is {most}")
-    return int(most) + 1
 
 
 def _generation_config(network: PreTrainedModel, directory: Path | None) -> GenerationConfig | None:

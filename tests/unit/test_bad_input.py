@@ -96,6 +96,28 @@ def test_the_good_model_is_accepted(good: Path, tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "bad" / "export" / "config.json").is_file()
 
 
+@pytest.mark.thorough
+def test_no_file_that_a_tokenizer_s_config_names_is_in_the_run_or_its_export(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What its config names is left out and named; the run goes on with what is in the model's directory."""
+    secret = tmp_path / "credentials"
+    secret.write_text("aws_secret_access_key = wJalrXUtnFEMI\n")
+    (model / "tokenizer.json").unlink()
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    config = {"tokenizer_class": "BertTokenizer", "vocab": str(secret), "chat_template": template}
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "special_tokens_map_file": "/home/me/x.json"}))
+    with caplog.at_level("WARNING"):
+        assert main(flags(tmp_path, model__path=model, tracking__console="false")) == 0
+    run = tmp_path / "runs" / "bad"
+    assert (run / "model" / "tokenizer.json").is_file() and (run / "export" / "tokenizer.json").is_file()
+    assert not [
+        file for file in tmp_path.rglob("*") if file.is_file() and b"wJalr" in file.read_bytes() and file != secret
+    ]
+    (said,) = [each.getMessage() for each in caplog.records if "arguments that name files" in each.getMessage()]
+    says(said, model / "tokenizer_config.json: vocab, special_tokens_map_file")
+
+
 def test_paths_that_are_no_models(refused: Refused, tmp_path: Path, model: Path) -> None:
     missing = tmp_path / "nothing"
     for tokenizer in (None, TOKENIZER):

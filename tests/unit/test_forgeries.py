@@ -165,8 +165,9 @@ def read_model(place: Path, good: Path) -> None:
     from raytune_fsdp.model.fill import fill
     from raytune_fsdp.model.keys import owned_tensors
     from raytune_fsdp.model.network import build_network, fit_vocabulary, init_buffers, load_architecture
+    from raytune_fsdp.model.tokenizer import vocabulary_of
     from raytune_fsdp.run.initial_weights import find_origin, model_directory
-    from raytune_fsdp.run.prepare import load_tokenizer, vocabulary_of
+    from raytune_fsdp.run.prepare import load_tokenizer
 
     config = FinetuneConfig.model_validate(
         {
