@@ -10,7 +10,8 @@ The run that is audited is only read.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from raytune_fsdp.api import finetune
@@ -20,7 +21,9 @@ from raytune_fsdp.audit.repeat import repeat_of
 from raytune_fsdp.audit.segment import Segment, choose_segment, steps_of, taken
 from raytune_fsdp.checkpoint.catalogue import verify
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.durable import replace_durably
 from raytune_fsdp.errors import OtherRunError
+from raytune_fsdp.run.length import plan_on_record
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.types import Progress
 
@@ -56,6 +59,8 @@ def audit(
     repeat = repeat_of(config, place, replace(segment, after=after), directory, use_cache=use_cache)
     again = RunDir.of(repeat)
     before = None if segment.before is None else taken(segment.before, Path(again.checkpoints))
+    if before is not None:  # else these steps would be taken for more than the run was to have
+        replace_durably(again.plan, json.dumps(asdict(plan_on_record(place))))
     found.segment = replace(segment, before=before, after=after)
     try:
         finetune(repeat, progress)

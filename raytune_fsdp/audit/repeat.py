@@ -10,7 +10,7 @@ from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.config import EvalConfig, FinetuneConfig, HeldOutConfig, ProfileConfig, TrackingConfig
 from raytune_fsdp.config.tracking import MlflowConfig
 from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.run.past import plan_on_record
+from raytune_fsdp.run.length import plan_on_record
 from raytune_fsdp.rundir import RunDir, cache_of
 
 

@@ -105,7 +105,10 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
                 "train on, raise eval.early_stop.patience or leave eval.early_stop out"
             )
         elif not result.trained:
-            print(f"{config.run.name} is already complete: choose another run.name, or ask for more steps")
+            print(
+                f"{config.run.name} is already complete: choose another run.name, or ask for more steps, and with "
+                "optim.schedule_steps for a learning rate until the last of them"
+            )
         print()
         print(
             summary(

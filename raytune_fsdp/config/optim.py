@@ -144,7 +144,8 @@ class OptimConfig(Section):
 
     schedule_steps: int | None = Field(default=None, ge=1)
     """Steps the schedule is planned over. Default: the length that the run had when it first started. A run that is
-    extended later keeps that, and stays at the floor, unless this is set."""
+    extended later keeps that, and stays at the floor, unless this is set; where the floor is 0, so that all added steps
+    would train nothing, it has to be set."""
 
     max_skipped: int = Field(default=10, ge=1)
     """Updates with a loss or gradient norm that is not finite are skipped on all ranks; this many in a row stop the

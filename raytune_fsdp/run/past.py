@@ -30,15 +30,14 @@ from raytune_fsdp.identity import check_identity
 from raytune_fsdp.model.known_files import CONFIG_FILE, travelling
 from raytune_fsdp.model.network import load_architecture
 from raytune_fsdp.report.data import documents_of
+from raytune_fsdp.run.length import PlanOnRecord, plan_on_record
 from raytune_fsdp.run.prepare import load_tokenizer
 from raytune_fsdp.run.resume import data_identity_of, files_of
 from raytune_fsdp.rundir import RunDir, checkpoints_of
 from raytune_fsdp.step_counts import digest_of
 from raytune_fsdp.tracking.jsonl import read_step
 from raytune_fsdp.types import IGNORE, PADDING, Cursor, PackedSample, Progress
-from raytune_fsdp.untrusted import is_count, read_json, reason
-
-_PLAN_BYTES = 1 << 20
+from raytune_fsdp.untrusted import reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,27 +184,6 @@ def _own_data(
     version = None if newest is None else newest.identity.get("data.order_version")
     windows, _ = open_data(config, tokenizer, vocab_size, progress, order_version=version)
     return tokenizer, windows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOnRecord:
-    """What a run's plan.json says of its length."""
-
-    steps: int
-    total_samples: int | None
-    schedule_steps: int
-
-
-def plan_on_record(place: RunDir) -> PlanOnRecord:
-    try:
-        plan = read_json(place.plan, limit=_PLAN_BYTES)
-    except (OSError, ValueError) as error:
-        raise ResumeError(f"{place.plan} cannot be read ({error}): it says how long the run is") from error
-    names = ("total_samples", "steps", "schedule_steps")
-    total, steps, schedule = (plan.get(name) if isinstance(plan, dict) else None for name in names)
-    if not (is_count(steps) and is_count(schedule) and (total is None or is_count(total))):
-        raise ResumeError(f"{place.plan} is not the plan of a run: it does not say how long the run is")
-    return PlanOnRecord(steps=steps, total_samples=total, schedule_steps=schedule)
 
 
 def _division(config: FinetuneConfig, plan: PlanOnRecord) -> Division:

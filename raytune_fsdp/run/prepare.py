@@ -53,12 +53,13 @@ from raytune_fsdp.model.tensor import cut_shapes
 from raytune_fsdp.model.tokenizer import tokenizer_in, vocabulary_of
 from raytune_fsdp.optim import check_groups, check_matrices
 from raytune_fsdp.parallel import describe, is_wrapped, units_of
-from raytune_fsdp.plan import Plan, layout_of
+from raytune_fsdp.plan import layout_of
 from raytune_fsdp.run.added_tokens import add_tokens
 from raytune_fsdp.run.base import Base, begun_with, check_base
 from raytune_fsdp.run.checks import check_best, check_early_stop, check_export, check_first, warn_of_method
 from raytune_fsdp.run.described import commit_here
 from raytune_fsdp.run.initial_weights import Origin, find_adapter, find_origin, model_directory, own_model_files
+from raytune_fsdp.run.length import warn_of_schedule
 from raytune_fsdp.run.needs import network_needs
 from raytune_fsdp.run.probe import check_step
 from raytune_fsdp.run.resume import check_same_run, files_of, find_resume, identity_of
@@ -130,7 +131,7 @@ def prepare(
         commit=commit_here(),
     )
     standing = stand(config, prepared, world, found, windows_built=built)
-    _check_plan(config, standing.plan, evals, tasks)
+    _check_plan(config, standing, evals, tasks)
     return prepared, confirm_complete(config, prepared, standing)
 
 
@@ -152,13 +153,15 @@ def _counted(
     return None, built + Stream(train, seed=config.run.seed).first_window(cursor)[1]
 
 
-def _check_plan(config: FinetuneConfig, plan: Plan, evals: Iterable[str], tasks: Sequence[Questions]) -> None:
+def _check_plan(config: FinetuneConfig, standing: Standing, evals: Iterable[str], tasks: Sequence[Questions]) -> None:
     """What can be refused once the length of the run is known, and the names of its evaluations."""
     metrics = [name(each) for each in evals for name in (evaluation_loss, evaluation_accuracy)]
     metrics += [name for task in tasks for name in metrics_of(task)]
-    check_best(config, plan, metrics)
+    check_best(config, standing.plan, metrics)
     check_early_stop(config, metrics)
-    check_export(config, plan)
+    check_export(config, standing.plan)
+    if standing.checkpoint is None:
+        warn_of_schedule(config, standing.plan)
 
 
 def _origin(

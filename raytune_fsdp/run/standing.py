@@ -23,11 +23,12 @@ from raytune_fsdp.counts import Census
 from raytune_fsdp.data.questions import Questions
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.early_stop import ended_by
-from raytune_fsdp.errors import RaytuneError, ResumeError
+from raytune_fsdp.errors import RaytuneError
 from raytune_fsdp.lease import Lease
 from raytune_fsdp.model.attention import Needs
 from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.run.initial_weights import AdapterFiles, Origin
+from raytune_fsdp.run.length import check_extension
 from raytune_fsdp.run.resume import Resumed, check_same_run, find_resume
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking.jsonl import read_evaluations, read_events
@@ -105,7 +106,8 @@ def stand(
 ) -> Standing:
     """The standing of a run that continues from `found` on `world` ranks."""
     plan = resolve(config, world, prepared.census, planned_schedule=found.state.schedule_steps)
-    _check_extension(config, plan, found.state)
+    if found.checkpoint is not None:
+        check_extension(config, prepared.place, plan, found.checkpoint, found.state)
     return Standing(
         checkpoint=found.checkpoint,
         state=found.state,
@@ -185,15 +187,3 @@ def _ended_early(config: FinetuneConfig, prepared: Prepared, step: int) -> bool:
     except RaytuneError:  # a broken record: the next attempt mends it, and then looks again
         return False
     return ended_by(config.eval.early_stop, found) is not None
-
-
-def _check_extension(config: FinetuneConfig, plan: Plan, state: RunState) -> None:
-    """Refuse to extend a run whose last step was short: a run of that length would have a full step there."""
-    whole = state.step * plan.division.global_batch
-    if state.samples < whole and plan.division.total_samples != state.samples:
-        raise ResumeError(
-            f"the run ended with a short step: {state.samples} packed samples are not a multiple of "
-            f"train.global_batch={plan.division.global_batch}, so it cannot be extended "
-            f"(train.epochs={config.train.epochs}, train.max_steps={config.train.max_steps}); start a run of the "
-            "length you want under another run.name"
-        )

@@ -67,6 +67,13 @@ def test_the_same_world_is_the_same_to_the_bit(
     assert not list((honest / "runs").glob("audit-*"))
 
 
+def test_steps_after_the_end_of_the_schedule(audit: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    """Their learning rate is 0, and the run was planned so: the repetition does not count as one that adds them."""
+    run_ranks(train_rank, 1, _config(tmp_path, optim={"schedule_steps": FIRST}).model_dump())
+    code, said = audit(tmp_path)
+    assert code == 0 and "the same to the bit" in said, said
+
+
 def test_another_world_is_within_the_bounds(honest: Path, audit: Callable[..., tuple[int, str]]) -> None:
     code, said = audit(honest, "--workers", "2")
     assert code == 0 and "within the bounds" in said and "world size of attempt 1: 1; here: 2" in said, said

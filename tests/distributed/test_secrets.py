@@ -37,6 +37,7 @@ def test_planted_secrets_stay_out_of_everything_that_is_written_or_shown(
         tmp_path,
         parallel={"precision": "fp32"},
         train={"max_steps": 2, "global_batch": 4},
+        optim={"schedule": {"type": "constant"}},  # it is extended below
         eval={"prompts": [f"say {' and '.join(SHAPES.values())}"], "max_new_tokens": 1},
         tracking={"console": True, "mlflow": {"enabled": mlflow_installed()}},
         cluster={"launch": "local", "device": "cpu", "env": {**variables, "PLAIN": "eth0"}},

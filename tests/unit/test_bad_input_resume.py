@@ -128,7 +128,8 @@ def test_another_architecture_cannot_go_on(refused: Refused) -> None:
 
 
 def test_what_does_not_decide_it_can_change(home: Path) -> None:
-    """A longer run, elsewhere saved, logged and counted otherwise, from a copy of the data under another name."""
+    """A longer run, elsewhere saved, logged and counted otherwise, its rates planned over the new length, from a copy
+    of the data under another name."""
     copy = home / "copy.jsonl"
     copy.write_bytes((home / "tokens.jsonl").read_bytes())
     changed: FinetuneConfig = make_config(
@@ -136,6 +137,6 @@ def test_what_does_not_decide_it_can_change(home: Path) -> None:
         **BASE | {"train": {**BASE["train"], "max_steps": 3, "log_every": 2}},
         data={"train": [{"path": str(copy), "format": {"type": "tokens"}}]},
         checkpoint={"every": 1, "keep_last": None},
-        optim={"max_skipped": 3},
+        optim={"max_skipped": 3, "schedule_steps": 3},
     )
     assert finetune(changed).steps == 3

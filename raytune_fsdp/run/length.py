@@ -1,0 +1,114 @@
+"""How long a run was planned to be, and what a longer plan would train."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
+from raytune_fsdp.checkpoint.state import RunState
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.method import AdapterMethod
+from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.optim import lr_factor, multiplier
+from raytune_fsdp.plan import Plan
+from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.untrusted import is_count, read_json
+
+logger = logging.getLogger(__name__)
+
+_PLAN_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOnRecord:
+    """What a run's plan.json says of its length."""
+
+    steps: int
+    total_samples: int | None
+    schedule_steps: int
+
+
+def plan_on_record(place: RunDir) -> PlanOnRecord:
+    """The plan of the run's last attempt; ResumeError if there is none."""
+    try:
+        plan = read_json(place.plan, limit=_PLAN_BYTES)
+    except (OSError, ValueError) as error:
+        raise ResumeError(f"{place.plan} cannot be read ({error}): it says how long the run is") from error
+    names = ("total_samples", "steps", "schedule_steps")
+    total, steps, schedule = (plan.get(name) if isinstance(plan, dict) else None for name in names)
+    if not (is_count(steps) and is_count(schedule) and (total is None or is_count(total))):
+        raise ResumeError(f"{place.plan} is not the plan of a run: it does not say how long the run is")
+    return PlanOnRecord(steps=steps, total_samples=total, schedule_steps=schedule)
+
+
+def check_extension(
+    config: FinetuneConfig, place: RunDir, plan: Plan, checkpoint: CommittedCheckpoint, state: RunState
+) -> None:
+    """Refuse to extend a run whose last step was short, and to add steps that would train nothing."""
+    whole = state.step * plan.division.global_batch
+    if state.samples < whole and plan.division.total_samples != state.samples:
+        # A run of that length would have a full step there.
+        raise ResumeError(
+            f"the run ended with a short step: {state.samples} packed samples are not a multiple of "
+            f"train.global_batch={plan.division.global_batch}, so it cannot be extended "
+            f"(train.epochs={config.train.epochs}, train.max_steps={config.train.max_steps}); start a run of the "
+            "length you want under another run.name"
+        )
+    first = max(state.step, _steps_before(place, state)) + 1
+    if first <= plan.steps and _rates_are_zero(config, plan, first):
+        raise ResumeError(
+            f"{_length_of(config)} adds {_steps(first, plan.steps)} with a learning rate of 0: the schedule has ended "
+            f"there (optim.schedule.type={config.optim.schedule.type} over {plan.schedule_steps} steps, floor 0), so "
+            f"nothing would be trained; plan it anew with --optim.schedule_steps {_enough(config, plan, first)}, or "
+            f"start a run from these weights with {_branch(config, place, checkpoint)}"
+        )
+
+
+def warn_of_schedule(config: FinetuneConfig, plan: Plan) -> None:
+    """Warn of a new run whose last steps are planned to train nothing."""
+    first = plan.schedule_steps + 1
+    if first <= plan.steps and _rates_are_zero(config, plan, first):
+        logger.warning(
+            "optim.schedule_steps=%d: %s of this run have a learning rate of 0 and train nothing; leave "
+            "optim.schedule_steps out, or set optim.schedule.floor to more than 0",
+            plan.schedule_steps, _steps(first, plan.steps),
+        )  # fmt: skip
+
+
+def _steps_before(place: RunDir, state: RunState) -> int:
+    """The steps that the run had before it was extended."""
+    try:
+        return plan_on_record(place).steps
+    except ResumeError:  # only the checkpoints are left, which know the length it first had
+        return state.schedule_steps or 0
+
+
+def _rates_are_zero(config: FinetuneConfig, plan: Plan, first: int) -> bool:
+    """Whether all steps from this one on have the rate 0: past its end, no schedule rises again."""
+    return lr_factor(first, config.optim, plan) == 0.0 == lr_factor(plan.steps, config.optim, plan)
+
+
+def _enough(config: FinetuneConfig, plan: Plan, first: int) -> int:
+    """A length for the schedule with which the added steps train."""
+    # Some schedules reach their end in their last step, and not one later: a single step needs one more.
+    rate = multiplier(first, config.optim, schedule_steps=plan.steps, warmup_steps=plan.warmup_steps)
+    return plan.steps if rate else plan.steps + 1
+
+
+def _branch(config: FinetuneConfig, place: RunDir, checkpoint: CommittedCheckpoint) -> str:
+    """The options that begin another run with the weights of this one."""
+    if isinstance(config.method, AdapterMethod):
+        return f"--run.name NAME --method.adapter DIR, where `raytune-fsdp export {place.path} DIR` writes them"
+    options = "--model.init pretrained " if config.model.init != "pretrained" else ""
+    options += "--model.architecture null " if config.model.architecture is not None else ""
+    return f"--run.name NAME {options}--model.path {checkpoint.path}"
+
+
+def _length_of(config: FinetuneConfig) -> str:
+    train = config.train
+    return f"train.max_steps={train.max_steps}" if train.epochs is None else f"train.epochs={train.epochs:g}"
+
+
+def _steps(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"
