@@ -19,7 +19,8 @@ from raytune_fsdp.audit.comparison import Audit, compare
 from raytune_fsdp.audit.page import report
 from raytune_fsdp.audit.repeat import repeat_of
 from raytune_fsdp.audit.segment import Segment, choose_segment, steps_of, taken
-from raytune_fsdp.checkpoint.catalogue import verify
+from raytune_fsdp.checkpoint.catalogue import committed, verify
+from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.durable import replace_durably
 from raytune_fsdp.errors import OtherRunError
@@ -62,6 +63,10 @@ def audit(
     if before is not None:  # else these steps would be taken for more than the run was to have
         replace_durably(again.plan, json.dumps(asdict(plan_on_record(place))))
     found.segment = replace(segment, before=before, after=after)
+    if before is None and (kept := committed(place.checkpoints)):
+        # Else it is what a checkpoint of the run says.
+        again.path.mkdir(parents=True, exist_ok=True)
+        again.order_version.write_text(f"{read_state(kept[-1]).identity.get('data.order_version')}")
     try:
         finetune(repeat, progress)
     except OtherRunError as error:  # another seed, other data: what decides the trajectory has changed since

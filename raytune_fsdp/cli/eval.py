@@ -6,11 +6,13 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.cli.common import BASE, RUNS_CODE, TRUST, ConfigParser, exit_code
 from raytune_fsdp.cli.progress import shown
+from raytune_fsdp.errors import RaytuneError
 from raytune_fsdp.rundir import CONFIG_FILE, EVENTS_FILE, check_links
 from raytune_fsdp.tracking.console import event_in_words
 from raytune_fsdp.tracking.names import ANSWERED, with_perplexity
@@ -57,7 +59,8 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
     # Programs are given numbers, as before there were answers.
     prompts = [] if found.json else config.eval.prompts
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"prompts": prompts})})
-    measured, answered = _measure(config, found.model, trust=found.trust_remote_code, base=found.base)
+    own = None if found.config is not None or parser.default_config is None else Path(parser.default_config)
+    measured, answered = _measure(config, found.model, own, trust=found.trust_remote_code, base=found.base)
     values = with_perplexity(measured)
     if found.json:
         # JSON has no numbers for what is not finite.
@@ -81,10 +84,23 @@ def _config_of(model: Path) -> Path | None:
     return None
 
 
+def _order_of_run(config: FinetuneConfig, own: Path) -> int | None:
+    """The version by whose rules the run read its rows; None for other rows than its own, or without a checkpoint."""
+    from raytune_fsdp.config.load import load_config
+    from raytune_fsdp.run.past import past_place
+    from raytune_fsdp.run.resume import find_resume
+
+    with suppress(RaytuneError):
+        before = load_config(own)
+        if (before.data, before.eval.tasks) == (config.data, config.eval.tasks):
+            return find_resume(past_place(own.parent), resume="auto").order_version
+    return None
+
+
 def _measure(
-    config: FinetuneConfig, model: Path, *, trust: bool, base: str | None
+    config: FinetuneConfig, model: Path, own: Path | None, *, trust: bool, base: str | None
 ) -> tuple[Mapping[str, float], list[dict[str, Any]]]:
-    """The values of an evaluation, and what was asked and answered."""
+    """The values of an evaluation, and what was asked and answered. `own`: the config of the run, if it is meant."""
     from raytune_fsdp.launch.quiet import quiet
 
     quiet()
@@ -106,9 +122,10 @@ def _measure(
     set_template(config, tokenizer)
     vocabulary, positions = network.config.get_text_config().vocab_size, positions_of(network.config)
     check_prompts(config, tokenizer, positions)
+    version = None if own is None else _order_of_run(config, own)
     with shown() as progress:
-        evals = open_evals(config, tokenizer, vocabulary, progress)
-        tasks = open_tasks(config, tokenizer, vocabulary, positions=positions, progress=progress)
+        evals = open_evals(config, tokenizer, vocabulary, progress, order_version=version)
+        tasks = open_tasks(config, tokenizer, vocabulary, positions=positions, progress=progress, order=version)
     check_names(tasks, evals)
     return examine(config, network, tokenizer, Exam.of(config, evals, tasks), device)
 

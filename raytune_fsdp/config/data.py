@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from raytune_fsdp.config.base import Section
 from raytune_fsdp.config.formats import ChatFormat, Format
 from raytune_fsdp.config.rules import local_path, safe_name, without_credentials
+
+EVERY_SPLIT = "all"
+"""The `split` of a directory of which every file is read."""
 
 
 class RowsConfig(Section):
@@ -66,8 +69,14 @@ class SourceConfig(Section):
     subset: str | None = None
     """Configuration of the hub dataset."""
 
-    split: str = "train"
-    """Split of the hub dataset, or of a folder that holds several."""
+    usual_split: ClassVar[str] = "train"
+    """That of a hub dataset if none is named; what configs name from before `split` had no default."""
+    takes_usual_split: ClassVar[bool] = False
+    """Whether it is also that of a directory which has it and others."""
+
+    split: str | None = None
+    """Split of the hub dataset (default: `train`), or of a directory: as its README.md says in `configs`, else by the names
+    of its files. Default: the one that there is; of several, one must be named, or `all` for every file."""
 
     revision: str | None = None
     """Branch, tag or commit of the hub dataset."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -46,8 +46,11 @@ class ConversationConfig(Section):
 
 
 class QuestionsConfig(SourceConfig):
-    split: str = "test"
-    """Split of the hub dataset, or of a folder that holds several."""
+    usual_split: ClassVar[str] = "test"
+    takes_usual_split: ClassVar[bool] = True
+
+    split: str | None = None
+    """Split of the hub dataset, or of a directory, as in `data.train`. Default: `test`, or the one that a directory has."""
 
     question: str = "question"
     """Column with the question."""

@@ -134,13 +134,12 @@ def _dataset(c: Crossing, prefix: str, ours: str, kind: str) -> dict[str, Any]:
             found[field] = c.get(f"{prefix}{key}", text, None)
         elif not found.get("path", "").startswith(_OF_HUB) or key == "name":
             c.say(f"{prefix}{key}", "refused", "files have none: name those that it stands for in path or data_files")
-    note = ""
     if "hub" in found:
         if (split := c.get(f"{prefix}split", text, "train")) != "train":
             found["split"] = split
     else:
-        note = part_of_files(c, f"{prefix}split", found, default=f"{prefix}path")
-    where = in_words(ours, found) + note
+        part_of_files(c, f"{prefix}split", found)
+    where = in_words(ours, found)
     for key in ("path", "data_files", "name", "revision", "split"):
         c.say(f"{prefix}{key}", "carried", where)
     found["format"] = _format(c, prefix, kind)

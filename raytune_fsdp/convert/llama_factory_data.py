@@ -7,7 +7,7 @@ from typing import Any
 
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.rules import Crossing, flag, in_words, number, text, whole, words
-from raytune_fsdp.convert.runs import rows_of
+from raytune_fsdp.convert.runs import is_directory, rows_of
 from raytune_fsdp.untrusted import UnsoundError, read_json, reason
 
 _INFO = "dataset_info.json"
@@ -127,6 +127,8 @@ def _part(entry: dict[str, Any], found: dict[str, Any]) -> dict[str, int]:
     named = [field for field in ("subset", "revision") if entry.get(field)]
     if named:
         raise _NotHereError(f"a file has no {' and no '.join(named)}: take it out, or name a dataset of the hub")
+    if is_directory(str(found["path"])):
+        found["split"] = "all"  # as it reads every file of a directory
     some = rows_of(split)
     if some is None:
         raise _NotHereError(f"a file has no split {split!r}: name a file with the rows of it")

@@ -13,7 +13,6 @@ from raytune_fsdp.urls import is_url
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 # Names of builders, which stand where others have the name of a dataset.
 BUILDERS = ("json", "csv", "parquet", "text", "arrow")
-_OTHER_SPLIT = re.compile(r"(?i)(?<![a-z])(test|testing|val|valid|validation|dev|eval|evaluation)(?![a-z])")
 _DATA_FILE = re.compile(r"\.(jsonl?|csv|tsv|txt|parquet|arrow)(\.(gz|zst))?$")
 
 
@@ -34,30 +33,26 @@ def place(name: str) -> dict[str, str]:
     return {"hub": name}
 
 
-def part_of_files(c: Crossing, split_key: str, found: dict[str, Any], *, default: str) -> str:
-    """The split of plain files, which have one, called `train`, as `rows` of them; what cannot be said so is refused.
-
-    `default`: the key to refuse where the file does not name a split. Returns what differs of a directory.
-    """
+def part_of_files(c: Crossing, split_key: str, found: dict[str, Any]) -> None:
+    """The split of a directory; of plain files, which have one, called `train`, as `rows` of them. What cannot be said
+    so is refused."""
     split = c.get(split_key, text, "train")
-    some = rows_of(split)
+    name, bracket, rest = split.partition("[")
+    is_name = is_directory(found["path"]) and re.fullmatch(r"\w+(\.\w+)*", name) is not None
+    some = rows_of(f"train{bracket}{rest}" if is_name else split)
     if some:
         found["rows"] = some
     elif some is None:
         c.say(
             split_key, "refused", "files have no such split here: name its own files, or use `rows` for a part of them"
         )
-    if "*" in found["path"] or _DATA_FILE.search(found["path"]):
-        return ""
-    others = _other_splits(found["path"])
-    if others:
-        c.say(
-            split_key if split_key in c.given else default,
-            "refused",
-            f"{', '.join(others[:3])} would be trained on, too, as here a directory is all of its files: name those of "
-            f"{split}, with a pattern",
-        )
-    return "; of a directory all files are read here, there those whose names belong to no other split"
+    if is_name:
+        found["split"] = name
+
+
+def is_directory(path: str) -> bool:
+    """Whether a path that may not be here names a directory, by its look."""
+    return not ("*" in path or _DATA_FILE.search(path))
 
 
 def rows_of(split: str) -> dict[str, int] | None:
@@ -66,15 +61,6 @@ def rows_of(split: str) -> dict[str, int] | None:
     if some is None:
         return None
     return {"first": int(some[3])} if some[3] else {"last": int(some[4])} if some[4] else {}
-
-
-def _other_splits(directory: str) -> list[str]:
-    """Files that the `datasets` library takes for a test or a validation, if the directory is here."""
-    try:
-        names = sorted(os.listdir(directory))
-    except OSError:
-        return []
-    return [name for name in names if _OTHER_SPLIT.search(name)]
 
 
 def global_batch(

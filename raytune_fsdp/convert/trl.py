@@ -27,7 +27,7 @@ from raytune_fsdp.convert.rules import (
     whole,
     words,
 )
-from raytune_fsdp.convert.runs import BUILDERS, attention, part_of_files, place
+from raytune_fsdp.convert.runs import BUILDERS, attention, is_directory, part_of_files, place
 from raytune_fsdp.convert.sharding import sharded
 from raytune_fsdp.convert.training import evaluates, finish_training, prepare_training, say_precision, training_options
 from raytune_fsdp.redaction import redact
@@ -199,14 +199,18 @@ def _named(c: Crossing, rows: dict[str, Any]) -> dict[str, Any]:
 
 
 def _local(c: Crossing, found: dict[str, Any]) -> dict[str, Any]:
-    """Files, which have no splits and no configurations by name."""
+    """Files, which have no configurations by name; a directory has splits."""
     c.say("dataset_config", "refused", "files have no configurations here: name those of this one in dataset_name")
-    note = part_of_files(c, "dataset_train_split", found, default="dataset_name")
-    where = in_words("data.train.0", {k: v for k, v in found.items() if k != "format"}) + note
+    measured = {**found, "split": c.get("dataset_test_split", text, "test")}
+    part_of_files(c, "dataset_train_split", found)
+    where = in_words("data.train.0", {k: v for k, v in found.items() if k != "format"})
     for key in ("dataset_name", "dataset_train_split"):
         c.say(key, "carried", where)
-    if evaluates(c) and "test_split_size" not in c.given:
-        strategy = c.first("eval_strategy", "evaluation_strategy")
+    strategy = c.first("eval_strategy", "evaluation_strategy")
+    if evaluates(c) and "test_split_size" not in c.given and is_directory(found["path"]):
+        c.put("data.eval", [measured], strategy)
+        c.say("dataset_test_split", "carried", in_words("data.eval.0.split", measured["split"]))
+    elif evaluates(c) and "test_split_size" not in c.given:
         # Said before, of how often it evaluates.
         c.said[strategy] = Said(
             "refused",
@@ -225,7 +229,7 @@ def _dataset(c: Crossing, prefix: str, rows: dict[str, Any]) -> list[dict[str, A
     if files:
         folder = "" if name in BUILDERS or "hub" not in found[0] else f"hf://datasets/{name}/"
         found = [{"path": f"{folder}{file}"} for file in files]
-    note, split = "", f"{prefix}split"
+    split = f"{prefix}split"
     if "hub" in found[0]:
         if f"{prefix}name" in c.given:
             found[0]["subset"] = c.get(f"{prefix}name", text, None)
@@ -236,8 +240,8 @@ def _dataset(c: Crossing, prefix: str, rows: dict[str, Any]) -> list[dict[str, A
         if len(files) > 1 and c.get(split, text, "train") != "train":
             c.say(split, "refused", "it is a part of all the files together: use `rows` for a part of each")
         for each in found:
-            note = part_of_files(c, split, each, default=f"{prefix}path")
-    where = in_words("data.train.*", found[0]) + note
+            part_of_files(c, split, each)
+    where = in_words("data.train.*", found[0])
     if f"{prefix}fraction" in c.given:
         for each in found:
             each["share"] = c.get(f"{prefix}fraction", number, 0.0) / len(found)
@@ -312,12 +316,12 @@ def _data_options() -> tuple[TheirOption, ...]:
         told("dataset_config", "`data.train.0.subset`"),
         told(
             "dataset_train_split dataset_test_split",
-            "`data.train.0.split`, `data.eval.0.split`; of files `rows`, else refused",
+            "`data.train.0.split`, `data.eval.0.split`; of a file `rows`, else refused",
         ),
         told("dataset_text_field", "`format: {type: completion, text: …}`"),
         told("assistant_only_loss completion_only_loss", "`format.type` and `format.loss`"),
         told("datasets.*.path datasets.*.data_files", "`data.train.N.hub` or `path`"),
-        told("datasets.*.name datasets.*.split", "`data.train.N.subset`, `split`; of files `rows`, else refused"),
+        told("datasets.*.name datasets.*.split", "`data.train.N.subset`, `split`; of a file `rows`, else refused"),
         told("datasets.*.fraction", "`data.train.N.share`"),
         leave("datasets.*.columns", "only the columns that a format names are read"),
         refuse("datasets.*.data_dir", "name its files in `data_files`", off=()),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from raytune_fsdp.config import DatasetConfig, FinetuneConfig, HeldOutConfig
 from raytune_fsdp.data.sources import Selected, Source, dataset_name, hold_out
+from raytune_fsdp.data.sources.places import find_files
 from raytune_fsdp.data.windows import Windows, open_sources
 from raytune_fsdp.errors import DataError
 from raytune_fsdp.rundir import cache_of
@@ -33,20 +34,28 @@ def open_data(
 ) -> tuple[Windows, dict[str, Windows]]:
     """The training data, and each evaluation dataset by its name. `order_version`: that of the run, if it continues."""
     train, evals = _open_data(config, tokenizer, vocab_size, progress, order_version)
-    versions = {each.order_version for each in (train, *evals.values())}
-    if order_version is None and len(versions) > 1:
+    # The questions of tasks, too, which are opened apart.
+    tasks = [find_files(task).order_version for task in config.eval.tasks if task.path and order_version is None]
+    versions = {*(each.order_version for each in (train, *evals.values())), *tasks}
+    if order_version is None and {train.order_version} != versions:
         # A run has one, and its evaluations must be of the same rows when it continues.
         return _open_data(config, tokenizer, vocab_size, progress, max(versions))
     return train, evals
 
 
 def open_evals(
-    config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, progress: Progress | None = None
+    config: FinetuneConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    progress: Progress | None = None,
+    *,
+    order_version: int | None = None,
 ) -> dict[str, Windows]:
-    """The evaluation datasets alone. The training data need not be there, unless they are rows held out of it."""
+    """The evaluation datasets alone, as a run of this version reads them. The training data need not be there, unless
+    they are rows held out of it."""
     if isinstance(config.data.eval, HeldOutConfig):
-        return open_data(config, tokenizer, vocab_size, progress)[1]
-    return _named(config.data.eval, _opener(config, tokenizer, vocab_size, progress, None))
+        return open_data(config, tokenizer, vocab_size, progress, order_version=order_version)[1]
+    return _named(config.data.eval, _opener(config, tokenizer, vocab_size, progress, order_version))
 
 
 def _open_data(

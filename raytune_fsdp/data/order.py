@@ -16,7 +16,8 @@ again, their samples. All of that belongs to a version of the order, as do the r
                   links wherever they lead
     3             with `shuffle: none`, documents are packed in their own order (`packing.best_fit_in_order`); a
                   directory that links lead to again is read once (`sources.places`)
-    4             the modules that a function of the user's imports belong to the run (`data.trial`)
+    4             a directory is read by splits (`sources.splits`); the modules that a function of the user's imports belong
+                  to the run (`data.trial`)
 
 A run keeps the version that it was begun with. A new run, and windows in the cache, have the lowest that gives them
 their rows in their order: most data is the same under all, and so keeps its runs and its cache.
@@ -32,8 +33,9 @@ OLDEST_ORDER = 2
 """The version of all that later ones do not change, and of every run begun before there was another."""
 
 THIRD_ORDER = 3
+FOURTH_ORDER = 4
 
-ORDER_VERSION = 4
+ORDER_VERSION = FOURTH_ORDER
 """The newest."""
 
 _ROUNDS = 8

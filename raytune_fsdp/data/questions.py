@@ -15,6 +15,7 @@ import numpy as np
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.eval import ChoicesTask, ExactTask
+from raytune_fsdp.data.order import order_of
 from raytune_fsdp.data.packing import PackedSamples, Packing, pack
 from raytune_fsdp.data.rows.encoding import SpanEncoder
 from raytune_fsdp.data.rows.formats import Document
@@ -95,14 +96,16 @@ def open_tasks(
     *,
     positions: int,
     progress: Progress | None = None,
+    order: int | None = None,
 ) -> tuple[Questions, ...]:
-    """The tasks of `eval.tasks`. Raises DataError for whatever cannot be asked."""
+    """The tasks of `eval.tasks`, of the rows that version `order` reads; None: a new run. Raises DataError for
+    whatever cannot be asked."""
     found: list[Questions] = []
     for index, task in enumerate(config.eval.tasks):
         name, field = dataset_name(task), f"eval.tasks.{index}"
         source = open_source(
             task, cache=cache_of(config), in_place=False, progress=progress,
-            max_row_bytes=config.data.max_row_bytes, columns=_columns(task),
+            max_row_bytes=config.data.max_row_bytes, columns=_columns(task), order=order_of(order),
         )  # fmt: skip
         rows = _read(source, task, field)
         prompter = _Prompter(task, tokenizer, rows[: task.shots])

@@ -103,7 +103,7 @@ def prepare(
     check_prompts(config, tokenizer, positions := positions_of(hf_config))
     vocabulary = hf_config.get_text_config().vocab_size
     train, evals = open_data(config, tokenizer, vocabulary, progress, order_version=found.order_version)
-    tasks = open_tasks(config, tokenizer, vocabulary, positions=positions, progress=progress)
+    tasks = open_tasks(config, tokenizer, vocabulary, positions=positions, progress=progress, order=train.order_version)
     check_names(tasks, evals)
     identity, files_of_data = identity_of(config, hf_config, train), files_of(train)
     # Before the census, which may take an hour, so that a run that cannot continue is refused in seconds.

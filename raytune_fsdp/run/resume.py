@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import read_events
 from raytune_fsdp.tracking.tracker import flatten
+from raytune_fsdp.untrusted import read_file
 
 logger = logging.getLogger(__name__)
 
@@ -105,11 +107,13 @@ class Resumed:
     checkpoint: CommittedCheckpoint | None = None
     state: RunState
     damaged: Damaged
+    begins_with: int | None = None
+    """Without a checkpoint: the version of the order that it has to have."""
 
     @property
     def order_version(self) -> int | None:
         """The version of the order that the run was begun with; None for a new run."""
-        return None if self.checkpoint is None else self.state.identity.get("data.order_version")
+        return self.begins_with if self.checkpoint is None else self.state.identity.get("data.order_version")
 
 
 def find_resume(
@@ -133,6 +137,8 @@ def find_resume(
                 f"run.resume=always, but {checkpoints} has no complete checkpoint: check run.storage and run.name, "
                 "or set run.resume=auto to start anew"
             )
+        with suppress(OSError, ValueError):
+            return Resumed(state=RunState(), damaged={}, begins_with=int(read_file(place.order_version, limit=16)))
         return Resumed(state=RunState(), damaged={})
     if resume == "never":
         raise ResumeError(

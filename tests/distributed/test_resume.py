@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from raytune_fsdp.cli.main import main
 from raytune_fsdp.run.prepare import prepare_data
 from raytune_fsdp.tracking.jsonl import read_evaluations, read_events, read_metrics, read_trajectory
 from tests.checkpoints import checkpoints, pieces_of
@@ -84,6 +86,62 @@ def test_a_run_begun_with_the_older_order_goes_on_with_it(tmp_path: Path) -> Non
     assert trajectory(stopped, 1) == old
     orders = {name: order_version(tmp_path / "runs" / name) for name in ("new", "whole", "stopped")}
     assert orders == {"new": {3}, "whole": {2}, "stopped": {2}}
+
+
+def test_a_run_begun_before_directories_had_splits_goes_on_with_every_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By all commands that read its rows, to the bit; a new run of the same config reads one split."""
+    for split, rows in (("train", 80), ("test", 30)):
+        write_tokens(tmp_path / "data" / f"{split}.jsonl", rows=rows, seed=rows)
+        write_tokens(tmp_path / "measured" / f"{split}.jsonl", rows=rows // 10, seed=rows + 1)
+    tokens = {"format": {"type": "tokens"}, "split": "train"}
+    sections: Any = {
+        "train": {**TRAIN, "max_steps": 8},
+        "data": {
+            "train": [{**tokens, "path": f"{tmp_path}/data"}],
+            "eval": [{**tokens, "path": f"{tmp_path}/measured"}],
+            "seq_len": 48, "window": 32,
+        },
+        "parallel": {"precision": "fp32"},
+        "checkpoint": {"every": 4, "keep_last": None},
+    }  # fmt: skip
+    new = trajectory(make_config(tmp_path, run={"name": "new"}, **sections), 1)
+    whole, stopped = (make_config(tmp_path, run={"name": name}, **sections) for name in ("whole", "stopped"))
+    run_ranks(train_without_splits, 1, whole.model_dump())
+    old = read_trajectory(run_dir(whole) / "metrics.jsonl")
+    assert [row["samples"] for row in old] != [row["samples"] for row in new]
+    run_ranks(train_without_splits, 1, stopped.model_dump(), 5)
+    # With the default, as a config that does not name it has now.
+    now = stopped.model_dump()
+    now["data"]["train"][0]["split"] = now["data"]["eval"][0]["split"] = None
+    assert trajectory(stopped.model_validate(now), 1) == old
+    versions = {name: order_version(tmp_path / "runs" / name) for name in ("new", "whole", "stopped")}
+    assert versions == {"new": {4}, "whole": {2}, "stopped": {2}}
+    for name, rows in (("new", 80), ("whole", 110), ("stopped", 110)):
+        _, train, evals = prepare_data(make_config(tmp_path, run={"name": name}, **sections))
+        assert train.rows(0) == rows and evals["measured"].rows(0) == rows // 10, "a preview shows what the run takes"
+    losses = {}
+    for name in ("new", "whole", "stopped"):
+        run = str(tmp_path / "runs" / name)
+        capsys.readouterr()
+        assert main(["eval", run, "--json"]) == 0
+        losses[name] = json.loads(capsys.readouterr().out)["eval/measured/loss"]
+        (line,) = (each for each in read_metrics(Path(run) / "metrics.jsonl") if each["kind"] == "eval")
+        assert losses[name] == pytest.approx(line["values"]["eval/measured/loss"], rel=1e-6)
+        assert main(["step", run, "8"]) == 0, "whose samples have the hash that is on record"
+    assert abs(losses["whole"] - losses["new"]) > 1e-3
+    torch.set_num_threads(1)  # as the ranks of tests have
+    for first in ("0", "4"):
+        assert main(["audit", str(run_dir(whole)), "--from", first, "--to", "8"]) == 0, capsys.readouterr()
+
+
+def train_without_splits(values: Any, stop_after: int | None = None) -> bool:
+    """A rank of a tree that knows no order after version 3."""
+    from raytune_fsdp.data import order
+
+    order.ORDER_VERSION = order.THIRD_ORDER
+    return train_rank(values, stop_after)
 
 
 def test_held_out_rows_are_the_same_at_every_world_size(tmp_path: Path) -> None:

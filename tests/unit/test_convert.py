@@ -501,6 +501,7 @@ def test_datasets_of_axolotl(tmp_path: Path) -> None:
         {"hub": "org/chats", "subset": "en", "revision": "abc", "format": {"type": "chat", "messages": "turns"}},
         {
             "path": "rows/",
+            "split": "train",
             "format": {
                 "type": "chat",
                 "messages": "conversations",

@@ -316,19 +316,25 @@ def test_a_system_text_is_not_lost(kind: dict[str, str], tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("project", ["axolotl", "trl"])
-def test_a_directory_that_holds_a_test_set(project: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.jsonl").touch()
-    options = {"dataset_name": "./data"} if project == "trl" else {"datasets": [{**CHATS, "path": "./data"}]}
-    alone = converted(tmp_path, project, options)
-    assert alone.problems == [] and "all files are read here" in alone.report()
-    for name in ("my-test.jsonl", "validation.parquet"):
-        (tmp_path / "data" / name).touch()
-        (problem,) = converted(tmp_path, project, options).problems
-        assert name in problem and "would be trained on" in problem
-    (tmp_path / "data" / "latest.jsonl").touch()
-    assert "latest" not in converted(tmp_path, project, options).problems[0]
+def test_of_a_directory_the_split_is_read_that_they_read(project: str, tmp_path: Path) -> None:
+    keys = {"trl": "dataset_train_split", "axolotl": "split"}
+    for given, expected in {
+        None: {"split": "train"},
+        "train_sft": {"split": "train_sft"},
+        "test[:9]": {"split": "test", "rows": {"first": 9}},
+    }.items():
+        split = {} if given is None else {keys[project]: given}
+        options = (
+            {"dataset_name": "./data", **split}
+            if project == "trl"
+            else {"datasets": [{**CHATS, "path": "./data", **split}]}
+        )
+        found = converted(tmp_path, project, options)
+        assert found.problems == []
+        assert found.tree["data"]["train"][0].items() >= {"path": "./data", **expected}.items()
+    if project == "trl":
+        found = converted(tmp_path, project, {"dataset_name": "./data", "eval_strategy": "steps", "eval_steps": 5})
+        assert found.tree["data"]["eval"][0]["split"] == "test"
 
 
 @pytest.mark.parametrize("name", ["", "1st", "²", "٣", "9" * 5_000, "0"])
@@ -365,6 +371,7 @@ QUESTIONS = {"columns": {"prompt": "q", "response": "a"}}
         ({"hf_hub_url": "org/x", "revision": "abc", **QUESTIONS}, {}, {"hub": "org/x", "revision": "abc"}),
         ({"hf_hub_url": "org/x", "split": "test", "subset": "en", **QUESTIONS}, {}, {"split": "test", "subset": "en"}),
         ({"file_name": "a.json", "split": "train[:100]", **QUESTIONS}, {}, {"rows": {"first": 100}}),
+        ({"file_name": "folder", **QUESTIONS}, {}, {"split": "all"}),
         (
             {"file_name": "a.json", "columns": {"prompt": "body"}},
             {"stage": "pt"},

@@ -208,8 +208,11 @@ def test_folders_of_the_datasets_library(tmp_path: Path) -> None:
     check(opened(tmp_path / "selected"), [ROWS[7], ROWS[3], ROWS[3]], blocks=[3])
     assert not list((tmp_path / "cache").rglob("rows.arrow"))
     datasets.DatasetDict(train=whole, test=whole.select([1])).save_to_disk(tmp_path / "splits")
-    check(opened(tmp_path / "splits"), ROWS[:100], blocks=[100])
+    check(opened(tmp_path / "splits", split="train"), ROWS[:100], blocks=[100])
     check(opened(tmp_path / "splits", split="test"), ROWS[1:2], blocks=[1])
+    assert len(opened(tmp_path / "splits", split="all")) == 101
+    with pytest.raises(DataError, match=r"has several splits; set split to one of train, test, or to all for every"):
+        opened(tmp_path / "splits")
     with pytest.raises(DataError, match=r"splits: split='dev' does not exist; set split to one of train, test"):
         opened(tmp_path / "splits", split="dev")
     state = tmp_path / "selected/state.json"

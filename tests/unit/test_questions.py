@@ -13,6 +13,7 @@ import pytest
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.eval import ChoicesTask, EvalConfig
+from raytune_fsdp.data.open_data import open_data
 from raytune_fsdp.data.questions import Choices, Written, check_names, open_tasks
 from raytune_fsdp.errors import ConfigError, DataError
 from raytune_fsdp.run.checks import check_best, check_early_stop
@@ -60,6 +61,23 @@ def test_the_shapes_of_arc_and_of_tables(tmp_path: Path) -> None:
     task = {"path": str(tmp_path / "mmlu.parquet"), "choices": ["A", "B", "C"]}
     found = opened(tmp_path, [MMLU], **task)
     assert (found.first.tolist(), found.right.tolist(), found.name) == ([0, 2], [1], "mmlu")
+
+
+def test_a_run_keeps_to_the_questions_of_its_version(tmp_path: Path) -> None:
+    """Those of a directory's test split; all of its files where the run was begun before there were splits."""
+    for split, many in (("train", 3), ("test", 2)):
+        config_of(tmp_path, [MMLU] * many)
+        (tmp_path / "mmlu").mkdir(exist_ok=True)
+        (tmp_path / "rows.jsonl").rename(tmp_path / "mmlu" / f"{split}.jsonl")
+    config = make_config(tmp_path, eval={"tasks": [{"type": "choices", "path": f"{tmp_path}/mmlu"}]})
+    for version, many in ((None, 2), (4, 2), (3, 5), (2, 5)):
+        (found,) = open_tasks(config, demo(), 2000, positions=100, order=version)
+        assert len(found.subjects) == many
+    # A new run that asks them is of the version that reads them so, whatever its rows need, and stays of it.
+    train, _ = open_data(config, demo(), 2000)
+    assert train.order_version == 4
+    plain, _ = open_data(make_config(tmp_path), demo(), 2000)
+    assert plain.order_version == 2
 
 
 def texts_of(found: Choices, tokenizer: Any) -> list[tuple[str, str]]:
@@ -159,7 +177,7 @@ def test_names_are_told_apart_and_metrics_of_tasks_decide(tmp_path: Path) -> Non
     with pytest.raises(DataError, match=r"eval.tasks.1:"):
         check_names([found, found], [])
     config = config_of(tmp_path, [MMLU])
-    assert isinstance(config.eval.tasks[0], ChoicesTask) and config.eval.tasks[0].split == "test"
+    assert isinstance(config.eval.tasks[0], ChoicesTask) and config.eval.tasks[0].split is None
     every = {"tasks": config.model_dump()["eval"]["tasks"], "every": 5}
     best = {"keep_best": 1, "best": "eval/rows/accuracy"}
     plan: Any = type("Plan", (), {"save_every": 5, "eval_every": 5})

@@ -4,6 +4,7 @@ In the order of the data:
 
 opening     opens a dataset; calls all the others
 places      the files behind a path, pattern, directory or URL, in a stable order
+splits      which files of a directory belong to the split that is read
 remote      files in object stores and whatever else fsspec opens
 file_names  what a file's name says: its kind, its compression, the dataset's default name
 hub         datasets of the Hugging Face hub, written once as Arrow

@@ -37,7 +37,7 @@ def open_hub(dataset: SourceConfig, *, cache: Path, columns: Columns, progress: 
 
     If the hub cannot be reached, its last answer counts: noted in this cache, or in the cache of the datasets library.
     """
-    name = str(dataset.hub)
+    name, dataset = str(dataset.hub), dataset.model_copy(update={"split": dataset.split or dataset.usual_split})
     wanted = {"hub": name, "subset": dataset.subset, "split": dataset.split, "revision": dataset.revision}
     noted = cache / "files" / f"{key_of(wanted)}.json"
     commit = _ask(dataset) or _noted(noted)

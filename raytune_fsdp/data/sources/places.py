@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import glob
 import heapq
-import json
 import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,18 @@ from raytune_fsdp.config.data import SourceConfig
 from raytune_fsdp.data.order import OLDEST_ORDER, ORDER_VERSION, THIRD_ORDER
 from raytune_fsdp.data.sources.file_names import (
     compression_of,
-    data_files,
     has_wildcard,
     is_hidden,
     is_wanted,
     kind_of,
 )
-from raytune_fsdp.data.sources.remote import remote_files
+from raytune_fsdp.data.sources.remote import BESIDE_DATA_BYTES, remote_files
 from raytune_fsdp.data.sources.source import File, reading
+from raytune_fsdp.data.sources.splits import SplitFiles
 from raytune_fsdp.errors import DataError
 from raytune_fsdp.file_systems import file_system
 from raytune_fsdp.types import Progress
+from raytune_fsdp.untrusted import read_file
 from raytune_fsdp.urls import is_url, without_secrets
 
 # Also the size of a request to a store.
@@ -57,17 +57,16 @@ def find_files(dataset: SourceConfig, *, order: int = ORDER_VERSION) -> Found:
         raise DataError(f"path={path!r} is not a path; name a file, a directory, a pattern or a URL with rows")
     pattern = _expand_stars(path)
 
-    def choose(names: list[str], read: Callable[[str], bytes]) -> list[str]:
-        return _files_with_rows(names, read, dataset=dataset, shown=without_secrets(path))
-
+    choose = SplitFiles(dataset, without_secrets(path), order)
     if is_url(path):
         found = Found(remote_files(path, pattern, choose), OLDEST_ORDER)
     else:
         found = _local_files(path, pattern, choose, order)
+    choose.check()
     if not found.files:
         relative = "" if is_url(path) or os.path.isabs(os.path.expanduser(path)) else f" (relative to {Path.cwd()})"
         raise DataError(f"{without_secrets(path)}: no file matches this pattern{relative}; correct the dataset's path")
-    return found
+    return replace(found, order_version=max(found.order_version, choose.order_version))
 
 
 def one_kind(files: list[File], dataset: SourceConfig) -> str:
@@ -155,7 +154,7 @@ def _local_files(path: str, pattern: str, choose: Callable[..., list[str]], orde
     else:
         with reading(path):
             below, again = _walk(place, [""], skip=is_hidden)
-    names = choose(below, lambda name: Path(place, name).read_bytes())
+    names = choose(below, lambda name: read_file(Path(place, name), limit=BESIDE_DATA_BYTES, links=True))
     return Found([to_file(os.path.join(place, name)) for name in names], THIRD_ORDER if again else OLDEST_ORDER)
 
 
@@ -237,36 +236,6 @@ def _walk_as_before(top: str, *, shown: str) -> list[str]:
             seen.add(real)
             names += [os.path.relpath(os.path.join(folder, name), top) for name in files]
     return names
-
-
-def _files_with_rows(names: list[str], read: Callable[[str], bytes], *, dataset: SourceConfig, shown: str) -> list[str]:
-    # Names are relative to the directory `shown`.
-    def saved(name: str, key: str) -> Any:
-        # A file that Dataset.save_to_disk of the datasets library wrote. It writes only the selected rows, in their
-        # order.
-        way_out = "write the folder again with Dataset.save_to_disk of a newer version of the datasets library"
-        with reading(f"{shown.rstrip('/')}/{name}", way_out):
-            content = json.loads(read(name))
-            if content.get("_indices_data_files"):
-                raise ValueError("its rows are selected by a file of indices, from before version 2 of the library")
-            return content[key]
-
-    folder = ""
-    if "dataset_dict.json" in names:
-        splits = saved("dataset_dict.json", "splits")
-        if dataset.split not in splits:
-            raise DataError(f"{shown}: split={dataset.split!r} does not exist; set split to one of {', '.join(splits)}")
-        folder = f"{dataset.split}/"
-    if folder or {"state.json", "dataset_info.json"} <= set(names):
-        return [folder + entry["filename"] for entry in saved(f"{folder}state.json", "_data_files")]
-    chosen = data_files(names, dataset.file_type)
-    if not chosen:
-        kind = "" if dataset.file_type == "auto" else f" of file_type={dataset.file_type}"
-        raise DataError(
-            f"{shown}: is a directory without data files{kind} ({len(names)} other files); name the files with a "
-            "pattern, and their kind in file_type"
-        )
-    return chosen
 
 
 def _expand_stars(pattern: str) -> str:

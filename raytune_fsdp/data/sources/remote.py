@@ -15,11 +15,15 @@ from raytune_fsdp.data.sources.file_names import has_wildcard, is_wanted
 from raytune_fsdp.data.sources.source import File, reading
 from raytune_fsdp.errors import DataError
 from raytune_fsdp.file_systems import file_system
+from raytune_fsdp.untrusted import check_size
 from raytune_fsdp.urls import split_query, without_secrets
 
 # Names that file systems give to a value that changes with the content, best first.
 _VERSIONS = ("ETag", "etag", "sha256", "blob_id", "xet_hash", "checksum", "md5Hash", "generation")
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
+
+BESIDE_DATA_BYTES = 64 << 20
+"""The largest README.md, or file of `Dataset.save_to_disk` that is no data, that is read."""
 
 
 def with_version(file: File) -> File:
@@ -63,7 +67,8 @@ def remote_files(url: str, pattern: str, choose: Callable[..., list[str]]) -> li
 
         def read(name: str) -> bytes:
             with system.open_input_stream(f"{top}/{name}", compression=None) as stream:
-                content: bytes = stream.read()
+                content: bytes = stream.read(BESIDE_DATA_BYTES + 1)
+                check_size(len(content), BESIDE_DATA_BYTES)
                 return content
 
         return [_file(url, system, f"{top}/{name}", below[name]) for name in choose(list(below), read)]

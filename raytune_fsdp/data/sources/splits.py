@@ -1,0 +1,271 @@
+"""Which files of a directory are read: those of one split, which its README.md names, or else the files' own names.
+
+Both as the `datasets` library has it, but that it drops a file that belongs to no split, and here it never is in
+silence.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import posixpath
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import yaml
+from fsspec.utils import glob_translate
+
+from raytune_fsdp.config.data import EVERY_SPLIT, SourceConfig
+from raytune_fsdp.config.text import parse, problem_line, spelled
+from raytune_fsdp.data.order import FOURTH_ORDER, OLDEST_ORDER
+from raytune_fsdp.data.sources.file_names import data_files, shorten
+from raytune_fsdp.data.sources.source import reading
+from raytune_fsdp.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_BETWEEN = "[-._ 0-9]"
+_NAMED = {split: f"(?:.*{_BETWEEN})?(?:{'|'.join(words)})" for split, words in _WORDS.items()}
+_IN_FOLDER = {split: re.compile(f"{named}(?:{_BETWEEN}.*)?", re.DOTALL) for split, named in _NAMED.items()}
+_IN_FILE = {split: re.compile(f"{named}{_BETWEEN}.*", re.DOTALL) for split, named in _NAMED.items()}
+# As the hub writes them.
+_SHARD = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
+_README = "README.md"
+_HEADER = re.compile(r"---\s*\n(.*?)\n---", re.DOTALL)
+# Of a header that may be megabytes long, as it describes the columns of all configurations.
+_CONFIGS = re.compile(r"^configs:.*\n?(?:(?:[ \t#-].*|[ \t]*)(?:\n|\Z))*", re.MULTILINE)
+_WAYS_OUT = "name the files with a pattern, or set split: all for every file"
+_SHOWN = 8
+
+Splits = Mapping[str, Sequence[str]]
+"""The names of each split's files."""
+
+
+class SplitFiles:
+    """Chooses the files of a directory, by their names relative to it, once it has been called with them."""
+
+    def __init__(self, dataset: SourceConfig, shown: str, order: int) -> None:
+        self._dataset = dataset
+        self._shown = shown
+        self._as_before = order < FOURTH_ORDER
+        self._asked = False
+        self.order_version = OLDEST_ORDER
+        """The lowest that chooses these files."""
+
+    def __call__(self, names: list[str], read: Callable[[str], bytes]) -> list[str]:
+        self._asked = True
+        if "dataset_dict.json" in names:
+            return self._of_saved(read)
+        if {"state.json", "dataset_info.json"} <= set(names):
+            self._check_saved(read)
+            return self._saved_files("", read)
+        dataset, split = self._dataset, self._dataset.split
+        files = data_files(names, dataset.file_type)
+        if not files:
+            kind = "" if dataset.file_type == "auto" else f" of file_type={dataset.file_type}"
+            raise DataError(
+                f"{self._shown}: is a directory without data files{kind} ({len(names)} other files); name the files "
+                "with a pattern, and their kind in file_type"
+            )
+        if split == EVERY_SPLIT:
+            return files
+        if self._as_before:
+            self._warn(files, names, read)
+            return files
+        splits = splits_of(files, names, read, shown=self._shown)
+        if not splits:
+            if split not in (None, dataset.usual_split):
+                raise DataError(
+                    f"{self._shown}: split={split!r} does not exist, as the names of its files tell none apart; leave "
+                    "split out, or name the files with a pattern"
+                )
+            return files
+        known = {name for found in splits.values() for name in found}
+        wanted = self._chosen(splits, [name for name in files if name not in known])
+        among = {name for each in wanted for name in splits[each]}
+        found = [name for name in files if name in among]
+        if found != files:
+            self.order_version = FOURTH_ORDER
+        return found
+
+    def check(self) -> None:
+        """Refuse a split of what is no directory: a file or a pattern names its own files."""
+        split = self._dataset.split
+        if not (self._asked or self._as_before or split in (None, self._dataset.usual_split)):
+            raise DataError(
+                f"{self._shown}: split={split!r}, but a file or a pattern names its own files; leave split out, or "
+                "name the directory"
+            )
+
+    def _of_saved(self, read: Callable[[str], bytes]) -> list[str]:
+        """Of a folder with several datasets that Dataset.save_to_disk wrote."""
+        splits = self._saved("dataset_dict.json", "splits", read)
+        before = [self._dataset.split or self._dataset.usual_split]
+        chosen = before if self._as_before else self._chosen(splits, ())
+        for name in chosen:
+            self._check_known(name, splits)
+        if chosen != before:
+            self.order_version = FOURTH_ORDER
+        return [file for name in chosen for file in self._saved_files(f"{name}/", read)]
+
+    def _check_saved(self, read: Callable[[str], bytes]) -> None:
+        own = self._saved("state.json", "_split", read)
+        split = self._dataset.split
+        if not (self._as_before or split in (None, self._dataset.usual_split, EVERY_SPLIT, own)):
+            raise DataError(f"{self._shown}: is one dataset, without split={split!r}; leave split out")
+
+    def _chosen(self, splits: Sequence[str] | Splits, others: Sequence[str]) -> list[str]:
+        """The splits to read. `others`: files that belong to none."""
+        split, usual = self._dataset.split, self._dataset.usual_split
+        if split == EVERY_SPLIT:
+            return list(splits)
+        if split is not None:
+            self._check_known(split, splits)
+            if others:
+                logger.warning(
+                    "%s: split=%s leaves %s out, which belong(s) to no split; with split=all every file is read",
+                    self._shown, split, _some(others),
+                )  # fmt: skip
+            return [split]
+        if len(splits) > 1:
+            if usual in splits and self._dataset.takes_usual_split:
+                return [usual]
+            raise DataError(
+                f"{self._shown}: has several splits; set split to one of {_some(list(splits))}, or to all for every "
+                "file"
+            )
+        (one,) = splits
+        if others:
+            raise DataError(
+                f"{self._shown}: has the split {one}, and {_some(others)}, which belong(s) to no split; set split to "
+                f"{one} for its files alone, or to all for every file"
+            )
+        return [one]
+
+    def _check_known(self, split: str, splits: Sequence[str] | Splits) -> None:
+        if split not in splits:
+            raise DataError(
+                f"{self._shown}: split={split!r} does not exist; set split to one of {_some(list(splits))}, or to all "
+                "for every file"
+            )
+
+    def _warn(self, files: list[str], names: list[str], read: Callable[[str], bytes]) -> None:
+        with suppress(DataError):
+            splits = splits_of(files, names, read, shown=self._shown)
+            if len(splits) > 1:
+                logger.warning(
+                    "%s: this run was begun when every file of a directory was read, so it goes on with all of its "
+                    "splits (%s); a new run reads one of them", self._shown, _some(list(splits)),
+                )  # fmt: skip
+
+    def _saved_files(self, folder: str, read: Callable[[str], bytes]) -> list[str]:
+        return [folder + entry["filename"] for entry in self._saved(f"{folder}state.json", "_data_files", read)]
+
+    def _saved(self, name: str, key: str, read: Callable[[str], bytes]) -> Any:
+        """A value of a file that Dataset.save_to_disk wrote. It writes only the selected rows, in their order."""
+        way_out = "write the folder again with Dataset.save_to_disk of a newer version of the datasets library"
+        with reading(f"{self._shown.rstrip('/')}/{name}", way_out):
+            content = json.loads(read(name))
+            if content.get("_indices_data_files"):
+                raise ValueError("its rows are selected by a file of indices, from before version 2 of the library")
+            found = content.get(key) if key == "_split" else content[key]
+            if key == "splits" and not (isinstance(found, list) and found and all(isinstance(e, str) for e in found)):
+                raise ValueError("it names no splits")
+            return found
+
+
+def splits_of(files: Sequence[str], names: Sequence[str], read: Callable[[str], bytes], *, shown: str) -> Splits:
+    """The splits of a directory, of whose files (`names`) these have rows; none if nothing tells splits apart."""
+    configs = _configs(read, shown=shown) if _README in names else []
+    config = _default(configs, shown=shown) if configs else {}
+    folder = posixpath.normpath(str(config.get("data_dir") or ".")) + "/"
+    below = {name: name.removeprefix(folder) for name in files if folder == "./" or name.startswith(folder)}
+    if (patterns := config.get("data_files")) is not None:
+        found = {split: _matching(some, below) for split, some in _by_split(patterns).items()}
+        # Of a directory that was downloaded in part, some are not there; if none is, its README.md is about another.
+        if any(found.values()):
+            return {split: some for split, some in found.items() if some}
+    return _by_names(below) or ({"train": list(below)} if below and folder != "./" else {})
+
+
+def _by_names(below: Mapping[str, str]) -> Splits:
+    found: dict[str, list[str]] = {}
+    for name, relative in below.items():
+        if shard := _SHARD.fullmatch(relative):
+            found.setdefault(shard[1], []).append(name)
+    if found:
+        return {**{split: found[split] for split in _WORDS if split in found}, **dict(sorted(found.items()))}
+    for split, pattern in _IN_FOLDER.items():
+        some = [name for name, relative in below.items() if any(map(pattern.fullmatch, relative.split("/")[:-1]))]
+        found |= {split: some} if some else {}
+    if found:
+        return found
+    for split, pattern in _IN_FILE.items():
+        some = [name for name, relative in below.items() if pattern.fullmatch(relative.rpartition("/")[2])]
+        found |= {split: some} if some else {}
+    return found
+
+
+def _configs(read: Callable[[str], bytes], *, shown: str) -> list[dict[str, Any]]:
+    """What the header of the README.md says of the directory's configurations."""
+    place = f"{shown.rstrip('/')}/{_README}"
+    with reading(place, _WAYS_OUT):
+        text = read(_README).decode("utf-8", "replace").replace("\r\n", "\n").removeprefix("\ufeff")
+        header = _HEADER.match(text)
+        part = _CONFIGS.search(text, header.start(1), header.end(1)) if header else None
+        try:
+            # At its place, for the number of the line in an error.
+            configs = (
+                [] if part is None else spelled(parse("\n" * text[: part.start()].count("\n") + part[0])[0])["configs"]
+            )
+        except yaml.YAMLError as error:
+            raise ValueError(f"`configs` of its header: {problem_line(error)}") from error
+        if not (isinstance(configs, list) and all(isinstance(each, dict) for each in configs)):
+            raise ValueError("`configs` of its header must be a list of maps")
+        return configs
+
+
+def _default(configs: Sequence[dict[str, Any]], *, shown: str) -> dict[str, Any]:
+    if len(configs) == 1:
+        return configs[0]
+    for chosen in (
+        [each for each in configs if each.get("default") is True],
+        [each for each in configs if each.get("config_name") == "default"],
+    ):
+        if len(chosen) == 1:
+            return chosen[0]
+    names = [str(each.get("config_name")) for each in configs]
+    raise DataError(
+        f"{shown}: its {_README} has the configurations {_some(names)}, and none is the default; {_WAYS_OUT}"
+    )
+
+
+def _by_split(patterns: Any) -> dict[str, list[str]]:
+    """`data_files` of a configuration: patterns of the one split, or those of each."""
+    if isinstance(patterns, dict):
+        return {str(split): _texts(some) for split, some in patterns.items()}
+    if isinstance(patterns, list) and any(isinstance(each, dict) for each in patterns):
+        named = [each for each in patterns if isinstance(each, dict)]
+        return {str(each.get("split", "train")): _texts(each.get("path")) for each in named}
+    return {"train": _texts(patterns)}
+
+
+def _texts(patterns: Any) -> list[str]:
+    return [str(each) for each in (patterns if isinstance(patterns, list) else [patterns]) if each is not None]
+
+
+def _matching(patterns: Sequence[str], below: Mapping[str, str]) -> list[str]:
+    matches = [re.compile(glob_translate(posixpath.normpath(pattern))).match for pattern in patterns if pattern]
+    return [name for name, relative in below.items() if any(match(relative) for match in matches)]
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(shorten(name) for name in names[:_SHOWN]) + more
