@@ -6,7 +6,7 @@ import atexit
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.whole import WholeWeights, base_of, dtype_of, weights_of_adapter, whole_weights
 from raytune_fsdp.errors import ModelError, ResumeError, first_line, is_panic
 from raytune_fsdp.model.attention import forget_flash_attention
+from raytune_fsdp.model.dequantize import check_packed
 from raytune_fsdp.model.files import find_weights
-from raytune_fsdp.model.keys import owned_tensors
+from raytune_fsdp.model.keys import check_report, check_shapes, match_keys, matched_weights, owned_tensors
 from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, is_known, travelling
 from raytune_fsdp.model.network import stored_network
 from raytune_fsdp.model.placement import place
@@ -137,7 +138,8 @@ def load_checkpoint(
 
 def _model_at(path: Path, trust: bool) -> PreTrainedModel:
     """The model of a Hugging Face directory: safetensors, under names that do not lead out of it."""
-    network, stored = stored_network(path), sum(find_weights(path).sizes().values())
+    network, files = stored_network(path), find_weights(path)
+    stored = sum(files.sizes().values())
     wanted = sum(tensor.nbytes for tensor in network.parameters()) if network is not None else 0
     if wanted > _MOST_PER_BYTE * stored:
         raise ModelError(
@@ -145,13 +147,24 @@ def _model_at(path: Path, trust: bool) -> PreTrainedModel:
             f"{stored / 1e9:.3f}: download the model again"
         )
 
+    check_packed(files)  # transformers takes numbers without their scales for the weights
+
     def load() -> PreTrainedModel:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
         forget_flash_attention(hf_config)
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, config=hf_config, dtype="auto", use_safetensors=True, trust_remote_code=trust
-        )
-        return model
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path, config=hf_config, dtype="auto", use_safetensors=True, trust_remote_code=trust,
+                output_loading_info=True, ignore_mismatched_sizes=True,  # they are in the report
+            )  # fmt: skip
+        except RuntimeError:
+            # What cannot be put together, as a layer's experts of which some are not there, is in no report.
+            if network is not None:
+                check_shapes(network, matched_weights(files, match_keys(network, files), network))
+            raise
+        check_report(report, model, path)
+        found: PreTrainedModel = model
+        return found
 
     model: PreTrainedModel = _loaded(load, path, "is not a complete Hugging Face model directory")
     return model
@@ -161,13 +174,7 @@ def _built(weights: WholeWeights, files: Path, trust: bool, where: str) -> PreTr
     """The model with these weights and the config in `files`."""
     network, shapes = stored_network(files), weights.shapes()
     if network is not None:  # compared before it takes any memory
-        wanted = {name: tuple(tensor.shape) for name, tensor in owned_tensors(network).items()}
-        differ = sorted({name for name, _ in wanted.items() ^ shapes.items()})
-        if differ:
-            raise ModelError(
-                f"{where} does not have the tensors of {files / CONFIG_FILE}: {differ[0]} differs"
-                + (f" (and {len(differ) - 1} more)" if len(differ) > 1 else "")
-            )
+        _compare(network, shapes, files, where)
     what = "does not describe a model that transformers can build"
     hf_config = _loaded(lambda: AutoConfig.from_pretrained(files, trust_remote_code=trust), files, what)
     forget_quantization(hf_config)  # of the base of an adapter
@@ -176,9 +183,21 @@ def _built(weights: WholeWeights, files: Path, trust: bool, where: str) -> PreTr
     model: PreTrainedModel = _loaded(
         lambda: AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust), files, what
     )
+    if network is None:  # its class is code that came with it, and known only now
+        _compare(model, shapes, files, where)
     # Not strict: a tied weight is stored under one name only.
     model.load_state_dict(weights.read_all(list(shapes)), strict=False)
     return model
+
+
+def _compare(network: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], files: Path, where: str) -> None:
+    wanted = {name: tuple(tensor.shape) for name, tensor in owned_tensors(network).items()}
+    differ = sorted({name for name, _ in wanted.items() ^ shapes.items()})
+    if differ:
+        raise ModelError(
+            f"{where} does not have the tensors of {files / CONFIG_FILE}: {differ[0]} differs"
+            + (f" (and {len(differ) - 1} more)" if len(differ) > 1 else "")
+        )
 
 
 def _tokenizer(directory: Path, trust: bool) -> PreTrainedTokenizerBase:

@@ -36,6 +36,12 @@ def stored_weights(files: WeightFiles, key_of: Mapping[str, str]) -> Weights:
     return DequantizedWeights(files, files.quantization, key_of)
 
 
+def check_packed(files: WeightFiles) -> None:
+    """Refuse tensors that cannot be dequantized: in numbers without scales, or with those of others."""
+    if files.quantization is not None:
+        DequantizedWeights(files, files.quantization, {name: name for name in files.tensors()}).shapes()
+
+
 class DequantizedWeights:
     """Weights in files, some of which are stored in numbers of few bits and scales."""
 

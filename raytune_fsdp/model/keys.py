@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
@@ -17,6 +20,14 @@ from raytune_fsdp.model.conversion import Conversion, ConvertedWeights
 from raytune_fsdp.model.dequantize import stored_weights
 from raytune_fsdp.model.files import WeightFiles
 from raytune_fsdp.model.weights import Weights
+from raytune_fsdp.untrusted import printable
+
+logger = logging.getLogger(__name__)
+
+_COMPUTED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"\.(attn|attention)\.(masked_)?bias$")
+"""Buffers in old checkpoints: frequencies, positions, and the masks of GPT-2 and its like."""
+
+_AGAIN = "Download it again, or export it again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +72,7 @@ def match_keys(model: PreTrainedModel, files: WeightFiles) -> Match:
     made = {name for conversion in conversions for name in conversion.targets}
     missing = [name for name in wanted if name not in key_of and name not in made]
     if missing or extra:
-        raise ModelError(
-            f"the weights in {files.directory} do not fit a {type(model).__name__} ({model.config.model_type}): "
-            f"{_some('missing', missing)}; {_some('unknown', extra)}. Is it a checkpoint of another architecture?"
-        )
+        raise _misfit(files.directory, model, missing, extra)
     taken = {key: key for conversion in conversions for keys in conversion.sources.values() for key in keys}
     return Match(key_of={**key_of, **taken}, conversions=conversions)
 
@@ -121,6 +129,57 @@ def check_shapes(model: PreTrainedModel, weights: Weights) -> None:
         )
 
 
+def check_report(report: Mapping[str, Any], model: PreTrainedModel, directory: Path) -> None:
+    """Judge what transformers reports (`output_loading_info`) of a model that it has loaded from a directory.
+
+    It draws tensors at random that are missing or of another shape, and leaves out those that it does not know. Only
+    what no layer of this network has may be left out: the tower of a model that also sees, layers that predict further
+    tokens.
+    """
+    unknown = [key for key in report["unexpected_keys"] if not _ignored(model, key)]
+    layers = _layers(model)
+    lost = [key for key in unknown if not layers.isdisjoint(_around(key))]
+    if report["missing_keys"] or lost:
+        raise _misfit(directory, model, list(report["missing_keys"]), lost or unknown)
+    if report["mismatched_keys"]:
+        name, stored, shape = min(report["mismatched_keys"])
+        raise ModelError(
+            f"the weights in {directory} do not fit its config.json: {name} is {list(stored)} in the files and "
+            f"{list(shape)} in the network ({len(report['mismatched_keys'])} in all differ). Are experts missing, or "
+            f"is the config.json that of another model? {_AGAIN}"
+        )
+    if unknown:
+        kind = type(model).__name__
+        logger.warning("%s: not read, as no layer of a %s has them: %s", directory, kind, printable(_few(unknown)))
+
+
+def _layers(model: PreTrainedModel) -> set[str]:
+    """Names of the modules that have weights of their own, and of those in lists, whatever is in them."""
+    own: set[str] = set()
+    listed: set[str] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            listed.update(f"{name}.{number}" for number in range(len(module)))
+        elif any(True for _ in module.parameters(recurse=False)):
+            own.add(name)
+    return listed | (own - {around for name in listed for around in _around(name)})
+
+
+def _around(name: str) -> Iterator[str]:
+    """Names of the modules around a module or tensor."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _misfit(directory: Path, model: PreTrainedModel, missing: Collection[str], extra: Collection[str]) -> ModelError:
+    return ModelError(
+        f"the weights in {directory} do not fit a {type(model).__name__} ({model.config.model_type}): "
+        f"{_some('missing', missing)}; {_some('unknown', extra)}. Is it a checkpoint of another architecture, or a "
+        f"part of one? {_AGAIN}"
+    )
+
+
 def grown_rows(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """Embeddings with fewer rows in the files than in the network, each with the network's number of rows."""
     vocabulary = model.config.get_text_config().vocab_size
@@ -154,13 +213,14 @@ def _adopt_aliases(model: PreTrainedModel, stored: Collection[str], key_of: dict
 
 def _ignored(model: PreTrainedModel, key: str) -> bool:
     """Whether a key may be left over: old checkpoints hold buffers that the network computes itself."""
-    # The last two are in the files of many architectures, and not all of them list these.
-    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
+    # Ours are in the files of many architectures, and not all of them list these.
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), *_COMPUTED]
     return any(re.search(pattern, key) for pattern in patterns)
 
 
-def _some(what: str, keys: list[str]) -> str:
-    if not keys:
-        return f"none {what}"
-    shown = ", ".join(sorted(keys)[:3])
-    return f"{len(keys)} {what} ({shown}{', ...' if len(keys) > 3 else ''})"
+def _some(what: str, keys: Collection[str]) -> str:
+    return f"{len(keys)} {what} ({_few(keys)})" if keys else f"none {what}"
+
+
+def _few(keys: Collection[str]) -> str:
+    return ", ".join(sorted(keys)[:3]) + (", ..." if len(keys) > 3 else "")
