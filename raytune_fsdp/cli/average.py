@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp average") 
     parser.add_argument("run", help="run directory, or the URL of its checkpoints")
     parser.add_argument("destination", type=Path, help="directory to write; replaces a model that is there")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--last", type=int, default=3, metavar="N", help="the newest N checkpoints (default: 3)")
+    which.add_argument("--last", type=int, metavar="N", help="the newest N checkpoints (default: 3, or both of two)")
     which.add_argument("--steps", type=int, nargs="+", metavar="STEP", help="the checkpoints of these steps")
     parser.add_argument("--dtype", choices=("trained", "bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
     parser.add_argument("--max-file-bytes", type=int, default=5_000_000_000, metavar="N", help="default: 5 GB")
@@ -29,7 +29,7 @@ def _average(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
     if found.max_file_bytes < 1000:
         parser.error(f"--max-file-bytes {found.max_file_bytes} must be at least 1000")
-    if found.steps is None and found.last < 2:
+    if found.last is not None and found.last < 2:
         parser.error(f"--last {found.last} must be at least 2; of one checkpoint the mean is an export")
     from raytune_fsdp.config import ExportConfig
     from raytune_fsdp.launch.signals import Signals

@@ -7,11 +7,20 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from raytune_fsdp.cli.common import Parser, exit_code
+from raytune_fsdp.cli.runs import check_run
 from raytune_fsdp.errors import ResumeError, TrainingError
 
+if TYPE_CHECKING:
+    from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
+    from raytune_fsdp.checkpoint.on_demand import Asking
+    from raytune_fsdp.rundir import RunDir
+
 _POLL_SECONDS = 0.2
+_SILENT_SECONDS = 3.5
+"""How long `now` waits for a sign of life: a command that works on the run beats every two seconds."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp checkpoint") -> int:
@@ -32,23 +41,18 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp checkpoint
 
 def _run(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
-    if not found.run.is_dir():
-        raise ResumeError(f"{found.run}: no such directory; give a run directory, <run.storage>/<run.name>")
     return {"now": _now, "list": _list, "verify": _verify}[found.what](found)
 
 
 def _now(found: Namespace) -> int:
     from raytune_fsdp.checkpoint.on_demand import Asking
 
-    asking = Asking(found.run)
-    deadline = time.monotonic() + found.wait
-    asking.ask()
+    place = check_run(found.run)
+    asking = Asking(place.path)
     try:
-        while (answer := asking.answer()) is None:
-            if time.monotonic() > deadline:
-                state = "began it but has not finished" if asking.taken() else "does not answer: is it training?"
-                raise TrainingError(f"{found.run} {state} (--wait {found.wait:g}); nothing was changed")
-            time.sleep(_POLL_SECONDS)
+        answer = _answer(asking, place, found.wait)
+    except OSError as error:
+        raise TrainingError(f"{found.run}: cannot leave a request there ({error}); ask as a user who may") from error
     finally:
         asking.leave()  # also after Ctrl-C: a question that nobody waits for must not be answered later
     if answer["path"] is None:
@@ -57,27 +61,58 @@ def _now(found: Namespace) -> int:
     return 0
 
 
+def _answer(asking: Asking, place: RunDir, wait: float) -> dict[str, object]:
+    """Ask, and wait for the answer as long as the run shows that somebody is there to give one."""
+    from raytune_fsdp.launch.run_lock import Signs
+
+    signs, taken = Signs(place), False
+    began = heard = time.monotonic()
+    asking.ask()
+    while (answer := asking.answer()) is None:
+        now = time.monotonic()
+        if signs.look() == "running" or asking.taken() != taken:
+            heard, taken = now, asking.taken()
+        if now - heard > _SILENT_SECONDS:
+            raise TrainingError(f"{_why_silent(place)}; nothing was changed")
+        if now - began > wait:
+            state = "began it but has not finished" if taken else "does not answer: is it training?"
+            raise TrainingError(f"{place.path} {state} (--wait {wait:g}); nothing was changed")
+        time.sleep(_POLL_SECONDS)
+    return answer
+
+
+def _why_silent(place: RunDir) -> str:
+    """Why a run makes no checkpoint, by its lock and its record."""
+    from raytune_fsdp.launch.run_lock import holder_of
+    from raytune_fsdp.report.overview import overview
+
+    seen = overview(place.path)
+    at = f"step {seen.step:,}" + (f" of {seen.steps:,}" if seen.steps is not None else "")
+    if seen.ended == "finished":
+        return f"{place.path} is finished, at {at}: it makes no more checkpoints (`checkpoint list` shows those it has)"
+    if not place.lock.exists():
+        return f"no command works on {place.path}, which is at {at}: the command that trained it continues it"
+    return (
+        f"{holder_of(place) or 'the command'}, which works on {place.path}, gives no sign of life, at {at}: if it was "
+        "killed, or its machine is lost, the same command continues it"
+    )
+
+
 def _list(found: Namespace) -> int:
-    from raytune_fsdp.checkpoint.catalogue import committed
     from raytune_fsdp.checkpoint.location import storage_at
-    from raytune_fsdp.rundir import checkpoints_of
     from raytune_fsdp.tracking.console import gibibytes
 
-    there = committed(checkpoints_of(found.run.absolute()))
-    for each in there:
+    for each in _committed(found.run):
         size = sum(storage_at(each.root).sizes(each.name).values())
         print(f"step {each.step:>8,}  attempt {each.attempt:>3}  {gibibytes(size):>10}  {each.path}")
-    if not there:
-        print(f"{found.run} has no checkpoint")
     return 0
 
 
 def _verify(found: Namespace) -> int:
-    from raytune_fsdp.checkpoint.catalogue import committed, verify
-    from raytune_fsdp.rundir import checkpoints_of
+    from raytune_fsdp.checkpoint.catalogue import verify
 
     damaged = 0
-    there = committed(checkpoints_of(found.run.absolute()))
+    there = _committed(found.run)
     for each in there:
         problem = verify(each, hashes=True)
         damaged += problem is not None
@@ -87,6 +122,18 @@ def _verify(found: Namespace) -> int:
             f"{damaged} of {len(there)} checkpoints are damaged; the run continues from the newest intact one"
         )
     return 0
+
+
+def _committed(run: Path) -> list[CommittedCheckpoint]:
+    """The checkpoints of a run; a line says so if there are none. Raises if this is no run."""
+    from raytune_fsdp.checkpoint.catalogue import committed
+    from raytune_fsdp.rundir import checkpoints_of
+
+    # The directory that holds a run's checkpoints where `checkpoint.storage` says has no plan.
+    there = committed(checkpoints_of(run.absolute())) if run.is_dir() else []
+    if not there:
+        print(f"{run} has no checkpoint in {check_run(run).checkpoints}")
+    return there
 
 
 if __name__ == "__main__":

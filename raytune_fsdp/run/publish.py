@@ -22,6 +22,9 @@ from raytune_fsdp.rundir import checkpoints_below, checkpoints_of, is_place_of_e
 from raytune_fsdp.threads import READERS
 from raytune_fsdp.urls import is_url
 
+_AVERAGED = 3
+"""How many checkpoints a mean is of, if nobody says."""
+
 
 def publish(
     checkpoint: CommittedCheckpoint,
@@ -92,10 +95,11 @@ def export_checkpoint(
     )
 
 
-def checkpoints_to_average(run: str, *, steps: Sequence[int] | None, last: int) -> list[CommittedCheckpoint]:
+def checkpoints_to_average(run: str, *, steps: Sequence[int] | None, last: int | None) -> list[CommittedCheckpoint]:
     """The checkpoints of a run of these `steps`, or the `last` ones, oldest first, all of them whole.
 
-    Where two attempts have saved a step, the later one counts.
+    Without steps and a number the last three, or both where there are two. Where two attempts have saved a step, the
+    later one counts.
     """
     root = checkpoints_below(run) if is_url(run) else checkpoints_of(Path(run).resolve())
     there = {found.step: found for found in committed(root)}
@@ -104,9 +108,14 @@ def checkpoints_to_average(run: str, *, steps: Sequence[int] | None, last: int) 
         has = f"it has {', '.join(map(str, there))}" if there else "it has none"
         what = f"no checkpoint of step {missing[0]}" if missing else "no checkpoint"
         raise ResumeError(f"{run} has {what} ({has}): name a run, and steps that it has")
-    chosen = [there[step] for step in sorted(set(steps))] if steps else [there[step] for step in sorted(there)[-last:]]
+    chosen = [there[step] for step in (sorted(set(steps)) if steps else sorted(there)[-(last or _AVERAGED) :])]
     if len(chosen) < 2:
         raise ResumeError(f"{run} has only the checkpoint of step {chosen[0].step}: the mean of one is an export of it")
+    if last is not None and len(chosen) < last:
+        raise ResumeError(
+            f"--last {last}: {run} has only {len(there)} checkpoints, from step {min(there)} to step {max(there)}: use "
+            f"--last {len(there)}"
+        )
     for found in chosen:
         _check_whole(found)
     return chosen
