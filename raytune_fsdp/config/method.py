@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from raytune_fsdp.config.base import Section
 from raytune_fsdp.config.rules import check_expression, model_place
+from raytune_fsdp.config.text import Plain, listed
 
 ALL_LINEAR = "all-linear"
 
 Names = Annotated[list[str], AfterValidator(lambda names: sorted(set(names)))]
 """Their order means nothing, so a run in which it is another is the same run."""
+
+
+def _never_expression(value: Any) -> Any:
+    """Text of the form `[a, b]` is the list of these names: as an expression it would match one character."""
+    items = listed(value.strip()) if isinstance(value, str) else None
+    return value if items is None else [each.text if isinstance(each, Plain) else each for each in items]
+
 
 _NAMES = ("trained", "target_modules", "target_parameters", "modules_to_save", "feedforward_modules")
 
@@ -58,7 +66,7 @@ class LoraMethod(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on what goes into an adapter."""
 
-    target_modules: str | Names = ALL_LINEAR
+    target_modules: Annotated[str | Names, BeforeValidator(_never_expression)] = ALL_LINEAR
     """Modules that get an adapter: `all-linear` (all linear layers but the head), a list of names (`q_proj` stands for all
     modules whose name ends so), or one regular expression for whole names."""
 

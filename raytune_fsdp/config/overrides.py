@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel
 
 from raytune_fsdp.config.schema import ANYTHING, TAG, Place, find, tags
-from raytune_fsdp.config.text import Loc, Plain, parse, scalar, spelled
+from raytune_fsdp.config.text import Loc, Plain, listed, parse, scalar, spelled
 from raytune_fsdp.redaction import redact_text
 
 
@@ -80,13 +80,16 @@ def _read_one(word: str, rest: list[str], root: Place) -> Override:
 
 
 def _value(flag: str, text: str, place: Place) -> Any:
-    """What a value on the command line means: in a text field its text, elsewhere a scalar, a map or a list."""
+    """What a value on the command line means: in a text field its text, elsewhere a scalar, a map or a list. Where a text
+    or a list may stand, `[a, b]` is the list."""
     if text[:1] in ('"', "'"):
         try:
             quoted, _ = parse(text)
         except yaml.YAMLError:
             return text
         return quoted if isinstance(quoted, str) else text
+    if place.item is not None and place.allows(str) and (items := listed(text)) is not None:
+        return items
     if text[:1] in ("{", "[") and not place.allows(str):
         try:
             return parse(text)[0]

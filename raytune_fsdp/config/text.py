@@ -155,6 +155,16 @@ def scalar(text: str) -> Plain | str:
     return text
 
 
+def listed(text: str) -> list[Any] | None:
+    """The list that a text spells, such as `[a, b]`; None if it spells none, as `[ab]_proj` does."""
+    if not (text.startswith("[") and text.endswith("]")):
+        return None
+    with suppress(yaml.YAMLError):
+        found = parse(text)[0]
+        return found if isinstance(found, list) else None
+    return None
+
+
 def spelled(tree: Any) -> Any:
     """The tree with every `Plain` replaced by its value."""
     if isinstance(tree, Plain):

@@ -89,6 +89,31 @@ def test_a_name_that_matches_nothing_is_refused_with_those_that_there_are(
         network(model, method)
 
 
+@pytest.mark.parametrize("expression", ["q_proj", r"layers\.0.*q_proj", ".*gate_up_proj"])
+def test_an_expression_that_adapts_no_module_is_refused_although_weights_are_adapted(expression: str) -> None:
+    """PEFT is content with the experts' weights."""
+    method = {"type": "lora", "target_modules": expression, "target_parameters": ["mlp.experts.gate_up_proj"]}
+    with pytest.raises(ConfigError, match=r"matches the whole name of no module of a Qwen3Moe.* called .*q_proj"):
+        network("qwen3_moe", method)
+
+
+@pytest.mark.parametrize("targets", [".*q_proj", "all-linear", []])
+def test_experts_are_adapted_beside_what_an_expression_matches(targets: Any) -> None:
+    method = {"type": "lora", "target_modules": targets, "target_parameters": ["mlp.experts.gate_up_proj"]}
+    adapted = {name.partition(".lora_")[0].rpartition(".")[2] for name in adapter_tensors(network("qwen3_moe", method))}
+    assert "experts" in adapted and ("q_proj" in adapted) == bool(targets)
+    network("llama", {"type": "lora", "target_modules": "All-Linear"})  # as PEFT reads it
+
+
+@pytest.mark.parametrize("text", ["[q_proj, v_proj]", ' ["q_proj", "v_proj"] ', "[v_proj, q_proj,]"])
+def test_text_of_the_form_of_a_list_is_no_expression(text: str) -> None:
+    method = settings("llama", {"type": "lora", "target_modules": text}).method
+    assert isinstance(method, LoraMethod) and method.target_modules == ["q_proj", "v_proj"]
+    for expression in (r"[^.]+\..*[qv]_proj", r".*\.[qv]_proj", r"[a-z]+\.layers\.[01].*[qk]_[a-z]*[^k]"):
+        kept = settings("llama", {"type": "lora", "target_modules": expression}).method
+        assert isinstance(kept, LoraMethod) and kept.target_modules == expression
+
+
 @pytest.mark.parametrize(
     ("method", "message"),
     [

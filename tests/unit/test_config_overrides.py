@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from raytune_fsdp.config import ChatFormat, FinetuneConfig
 from raytune_fsdp.config.describe import describe
 from raytune_fsdp.config.load import ROOT, load_config
+from raytune_fsdp.config.method import LoraMethod
 from raytune_fsdp.errors import ConfigError
 
 YAML = """
@@ -123,6 +124,22 @@ def test_list_of_maps_replaces_the_list(base: Path) -> None:
 
 def test_list_of_text(base: Path) -> None:
     assert load_config(base, ["--eval.prompts", "[hello, 1e3, no]"]).eval.prompts == ["hello", "1e3", "no"]
+
+
+@pytest.mark.parametrize("text", ["[q_proj, v_proj]", '["v_proj", "q_proj"]'])
+def test_a_list_where_text_may_stand_too_is_a_list(base: Path, text: str) -> None:
+    method = load_config(base, ["--method.type", "lora", "--method.target_modules", text]).method
+    assert isinstance(method, LoraMethod) and method.target_modules == ["q_proj", "v_proj"]
+    flags = ["--method.type", "ia3", f"--method.target_modules={text}", "--method.feedforward_modules", "[]"]
+    assert load_config(base, flags).method.model_dump()["target_modules"] == ["q_proj", "v_proj"]
+    flags = ["--eval.tasks.0.path", "x", "--eval.tasks.0.type", "choices", "--eval.tasks.0.choices", "[A, 2, no]"]
+    assert load_config(base, flags).eval.tasks[0].model_dump()["choices"] == ["A", "2", "no"]
+
+
+@pytest.mark.parametrize("text", [r"[^.]+\..*[qv]_proj", r".*\.[qv]_proj", r"[ab]_proj|.*[qv]"])
+def test_an_expression_that_begins_like_a_list_is_text(base: Path, text: str) -> None:
+    method = load_config(base, ["--method.type", "lora", "--method.target_modules", text]).method
+    assert isinstance(method, LoraMethod) and method.target_modules == text
 
 
 def test_list_item_by_index_keeps_its_other_fields(base: Path) -> None:
