@@ -36,8 +36,9 @@ _BEFORE_PLAIN_TOKEN = _words(
 )
 _AFTER_PLAIN_TOKEN = _words("id ids type types count counts index length embedding embeddings loss level")
 
-# Private keys; Hugging Face; AWS; OpenAI and others; GitHub (two); GitLab; Slack; Google; NVIDIA and Databricks; JSON
-# web tokens; HTTP headers. Where ordinary words have the same shape (`sk-`, `basic`), only what has a digit counts.
+# Private keys; Hugging Face; AWS; OpenAI and others; GitHub (two); GitLab; Slack; Google; NVIDIA and Databricks;
+# Weights & Biases; Groq; npm; Vault; DigitalOcean; SendGrid; JSON web tokens; HTTP headers. Where ordinary words have
+# the same shape (`sk-`, `basic`), only what has a digit counts. SECURITY.md lists them.
 _SHAPES = tuple(
     re.compile(pattern, re.DOTALL)
     for pattern in (
@@ -51,13 +52,26 @@ _SHAPES = tuple(
         r"\bxox[abprs]-[A-Za-z0-9-]{10,}",
         r"\bAIza[0-9A-Za-z_-]{30,}",
         r"\b(?:nvapi-|dapi)[A-Za-z0-9_-]{24,}",
+        r"\bwandb_v[0-9]_(?=[A-Za-z_]*[0-9])[A-Za-z0-9_]{16,}",
+        r"\bgsk_[A-Za-z0-9]{20,}",
+        r"\bnpm_[A-Za-z0-9]{20,}",
+        r"(?<![\w.-])hv[sbr]\.(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{16,}",
+        r"\bdo[opr]_v[0-9]_[A-Za-z0-9]{20,}",
+        r"(?<![\w.-])SG\.(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{16,}(?:\.[A-Za-z0-9_-]+)?",
         r"(?<![\w-])eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*",
         r"\b(?i:bearer|basic)\s+(?=[A-Za-z._~+/=-]*[0-9])[A-Za-z0-9._~+/=-]{12,}",
     )
 )
-# `user:password@` in any URL; a lone `token@` only in http ones, as the container of an abfss URL stands there too.
-_USERINFO = re.compile(r"(?<=://)[^\s/@:'\"]*:[^\s/'\"]+(?=@)|(?<=http://)[^\s/'\"]+(?=@)|(?<=https://)[^\s/'\"]+(?=@)")
+# A lone `token@` is one only in http URLs, as the container of an abfss URL stands there, too.
+_HTTP_USER = re.compile(r"(?<=http://)[^\s/'\"]+(?=@)|(?<=https://)[^\s/'\"]+(?=@)")
 _URL_SIGNATURE = re.compile(r"(?i)([?&](?:sig|signature|x-amz-signature|x-goog-signature|key)=)[^&\s'\"]+")
+_URL = re.compile(r"://[^\s'\"]+")
+# `user:password@`, whatever is in the password. After the colon of `host:5000/a@b` comes a port, and no password.
+_USER = re.compile(r"\A(?!\[)[^/@:?#]*:(?![0-9]{1,5}(?:[/?#]|$)).+(?=@)")
+_OPTION = re.compile(r"([?&#;])([\w.-]+)=([^&#;()<>\[\]{},]+)")
+_SECRET_OPTIONS = {"auth": 4, "jwt": 4, "code": 6, "assertion": 6}
+"""Options of URLs that carry secrets, besides those that are named like one; and how long such a secret is at least:
+`?code=404` is none."""
 _VALUE = re.compile(r"\"[^\"\n]*\"|'[^'\n]*'|[^\s\"'&,;{}\[\]]+")
 # What comes before a value: `key=`, `"key": `, `--key `. Texts come from anywhere: the look-behinds, here and in the
 # shapes, keep the search linear.
@@ -135,8 +149,22 @@ def redact_yaml(text: str) -> str:
 def _without_shapes(text: str) -> str:
     for shape in _SHAPES:
         text = shape.sub(REDACTED, text)
-    text = _USERINFO.sub(REDACTED, text)
+    text = _HTTP_USER.sub(REDACTED, _URL.sub(_without_url_secrets, text))
     return _URL_SIGNATURE.sub(rf"\g<1>{REDACTED}", text)
+
+
+def _without_url_secrets(url: re.Match[str]) -> str:
+    """A URL from its `://` on; there may be another one in it."""
+    _, *parts = url[0].split("://")
+    clean = (_OPTION.sub(_without_option, _USER.sub(REDACTED, part)) for part in parts)
+    return "".join(f"://{part}" for part in clean)
+
+
+def _without_option(found: re.Match[str]) -> str:
+    begin, name, value = found.groups()
+    least = 4 if is_secret_key(name) else _SECRET_OPTIONS.get(name.lower())
+    secret = least is not None and len(value) >= least and not _is_harmless(value, name)
+    return f"{begin}{name}={REDACTED}" if secret else found[0]
 
 
 def _without_assigned(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_SECRET_OPTION = re.compile(r"[?&][^=&]*(secret|token|password|key)[^=&]*=", re.IGNORECASE)
+_SECRET_OPTION = re.compile(r"[?&#][^=&#]*(secret|token|password|key)[^=&]*=", re.IGNORECASE)
 
 
 def is_url(place: str) -> bool:
@@ -31,12 +31,17 @@ def without_user(url: str) -> str:
     scheme, rest = url.split("://", 1)
     place = rest.partition("/")[0]
     end = place.rfind("@")
-    _, colon, port = place.partition(":")
+    _, colon, port = (place.rpartition("]")[2] if place.startswith("[") else place).partition(":")
     # A password may have slashes, as many keys of AWS do. What comes after the colon is one unless it is a port, and
     # buckets have no port.
     if end < 0 and colon and (scheme in ("s3", "gs") or not port.isdigit()):
         end = rest.find("@")
     return f"{scheme}://{rest[end + 1 :]}{options}"
+
+
+def _user_of(url: str) -> str:
+    """What `without_user` leaves out."""
+    return url.split("://", 1)[1][: len(url) - len(without_user(url))]
 
 
 def holds_credentials(place: str) -> bool:
@@ -45,4 +50,5 @@ def holds_credentials(place: str) -> bool:
     host = rest.split("/")[0]
     # Buckets have neither a port nor a user. Elsewhere a name before @ may belong to the place (abfs).
     secret = any(c in host for c in ":@") if scheme in ("s3", "gs", "gcs") else ":" in host.rpartition("@")[0]
-    return bool(scheme and (secret or _SECRET_OPTION.search(rest)))
+    # One with a slash in it is not in the host, which ends there.
+    return bool(scheme and (secret or ":" in _user_of(place) or _SECRET_OPTION.search(rest)))

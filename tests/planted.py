@@ -1,4 +1,4 @@
-"""Secrets for tests to plant: twelve shapes, assembled here so that no scanner takes this file for a leak."""
+"""Secrets for tests to plant: eighteen shapes, assembled here so that no scanner takes this file for a leak."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ SHAPES = {
     "slack": "xo" + "xb-123456789012-" + FILL,
     "google": "AI" + "za" + FILL * 2,
     "nvidia": "nv" + "api-" + FILL * 2,
+    "wandb": "wandb" + "_v1_" + FILL * 2,
+    "groq": "gs" + "k_" + FILL * 2,
+    "npm": "np" + "m_" + FILL * 2,
+    "vault": "hv" + "s.CAESI" + FILL,
+    "digitalocean": "do" + "p_v1_" + "0123456789abcdef" * 4,
+    "sendgrid": "S" + "G." + FILL + "." + FILL * 2,
     "jwt": "ey" + "JhbGciOiJIUzI1NiJ9.ey" + "JzdWIiOiIxMjM0In0." + FILL,
     "bearer": "Bearer " + FILL,
 }
