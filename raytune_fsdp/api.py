@@ -80,7 +80,7 @@ def _result(
     from raytune_fsdp.launch.torchrun import is_rank0
     from raytune_fsdp.report.page import make_curve, make_report
     from raytune_fsdp.run.publish import publish
-    from raytune_fsdp.run.record import clean_config, last_tracking, mend_record, register_export
+    from raytune_fsdp.run.record import clean_config, keep_from_others, last_tracking, mend_record, register_export
 
     place = prepared.place  # as rank 0 sees it: under torchrun another node may resolve a relative path differently
     newest = before.checkpoint if before.complete else committed(place.checkpoints)[-1]
@@ -90,6 +90,7 @@ def _result(
     if is_rank0():
         if before.complete:
             clean_config(place)
+            keep_from_others(place)
             mend_record(place, before)
         # It sends while the export is written.
         trackers = last_tracking(config, prepared, before, newest.step, seconds=wait_for_tracking, progress=progress)

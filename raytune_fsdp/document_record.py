@@ -14,6 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from raytune_fsdp.collectives import on_all_ranks
+from raytune_fsdp.durable import make_private, open_private
 from raytune_fsdp.errors import in_one_line
 from raytune_fsdp.model.documents import DocumentLosses
 from raytune_fsdp.tracking.lines import is_number
@@ -47,8 +48,8 @@ class DocumentRecord:
                 logger.warning("the losses of documents are no longer recorded: %s", in_one_line(error))
 
     def _append(self, text: str) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
+        make_private(self._path.parent)
+        with open(self._path, "a", opener=open_private) as file:
             file.write(text)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -16,10 +17,27 @@ if TYPE_CHECKING:
 _PRIVATE = 0o660
 
 
+def open_private(name: str, flags: int) -> int:
+    """An opener for `open`: others than owner and group get nothing of a file that is new."""
+    return os.open(name, flags, _PRIVATE)
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory, unless it is there, into which only its owner and group can look."""
+    directory.mkdir(mode=0o770, parents=True, exist_ok=True)
+
+
+def take_from_others(path: Path) -> None:
+    """Take from others than owner and group what they may do with a file or directory, if it is there and ours."""
+    with suppress(OSError):  # another user's, or storage has no permissions
+        mode = path.lstat().st_mode
+        if mode & 0o007 and not stat.S_ISLNK(mode):
+            path.chmod(mode & 0o770)
+
+
 def write_durably(path: Path, text: str, *, private: bool = False) -> None:
     """Write a small file, and wait until storage has its content. `private`: a new file is not for everybody."""
-    opener = (lambda name, flags: os.open(name, flags, _PRIVATE)) if private else None
-    with open(path, "w", encoding="utf-8", opener=opener) as file:
+    with open(path, "w", encoding="utf-8", opener=open_private if private else None) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -44,12 +62,14 @@ def keep_private(path: Path) -> None:
             os.close(handle)
 
 
-def replace_at_once(path: Path, *parts: bytes | Buffer) -> None:
-    """Replace a file, even if others do the same; readers see one whole version. Does not wait for storage."""
+def replace_at_once(path: Path, *parts: bytes | Buffer, private: bool = False) -> None:
+    """Replace a file, even if others do the same; readers see one whole version. Does not wait for storage.
+
+    `private`: only owner and group may read it."""
     # A name of its own: writers on several nodes may have the same process id.
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=open_private if private else None) as file:
             for part in parts:
                 file.write(part)
         temporary.replace(path)

@@ -144,6 +144,13 @@ class RunDir:
     def mlflow_id(self) -> Path:
         return self.path / MLFLOW_ID_FILE
 
+    @property
+    def private(self) -> tuple[Path, ...]:
+        """What says how the run was made, and what went through it: others than owner and group cannot read it. Not
+        what people pass on and serve: model, exports and checkpoints."""
+        own = (self.path / name for name in (*_FILES, REPORT, "documents", "logs", "wandb"))
+        return (*own, self.model_files / RECIPE_FILE, report_of(self.path), curve_of(self.path))
+
     def logs(self, attempt: int) -> Path:
         return self.path / "logs" / f"attempt-{attempt}"
 
@@ -177,9 +184,9 @@ def check_links_beside(checkpoints: str) -> None:
 
 
 def _links_in(run_dir: Path) -> Iterator[Path]:
-    for name in (*_FILES, *_LEVELS):
-        if (run_dir / name).is_symlink():
-            yield run_dir / name
+    for link in _links_below(run_dir, 1):  # metrics.jsonl.tmp, metrics.jsonl.a2.damaged: in the place of a file of ours
+        if link.name in _LEVELS or link.name.startswith(_FILES):
+            yield link
     for name, levels in _LEVELS.items():
         yield from _links_below(run_dir / name, levels)
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint, newest, verify
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.whole import WholeWeights, base_of, dtype_of, weights_of_adapter, whole_weights
+from raytune_fsdp.durable import replace_at_once
 from raytune_fsdp.errors import ModelError, ResumeError, first_line, is_panic
 from raytune_fsdp.model.attention import forget_flash_attention
 from raytune_fsdp.model.dequantize import check_packed
@@ -98,7 +99,10 @@ def put_model_files(model: Path, checkpoints: str) -> None:
         for name in names:
             target = Path(checkpoints).parent / MODEL_FILES / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(model / name, target)
+            if name == RECIPE_FILE:
+                replace_at_once(target, (model / name).read_bytes(), private=True)
+            else:
+                shutil.copyfile(model / name, target)
 
 
 def load_for_inference(

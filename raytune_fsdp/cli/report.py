@@ -41,7 +41,7 @@ def _report(parser: Parser, arguments: Sequence[str]) -> int:
     place = report_of(found.run[0])
     alone = len(found.run) == 1
     out = found.out or (place if alone else place.with_name(COMPARISON))
-    write_page(out, made)
+    write_page(out, made, private=found.out is None)
     print(out)
     if found.png:
         png = curve_of(found.run[0]) if alone and found.out is None else out.with_suffix(".png")

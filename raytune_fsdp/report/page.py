@@ -18,7 +18,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from raytune_fsdp.durable import replace_at_once
+from raytune_fsdp.durable import make_private, replace_at_once, take_from_others
 from raytune_fsdp.errors import UserError, in_one_line
 from raytune_fsdp.report import facts
 from raytune_fsdp.report.charts import charts_of
@@ -51,7 +51,9 @@ def make_curve(run_dir: Path) -> Path | None:
         return None
     try:
         path = curve_of(run_dir)
+        make_private(path.parent)
         plot(run_dir, path)
+        take_from_others(path)
         return path
     except Exception as error:  # as below
         logger.warning("there is no loss curve of %s: %s", run_dir, in_one_line(error))
@@ -66,7 +68,7 @@ def make_report(run_dir: Path) -> Path | None:
             there = read_file(path, limit=_MOST_BYTES).decode()
         # The same command on a complete run makes it again: another moment alone would send it to MLflow once more.
         if _undated(text) != _undated(there):
-            write_page(path, text)
+            write_page(path, text, private=True)
         return path
     except Exception as error:  # whatever it is, the model is trained
         logger.warning("there is no report of %s: %s", run_dir, in_one_line(error))
@@ -88,11 +90,13 @@ def page(run_dirs: Sequence[Path]) -> str:
     return _render(drawn, **said)
 
 
-def write_page(path: Path, text: str) -> None:
-    """Put a page where it belongs. UserError if it cannot be written."""
+def write_page(path: Path, text: str, *, private: bool) -> None:
+    """Put a page where it belongs. `private`: its place is in a run. UserError if it cannot be written."""
     try:
+        if private:
+            make_private(path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_at_once(path, text.encode(errors="replace"))
+        replace_at_once(path, text.encode(errors="replace"), private=private)
     except OSError as error:
         raise UserError(
             f"{path} cannot be written: {error.strerror or error}; choose another place with --out"

@@ -28,7 +28,7 @@ from raytune_fsdp.config.text import dump
 from raytune_fsdp.counts import Census
 from raytune_fsdp.data.open_data import HELD_OUT
 from raytune_fsdp.data.skipped import events_of_rows
-from raytune_fsdp.durable import replace_durably
+from raytune_fsdp.durable import replace_durably, take_from_others
 from raytune_fsdp.errors import in_one_line, pip_install
 from raytune_fsdp.model.adapter_config import put_adapter_config
 from raytune_fsdp.model.attention import Choice
@@ -79,6 +79,7 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
     if prepared.lease is not None:
         prepared.lease.check()  # a newcomer may be writing the draft that would be removed here
     place.path.mkdir(parents=True, exist_ok=True)
+    keep_from_others(place)
     changed = changed_settings(place, config)
     storage_at(place.checkpoints).clean()  # before the first save of this attempt: nothing else is being written
     aside = []
@@ -89,10 +90,10 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
         place.evaluations.unlink(missing_ok=True)
     replace_durably(place.config, recorded_text(config), private=True)
     if config.checkpoint.storage is not None:
-        replace_durably(place.checkpoints_at, place.checkpoints)
-    replace_durably(place.plan, json.dumps(_plan_in_full(prepared, standing), indent=1))
+        replace_durably(place.checkpoints_at, place.checkpoints, private=True)
+    replace_durably(place.plan, json.dumps(_plan_in_full(prepared, standing), indent=1), private=True)
     if prepared.census is not None:
-        replace_durably(place.data, data_of(prepared.census))
+        replace_durably(place.data, data_of(prepared.census), private=True)
     prepared.hf_config.save_pretrained(place.model_files)
     prepared.tokenizer.save_pretrained(place.model_files)
     if isinstance(config.method, AdapterMethod):
@@ -101,9 +102,15 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
         # Not save_pretrained: it refuses combinations of settings that well-known models ship with.
         prepared.generation_config.to_json_file(place.model_files / "generation_config.json")
     recipe = recipe_of(redact(config.model_dump(mode="json")), _versions(), place.path, prepared.parameters)
-    replace_durably(place.model_files / RECIPE_FILE, recipe)
+    replace_durably(place.model_files / RECIPE_FILE, recipe, private=True)
     put_model_files(place.model_files, place.checkpoints)
     return Opened(changed=changed, aside=aside)
+
+
+def keep_from_others(place: RunDir) -> None:
+    """Take from others than owner and group what older versions have let them read."""
+    for path in place.private:
+        take_from_others(path)
 
 
 def clean_config(place: RunDir) -> None:

@@ -13,6 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from raytune_fsdp.durable import open_private
 from raytune_fsdp.errors import RaytuneError, ResumeError, TrainingError, TransientError
 from raytune_fsdp.lease import Lease, TakenOverError
 from raytune_fsdp.redaction import redact
@@ -62,7 +63,7 @@ class JsonlTracker:
         try:
             self._metrics_path.parent.mkdir(parents=True, exist_ok=True)
             taken = cut(self._metrics_path, run.resumed_from, aside=aside)
-            self._file = FileIO(self._metrics_path, "ab")
+            self._file = FileIO(self._metrics_path, "ab", opener=open_private)
         except OSError as error:
             raise _cannot_write(self._metrics_path, error) from error
         self._evaluated = set(taken.evaluated)
@@ -138,7 +139,7 @@ def _append_line(path: Path, line: Mapping[str, object]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Appended in one write, without a buffer: lines of several processes must not be mixed.
-        with FileIO(path, "ab+") as file:
+        with FileIO(path, "ab+", opener=open_private) as file:
             # A line that a crash left unfinished must not swallow this one.
             torn = file.seek(0, os.SEEK_END) > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
             _write_all(file, b"\n" * torn + to_bytes(line))

@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from raytune_fsdp.config.recorded import shown_uri
-from raytune_fsdp.durable import replace_at_once
+from raytune_fsdp.durable import make_private, replace_at_once, take_from_others
 from raytune_fsdp.errors import RaytuneError, in_one_line
 from raytune_fsdp.redaction import redact, redact_text, redact_yaml
 from raytune_fsdp.rundir import EVALUATIONS_FILE, EVENTS_FILE, MLFLOW_ID_FILE
@@ -204,6 +204,9 @@ class MlflowTracker(Follower):
     def _open(self) -> MlflowRun:
         """The run of this attempt, of the run's directory, or of the checkpoint; else a new one."""
         client = connect(self._uri)
+        if self._artifact_root is not None:
+            make_private(Path(self._artifact_root))
+            take_from_others(Path(self._artifact_root))
         file = self._directory / MLFLOW_ID_FILE
         known = kept_id(file) or self._start.state.get(RUN_ID, "")
         asked_for = known.removeprefix(_ASKED_FOR) if known.startswith(_ASKED_FOR) else None

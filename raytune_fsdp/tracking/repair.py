@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from raytune_fsdp.durable import sync_directory
+from raytune_fsdp.durable import open_private, sync_directory
 from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.tracking.lines import WHOLE_STEP, read_line, step_of
 from raytune_fsdp.untrusted import LINE_BYTES
@@ -44,14 +44,17 @@ def cut(path: Path, last_step: int, *, aside: Path) -> Taken:
     a file that nobody reads.
     """
     temporary = path.with_name(f"{path.name}.tmp")
-    with _opened(path) as file, temporary.open("wb") as output:
+    temporary.unlink(missing_ok=True)  # left by a crash, or a link that leads elsewhere
+    with _opened(path) as file, open(temporary, "wb", opener=open_private) as output:
         spans, taken = ([], Taken()) if last_step == 0 else _take(file, last_step)
         for first, after in spans:
             _copy(file, first, after, output)
         output.flush()
         os.fsync(output.fileno())
     if taken.problems and path.exists():
-        shutil.copyfile(path, aside)
+        aside.unlink(missing_ok=True)
+        with path.open("rb") as broken, open(aside, "wb", opener=open_private) as kept:
+            shutil.copyfileobj(broken, kept)
     os.replace(temporary, path)
     sync_directory(path.parent)
     return taken

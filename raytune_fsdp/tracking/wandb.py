@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from raytune_fsdp.durable import replace_at_once
+from raytune_fsdp.durable import make_private, replace_at_once
 from raytune_fsdp.redaction import redact
 from raytune_fsdp.rundir import WANDB_ID_FILE
 from raytune_fsdp.tracking.following import Copy
@@ -48,6 +48,7 @@ class WandbTracker(Copy):
         if not (known := kept_id(file)):
             known = uuid.uuid4().hex
             replace_at_once(file, f"{known}\n".encode())
+        make_private(self._directory / "wandb")  # where it spools the config
         self._run = wandb.init(
             project=self._project,
             entity=self._entity,

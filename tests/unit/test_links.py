@@ -26,6 +26,7 @@ CHECKPOINT = "checkpoints/step-00000006.a1"
 DIRECTORIES = ("report", "checkpoints", "model", "exports", "export", "logs", "documents", "profile", "tensorboard")
 FILES = (
     "config.yaml", "plan.json", "data.json", "metrics.jsonl", "events.jsonl", "evaluations.jsonl", "checkpoints_at",
+    "metrics.jsonl.tmp", "config.yaml.tmp", "metrics.jsonl.a2.damaged",
 )  # fmt: skip
 INNER = (
     "checkpoints/step-00000006.a1", "checkpoints/step-00000009.a1.1.tmp", "exports/step-00000006", "report/index.html",

@@ -20,6 +20,7 @@ import ray
 import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
+from raytune_fsdp.durable import make_private, open_private
 from raytune_fsdp.errors import HandedOver, Interrupted
 from raytune_fsdp.launch.ray.board import (
     Beat,
@@ -319,10 +320,10 @@ class _Reports:
 
 def _log_to(path: Path) -> None:
     """Redirect all output of this process to a file, also that of C libraries and of crashes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private(path.parent)
     sys.stdout.flush()
     sys.stderr.flush()
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    file = open_private(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
