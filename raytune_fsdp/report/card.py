@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -19,11 +21,12 @@ from raytune_fsdp.errors import RaytuneError, in_one_line
 from raytune_fsdp.model.bounds import read_config
 from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.known_files import CARD_FILE
+from raytune_fsdp.redaction import redact, redact_shapes, redact_text
 from raytune_fsdp.rundir import METRICS_FILE, RECIPE_FILE
 from raytune_fsdp.tracking.jsonl import each_line_of
 from raytune_fsdp.tracking.names import with_perplexity
 from raytune_fsdp.types import ParameterCount
-from raytune_fsdp.untrusted import MIB, UnsoundError, read_json, reason
+from raytune_fsdp.untrusted import MIB, UnsoundError, printable, read_json, reason
 from raytune_fsdp.urls import is_url
 
 logger = logging.getLogger(__name__)
@@ -72,13 +75,12 @@ def model_card(
     recipe = _recipe(model_files)
     config = recipe["config"]
     hf_config = read_config(model_files)
-    name = config.get("run", {}).get("name", "fine-tuned model")
     parts = [
         "---",
         yaml.safe_dump(_metadata(recipe, adapter), sort_keys=False, allow_unicode=True).rstrip(),
         "---",
         "",
-        f"# {name}",
+        f"# {_prose(config.get('run', {}).get('name', 'fine-tuned model'))}",
         "",
         *_summary(hf_config, recipe, state, dtype, adapter),
     ]
@@ -90,12 +92,15 @@ def model_card(
     parts += ["", "## Data", "", *_data(config, state)]
     if config:
         shown = yaml.safe_dump(_shortened(config), sort_keys=False, allow_unicode=True).rstrip()
-        parts += ["", "## Recipe", "", "```yaml", shown, "```", "", "## Audit", "", *_audit(recipe)]
+        # Longer than any in the text, which could end the block otherwise.
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", shown)), default=0))
+        parts += ["", "## Recipe", "", f"{fence}yaml", shown, fence, "", "## Audit", "", *_audit(recipe)]
     return "\n".join(parts) + "\n"
 
 
-def is_of_same_run(export: Path, card: str) -> bool:
-    """Whether a model directory has a card with this card's fingerprint, and the weights that its index names.
+def is_of_same_run(export: Path, state: RunState) -> bool:
+    """Whether a model directory has a card with the fingerprint of this state's run, and the weights that its index
+    names.
 
     The fingerprint is a hash of all that decided the training: no other run has it, nor a model from elsewhere.
     """
@@ -104,8 +109,9 @@ def is_of_same_run(export: Path, card: str) -> bool:
         named = set(find_weights(export).file_of.values())
     except (RaytuneError, OSError, ValueError):
         return False
-    line = next(line for line in card.splitlines() if line.startswith(_FINGERPRINT))
-    return line in there.splitlines() and named == {path.name for path in export.glob("*.safetensors")}
+    return _fingerprint_line(state) in there.splitlines() and named == {
+        path.name for path in export.glob("*.safetensors")
+    }
 
 
 def _recipe(model_files: Path) -> Any:
@@ -113,7 +119,8 @@ def _recipe(model_files: Path) -> Any:
     try:
         recipe = read_json(model_files / RECIPE_FILE, limit=_RECIPE_BYTES)
         _check_recipe(recipe)
-        return recipe
+        # Written without secrets, by us; an older version knew fewer of them, and it may be a stranger's.
+        return {**redact_shapes(recipe), "config": redact(recipe["config"])}
     except (OSError, ValueError) as error:
         logger.warning("%s says nothing about the training: %s", model_files / RECIPE_FILE, reason(error))
     return {"version": None, "run_dir": None, "model_on_hub": False, "config": {}}
@@ -140,8 +147,10 @@ def _metadata(recipe: Mapping[str, Any], adapter: bool) -> dict[str, Any]:
     library = "peft" if adapter else "transformers"
     metadata: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
     if recipe["model_on_hub"] and config["model"].get("init") == "pretrained":
-        metadata["base_model"] = config["model"]["path"]
-    datasets = sorted({str(each["hub"]) for each in config.get("data", {}).get("train", []) if each.get("hub")})
+        metadata["base_model"] = printable(config["model"]["path"])
+    datasets = sorted(
+        {printable(str(each["hub"])) for each in config.get("data", {}).get("train", []) if each.get("hub")}
+    )
     if datasets:
         metadata["datasets"] = datasets
     return {**metadata, "tags": ["raytune_fsdp"]}
@@ -150,16 +159,17 @@ def _metadata(recipe: Mapping[str, Any], adapter: bool) -> dict[str, Any]:
 def _summary(
     hf_config: Mapping[str, Any], recipe: Mapping[str, Any], state: RunState, dtype: str, adapter: bool
 ) -> Iterator[str]:
-    kind = ", ".join(hf_config.get("architectures") or [hf_config.get("model_type", "causal language model")])
+    classes = hf_config.get("architectures") or [hf_config.get("model_type", "causal language model")]
+    kind = ", ".join(map(str, classes)) if isinstance(classes, list) else str(classes)
     model, version = recipe["config"].get("model", {}), recipe["version"]
     path = model.get("path")
     origin = ""
     if model.get("init") == "random":
         origin = " from random weights"
     elif path:
-        origin = f" from `{path if recipe['model_on_hub'] else _shown(path)}`"
-    what = f"An adapter of a `{kind}`, trained" if adapter else f"A `{kind}`, fine-tuned"
-    yield f"{what}{origin} with raytune_fsdp{f' {version}' if version else ''}."
+        origin = f" from {_code(path if recipe['model_on_hub'] else _shown(path))}"
+    what = f"An adapter of a {_code(kind)}, trained" if adapter else f"A {_code(kind)}, fine-tuned"
+    yield f"{what}{origin} with raytune_fsdp{f' {_prose(version)}' if version else ''}."
     if adapter:
         yield "It is loaded beside that model: `PeftModel.from_pretrained(model, here)`."
     yield ""
@@ -167,7 +177,11 @@ def _summary(
         yield f"- {ParameterCount(**recipe['parameters']).words}"
     yield f"- step {state.step}, after {state.samples:,} packed samples"
     yield f"- weights in {'the type they were trained in' if dtype == 'trained' else dtype}"
-    yield f"{_FINGERPRINT}: `{_fingerprint(state.identity)}`"
+    yield _fingerprint_line(state)
+
+
+def _fingerprint_line(state: RunState) -> str:
+    return f"{_FINGERPRINT}: `{_fingerprint(state.identity)}`"
 
 
 def _results(run_dir: Path | None, step: int) -> Iterator[str]:
@@ -187,7 +201,7 @@ def _rows(lines: list[dict[str, Any]]) -> Iterator[str]:
     last = max((_step(line) for line in lines if line["kind"] == "eval"), default=None)
     evals = [line["values"] for line in lines if line["kind"] == "eval" and _step(line) == last]
     for key, value in with_perplexity({key: value for values in evals for key, value in values.items()}).items():
-        yield f"| {key} (step {last}) | {value:.4f} |"
+        yield f"| {_prose(key)} (step {last}) | {value:.4f} |"
 
 
 def _step(line: Mapping[str, Any]) -> int:
@@ -201,7 +215,7 @@ def _data(config: Mapping[str, Any], state: RunState) -> Iterator[str]:
     listed = config.get("data", {}).get("train", [])
     # From the identity: the recipe may be missing.
     numbers = {key.split(".")[2] for key in state.identity if key.startswith(("data.train.", "data.datasets."))}
-    for number in sorted(number for number in numbers if number.isdecimal()):
+    for number in sorted(number for number in numbers if number.isascii() and number.isdecimal() and len(number) < 10):
         own = {
             key: value
             for key, value in state.identity.items()
@@ -209,7 +223,7 @@ def _data(config: Mapping[str, Any], state: RunState) -> Iterator[str]:
         }
         place = int(number)
         name = _shown(listed[place].get("path") or listed[place].get("hub")) if place < len(listed) else number
-        yield f"| {name} | `{_fingerprint(own)}` |"
+        yield f"| {_prose(name)} | `{_fingerprint(own)}` |"
 
 
 def _audit(recipe: Mapping[str, Any]) -> Iterator[str]:
@@ -221,7 +235,7 @@ def _audit(recipe: Mapping[str, Any]) -> Iterator[str]:
         "above and the model that the training began with, and refuses others."
     )
     if versions:
-        with_versions = ", ".join(f"{name} {version}" for name, version in versions.items())
+        with_versions = ", ".join(f"{_prose(name)} {_prose(version)}" for name, version in versions.items())
         yield ""
         yield f"Trained with {with_versions}: with the same versions, on the same kind of machine, the same bits."
 
@@ -239,6 +253,16 @@ def _run_dir(checkpoint: CommittedCheckpoint, recipe: Mapping[str, Any]) -> Path
     return next((place for place in places if (place / METRICS_FILE).is_file()), None)
 
 
+def _prose(text: object) -> str:
+    """A text of the recipe, which may be a stranger's, in one line of Markdown that shows it and nothing else."""
+    return re.sub(r"([\\`*\[\]|~])", r"\\\1", html.escape(printable(redact_shapes(str(text))), quote=False))
+
+
+def _code(text: object) -> str:
+    """The same as code, in which a backtick alone means something."""
+    return f"`{printable(str(text)).replace('`', chr(39))}`"
+
+
 def _shown(path: object) -> str:
     """A local path reduced to its name; a public one unchanged."""
     text = str(path)
@@ -248,8 +272,8 @@ def _shown(path: object) -> str:
 def _shortened(value: Any) -> Any:
     """A config without unset fields, and with local paths reduced to their names."""
     if isinstance(value, Mapping):
-        short = {key: _shortened(each) for key, each in value.items() if key != "cache"}
+        short = {printable(redact_text(str(key))): _shortened(each) for key, each in value.items() if key != "cache"}
         return {key: each for key, each in short.items() if each is not None and each != {}}
     if isinstance(value, list):
         return [_shortened(each) for each in value]
-    return _shown(value) if isinstance(value, str) else value
+    return printable(_shown(value), keep="\n\t") if isinstance(value, str) else value

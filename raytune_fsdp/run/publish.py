@@ -8,7 +8,7 @@ from pathlib import Path
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed, verify
 from raytune_fsdp.checkpoint.model_files import model_files
-from raytune_fsdp.checkpoint.state import read_state
+from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.checkpoint.tensors import INITIAL
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.checkpoint.whole import base_of, check_rows_stored, saved_network, whole_weights
@@ -91,7 +91,7 @@ def export_checkpoint(
         max_file_bytes=chosen.max_file_bytes,
         card=card,
         trust_remote_code=trust_remote_code,
-        adopt=_is_older_export(Path(os.path.realpath(destination)), card),
+        adopt=_is_older_export(Path(os.path.realpath(destination)), read_state(checkpoint)),
     )
 
 
@@ -150,6 +150,6 @@ def _check_whole(checkpoint: CommittedCheckpoint) -> None:
         raise ResumeError(f"checkpoint {checkpoint.path} is damaged, so it is not exported: {problem}; use another one")
 
 
-def _is_older_export(destination: Path, card: str) -> bool:
+def _is_older_export(destination: Path, state: RunState) -> bool:
     """Whether an export of a version that left no mark may have written this: by its place, or by its card's hash."""
-    return is_place_of_exports(destination) or is_of_same_run(destination, card)
+    return is_place_of_exports(destination) or is_of_same_run(destination, state)
