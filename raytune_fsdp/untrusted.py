@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,6 +190,20 @@ def check_format(version: object) -> None:
 def printable(text: str, keep: str = "") -> str:
     """A stranger's text as a terminal may have it: nothing in it moves the cursor, or ends a line but what is kept."""
     return "".join(char if char.isprintable() or char in keep else "\N{MIDDLE DOT}" for char in text)
+
+
+def without_controls(text: str) -> str:
+    """What a model answers, as a terminal may have it. What joins characters, as in emoji and in Persian, stays."""
+    return _CONTROLS.sub("\N{MIDDLE DOT}", text)
+
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2028\u2029\u2066-\u2069]")
+"""Not tabs and line ends. Marks and embeddings that change the direction of what follows are among them."""
+
+
+def printable_json(line: str) -> str:
+    """A line of JSON in which a stranger's texts steer no terminal; it says the same."""
+    return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in line)
 
 
 def shown(value: object) -> str:

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from raytune_fsdp.checkpoint.catalogue import Keep, directory_name, prune
+from raytune_fsdp.checkpoint.catalogue import Keep, prune
 from raytune_fsdp.checkpoint.layout import PieceLayout, make_layout
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.messages import Messages, open_messages
 from raytune_fsdp.checkpoint.save_in_flight import Ending, Outcome, SaveInFlight, SaveJob
 from raytune_fsdp.checkpoint.staging import Staging, UpdatesAfterCopies
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.checkpoint.storage import Draft, Storage, at_once
+from raytune_fsdp.checkpoint.storage import Draft, Storage, at_once, directory_name
 from raytune_fsdp.checkpoint.tensors import tensors_of
 from raytune_fsdp.optim import Optimizer, local_piece
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import BASE, TRUST, Parser, exit_code
+from raytune_fsdp.cli.common import BASE, TRUST, Parser, exit_code, say
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp average") -> int:
@@ -40,7 +40,7 @@ def _average(parser: Parser, arguments: Sequence[str]) -> int:
     with Signals("during the export; the same command makes it anew"):
         average(checkpoints, found.destination, chosen, trust_remote_code=found.trust_remote_code, base=found.base)
     steps = ", ".join(str(each.step) for each in checkpoints)
-    print(f"exported the mean of steps {steps} to {found.destination}")
+    say(f"exported the mean of steps {steps} to {found.destination}")
     return 0
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from raytune_fsdp.cli.common import ModelParser, exit_code
 from raytune_fsdp.errors import ConfigError, DataError
+from raytune_fsdp.untrusted import printable, without_controls
 
 if TYPE_CHECKING:
     from raytune_fsdp.answers import Talk
@@ -63,14 +64,14 @@ def _obey(talk: Talk, line: str) -> None:
         _note(f"there is no {command}; {_COMMANDS}")
     else:
         try:
-            talk.ask(line, show=lambda text: print(text, end="", flush=True), note=_note)
+            talk.ask(line, show=lambda text: print(without_controls(text), end="", flush=True), note=_note)
         except DataError as error:  # of this message; the conversation is as it was before
             _note(str(error))
         print(flush=True)
 
 
 def _note(text: str) -> None:
-    print(f"({text})", file=sys.stderr, flush=True)
+    print(printable(f"({text})"), file=sys.stderr, flush=True)
 
 
 def _lines() -> Iterator[str]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytune_fsdp.cli.common import Parser, exit_code
+from raytune_fsdp.cli.common import Parser, exit_code, say
 from raytune_fsdp.cli.runs import check_run
 from raytune_fsdp.errors import ResumeError, TrainingError
 
@@ -57,7 +57,7 @@ def _now(found: Namespace) -> int:
         asking.leave()  # also after Ctrl-C: a question that nobody waits for must not be answered later
     if answer["path"] is None:
         raise TrainingError(f"the checkpoint of step {answer['step']} was not written: {answer['problem']}")
-    print(f"step {answer['step']}: {answer['path']}")
+    say(f"step {answer['step']}: {answer['path']}")
     return 0
 
 
@@ -104,7 +104,7 @@ def _list(found: Namespace) -> int:
 
     for each in _committed(found.run):
         size = sum(storage_at(each.root).sizes(each.name).values())
-        print(f"step {each.step:>8,}  attempt {each.attempt:>3}  {gibibytes(size):>10}  {each.path}")
+        say(f"step {each.step:>8,}  attempt {each.attempt:>3}  {gibibytes(size):>10}  {each.path}")
     return 0
 
 
@@ -116,7 +116,7 @@ def _verify(found: Namespace) -> int:
     for each in there:
         problem = verify(each, hashes=True)
         damaged += problem is not None
-        print(f"step {each.step:>8,}  {problem or 'intact'}  {each.path}", flush=True)
+        say(f"step {each.step:>8,}  {problem or 'intact'}  {each.path}")
     if damaged:
         raise ResumeError(
             f"{damaged} of {len(there)} checkpoints are damaged; the run continues from the newest intact one"
@@ -132,7 +132,7 @@ def _committed(run: Path) -> list[CommittedCheckpoint]:
     # The directory that holds a run's checkpoints where `checkpoint.storage` says has no plan.
     there = committed(checkpoints_of(run.absolute())) if run.is_dir() else []
     if not there:
-        print(f"{run} has no checkpoint in {check_run(run).checkpoints}")
+        say(f"{run} has no checkpoint in {check_run(run).checkpoints}")
     return there
 
 

@@ -35,6 +35,11 @@ TRUST = "the model may bring Python code of its own; only for models whose code 
 RUNS_CODE = "the run's config may name Python code (of its model, or to read rows); only for code you have read"
 
 
+def say(text: object) -> None:
+    """Print lines that may hold a stranger's names: of directories, files and datasets."""
+    print(printable(str(text), keep="\n\t"), flush=True)
+
+
 def exit_code(work: Callable[[], int]) -> int:
     """Do the work; errors meant for users become one line per problem on stderr and the exit code they carry."""
     try:

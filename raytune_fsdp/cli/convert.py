@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import Parser, exit_code, write_new
+from raytune_fsdp.cli.common import Parser, exit_code, say, write_new
 from raytune_fsdp.errors import ConfigError
 
 _PROJECTS = ("axolotl", "trl", "llama-factory", "accelerate")
@@ -57,9 +57,9 @@ def _run(parser: Parser, arguments: Sequence[str]) -> int:
         print(text, end="")
         return 0
     write_new(found.out, text)
-    print(f"written to {found.out}")
+    say(f"written to {found.out}")
     if not converted.project.fragment:
-        print(f"then: raytune-fsdp data preview --config {found.out}")
+        say(f"then: raytune-fsdp data preview --config {found.out}")
     return 0
 
 

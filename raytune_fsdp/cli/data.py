@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytune_fsdp.cli.common import ConfigParser, Parser, exit_code, nearest
+from raytune_fsdp.cli.common import ConfigParser, Parser, exit_code, nearest, say
 from raytune_fsdp.cli.progress import shown
 from raytune_fsdp.errors import ConfigError
 
@@ -92,11 +92,11 @@ def _stats(arguments: Sequence[str], prog: str) -> int:
         }
     for what, counted in censuses.items():
         for line in stats(counted, title=what):
-            print(line)
+            say(line)
         print()
     if found.png is not None:
         plot_lengths(censuses, found.png)
-        print(f"lengths  {found.png}")
+        say(f"lengths  {found.png}")
     return 0
 
 

@@ -7,7 +7,7 @@ from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import BASE, TRUST, Parser, exit_code
+from raytune_fsdp.cli.common import BASE, TRUST, Parser, exit_code, say
 from raytune_fsdp.launch.signals import Signals
 
 
@@ -59,9 +59,9 @@ def _export(parser: Parser, arguments: Sequence[str]) -> int:
             checkpoint, found.destination, chosen,
             verified=True, trust_remote_code=found.trust_remote_code, base=found.base,
         )  # fmt: skip
-    print(f"exported {checkpoint.path} to {found.destination}")
+    say(f"exported {checkpoint.path} to {found.destination}")
     if pushed is not None:
-        print(f"pushed to {pushed}")
+        say(f"pushed to {pushed}")
     return 0
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from raytune_fsdp.cli.common import ModelParser, exit_code
+from raytune_fsdp.untrusted import without_controls
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp generate") -> int:
@@ -29,7 +30,7 @@ def _generate(parser: ModelParser, arguments: Sequence[str]) -> int:
             model, tokenizer, prompt,
             max_new_tokens=found.max_new_tokens, device=device, temperature=found.temperature,
         )  # fmt: skip
-        print(text, flush=True)
+        print(without_controls(text), flush=True)
     return 0
 
 

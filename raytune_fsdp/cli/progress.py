@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from raytune_fsdp.cli.screen import screen
 from raytune_fsdp.launch.torchrun import under_torchrun
 from raytune_fsdp.tracking.live import PLAIN_TERMS, message
+from raytune_fsdp.untrusted import printable
 
 if TYPE_CHECKING:
     from raytune_fsdp.types import Progress
@@ -70,7 +71,7 @@ class _Lines:
         now = time.monotonic()
         if now - self._last.setdefault(what, now) >= _SECONDS_BETWEEN_LINES:
             self._last[what] = now
-            print(f"{what}: {done:,} of {total:,}", file=sys.stderr, flush=True)
+            print(printable(f"{what}: {done:,} of {total:,}"), file=sys.stderr, flush=True)
 
 
 class _Messages:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import Parser, exit_code
+from raytune_fsdp.cli.common import Parser, exit_code, say
 
 COMPARISON = "comparison.html"
 
@@ -42,11 +42,11 @@ def _report(parser: Parser, arguments: Sequence[str]) -> int:
     alone = len(found.run) == 1
     out = found.out or (place if alone else place.with_name(COMPARISON))
     write_page(out, made, private=found.out is None)
-    print(out)
+    say(out)
     if found.png:
         png = curve_of(found.run[0]) if alone and found.out is None else out.with_suffix(".png")
         plot_runs(found.run, png)
-        print(png)
+        say(png)
     return 0
 
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytune_fsdp.cli.common import Parser, exit_code, nearest
+from raytune_fsdp.cli.common import Parser, exit_code, nearest, say
 from raytune_fsdp.errors import ResumeError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _runs(parser: Parser, arguments: Sequence[str]) -> int:
     elif rows:
         print("\n".join(table(rows)))
     elif not refused:
-        print(f"{found.storage} has no runs")
+        say(f"{found.storage} has no runs")
     if refused:
         raise ResumeError("\n".join(refused))
     return 0

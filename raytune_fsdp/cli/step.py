@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from raytune_fsdp.cli.common import BASE, RUNS_CODE, ConfigParser, config_of_run, exit_code
 from raytune_fsdp.cli.progress import shown
 from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.untrusted import printable
+from raytune_fsdp.untrusted import printable, printable_json
 
 if TYPE_CHECKING:
     from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
@@ -130,7 +130,7 @@ def _headline(past: PastStep) -> str:
 
 def _as_json(past: PastStep, losses: Losses | None) -> Iterator[str]:
     for _, _, about in _documents(past, losses):
-        yield json.dumps(about, ensure_ascii=False)
+        yield printable_json(json.dumps(about, ensure_ascii=False))
 
 
 def _lines(past: PastStep, losses: Losses | None, whence: str, *, text: bool) -> Iterator[str]:
@@ -139,7 +139,7 @@ def _lines(past: PastStep, losses: Losses | None, whence: str, *, text: bool) ->
     colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     yield _headline(past)
     if losses is not None:
-        yield whence
+        yield printable(whence)
     for number, index, about in _documents(past, losses):
         each = past.samples[number]
         if index == 0:

@@ -12,7 +12,7 @@ from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytune_fsdp.cli.common import ConfigParser, exit_code
+from raytune_fsdp.cli.common import ConfigParser, exit_code, say
 from raytune_fsdp.cli.progress import shown
 from raytune_fsdp.talkative import VERBOSE, speak
 
@@ -110,7 +110,7 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
                 "optim.schedule_steps for a learning rate until the last of them"
             )
         print()
-        print(
+        say(
             summary(
                 result.run_dir,
                 checkpoint=result.checkpoint,
@@ -122,10 +122,10 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
             )
         )
         print()
-        print(next_commands(result.run_dir, export=result.export, mlflow_uri=uri))
+        say(next_commands(result.run_dir, export=result.export, mlflow_uri=uri))
         if result.unsent is not None:
             print()
-            print(result.unsent)
+            say(result.unsent)
     return 0
 
 

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytune_fsdp.cli.common import Parser, exit_code
+from raytune_fsdp.cli.common import Parser, exit_code, say
 from raytune_fsdp.cli.progress import shown
 from raytune_fsdp.cli.runs import check_run
 from raytune_fsdp.errors import Interrupted, TrainingError
@@ -57,7 +57,7 @@ def _watch(parser: Parser, arguments: Sequence[str]) -> int:
             watched.look()
             watched.end()
     except KeyboardInterrupt:
-        print(f"{place.path.name} goes on; this command has only watched it")
+        say(f"{place.path.name} goes on; this command has only watched it")
         return 0
     return _say_how_it_ended(overview(place.path), stale=state == "silent")
 
@@ -71,7 +71,7 @@ def _say_how_it_ended(found: Overview, *, stale: bool) -> int:
         raise TrainingError(f"{name} has failed, at {step}; what its ranks said: raytune-fsdp logs {found.path}")
     if found.ended == "interrupted":
         raise Interrupted(f"{name} was stopped, at {step}; the same command continues it")
-    print(f"{name} is finished: {step}" + (f", loss {found.loss:.4f}" if found.loss is not None else ""))
+    say(f"{name} is finished: {step}" + (f", loss {found.loss:.4f}" if found.loss is not None else ""))
     return 0
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from raytune_fsdp.talkative import HUSHED, hush, is_verbose, set_levels
 from raytune_fsdp.tracking.mlflow_run import ENVIRONMENT
+from raytune_fsdp.untrusted import printable
 
 _LIBRARIES = r"(transformers|tokenizers|huggingface_hub|torch|datasets|raytune_fsdp)(\.|$)"
 """Whose warnings are not shown. Ours are lines of a log; what is warned of in our name is how we call the others."""
@@ -75,9 +76,17 @@ def log_warnings(*, for_all: bool) -> None:
     if logging.root.handlers:
         return
     level = logging.INFO if is_verbose() else logging.WARNING if for_all else logging.ERROR
-    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=level)
+    logging.root.handlers[0].setFormatter(_Printable("%(levelname)s %(name)s: %(message)s"))
     if not is_verbose():
         logging.root.handlers[0].addFilter(_Once())
+
+
+class _Printable(logging.Formatter):
+    """Warnings name files, and their names are a stranger's."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), keep="\n\t")
 
 
 class _Once(logging.Filter):

@@ -32,7 +32,8 @@ def preview(
     for number, document in enumerate(documents, start=1):
         name = names[int(sample.source_ids[document.start])]
         trained = int((sample.labels[document] != IGNORE).sum())
-        yield f"  -- document {number}, {name}: {document.stop - document.start:,} tokens, {trained:,} trained"
+        tokens = document.stop - document.start
+        yield f"  -- document {number}, {printable(name)}: {tokens:,} tokens, {trained:,} trained"
         yield from text_of(sample, document, tokenizer, colours=colours)
 
 
