@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,57 @@ UNUSUAL: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Heads that differ by layer, blocks that share weights, buffers computed by the decoder, positions of another name."""
 
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+_EYES = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 4,
+}  # fmt: skip
+_EYES_OF_QWEN = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
+    "num_position_embeddings": 16, "patch_size": 4, "spatial_merge_size": 1, "temporal_patch_size": 1,
+}  # fmt: skip
+_IMAGES_OF_QWEN = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
+_IMAGES = {"image_token_index": 3, "boi_token_index": 4, "eoi_token_index": 5}
+SEEING: dict[str, dict[str, Any]] = {
+    "qwen3_5": {"text_config": {**_LIKE_LLAMA, **_HEAD, **_LINEAR}, "vision_config": _EYES_OF_QWEN, **_IMAGES_OF_QWEN},
+    "qwen3_5_moe": {
+        "text_config": {
+            **_LIKE_LLAMA, **_HEAD, **_LINEAR, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+        "vision_config": _EYES_OF_QWEN,
+        **_IMAGES_OF_QWEN,
+    },
+    "gemma3": {
+        "text_config": {
+            **_LIKE_LLAMA, **_HEAD, "query_pre_attn_scalar": 8, "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": _EYES,
+        "mm_tokens_per_image": 4,
+        **_IMAGES,
+    },
+    "llama4": {
+        "text_config": {
+            **_LIKE_LLAMA, **_HEAD, "intermediate_size_mlp": 64, "num_local_experts": 4, "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2, "attention_chunk_size": 64,
+        },
+        "vision_config": {**_EYES, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+        **_IMAGES,
+    },
+}  # fmt: skip
+"""Models that also see, as a vision tower around a language model: of the first two and the last a run trains the text
+class, of Gemma 3 the whole."""
+SEEING_CLASSES = {
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "llama4": "Llama4ForConditionalGeneration",
+}
+
 TIED = ("qwen3", "gemma3_text", "gpt2", "starcoder2", "gemma4_text", "zamba", "zamba2", "mpt")
 
 
@@ -180,11 +232,28 @@ def build(model_type: str, *, seed: int = 1, **changes: Any) -> Any:
     return model.eval()
 
 
+def build_seeing(model_type: str, *, seed: int = 1, **changes: Any) -> Any:
+    """A network that also sees, of the class that its config names, drawn as in `build`. `changes` are of its text."""
+    import torch
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values = copy.deepcopy(SEEING[model_type])
+    values["text_config"] |= changes
+    torch.manual_seed(seed)
+    model = getattr(transformers, SEEING_CLASSES[model_type])(CONFIG_MAPPING[model_type](**values))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.1, 0.1)
+    return model.eval()
+
+
 def save_checkpoint(
     directory: Path, model_type: str, *, max_shard_size: str = "5GB", tokenizer: bool = False, **changes: Any
 ) -> Path:
     """A model directory as transformers writes it; with `tokenizer`, the demo's is beside it."""
-    build(model_type, **changes).save_pretrained(directory, max_shard_size=max_shard_size)
+    make = build_seeing if model_type in SEEING else build
+    make(model_type, **changes).save_pretrained(directory, max_shard_size=max_shard_size)
     if tokenizer:
         add_tokenizer(directory)
     return directory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,13 +15,15 @@ from raytune_fsdp.checkpoint.tensors import INITIAL
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.errors import ConfigError, ModelError
 from raytune_fsdp.model.adapter_config import adapter_method
-from raytune_fsdp.model.adapters import attach, check_adapter_shapes, rows_of, stored_names
+from raytune_fsdp.model.adapter_names import keys_held, own_names
+from raytune_fsdp.model.adapters import attach, check_adapter_shapes, rows_of
 from raytune_fsdp.model.added_rows import ROWS, train_rows
 from raytune_fsdp.model.export import WholeTensors
-from raytune_fsdp.model.files import WeightFiles, find_weights, locate
+from raytune_fsdp.model.files import WeightFiles, cached, find_weights, is_local, locate
 from raytune_fsdp.model.keys import check_shapes, grown_rows, match_keys, matched_weights
-from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, read_object
+from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, read_object
 from raytune_fsdp.model.merge import MergedWeights
+from raytune_fsdp.model.named_class import Named, find_named
 from raytune_fsdp.model.network import stored_network
 from raytune_fsdp.model.principal import ResidualWeights
 from raytune_fsdp.model.weights import FileWeights, GrownWeights, Weights
@@ -99,13 +101,16 @@ def weights_of_adapter(directory: Path, moved: str | None) -> tuple[WholeWeights
         raise ModelError(f"{directory / ADAPTER_CONFIG_FILE} does not name the model it is for: say it with --base")
     base = _located(path, revision)
     files = find_weights(directory, "adapter_model")
-    network = adapted_network(base, directory, held=files.file_of)
-    keys = stored_names(network)
+    plain = plain_network(base)
+    named = find_named(plain, base, base)
+    network = plain_network(base)
+    attach(network, adapter_method(directory, files.file_of, own_names(named)))
+    keys = keys_held(network, named, files.file_of)
     differ = sorted(files.file_of.keys() ^ set(keys.values()))
     if differ:
         raise ModelError(f"{directory}: {differ[0]} is in its file or in its config, not in both: export it again")
     adapter = FileWeights(files, keys)
-    return _merged(base_weights(find_weights(base), plain_network(base), {}), adapter, network, str(directory)), base
+    return _merged(base_weights(find_weights(base), plain, {}), adapter, network, str(directory)), base
 
 
 def _merged(base: Weights, adapter: Weights, network: PreTrainedModel, where: str) -> WholeWeights:
@@ -124,20 +129,19 @@ def plain_network(files: Path) -> PreTrainedModel:
     return network
 
 
-def adapted_network(files: Path, adapter: Path | None = None, *, held: Iterable[str]) -> PreTrainedModel:
-    """The same with adapters, as `adapter_config.json` describes them, which is in `adapter` or in `files`.
-
-    `held`: the names of the adapter's tensors.
-    """
-    network = plain_network(files)
-    attach(network, adapter_method(adapter or files, held))
-    return network
+def named_class(files: Path, base: str, revision: str | None) -> Named:
+    """The class that the config of a run's base names. `files`: the run's own. Nothing is fetched: of a base that
+    cannot be read here, it is the class that transformers has for its type."""
+    there = Path(base).expanduser() if is_local(base) else cached(base, revision)
+    readable = there is not None and (there / CONFIG_FILE).is_file()
+    return find_named(plain_network(files), files, there if readable else None)
 
 
 def saved_network(checkpoint: CommittedCheckpoint, files: Path) -> PreTrainedModel:
     """The network with the adapters that a checkpoint holds. `files`: the run's own."""
     base, held = read_state(checkpoint).base, CheckpointWeights(checkpoint).shapes()
-    network = adapted_network(files, held=held)
+    network = plain_network(files)
+    attach(network, adapter_method(files, held))
     if base is not None and any(name.endswith(f".{ROWS}") for name in held):
         train_rows(network, {int(row) for rows in base["added"].values() for row in rows})
     return network

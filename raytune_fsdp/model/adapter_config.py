@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "alpha_pattern": (None, {}),
     "rank_pattern": (None, {}),
     "layers_to_transform": (None, []),
-    "exclude_modules": (None, []),
     "bias": (None, "none"),
     "lora_bias": (None, False),
     "trainable_token_indices": (None, [], {}),
@@ -53,6 +52,8 @@ _ABOUT = {
     # Of what is initialized anew, of other libraries, and of names.
     "eva_config", "corda_config", "loftq_config", "lora_ga_config", "megatron_config", "megatron_core",
     "init_ia3_weights", "layers_pattern", "ensure_weight_tying", "runtime_config",
+    # What is left out has no tensors.
+    "exclude_modules",
 }  # fmt: skip
 """Fields that say nothing of what the adapter computes."""
 
@@ -79,11 +80,13 @@ def put_adapter_config(network: PreTrainedModel, directory: Path, **more: Any) -
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def adapter_method(directory: Path, held: Iterable[str]) -> AdapterMethod:
+def adapter_method(
+    directory: Path, held: Iterable[str], own: Callable[[str], str] = lambda name: name
+) -> AdapterMethod:
     """The method in a directory's `adapter_config.json`, read by our own rules: it may be a stranger's.
 
     `held`: the names of the adapter's tensors. Where the config has an expression, they tell what it was found in: to
-    look for a stranger's expression may take for ever.
+    look for a stranger's expression may take for ever. `own`: from its names to those of the network, if others.
     """
     file = directory / ADAPTER_CONFIG_FILE
     values = read_object(file)
@@ -108,8 +111,11 @@ def adapter_method(directory: Path, held: Iterable[str]) -> AdapterMethod:
     known = {ours: values[theirs] for theirs, ours in fields.items() if values.get(theirs) is not None}
     if kind is LoraMethod:
         known = {"target_modules": [], **known}  # absent, it is none there and all here
-    if isinstance(known.get("target_modules"), str):
+    if isinstance(known.get("target_modules"), str) or values.get("exclude_modules"):
         known["target_modules"] = _adapted(held, known.get("target_parameters"))
+    for field in ("target_modules", "modules_to_save", "feedforward_modules"):
+        if isinstance(known.get(field), list):
+            known[field] = [own(name) if isinstance(name, str) else name for name in known[field]]
     try:
         return kind.model_validate({"type": values["peft_type"].lower(), **known})
     except ValidationError as error:

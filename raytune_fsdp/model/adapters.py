@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
@@ -374,9 +374,12 @@ def _turned(network: PreTrainedModel) -> Iterator[str]:
             yield name
 
 
-def check_adapter_shapes(network: PreTrainedModel, adapter: Weights, where: str) -> None:
-    """Refuse an adapter of another rank or of other modules."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(network).items()}
+def check_adapter_shapes(
+    network: PreTrainedModel, adapter: Weights, where: str, names: Collection[str] | None = None
+) -> None:
+    """Refuse an adapter of another rank or of other modules. `names`: those that it should have, if not all."""
+    tensors = adapter_tensors(network)
+    wanted = {name: tuple(tensors[name].shape) for name in (tensors if names is None else names)}
     found = {name: tuple(shape) for name, shape in adapter.shapes().items()}
     differ = sorted({name for name, _ in wanted.items() ^ found.items()})
     if differ:

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.adapter_config import put_adapter_config
-from raytune_fsdp.model.adapters import ADAPTER, rows_of, stored_names
+from raytune_fsdp.model.adapter_names import check_loads, keys_there, targets_there
+from raytune_fsdp.model.adapters import ADAPTER, rows_of
 from raytune_fsdp.model.added_rows import ROWS
 from raytune_fsdp.model.bounds import check_tokenizer_files
 from raytune_fsdp.model.export import copy_known, finish
@@ -23,6 +24,7 @@ from raytune_fsdp.model.known_files import (
     GENERATION_CONFIG_FILE,
     read_object,
 )
+from raytune_fsdp.model.named_class import Named
 from raytune_fsdp.model.principal import PlainAdapter
 from raytune_fsdp.model.tensorfile import TensorFile
 from raytune_fsdp.model.weights import Weights
@@ -63,6 +65,7 @@ def export_adapter(
     adapter: Weights,
     initial: Weights,
     network: PreTrainedModel,
+    named: Named,
     model_files: Path,
     destination: Path,
     *,
@@ -72,18 +75,19 @@ def export_adapter(
 ) -> None:
     """Write the adapter of `network` in fp32, whose base is the model at `base`, with the tokenizer of the run.
 
-    `initial`: what it began as, if that was taken out of the base; PEFT then gets one of twice the rank.
+    `initial`: what it began as, if that was taken out of the base; PEFT then gets one of twice the rank. `named`: the
+    class that the base's config names, in whose words it is written.
     """
     check_tokenizer_files(model_files)
-    named = {
+    config = {
         # As it was written, not as the list of names that an expression was found in.
-        "target_modules": read_object(model_files / ADAPTER_CONFIG_FILE).get("target_modules"),
+        **targets_there(network, named, read_object(model_files / ADAPTER_CONFIG_FILE).get("target_modules")),
         "base_model_name_or_path": str(Path(base).expanduser().absolute()) if is_local(base) else base,
         "revision": revision,
     }
     if initial.shapes():
         adapter = PlainAdapter(adapter, initial, network)
-        named |= adapter.config
+        config |= adapter.config
     if special := _not_served(network):
         logger.warning(
             "inference servers such as vLLM load plain LoRA only, and this adapter has %s: for them, merge it "
@@ -92,14 +96,16 @@ def export_adapter(
         )
     if rows := rows_of(network):
         # By whole names: PEFT takes the end of a name, which another module may have, too.
-        named["trainable_token_indices"] = {name.removesuffix(f".{ROWS}"): list(ids) for name, (_, ids) in rows.items()}
-    keys = stored_names(network)
+        modules = {named.there(name.removesuffix(f".{ROWS}")): list(ids) for name, (_, ids) in rows.items()}
+        config["trainable_token_indices"] = modules
+    keys = keys_there(network, named)
     with new_export(destination, model_files) as staging:
         copy_known(model_files, staging, code=False, without=_OF_THE_BASE)
         (staging / CARD_FILE).write_text(card, encoding="utf-8")
-        put_adapter_config(network, staging, **named, inference_mode=True)
+        put_adapter_config(network, staging, **config, inference_mode=True)
         shapes = {key: adapter.shapes()[name] for name, key in keys.items()}
         file = TensorFile(staging / WEIGHTS_FILE, shapes, dict.fromkeys(shapes, torch.float32))
         for name, key in keys.items():
             file.write(key, adapter.read(name, 0, shapes[key][0]).float())
         finish(staging / WEIGHTS_FILE, file)
+        check_loads(staging, named, shapes)

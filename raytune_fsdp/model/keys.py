@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from raytune_fsdp.errors import ModelError
 from raytune_fsdp.model.conversion import Conversion, ConvertedWeights
 from raytune_fsdp.model.dequantize import stored_weights
 from raytune_fsdp.model.files import WeightFiles
+from raytune_fsdp.model.named_class import find_named
 from raytune_fsdp.model.weights import Weights
 from raytune_fsdp.untrusted import printable
 
@@ -47,20 +48,15 @@ def match_keys(model: PreTrainedModel, files: WeightFiles) -> Match:
     transformers' own rules for the architecture apply: they know older names of some modules, the prefix that a
     checkpoint of the bare decoder lacks, and which tensors are stored in parts.
     """
-    rules = get_model_conversion_mapping(model)
-    renamings: Any = [rule for rule in rules if not isinstance(rule, WeightConverter)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    wanted = owned_tensors(model)
-    names = dict(model.state_dict())
+    name_of, converters = _naming(model)
+    wanted, names = owned_tensors(model), set(model.state_dict())
     stored = files.tensors()
     key_of: dict[str, str] = {}
     parts: dict[str, dict[str, list[str]]] = {}
     extra = []
     # In natural order (experts.2 before experts.10): converters stack parts in the order in which they come.
     for key in sorted(stored, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
-        if name not in names and key in names:  # renamed by a rule for older files, which these are not
-            name, pattern = key, None
+        name, pattern = name_of(key)
         if pattern is not None and name in names:
             parts.setdefault(name, {}).setdefault(pattern, []).append(key)
         elif name in wanted:
@@ -71,10 +67,34 @@ def match_keys(model: PreTrainedModel, files: WeightFiles) -> Match:
     conversions = tuple(_conversion(converters, name, sources) for name, sources in parts.items())
     made = {name for conversion in conversions for name in conversion.targets}
     missing = [name for name in wanted if name not in key_of and name not in made]
+    if extra:
+        extra = _without_other_parts(model, files.directory, extra)
     if missing or extra:
         raise _misfit(files.directory, model, missing, extra)
     taken = {key: key for conversion in conversions for keys in conversion.sources.values() for key in keys}
     return Match(key_of={**key_of, **taken}, conversions=conversions)
+
+
+def _naming(model: PreTrainedModel) -> tuple[Callable[[str], tuple[str, str | None]], list[WeightConverter]]:
+    """From a key in the files to a name in the network, with the pattern of the converter that takes it, and those."""
+    rules = get_model_conversion_mapping(model)
+    renamings: Any = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    names = dict(model.state_dict())
+
+    def name_of(key: str) -> tuple[str, str | None]:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
+        # Renamed by a rule for older files, which these are not.
+        return (key, None) if name not in names and key in names else (name, pattern)
+
+    return name_of, converters
+
+
+def _without_other_parts(model: PreTrainedModel, directory: Path, extra: list[str]) -> list[str]:
+    """The keys without those of the parts that see or hear: transformers lists these for some text classes only."""
+    named = find_named(model, directory, directory)
+    name_of, names = _naming(named.network)[0], named.network.state_dict()
+    return [key for key in extra if not (name_of(key)[0] in names and named.sees(name_of(key)[0]))]
 
 
 def matched_weights(files: WeightFiles, match: Match, network: PreTrainedModel) -> Weights:

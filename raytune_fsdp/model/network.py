@@ -21,6 +21,7 @@ from raytune_fsdp.config import FinetuneConfig, ModelConfig
 from raytune_fsdp.errors import ModelError, first_line
 from raytune_fsdp.model.attention import forget_flash_attention
 from raytune_fsdp.model.bounds import bounded_building, check_buffers, read_config
+from raytune_fsdp.model.named_class import built_on_meta
 from raytune_fsdp.model.quantization import forget_quantization, quantization_of
 from raytune_fsdp.model.refusals import NEEDS_CODE, unknown_word, wants_code
 from raytune_fsdp.model.trained import choose_trained
@@ -186,23 +187,12 @@ def _causal_lm(hf_config: PretrainedConfig, kwargs: Mapping[str, Any]) -> PreTra
 
 def stored_network(directory: Path) -> PreTrainedModel | None:
     """The network that a directory's config.json describes, on the meta device; None if it needs code of its own."""
-    values = read_config(directory)
-    if "auto_map" in values or values.get("model_type") not in CONFIG_MAPPING:
-        return None
-    try:
-        with torch.device("meta"), bounded_building():
-            hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-            forget_quantization(hf_config)
-            forget_flash_attention(hf_config)
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
-    except ModelError:
-        raise
-    except Exception as error:  # its checks may raise anything
-        raise ModelError(
-            f"{directory / 'config.json'} is not a config that the installed transformers accepts: {first_line(error)}"
-        ) from error
-    check_buffers(model)
-    return model
+
+    def make(hf_config: PretrainedConfig) -> PreTrainedModel:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
+        return model
+
+    return built_on_meta(directory, make)
 
 
 def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:

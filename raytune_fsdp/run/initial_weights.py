@@ -31,7 +31,8 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.method import AdapterMethod, LoraMethod, QloraMethod
 from raytune_fsdp.errors import ModelError, ResumeError
 from raytune_fsdp.model.adapter_config import adapter_method
-from raytune_fsdp.model.adapters import AdaptedWeights, check_adapter_shapes, is_adapted, stored_names
+from raytune_fsdp.model.adapter_names import keys_held, own_names
+from raytune_fsdp.model.adapters import AdaptedWeights, check_adapter_shapes, is_adapted
 from raytune_fsdp.model.blocks import blocks_of
 from raytune_fsdp.model.files import WeightFiles, find_weights, locate
 from raytune_fsdp.model.fill import FillMode
@@ -45,6 +46,7 @@ from raytune_fsdp.model.keys import (
     rows_of_tokens,
 )
 from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, read_object, travelling
+from raytune_fsdp.model.named_class import find_named
 from raytune_fsdp.model.network import build_base, build_network
 from raytune_fsdp.model.principal import Beginning, ResidualWeights
 from raytune_fsdp.model.quantized import QuantizedWeights
@@ -189,8 +191,11 @@ def find_adapter(config: FinetuneConfig, network: PreTrainedModel) -> AdapterFil
         return None
     directory = locate(path, None, field="method.adapter", weights=True)
     files = find_weights(directory, name="adapter_model")
-    _check_alike(config, path, adapter_method(directory, files.file_of))
-    found = AdapterFiles(files=files, key_of=stored_names(network))
+    base = model_directory(config, weights=False)
+    assert base is not None, "adapters have a base"
+    named = find_named(without_adapters(config, network), base, base)
+    _check_alike(config, path, adapter_method(directory, files.file_of, own_names(named)))
+    found = AdapterFiles(files=files, key_of=keys_held(network, named, files.file_of))
     unknown = sorted(files.file_of.keys() ^ set(found.key_of.values()))
     if unknown:
         raise ModelError(
@@ -199,7 +204,7 @@ def find_adapter(config: FinetuneConfig, network: PreTrainedModel) -> AdapterFil
             + (f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else "")
             + "; set method.target_modules and the rest as in its adapter_config.json"
         )
-    check_adapter_shapes(network, found.weights(), path)
+    check_adapter_shapes(network, found.weights(), path, found.key_of)
     theirs = read_object(directory / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")
     if isinstance(theirs, str) and Path(theirs).name != Path(str(config.model.path)).name:
         here = config.model.path
@@ -225,7 +230,8 @@ class AdapterFiles:
 
     files: WeightFiles
     key_of: Mapping[str, str]
-    """The key of every tensor, by its name in the network."""
+    """The key of every tensor, by its name in the network. Of parts that see or hear it may have none: those begin as
+    new ones do."""
 
     def weights(self) -> Weights:
         return FileWeights(self.files, self.key_of)

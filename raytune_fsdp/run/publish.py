@@ -11,7 +11,7 @@ from raytune_fsdp.checkpoint.model_files import model_files
 from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.checkpoint.tensors import INITIAL
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
-from raytune_fsdp.checkpoint.whole import base_of, check_rows_stored, saved_network, whole_weights
+from raytune_fsdp.checkpoint.whole import base_of, check_rows_stored, named_class, saved_network, whole_weights
 from raytune_fsdp.config import ExportConfig
 from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.model.export import export
@@ -75,6 +75,7 @@ def export_checkpoint(
             CheckpointWeights(checkpoint),
             CheckpointWeights(checkpoint, INITIAL),
             saved_network(checkpoint, files),
+            named_class(files, base or found["path"], None if base else found["revision"]),
             files,
             destination,
             base=base or found["path"],

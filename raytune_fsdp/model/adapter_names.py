@@ -1,0 +1,104 @@
+"""What an adapter is called in PEFT's directory: by the names of the class that its base's config names.
+
+Older versions wrote the names of the class that was trained, which the other class does not have. Both are read.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from raytune_fsdp.errors import ModelError, first_line
+from raytune_fsdp.model.adapters import ADAPTER, base_name, is_adapter_layer, stored_names
+from raytune_fsdp.model.named_class import Named
+
+_PEFT = "base_model.model."
+"""Before every name in PEFT's files."""
+
+
+def keys_there(network: PreTrainedModel, named: Named) -> dict[str, str]:
+    """The key in PEFT's file of every tensor of an adapter, by its name in the network that it was trained in.
+
+    Without those of parts that see or hear, which training on texts leaves as they began: their last names are those of
+    the language model's layers, so they get an adapter where the run trains the whole class.
+    """
+    keys = {name: f"{_PEFT}{named.there(key.removeprefix(_PEFT))}" for name, key in stored_names(network).items()}
+    kept = {name: key for name, key in keys.items() if not named.sees(key.removeprefix(_PEFT))}
+    return kept or keys
+
+
+def keys_held(network: PreTrainedModel, named: Named, held: Iterable[str]) -> dict[str, str]:
+    """The same, in the words of a file with the keys `held`, which may be of an older version."""
+    held = set(held)
+    return max(
+        (keys_there(network, named), stored_names(network)), key=lambda keys: len(held.intersection(keys.values()))
+    )
+
+
+def own_names(named: Named) -> Callable[[str], str]:
+    """From the name of a module or tensor in PEFT's files, of either naming, to that in the run's network."""
+    return lambda name: (None if named.is_own else named.here(name.removeprefix(_PEFT))) or name.removeprefix(_PEFT)
+
+
+def targets_there(network: PreTrainedModel, named: Named, written: object) -> dict[str, Any]:
+    """What PEFT's config says so that the named class gets these adapters and no others. `written`: the targets of the
+    run, as it has written them."""
+    if named.is_own and not named.outside:
+        return {"target_modules": written}
+    adapted = {name for name, module in network.named_modules() if is_adapter_layer(module)}
+    # Around a weight alone: PEFT finds those by target_parameters.
+    alone = {name for name in adapted if type(network.get_submodule(name)).__name__ == "ParamWrapper"}
+    there = {named.there(base_name(name)) for name in adapted - alone}
+    wanted = {name for name in there if not named.sees(name)} or there
+    if isinstance(written, list):
+        ends = tuple(f".{each}" for each in written)
+        found = {name for name, _ in named.network.named_modules() if name in written or name.endswith(ends)}
+        parts = [part for part in named.outside if any(name.startswith(f"{part}.") for name in found - wanted)]
+        # As an expression: a vision tower has hundreds of modules with these names.
+        outside = "|".join(re.escape(part) for part in parts)
+        left = {name for name in found if not any(name.startswith(f"{part}.") for part in parts)}
+        # The last names, so that the text class can load them, too.
+        if left == wanted:
+            return {"target_modules": written, "exclude_modules": rf"({outside})\..*" if parts else None}
+    return {"target_modules": sorted(wanted)}
+
+
+def check_loads(directory: Path, named: Named, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Have PEFT load the keys of an adapter's file into the named class, without values: all of them, and no more.
+
+    On the meta device, so that it takes names and shapes only, whatever the size of the model.
+    """
+    from peft import PeftConfig, PeftModel, set_peft_model_state_dict
+
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            config = PeftConfig.from_pretrained(str(directory))
+            model = PeftModel(named.fresh(), config)
+            held = {key: torch.empty(shape) for key, shape in shapes.items()}
+            found = set_peft_model_state_dict(model, held)
+    except ModelError:
+        raise
+    except Exception as error:  # of whatever PEFT cannot do with them
+        raise _not_loaded(named, first_line(error)) from error
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    lacking = {key for key in found.missing_keys if ADAPTER in key.split(".")}
+    # Rows of a head that is the embedding are stored once.
+    loaded = {id(tensor) for key, tensor in tensors.items() if key not in lacking}
+    missing = [key for key in sorted(lacking) if id(tensors.get(key)) not in loaded]
+    if missing or found.unexpected_keys:
+        key = [*missing, *found.unexpected_keys][0]
+        raise _not_loaded(named, f"it {'lacks' if missing else 'does not know'} {key}")
+
+
+def _not_loaded(named: Named, why: str) -> ModelError:
+    return ModelError(
+        f"PEFT cannot load this adapter into a {type(named.network).__name__}, the class that the base's config names "
+        f"({why}), so nothing was exported: merge it (export.merge=true, or raytune-fsdp export --merge)"
+    )

@@ -1,0 +1,215 @@
+"""Adapters are written for the class that the base's own config names, and both namings are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from pydantic import TypeAdapter
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from raytune_fsdp.checkpoint.whole import named_class, plain_network, weights_of_adapter
+from raytune_fsdp.config.method import Method
+from raytune_fsdp.errors import ModelError
+from raytune_fsdp.model.adapter_config import put_adapter_config
+from raytune_fsdp.model.adapter_names import check_loads
+from raytune_fsdp.model.adapters import adapter_tensors, attach, stored_names
+from raytune_fsdp.model.export_adapter import export_adapter
+from raytune_fsdp.model.network import build_network, load_architecture
+from raytune_fsdp.model.trained import choose_trained
+from raytune_fsdp.run.initial_weights import find_adapter
+from tests.models import SEEING_CLASSES, save_checkpoint
+from tests.runs import make_config, write_tokenizer
+
+pytest.importorskip("peft")
+
+SLOW = pytest.mark.slow
+LORA = {"type": "lora", "rank": 4, "alpha": 8}
+ATTENTION = {**LORA, "target_modules": ["q_proj", "v_proj"]}
+EXPERTS = {
+    "qwen3_5_moe": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    "llama4": ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"],
+    "mixtral": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    "gpt_oss": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
+IA3 = {"type": "ia3", "target_modules": ["k_proj", "v_proj", "o_proj"], "feedforward_modules": ["o_proj"]}
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": {**ATTENTION, "rank_stabilized": True},
+    "linear": LORA,
+    "dora": {**ATTENTION, "dora": True},
+    "ia3": IA3,
+    "expression": {**LORA, "target_modules": r".*layers\.1\..*(k|o)_proj"},
+    "whole": {**ATTENTION, "modules_to_save": ["lm_head"]},
+    "rows": {**ATTENTION, "train_added_tokens": True},
+}
+ADDED = (7, 60)
+
+
+class Held(dict[str, torch.Tensor]):
+    """The tensors of an adapter, in memory."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.items()}
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self[name][start:stop]
+
+    def where(self, name: str) -> str:
+        return name
+
+
+def method_of(model: str, kind: str) -> dict[str, Any]:
+    return {**ATTENTION, "target_parameters": EXPERTS[model]} if kind == "experts" else METHODS[kind]
+
+
+def adapted(home: Path, base: Path, method: Mapping[str, Any]) -> tuple[PreTrainedModel, Held, Path]:
+    """A network with adapters of random values beside a base, and what its run would keep of it."""
+    files = write_tokenizer(home / "model")
+    (files / "config.json").write_text((base / "config.json").read_text())
+    network = plain_network(files)
+    choose_trained(network, TypeAdapter(Method).validate_python(method), ADDED)
+    torch.manual_seed(0)
+    held = Held({name: torch.randn(tensor.shape) * 0.1 for name, tensor in adapter_tensors(network).items()})
+    put_adapter_config(network, files)
+    return network, held, files
+
+
+def exported(home: Path, base: Path, method: Mapping[str, Any]) -> tuple[Held, Path]:
+    network, held, files = adapted(home, base, method)
+    named = named_class(files, str(base), None)
+    place = home / "adapter"
+    export_adapter(held, Held(), network, named, files, place, base=str(base), revision=None, card="")
+    return held, place
+
+
+def ours(base: Path, held: Held, method: Mapping[str, Any]) -> torch.Tensor:
+    """The logits of the network that a run trains, with these adapters, in fp64."""
+    network = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    choose_trained(network, TypeAdapter(Method).validate_python(method), ADDED)
+    with_values = {name: torch.nn.Parameter(tensor.double()) for name, tensor in held.items()}
+    network.load_state_dict(with_values, strict=False, assign=True)
+    inputs, head = network.get_input_embeddings(), network.get_output_embeddings()
+    if hasattr(inputs, "added_rows") and inputs.weight is head.weight:
+        head.added_rows = inputs.added_rows
+    return logits(network)
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.tensor([[9, 7, 12, 60, 33, 21, 60, 11, 18, 7, 40, 41]])
+    base = getattr(model, "get_base_model", lambda: model)()
+    if base._can_set_experts_implementation():
+        base.set_experts_implementation("eager")  # torch has no grouped products in fp64
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=ids, use_cache=False).logits
+    return found
+
+
+def theirs(base: Path, model: str, place: Path) -> tuple[Any, Any]:
+    """The adapter as PEFT loads it into the class that the base's config names, and what PEFT says of its keys."""
+    from peft import PeftModel
+
+    name = json.loads((base / "config.json").read_text())["architectures"][0]
+    assert model not in SEEING_CLASSES or name == SEEING_CLASSES[model]
+    network = getattr(transformers, name).from_pretrained(base, dtype=torch.float64)
+    loaded = PeftModel.from_pretrained(network, place, autocast_adapter_dtype=False)
+    report = loaded.load_adapter(place, "again")
+    loaded.set_adapter("default")
+    return loaded, report
+
+
+QUICK = [("qwen3_5", "linear"), ("gemma3", "linear"), ("llama4", "experts"), ("qwen3_5_moe", "rows")]
+WIDE = [
+    (model, kind)
+    for model in ("llama", "qwen3", "gemma3_text", *SEEING_CLASSES, "mixtral", "gpt_oss")
+    for kind in (*METHODS, *(["experts"] if model in EXPERTS else []))
+    # A router of Llama 4 is a linear layer that returns two tensors; a head that is the embedding is not trained apart.
+    if (model, kind) not in [*QUICK, ("llama4", "linear")]
+    and not (kind == "whole" and model in ("qwen3", "gemma3", "gemma3_text"))
+]
+
+
+@pytest.mark.parametrize(("model", "kind"), [*QUICK, *(pytest.param(*each, marks=SLOW) for each in WIDE)])
+def test_peft_on_the_class_that_the_base_names_computes_what_the_run_does(
+    tmp_path: Path, model: str, kind: str
+) -> None:
+    base, method = save_checkpoint(tmp_path / "base", model), method_of(model, kind)
+    held, place = exported(tmp_path, base, method)
+    found, report = theirs(base, model, place)
+    assert not report.missing_keys and not report.unexpected_keys, report
+    adapters = [name for name, _ in found.named_parameters() if ".default" in name]
+    assert adapters and not any("vis" in name for name in adapters), "no part that sees has one"
+    wanted = ours(base, held, method)
+    with found.disable_adapter():
+        assert (logits(found) - wanted).abs().max() > 1e-3, "the adapter acts"
+    assert (logits(found) - wanted).abs().max() <= 1e-6
+
+
+def _merged(place: Path) -> dict[str, torch.Tensor]:
+    weights, _ = weights_of_adapter(place, None)
+    return weights.read_all(list(weights.shapes()))
+
+
+def _as_older_versions_wrote_it(network: PreTrainedModel, held: Held, place: Path, older: Path) -> Path:
+    older.mkdir()
+    save_file({key: held[name] for name, key in stored_names(network).items()}, older / "adapter_model.safetensors")
+    values = json.loads((place / "adapter_config.json").read_text())
+    put_adapter_config(network, older, base_model_name_or_path=values["base_model_name_or_path"])
+    return older
+
+
+@pytest.mark.parametrize("kind", ["linear", "expression", "whole", pytest.param("ia3", marks=SLOW)])
+def test_an_adapter_is_read_under_the_older_names_too(tmp_path: Path, kind: str) -> None:
+    """By `generate`, `eval` and `--merge`, and by a run that begins with it."""
+    base, method = save_checkpoint(tmp_path / "base", "qwen3_5"), METHODS[kind]
+    held, place = exported(tmp_path, base, method)
+    network = plain_network(base)
+    attach(network, TypeAdapter(Method).validate_python(method))
+    older = _as_older_versions_wrote_it(network, held, place, tmp_path / "older")
+    keys = [set(load_file(each / "adapter_model.safetensors")) for each in (place, older)]
+    assert keys[0].isdisjoint(keys[1]) or kind == "whole", "they are other names"
+    merged, plain = _merged(place), _merged(older)
+    assert merged.keys() == plain.keys() and all(torch.equal(merged[name], plain[name]) for name in merged)
+    stored = load_file(base / "model.safetensors")
+    assert any(not torch.equal(t, stored[n.replace("model.", "model.language_model.")]) for n, t in merged.items())
+    for each in (place, older):
+        found = _begun_with(tmp_path, base, method, each)
+        assert {name: found.read(name, 0, len(held[name])).tolist() for name in held} == {
+            name: tensor.tolist() for name, tensor in held.items()
+        }
+
+
+def _begun_with(home: Path, base: Path, method: Mapping[str, Any], adapter: Path) -> Any:
+    model = {"path": str(base), "init": "pretrained", "architecture": None, "tokenizer": str(home / "model")}
+    config = make_config(home, model=model, method={**method, "adapter": str(adapter)})
+    found = find_adapter(config, build_network(load_architecture(config.model, base), config))
+    assert found is not None
+    return found.weights()
+
+
+def test_an_adapter_of_the_whole_class_leaves_the_tower_as_it_begins(tmp_path: Path) -> None:
+    """Of a Gemma 3 the run has adapters in the tower, which nothing trains and the export leaves out."""
+    base = save_checkpoint(tmp_path / "base", "gemma3")
+    held, place = exported(tmp_path, base, LORA)
+    found = _begun_with(tmp_path, base, LORA, place).shapes()
+    left = [name for name in held if name not in found]
+    assert left and all("vision_tower" in name for name in left)
+    assert not any("vision" in key for key in load_file(place / "adapter_model.safetensors"))
+
+
+def test_an_adapter_that_peft_would_not_load_is_not_exported(tmp_path: Path) -> None:
+    base = save_checkpoint(tmp_path / "base", "qwen3_5")
+    held, place = exported(tmp_path, base, ATTENTION)
+    named = named_class(base, str(base), None)
+    shapes = {key: tuple(tensor.shape) for key, tensor in load_file(place / "adapter_model.safetensors").items()}
+    check_loads(place, named, shapes)
+    older = {key.replace("model.language_model.", "model."): shape for key, shape in shapes.items()}
+    wide = {key: (*shape[:-1], shape[-1] + 1) for key, shape in shapes.items()}
+    for wrong in (older, wide, dict(list(shapes.items())[1:])):
+        with pytest.raises(ModelError, match="PEFT cannot load this adapter into a Qwen3_5ForConditionalGeneration"):
+            check_loads(place, named, wrong)
