@@ -16,7 +16,7 @@ again, their samples. All of that belongs to a version of the order, as do the r
                   links wherever they lead
     3             with `shuffle: none`, documents are packed in their own order (`packing.best_fit_in_order`); a
                   directory that links lead to again is read once (`sources.places`)
-    4             a directory is read by splits (`sources.splits`); the modules that a function of the user's imports belong
+    4             a directory is read by splits (`sources.splits`); modules that a function of the user's imports belong
                   to the run (`data.trial`)
 
 A run keeps the version that it was begun with. A new run, and windows in the cache, have the lowest that gives them
