@@ -23,7 +23,7 @@ from raytune_fsdp.model.dequantize import check_packed
 from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.keys import check_report, check_shapes, match_keys, matched_weights, owned_tensors
 from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, is_known, travelling
-from raytune_fsdp.model.network import stored_network
+from raytune_fsdp.model.network import choose_experts, stored_network
 from raytune_fsdp.model.placement import place
 from raytune_fsdp.model.quantization import forget_quantization
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
@@ -127,6 +127,7 @@ def load_for_inference(
         tokenizer, model = _tokenizer(path, trust), _built(weights, files, trust, str(path))
     else:
         return load_checkpoint(find_checkpoint(path), device, trust_remote_code=trust, base=base)
+    choose_experts(model)
     return place(model, device).eval(), tokenizer
 
 
@@ -137,6 +138,7 @@ def load_checkpoint(
     files = model_files(checkpoint)
     weights = whole_weights(checkpoint, files, base_of(checkpoint, base))
     model = _built(weights, files, trust_remote_code, checkpoint.path)
+    choose_experts(model)
     return place(model, device).eval(), _tokenizer(files, trust_remote_code)
 
 

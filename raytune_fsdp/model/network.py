@@ -161,6 +161,7 @@ def build_base(hf_config: PretrainedConfig, config: ModelConfig, precision: str)
         )
     if MASTER_DTYPE[precision] == torch.bfloat16:
         _keep_in_fp32(model)
+    choose_experts(model)
     model.train()
     return model
 
@@ -183,6 +184,12 @@ def _causal_lm(hf_config: PretrainedConfig, kwargs: Mapping[str, Any]) -> PreTra
             raise ModelError(f"model.attention={asked}: {kind} has none in transformers; set it to auto") from error
         raise
     return model
+
+
+def choose_experts(model: PreTrainedModel) -> None:
+    """Have the experts of a network in fp64 computed one after the other: torch has grouped products up to fp32."""
+    if model.dtype == torch.float64 and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
 
 
 def stored_network(directory: Path) -> PreTrainedModel | None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from raytune_fsdp.checkpoint.model_files import load_for_inference
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError, ModelError
 from raytune_fsdp.model.attention import Needs, choose
@@ -19,7 +20,16 @@ from raytune_fsdp.run import probe
 from raytune_fsdp.run.checks import check_first
 from raytune_fsdp.run.needs import network_needs
 from raytune_fsdp.run.probe import check_step
-from tests.models import ARCHITECTURES, EXPERTS, PARTICULAR, REARRANGED, UNUSUAL, architecture
+from tests.models import (
+    ARCHITECTURES,
+    EXPERTS,
+    PARTICULAR,
+    REARRANGED,
+    UNUSUAL,
+    add_tokenizer,
+    architecture,
+    build,
+)
 
 LARGE = {
     "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 48,
@@ -28,13 +38,20 @@ LARGE = {
 
 
 def wanted(
-    values: dict[str, Any], *, packing: str = "none", device: str = "cpu", seq_len: int = 64, **model: Any
+    values: dict[str, Any],
+    *,
+    packing: str = "none",
+    device: str = "cpu",
+    seq_len: int = 64,
+    precision: str = "bf16",
+    **model: Any,
 ) -> FinetuneConfig:
     return FinetuneConfig.model_validate(
         {
             "run": {"name": "probe", "storage": "/tmp"},
             "model": {"init": "random", "architecture": values, "tokenizer": "none", **model},
             "data": {"train": [{"path": "none"}], "seq_len": seq_len, "packing": packing},
+            "parallel": {"precision": precision},
             "train": {"global_batch": 1, "micro_batch": 1, "max_steps": 1},
             "cluster": {"device": device, "launch": "local"},
         }
@@ -56,6 +73,26 @@ def test_no_architecture_that_trains_is_refused(name: str, caplog: pytest.LogCap
         needs = check(architecture(name))
     assert not caplog.messages, "the step was not really tried"
     assert needs.eager is None, "sdpa is as good as eager attention for all that have it"
+
+
+@pytest.mark.parametrize("name", [*EXPERTS, *PARTICULAR, "llama4_text"])
+def test_a_step_of_experts_in_fp64_is_really_tried(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """For float64 torch has no grouped products, which are transformers' own choice."""
+    with caplog.at_level(logging.DEBUG, probe.__name__):
+        check(architecture(name), precision="fp64")
+    assert not caplog.messages, "the step was not really tried"
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_model_of_experts_in_fp64_is_asked(name: str, tmp_path: Path) -> None:
+    ids, logits = torch.arange(9)[None], {}
+    for dtype in (torch.float32, torch.float64):
+        build(name).to(dtype).save_pretrained(tmp_path / str(dtype))
+        add_tokenizer(tmp_path / str(dtype))
+        model, _ = load_for_inference(tmp_path / str(dtype), torch.device("cpu"))
+        logits[dtype] = model(input_ids=ids).logits
+        assert logits[dtype].dtype == dtype
+    torch.testing.assert_close(logits[torch.float32].double(), logits[torch.float64], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.thorough)])
