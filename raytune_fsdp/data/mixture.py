@@ -16,13 +16,16 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Literal
 
 from raytune_fsdp.data.order import Permutation
 from raytune_fsdp.keyed import derive_key
 
 Shuffle = Literal["rows", "blocks", "none"]
+
+_LENGTHS = 10_000
+"""Epochs whose lengths are kept."""
 
 
 class Interleaving:
@@ -44,9 +47,13 @@ class Interleaving:
 
     def walk(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Datasets and entries of places first <= place < last."""
-        heads = self._heads(self._before(first))
+        return islice(self._merged(self._before(first)), max(0, min(last, self.total) - first))
+
+    def _merged(self, taken: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Datasets and entries after these, in order."""
+        heads = self._heads(taken)
         heapq.heapify(heads)
-        for _ in range(first, min(last, self.total)):
+        while heads:
             _, dataset, entry = heads[0]
             yield dataset, entry
             if entry + 1 < self.counts[dataset]:
@@ -67,12 +74,19 @@ class Interleaving:
         # An estimate that is off by at most half an entry for each dataset, then single steps to the exact place.
         taken = [min(count, (2 * place * count + self.total) // (2 * self.total)) for count in self.counts]
         excess = sum(taken) - place
-        for _ in range(excess):
-            _, dataset = max((self._key(d, n - 1), d) for d, n in enumerate(taken) if n)
-            taken[dataset] -= 1
-        for _ in range(-excess):
-            _, dataset, _ = min(self._heads(taken))
-            taken[dataset] += 1
+        if excess > 0:
+            tails = [(-self._key(d, n - 1), -d) for d, n in enumerate(taken) if n]
+            heapq.heapify(tails)
+            for _ in range(excess):
+                dataset = -tails[0][1]
+                taken[dataset] -= 1
+                if taken[dataset]:
+                    heapq.heapreplace(tails, (-self._key(dataset, taken[dataset] - 1), -dataset))
+                else:
+                    heapq.heappop(tails)
+        elif excess < 0:
+            for dataset, _ in islice(self._merged(taken), -excess):
+                taken[dataset] += 1
         return taken
 
 
@@ -110,7 +124,12 @@ class Mixture:
         self.weights = tuple(weights)
         self._shuffle = shuffle
         self._seed = seed
-        self._epoch: tuple[int, Interleaving] = (-1, Interleaving(()))
+        # How many rows of each dataset an epoch has. Whole numbers: to multiply fractions takes microseconds for each.
+        self._ratios = [
+            (weight * rows).as_integer_ratio() for weight, rows in zip(self.weights, self._rows, strict=True)
+        ]
+        self._lengths: dict[int, int] = {}
+        self._epoch: tuple[int, list[int], Interleaving] = (-1, [], Interleaving(()))
         self._passes: dict[tuple[int, int], Callable[[int], int]] = {}
 
     @property
@@ -123,29 +142,38 @@ class Mixture:
         return 1 + math.ceil(max(1 / weight for weight in self.weights if weight))
 
     def length(self, epoch: int) -> int:
-        """Number of rows in an epoch."""
-        return sum(self._bounds(d, epoch)[1] - self._bounds(d, epoch)[0] for d in range(len(self._rows)))
+        """Number of rows in an epoch. Asked for with every window, and for each between the cursor and it."""
+        found = self._lengths.get(epoch)
+        if found is None:
+            if len(self._lengths) > _LENGTHS:
+                self._lengths.clear()
+            found = self._lengths[epoch] = sum(self._starts(epoch + 1)) - sum(self._starts(epoch))
+        return found
 
     def rows(self, epoch: int, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Dataset and row of the places first <= place < last of an epoch."""
-        starts = [self._bounds(d, epoch)[0] for d in range(len(self._rows))]
-        for dataset, entry in self._interleaving(epoch).walk(first, last):
+        starts, order = self._of_epoch(epoch)
+        for dataset, entry in order.walk(first, last):
             yield dataset, self._row(dataset, starts[dataset] + entry)
 
     def row(self, epoch: int, place: int) -> tuple[int, int]:
         """Dataset and row at one place of an epoch."""
-        dataset, entry = self._interleaving(epoch).at(place)
-        return dataset, self._row(dataset, self._bounds(dataset, epoch)[0] + entry)
+        starts, order = self._of_epoch(epoch)
+        dataset, entry = order.at(place)
+        return dataset, self._row(dataset, starts[dataset] + entry)
 
-    def _bounds(self, dataset: int, epoch: int) -> tuple[int, int]:
-        an_epoch = self.weights[dataset] * self._rows[dataset]
-        return math.ceil(epoch * an_epoch), math.ceil((epoch + 1) * an_epoch)
+    def _starts(self, epoch: int) -> list[int]:
+        """The first entry of each dataset in an epoch: epoch times its rows in one, rounded up."""
+        return [-(-epoch * rows // of) for rows, of in self._ratios]
 
-    def _interleaving(self, epoch: int) -> Interleaving:
-        if self._epoch[0] != epoch:
-            bounds = [self._bounds(d, epoch) for d in range(len(self._rows))]
-            self._epoch = (epoch, Interleaving([last - first for first, last in bounds]))
-        return self._epoch[1]
+    def _of_epoch(self, epoch: int) -> tuple[list[int], Interleaving]:
+        """The first entry of each dataset, and the order of all entries. The newest is kept: windows of an epoch follow
+        one another."""
+        if (found := self._epoch)[0] != epoch:
+            starts = self._starts(epoch)
+            counts = [after - before for before, after in zip(starts, self._starts(epoch + 1), strict=True)]
+            self._epoch = found = (epoch, starts, Interleaving(counts))
+        return found[1:]
 
     def _row(self, dataset: int, entry: int) -> int:
         number, index = divmod(entry, self._rows[dataset])
@@ -163,7 +191,7 @@ class Mixture:
         return self._passes[dataset, number](index)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_passes": {}, "_epoch": (-1, Interleaving(()))}
+        return {**self.__dict__, "_passes": {}, "_epoch": (-1, [], Interleaving(()))}
 
 
 def weights_of(

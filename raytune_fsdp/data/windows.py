@@ -273,9 +273,11 @@ class Windows:
         made = self._formatters
         self._formatters = formatters = pickle.loads(made) if isinstance(made, bytes) else made
         found: list[tuple[int, Document | RowError, str] | None] = [None] * len(rows)
+        places_of: dict[int, list[int]] = {}
+        for place, (dataset, _) in enumerate(rows):
+            places_of.setdefault(dataset, []).append(place)
         batches = []
-        for dataset in range(len(self.sources)):
-            places = [place for place, (d, _) in enumerate(rows) if d == dataset]
+        for dataset, places in sorted(places_of.items()):
             batches += [(dataset, places[i : i + _BATCH_ROWS]) for i in range(0, len(places), _BATCH_ROWS)]
 
         def read(batch: tuple[int, list[int]]) -> list[tuple[Document | RowError, str]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
 
 from hypothesis import given, settings
@@ -103,6 +105,45 @@ def test_ten_million_rows_are_looked_up_in_microseconds() -> None:
         mixture.row(0, place)
     # 60 µs on a quiet machine; a list of ten million rows would take seconds.
     assert (time.process_time() - start) / 1000 < 2e-3
+
+
+def test_thousands_of_datasets_cost_little_at_every_call() -> None:
+    """A stream asks for the length of an epoch several times a window, and for the rows of a window once."""
+    draw = random.Random(0)
+    rows = [draw.randint(50, 4000) for _ in range(2000)]
+    weights = weights_of([draw.choice([0.3, 0.5, 1, 1.5, 2]) for _ in rows], [None] * 2000, rows)
+    mixture = Mixture([[count] for count in rows], weights, shuffle="rows", seed=0)
+    middle = mixture.length(0) // 2
+    list(mixture.rows(0, middle, middle + 1))
+
+    def seconds(work: Callable[[int], object], times: int) -> float:
+        start = time.process_time()
+        for number in range(times):
+            work(number)
+        return time.process_time() - start
+
+    # 0.01, 7 and 1.5 ms on a quiet machine; with fractions, and a look at all datasets for each step, 11, 175 and 22.
+    assert seconds(lambda i: mixture.length(i % 3), 100) < 0.1
+    assert seconds(lambda i: next(mixture.rows(0, middle + i, middle + i + 1)), 10) < 0.5
+    assert seconds(lambda i: mixture.row(0, middle + i), 20) < 0.2
+
+
+@settings(max_examples=40)
+@given(SIZES, st.data(), st.integers(0, 5))
+def test_an_epoch_begins_where_the_one_before_ends(blocks: list[list[int]], data: st.DataObject, epoch: int) -> None:
+    """By exact fractions."""
+    weights = [data.draw(st.fractions(0, 3, max_denominator=30)) for _ in blocks]
+    mixture = Mixture(blocks, weights, shuffle="none", seed=1)
+    starts = [[(e * w * sum(b)).__ceil__() for w, b in zip(weights, blocks, strict=True)] for e in (epoch, epoch + 1)]
+    assert mixture.length(epoch) == sum(starts[1]) - sum(starts[0])
+    seen: dict[int, list[int]] = {}
+    for dataset, row in mixture.rows(epoch, 0, mixture.length(epoch)):
+        seen.setdefault(dataset, []).append(row)
+    assert seen == {
+        d: [entry % sum(sizes) for entry in range(starts[0][d], starts[1][d])]
+        for d, sizes in enumerate(blocks)
+        if starts[0][d] < starts[1][d]
+    }
 
 
 def test_golden_values() -> None:
