@@ -22,6 +22,15 @@ HUGE = 10**9
 LONG_NUMBER = b"9" * 10_000
 
 
+MERGE_BOMB = b"a: &a {k0: 1, k1: 1, k2: 1, k3: 1, k4: 1, k5: 1, k6: 1, k7: 1, k8: 1}\n" + b"".join(
+    b"%c: &%c {<<: [%s]}\n" % (name, name, b", ".join([b"*%c" % (name - 1)] * 9)) for name in b"bcdefghij"
+)
+"""YAML of 600 bytes for a map of three billion entries, nine of which are left in the end."""
+ALIAS_BOMB = b"a: &a [x,x,x,x,x,x,x,x,x]\n" + b"".join(
+    b"%c: &%c [%s]\n" % (name, name, b",".join([b"*%c" % (name - 1)] * 9)) for name in b"bcdefghi"
+)
+
+
 def text(file: str, content: bytes) -> Forge:
     """A file with another content."""
     return lambda place: _write(place / file, content)
@@ -35,6 +44,28 @@ def _write(file: Path, content: bytes) -> None:
 def sparse(file: str, size: int) -> Forge:
     """A file of zeros that takes no room."""
     return lambda place: os.truncate(place / file, size)
+
+
+def hollow(file: str, size: int) -> Forge:
+    """A checkpoint's file of zeros that takes no room, and a manifest that says so."""
+
+    def forge(place: Path) -> None:
+        (place / file).touch()
+        os.truncate(place / file, size)
+        put(_MANIFEST, "files", file, to={"bytes": size, "xxh3": "0" * 32})(place)
+
+    return forge
+
+
+def longer(file: str, by: int) -> Forge:
+    """A checkpoint's file with more than it should have, some of it on the disk, and a manifest that says so."""
+
+    def forge(place: Path) -> None:
+        with (place / file).open("ab") as target:
+            target.write(bytes(by // 500))
+        hollow(file, by)(place)
+
+    return forge
 
 
 def changed(file: str, change: Callable[[Any], Any]) -> Forge:
@@ -252,6 +283,12 @@ MANIFEST: dict[str, Forge] = {
     "a file that is not there": put(_MANIFEST, "files", "__9_1.distcp", to={"bytes": 1, "xxh3": "0" * 32}),
     "a file twice": changed(_MANIFEST, _twice(b'"state.json"', b'"state.json": 1, "state.json"')),
     "a manifest of 100 MB": sparse(_MANIFEST, 100 << 20),
+    "a file of tensors of 8 TB": hollow("__0_1.distcp", 8 << 40),
+    "an index of 8 TB": hollow(_INDEX, 8 << 40),
+    "a state of 8 TB": hollow(_STATE, 8 << 40),
+    "a file for other tools of 8 TB": hollow(".metadata", 8 << 40),
+    "a file that nobody knows of 8 TB": hollow("x", 8 << 40),
+    "a file of tensors with more than the index says": longer("__0_1.distcp", 2 << 30),
     "the manifest is a pipe": pipe(_MANIFEST),
     "the manifest is a directory": folder(_MANIFEST),
     "the manifest is a link": link(_MANIFEST),
@@ -417,6 +454,36 @@ EVENTS: dict[str, Forge] = {
     "an event without fields": event(fields=None),
     "an event whose name is a list": event(event=["saved"]),
 }  # fmt: skip
+HOLES: dict[str, Forge] = {
+    "events that are 20 GB long": sparse(_EVENTS, 20 << 30),
+    "metrics that are 20 GB long": sparse(_METRICS, 20 << 30),
+    "metrics of 20 GB with lines": lambda place: _with_lines(place / _METRICS, 20 << 30, 1 << 28),
+    "events of 20 GB with lines": lambda place: _with_lines(place / _EVENTS, 20 << 30, 1 << 28),
+}
+"""Records that go on without content."""
+CONFIGS: dict[str, Forge] = {
+    "a config of merges": text("config.yaml", MERGE_BOMB),
+    "a config of aliases": text("config.yaml", ALIAS_BOMB),
+    "a config that contains itself": text("config.yaml", b"run: &a [*a]"),
+    "a deep config.yaml": text("config.yaml", b"[" * 100_000),
+    "a config of 20 GB": sparse("config.yaml", 20 << 30),
+    "a config of one long word": text("config.yaml", b"!" * 3_000_000),
+    "a config with a long number": text("config.yaml", b"run: {seed: 0x" + b"f" * 100_000 + b"}"),
+    "a config that is not text": text("config.yaml", b"\xff\xfe\x00"),
+    "a config that is a list": text("config.yaml", b"- a"),
+    "a config that is a word": text("config.yaml", b"a"),
+}
+
+
+def _with_lines(file: Path, size: int, every: int) -> None:
+    """A hole, and in it the end of a line now and then."""
+    start = file.stat().st_size
+    with file.open("rb+") as record:
+        for place in range(start, size, every):
+            record.seek(place + 5000)
+            record.write(b"\n")
+
+
 RECORD: dict[str, Forge] = {
     "the events are a pipe": pipe(_EVENTS),
     "the events are a directory": folder(_EVENTS),

@@ -20,7 +20,7 @@ from raytune_fsdp.config.overrides import apply_overrides, read_overrides
 from raytune_fsdp.config.problems import explain
 from raytune_fsdp.config.recorded import recorded
 from raytune_fsdp.config.schema import ANYTHING, TAG, Option, Place, tags
-from raytune_fsdp.config.text import Loc, Plain, dump, parse, problem_line, spelled
+from raytune_fsdp.config.text import MAX_BYTES, Loc, Plain, dump, parse, problem_line, spelled
 from raytune_fsdp.errors import ConfigError
 
 ROOT = Place((Option(FinetuneConfig),))
@@ -69,10 +69,19 @@ def recipe_text(name: str) -> str:
     return own.sub(lambda found: json.dumps(str(_PACKAGE / found[1]), ensure_ascii=False), text)
 
 
+def _text_of(path: str | Path) -> str:
+    """The text of a file; a pipe of the user's is one, too."""
+    with open(path, "rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"config file {path}: has more than {MAX_BYTES} bytes, more than any config has")
+    return content.decode()
+
+
 def read_file(path: str | Path) -> tuple[dict[str, Any], dict[Loc, str]]:
     """The tree of a YAML file, or of the recipe of that name, and where each of its values is."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = _text_of(path)
     except FileNotFoundError:
         if str(path) not in recipes():
             hint = "" if Path(path).is_absolute() else f" (relative paths start at {Path.cwd()})"

@@ -17,13 +17,17 @@ from raytune_fsdp.config.schema import TAG, Place, find, tags
 from raytune_fsdp.config.text import Loc
 from raytune_fsdp.redaction import redact
 
+_MOST_LINES = 100
+"""Of the problems of one config. To look for the nearest name of each of 60,000 keys would take an hour."""
 _MENTION = re.compile(r"\b[a-z_]+(?:\.[a-z0-9_]+)+")
 
 
 def explain(error: ValidationError, tree: Any, root: Place, sources: Mapping[Loc, str]) -> list[str]:
     """One line for each field that pydantic refuses."""
     lines: dict[Loc, str] = {}
-    for detail in error.errors(include_url=False):
+    for number, detail in enumerate(error.errors(include_url=False)):
+        if len(lines) >= _MOST_LINES:
+            return [*lines.values(), f"and {error.error_count() - number} more problems like these"]
         path, place, holder = _locate(detail["loc"], root, tree)
         if path in lines:  # a union reports once for each of its members
             continue

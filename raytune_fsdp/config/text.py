@@ -14,6 +14,8 @@ from typing import Any
 
 import yaml
 
+from raytune_fsdp.untrusted import shown
+
 Loc = tuple[str, ...]
 """Where a value is: keys and list indexes from the root."""
 
@@ -31,6 +33,10 @@ _MERGE = re.compile(r"<<")
 
 # Far above any config. Aliases of aliases make a billion values of a few lines, and a file may be a stranger's.
 _MAX_CHARS, _MAX_VALUES = 4_000_000, 100_000
+MAX_BYTES = 4 * _MAX_CHARS
+"""What a file that is read as YAML may have."""
+_MAX_DIGITS = 4300
+"""Of an integer: Python prints no more."""
 
 _RESOLVERS = {"bool": _BOOL, "int": _INT, "float": _FLOAT, "null": _NULL, "merge": _MERGE}
 _PREFIX = "tag:yaml.org,2002:"
@@ -47,6 +53,16 @@ class Plain:
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}  # none of YAML's: ours are added below
 
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._composed = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._composed += 1
+        if self._composed > 2 * _MAX_VALUES:  # a key and its value
+            raise _too_many()
+        return super().compose_node(parent, index)
+
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen: dict[str, int] = {}
@@ -59,7 +75,7 @@ class _Loader(yaml.SafeLoader):
             key.tag = _PREFIX + "str"
             line = key.start_mark.line + 1
             if key.value in seen:
-                problem = f"{key.value!r} is written twice in the same map (first in line {seen[key.value]})"
+                problem = f"{shown(key.value)} is written twice in the same map (first in line {seen[key.value]})"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             seen[key.value] = line
         return node
@@ -87,6 +103,8 @@ def _meaning(kind: str, text: str) -> Any:
     if kind == "bool":
         return text.lower() in ("yes", "true", "on")
     if kind == "int":
+        if len(digits) > _MAX_DIGITS:
+            raise ValueError(f"a number of more than {_MAX_DIGITS} digits")
         # Not base 0: a leading zero ("010") is a spelling of ten, not octal.
         return int(digits, {"x": 16, "o": 8, "b": 2}.get(digits[1:2], 10))
     return float(re.sub(r"\.(?=inf|nan)", "", digits.lower()))
@@ -98,7 +116,7 @@ def _construct(kind: str) -> Any:
         try:
             return Plain(_meaning(kind, text), text)
         except ValueError as error:  # reached with an explicit tag, such as `!!int x`
-            raise yaml.MarkedYAMLError(problem=f"{text!r}: {error}", problem_mark=node.start_mark) from None
+            raise yaml.MarkedYAMLError(problem=f"{shown(text)}: {error}", problem_mark=node.start_mark) from None
 
     return construct
 
@@ -121,6 +139,9 @@ def parse(text: str) -> tuple[Any, dict[Loc, int]]:
         node = loader.get_single_node()
         if node is None:
             return None, {}
+        # Before anything is built: to build merges of merges takes as long as the values that they come to.
+        if _count(node, {}) > _MAX_VALUES:
+            raise _too_many()
         # Deep, so that a map that contains itself is an error here instead of endless recursion later.
         loader.deep_construct = True
         tree = loader.construct_document(node)
@@ -133,9 +154,26 @@ def parse(text: str) -> tuple[Any, dict[Loc, int]]:
         loader.dispose()
 
 
+def _too_many() -> yaml.YAMLError:
+    return yaml.YAMLError(f"has more than {_MAX_VALUES:,} values, with those that aliases repeat")
+
+
+def _count(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node stands for, with those that aliases and merges repeat. `known`: of the nodes so far."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    found = known.get(id(node))
+    if found is None:
+        known[id(node)] = -1
+        inner = (value for _, value in node.value) if isinstance(node, yaml.MappingNode) else node.value
+        found = known[id(node)] = 1 + sum(_count(each, known) for each in inner)
+    if found < 0:
+        problem = "found unconstructable recursive node"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    return found
+
+
 def _collect_lines(node: yaml.Node, path: Loc, lines: dict[Loc, int]) -> None:
-    if len(lines) > _MAX_VALUES:
-        raise yaml.YAMLError(f"has more than {_MAX_VALUES:,} values, with those that aliases repeat")
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -183,5 +221,5 @@ def dump(tree: Any) -> str:
 def problem_line(error: yaml.YAMLError) -> str:
     """A YAML error in one line, with the line number where it has one."""
     mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or " ".join(str(error).split())
-    return f"line {mark.line + 1}: {problem}" if mark is not None else str(problem)
+    problem = str(getattr(error, "problem", None) or " ".join(str(error).split()))[:500]  # it may quote the whole file
+    return f"line {mark.line + 1}: {problem}" if mark is not None else problem

@@ -33,6 +33,8 @@ _INSIDES = {
 }
 """Names with options below them."""
 _MAX_BYTES = 4_000_000
+_MOST_UNKNOWN = 200
+"""Keys that are no options. For each the nearest option is looked for, which takes milliseconds."""
 # What a part of a config is completed with to see whether it is sound.
 _REST: dict[str, Any] = {
     "run": {"name": "any"},
@@ -109,6 +111,12 @@ def convert(file: str, *, project: str | None = None, gpus: int | None = None, d
     about = PROJECTS[project]
     leaves = list(_leaves(tree, about))
     dropped = {key for key, _, _ in leaves if _drops(drop, key)}
+    unknown = sum(option is None and key not in dropped for key, option, _ in leaves)
+    if unknown > _MOST_UNKNOWN:
+        raise ConfigError(
+            f"{file}: {unknown} of its {len(leaves)} keys are no options of {about.title} that are known here, so it "
+            f"is no file of {about.title}: say whose it is with --from"
+        )
     given = {
         key: value
         for key, option, value in leaves

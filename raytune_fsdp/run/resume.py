@@ -18,7 +18,7 @@ from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.config import FinetuneConfig, OptimConfig, ParallelConfig
 from raytune_fsdp.config.method import unordered
 from raytune_fsdp.config.recorded import recorded
-from raytune_fsdp.config.text import parse, problem_line, spelled
+from raytune_fsdp.config.text import MAX_BYTES, parse, problem_line, spelled
 from raytune_fsdp.data.identity import files_by_key
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ResumeError, TransientError, in_one_line
@@ -196,10 +196,10 @@ def _with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
 def last_config(place: RunDir) -> dict[str, Any]:
     """The config.yaml of the run's last attempt, as a tree; an empty one if there is none, or none that can be read."""
     try:
-        tree = spelled(parse(place.config.read_text(encoding="utf-8"))[0])
+        tree = spelled(parse(read_file(place.config, limit=MAX_BYTES, links=True).decode())[0])
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         reason = problem_line(error) if isinstance(error, yaml.YAMLError) else in_one_line(error)
         logger.warning("%s cannot be read, so no changed setting is reported: %s", place.config, reason)
         return {}

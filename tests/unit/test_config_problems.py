@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -191,3 +192,13 @@ def test_all_problems_at_once_each_in_its_line(tmp_path: Path) -> None:
     starts = ["--run.seed: needs", "--data.train.9.path:", "optim.lr=0:", "train.epoch=3:", "eval.every=no:"]
     assert len(lines) == 5
     assert all(any(line.startswith(start) for line in lines) for start in starts)
+
+
+def test_a_file_of_thousands_of_mistyped_keys_is_answered_at_once(tmp_path: Path) -> None:
+    """Each would be compared with all fields; the first hundred are."""
+    keys = "".join(f"  max_step{number}: 1\n" for number in range(3000))
+    start = time.process_time()
+    found = problems(tmp_path, text=YAML + keys)
+    assert time.process_time() - start < 5
+    assert len(found) == 101 and "nearest: train.max_steps" in found[0]
+    assert found[-1] == "and 2900 more problems like these"

@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
@@ -25,6 +26,7 @@ from raytune_fsdp.convert.file import PROJECTS, Converted, convert
 from raytune_fsdp.counts import Census
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.plan import resolve
+from tests.forgeries import MERGE_BOMB
 
 EXAMPLES = sorted((Path(__file__).parent / "convert").glob("*.yaml"))
 DROPS = {
@@ -722,15 +724,36 @@ def test_the_project_is_guessed_or_named(tmp_path: Path) -> None:
             + b"".join(b"%c: &%c [%s]\n" % (n, n, b",".join([b"*%c" % (n - 1)] * 9)) for n in b"bcdefghi"),
             "values, with those that aliases repeat",
         ),
+        (MERGE_BOMB, "values, with those that aliases repeat"),
+        pytest.param(b"- a\n" * 900_000, "values, with those that aliases repeat", marks=pytest.mark.slow),
+        (b"a: 0x" + b"f" * 100_000, "a number of more than 4300 digits"),
+        (b"a: !" + b"!" * 1_000_000, "could not determine a constructor"),
     ],
-    ids=["binary", "list", "empty", "words", "cut", "deep list", "deep map", "10MB", "python", "bomb"],
-)
+    ids=["binary", "list", "empty", "words", "cut", "deep list", "deep map", "10MB", "python", "bomb", "merge bomb",
+         "many values", "long number", "long tag"],
+)  # fmt: skip
 def test_a_hostile_file_is_one_line(
     content: bytes, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    start = time.process_time()
     assert main(["convert", file := write(tmp_path, content)]) == 2
+    assert time.process_time() - start < 10
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith(f"error: {file}: ") and expected in err
+    assert len(err) < 2000
+
+
+@pytest.mark.parametrize(
+    "many", [pytest.param(5_000, marks=pytest.mark.thorough), pytest.param(60_000, marks=pytest.mark.slow)]
+)
+def test_the_nearest_option_is_not_looked_for_of_thousands_of_keys(
+    many: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = "".join(f"gradient_accumulation_step{n}: 1\n" for n in range(many))
+    start = time.process_time()
+    assert main(["convert", "--from", "axolotl", write(tmp_path, keys)]) == 2
+    assert time.process_time() - start < many / 3000  # it is the parsing that takes time
+    assert f"{many} of its {many} keys are no options of axolotl" in capsys.readouterr().err
 
 
 def test_no_file_and_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
