@@ -26,6 +26,13 @@ LINE_BYTES = 16 * MIB
 """The longest line of a record. One with the answers to every prompt of an evaluation has some 100 KB."""
 
 
+NULS = MIB
+"""A record ends where it has had so many bytes that are zero: a crash of the machine leaves some of them, and files
+without content, which take no room on a disk, have terabytes. JSON has none."""
+_HOLLOW_BYTES, _HOLLOW_SHARE, _MOST_EXTENTS = 64 * MIB, 1000, 10_000
+"""Nobody's is a file larger than the first of which less than one part in so many is on the disk."""
+
+
 class UnsoundError(ValueError):
     """What a file is, as the end of a sentence that begins with its name: "is not a regular file"."""
 
@@ -63,11 +70,40 @@ def _check_kind(facts: os.stat_result) -> None:
         raise UnsoundError(f"is {kinds.get(stat.S_IFMT(facts.st_mode), 'a device or socket')}, not a regular file")
 
 
+def is_hollow(path: str | os.PathLike[str], facts: os.stat_result, *, links: bool = False) -> bool:
+    """Whether a large file is nearly all hole: it takes no room, and hours to read."""
+    if facts.st_size < _HOLLOW_BYTES or facts.st_blocks * 512 * _HOLLOW_SHARE > facts.st_size:
+        return False
+    handle = open_regular(path, links=links)
+    try:
+        return _bytes_there(handle) * _HOLLOW_SHARE < facts.st_size
+    finally:
+        os.close(handle)
+
+
+def _bytes_there(handle: int) -> int:
+    """How much of a file is no hole. File systems that count no blocks may know no holes, either, and say all of it."""
+    there = place = 0
+    for _ in range(_MOST_EXTENTS):
+        try:
+            begin = os.lseek(handle, place, os.SEEK_DATA)
+            place = os.lseek(handle, begin, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing comes after it
+                return there
+            break
+        there += place - begin
+    return os.fstat(handle).st_size
+
+
 def read_file(path: str | os.PathLike[str], *, limit: int, links: bool = False) -> bytes:
     """The content of a regular file of at most `limit` bytes."""
     with os.fdopen(open_regular(path, links=links), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
+        facts = os.fstat(file.fileno())
+        size = facts.st_size
         check_size(size, limit)
+        if is_hollow(path, facts, links=links):
+            raise UnsoundError(f"has {size} bytes, of which next to none are on the disk")
         content = file.read(size + 1)
     check_size(len(content), limit)
     return content
@@ -156,12 +192,17 @@ def _check_depth(value: Any, depth: int) -> None:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """The lines of a record that grows. Of a line that no record has, because it is too long, only the beginning."""
+    """The lines of a record that grows, to its end or to what is no record any more. Of a line that no record has,
+    because it is too long, only the beginning."""
+    nuls = 0
     with os.fdopen(open_regular(path, links=True), "rb") as file:
         while line := file.readline(LINE_BYTES):
             rest = line
-            while not rest.endswith(b"\n") and (rest := file.readline(LINE_BYTES)):
-                pass
+            while (nuls := nuls + rest.count(0)) <= NULS and not rest.endswith(b"\n"):
+                if not (rest := file.readline(LINE_BYTES)):
+                    break
+            if nuls > NULS:
+                return
             yield line if rest is line else line[: LINE_BYTES - 1] + b"\n" * rest.endswith(b"\n")
 
 

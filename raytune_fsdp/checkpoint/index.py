@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from raytune_fsdp.checkpoint.manifest import PIECES
-from raytune_fsdp.untrusted import MAX_VALUES, MIB, UnsoundError, check_format, is_count, parse_json, shown
+from raytune_fsdp.checkpoint.manifest import PIECES, index_values
+from raytune_fsdp.untrusted import UnsoundError, check_format, is_count, parse_json, shown
 
 Place = tuple[str, int, int]
 """Where the numbers of a piece are: a file, the offset in it, and the number of bytes."""
@@ -41,12 +41,6 @@ DTYPES = {
 _MAX_DIMENSIONS = 16  # torch prints a tensor of 64; a model has up to 5
 _MAX_NAME = 1024
 
-# A piece takes about 200 bytes and 12 values in the index, and in its file over 1000 bytes more than its numbers: the
-# zip that torch.save makes. So an index is never half as large as the files it describes. 70 billion weights with their
-# moments on 1000 ranks are 2.2 million pieces: 330 MB of index for files of 840 GB.
-_BYTES_PER_INDEX_BYTE = 2
-_BYTES_PER_VALUE = 32
-
 
 @dataclass(frozen=True, slots=True)
 class Index:
@@ -60,19 +54,10 @@ class Index:
         return self.metadata.state_dict_metadata  # type: ignore[return-value]
 
 
-def index_limit(sizes: Mapping[str, int]) -> int:
-    """The most bytes that the index of these files may have."""
-    return max(MIB, _piece_bytes(sizes) // _BYTES_PER_INDEX_BYTE)
-
-
-def _piece_bytes(sizes: Mapping[str, int]) -> int:
-    return sum(size for file, size in sizes.items() if file.endswith(PIECES))
-
-
 def parse_index(content: bytes, sizes: Mapping[str, int]) -> Index:
     """Parse the `tensors.json` of a checkpoint whose files have these sizes. ValueError if it is not one."""
     # Its depth need not be measured: below, every level has its type.
-    read = parse_json(content, values=max(MAX_VALUES, _piece_bytes(sizes) // _BYTES_PER_VALUE), depth=None)
+    read = parse_json(content, values=index_values(sizes), depth=None)
     if not isinstance(read, dict) or not isinstance(read.get("tensors"), dict):
         raise UnsoundError("has no tensors")
     check_format(read.get("format"))

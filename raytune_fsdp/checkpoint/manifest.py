@@ -10,8 +10,18 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from raytune_fsdp.checkpoint.storage import INDEX_FILE, MANIFEST_BYTES, MANIFEST_FILE, STATE_FILE, Storage
-from raytune_fsdp.untrusted import UnsoundError, check_format, is_count, is_file_name, parse_json, reason, shown
+from raytune_fsdp.checkpoint.storage import INDEX_FILE, MANIFEST_BYTES, MANIFEST_FILE, STATE_BYTES, STATE_FILE, Storage
+from raytune_fsdp.untrusted import (
+    MAX_VALUES,
+    MIB,
+    UnsoundError,
+    check_format,
+    is_count,
+    is_file_name,
+    parse_json,
+    reason,
+    shown,
+)
 
 if TYPE_CHECKING:
     from raytune_fsdp.checkpoint.writing import Sum
@@ -19,6 +29,20 @@ if TYPE_CHECKING:
 PIECES = ".distcp"
 """Suffix of the files that hold tensors."""
 _CHUNK_BYTES = 1 << 20
+
+# A piece takes about 200 bytes and 12 values in the index, and in its file over 1000 bytes more than its numbers: the
+# zip that torch.save makes. So an index is never half as large as the files it describes. 70 billion weights with their
+# moments on 1000 ranks are 2.2 million pieces: 330 MB of index for files of 840 GB.
+_BYTES_PER_INDEX_BYTE = 2
+_BYTES_PER_VALUE = 32
+_INDEX_BYTES, _INDEX_VALUES = 512 * MIB, 50_000_000
+"""Of any index, as the sizes may be those of files without content."""
+_PIECE_BYTES = 16 << 10
+"""What a file may have of a piece besides its numbers: torch.save writes 1 to 2 kB, with its name."""
+_SOON_READ = 1 << 30
+"""Less than that is hashed at once, whatever it is."""
+_SMALL_BYTES = 64 * MIB
+"""Of a file without tensors: .metadata, which is written for other tools, is about as large as the index."""
 _DIGEST = re.compile("[0-9a-f]{32}")
 
 
@@ -72,9 +96,11 @@ def check(
     present = storage.sizes(name)
     for file, (size, _) in wanted.items():
         if file not in present:
-            return f"{file} is gone, or is not a regular file"
+            return f"{file} is gone, or is not a regular file with content"
         if present[file] != size:
             return f"{file} has {present[file]} bytes instead of {size}"
+    if (wrong := _too_large(storage, name, {file: size for file, (size, _) in wanted.items()}, hashes)) is not None:
+        return wrong
     to_hash = {file: size for file, (size, _) in wanted.items() if hashes or not file.endswith(PIECES)}
     mine = share_of(to_hash, *share)
 
@@ -91,6 +117,53 @@ def check(
         return next(filter(None, map(problem, mine)), None)
     with ThreadPoolExecutor(threads) as readers:  # neither reading nor hashing holds Python's lock
         return next(filter(None, list(readers.map(problem, mine))), None)
+
+
+def _too_large(storage: Storage, name: str, sizes: Mapping[str, int], hashes: bool) -> str | None:
+    """The problem if a file is larger than what is in it: to hash terabytes that are never read takes hours."""
+    if sum(sizes.values()) < _SOON_READ:
+        return None
+    most = {INDEX_FILE: index_limit(sizes), STATE_FILE: STATE_BYTES}
+    if hashes:
+        try:
+            most |= _sizes_in(storage.read(name, INDEX_FILE, most[INDEX_FILE]), sizes)
+        except FileNotFoundError:
+            return f"{INDEX_FILE} is gone"
+        except ValueError as error:
+            return f"{INDEX_FILE} is not what was written: {reason(error)}"
+    for file, size in sizes.items():
+        limit = most.get(file, size if file.endswith(PIECES) else max(_SMALL_BYTES, 4 * sizes[INDEX_FILE]))
+        if size > limit:
+            return f"{file} has {size} bytes, more than the {limit} that may be in it"
+    return None
+
+
+def _sizes_in(index: bytes, sizes: Mapping[str, int]) -> dict[str, int]:
+    """How large the files of tensors may be by what an index says of them."""
+    read = parse_json(index, values=index_values(sizes), depth=None)
+    tensors = read.get("tensors") if isinstance(read, dict) else None
+    most = dict.fromkeys((file for file in sizes if file.endswith(PIECES)), MIB)
+    for entry in tensors.values() if isinstance(tensors, dict) else ():
+        pieces = entry.get("pieces") if isinstance(entry, dict) else None
+        for piece in pieces if isinstance(pieces, list) else ():
+            file, size = (piece.get("file"), piece.get("bytes")) if isinstance(piece, dict) else (None, None)
+            if isinstance(file, str) and file in most and is_count(size):
+                most[file] += size + _PIECE_BYTES
+    return most
+
+
+def index_limit(sizes: Mapping[str, int]) -> int:
+    """The most bytes that the index of these files may have."""
+    return max(MIB, min(_INDEX_BYTES, _bytes_of_pieces(sizes) // _BYTES_PER_INDEX_BYTE))
+
+
+def index_values(sizes: Mapping[str, int]) -> int:
+    """The most values in it."""
+    return max(MAX_VALUES, min(_INDEX_VALUES, _bytes_of_pieces(sizes) // _BYTES_PER_VALUE))
+
+
+def _bytes_of_pieces(sizes: Mapping[str, int]) -> int:
+    return sum(size for file, size in sizes.items() if file.endswith(PIECES))
 
 
 def hash_file(storage: Storage, name: str, file: str, size: int) -> str:

@@ -19,7 +19,7 @@ from typing import cast
 
 from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_FILE, Sink, StoredFile, at_once, named
 from raytune_fsdp.durable import sync_directory, write_durably
-from raytune_fsdp.untrusted import open_regular, read_file
+from raytune_fsdp.untrusted import is_hollow, open_regular, read_file
 
 STAGING = ".tmp"
 """Suffix of directories that are unfinished or being deleted."""
@@ -87,9 +87,10 @@ class PosixStorage:
     def sizes(self, name: str) -> dict[str, int]:
         try:
             return {
-                entry.name: entry.stat(follow_symlinks=False).st_size
+                entry.name: facts.st_size
                 for entry in os.scandir(self._root / name)
                 if entry.is_file(follow_symlinks=False)
+                and not is_hollow(entry, facts := entry.stat(follow_symlinks=False))
             }
         except FileNotFoundError:
             return {}

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from raytune_fsdp.checkpoint.index import Index, Place, index_limit, parse_index
+from raytune_fsdp.checkpoint.index import Index, Place, parse_index
 from raytune_fsdp.checkpoint.layout import chunk_of
-from raytune_fsdp.checkpoint.manifest import read_manifest
+from raytune_fsdp.checkpoint.manifest import index_limit, read_manifest
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, MANIFEST_FILE, Readable, Storage, StoredFile
 from raytune_fsdp.errors import ResumeError, TransientError
 from raytune_fsdp.optim import local_piece

@@ -16,7 +16,7 @@ from raytune_fsdp.cli.common import Parser, exit_code
 from raytune_fsdp.cli.region import clean
 from raytune_fsdp.cli.runs import check_run
 from raytune_fsdp.errors import ResumeError
-from raytune_fsdp.untrusted import LINE_BYTES, UnsoundError, open_regular, reason
+from raytune_fsdp.untrusted import LINE_BYTES, NULS, UnsoundError, open_regular, reason
 
 if TYPE_CHECKING:
     from raytune_fsdp.rundir import RunDir
@@ -127,7 +127,8 @@ class _Logs:
         try:
             with os.fdopen(open_regular(path, links=True), "rb") as file:
                 file.seek(self._ends.get(path, 0))
-                while line := file.readline(LINE_BYTES):
+                nuls = 0
+                while (line := file.readline(LINE_BYTES)) and (nuls := nuls + line.count(0)) <= NULS:
                     if not line.endswith(b"\n") and self._asked.follow and len(line) < LINE_BYTES:
                         break
                     self._ends[path] = file.tell()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from raytune_fsdp.tracking.lines import is_number, read_line, step_of
-from raytune_fsdp.untrusted import LINE_BYTES
+from raytune_fsdp.untrusted import LINE_BYTES, NULS
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -76,11 +76,12 @@ class RecordReader:
             self.seek(self._place)
         if self._file is None:
             return
+        nuls = 0
         while True:
             offset = self._file.tell()
             raw = self._file.readline(LINE_BYTES)
             line = read_line(raw) if raw.endswith(b"\n") else None
-            if line is None and raw.endswith(b"\n"):
+            if line is None and raw.endswith(b"\n") and (nuls := nuls + raw.count(0)) <= NULS:
                 continue  # not one of ours: the repair at the start of the next attempt says so
             if line is None or step_of(line) > last_step:
                 self._file.seek(offset)
@@ -106,10 +107,12 @@ def _first_of(file: BinaryIO, step: int) -> int:
 def _line_after(file: BinaryIO, offset: int, end: int) -> tuple[int, int | None]:
     """Of the first line of ours that begins at an offset or after it, before the end: where it ends, and its step."""
     file.seek(max(0, offset - 1))
-    if offset > 0:
-        file.readline(LINE_BYTES)  # the rest of the line that the byte before the offset belongs to
-    while file.tell() < end:
-        line = read_line(file.readline(LINE_BYTES))
+    # First, the rest of the line that the byte before the offset belongs to.
+    nuls = file.readline(LINE_BYTES).count(0) if offset > 0 else 0
+    while file.tell() < end and nuls <= NULS:
+        raw = file.readline(LINE_BYTES)
+        line = read_line(raw)
         if line is not None:
             return file.tell(), step_of(line)
+        nuls += raw.count(0)
     return end, None

@@ -18,7 +18,7 @@ from typing import BinaryIO
 from raytune_fsdp.durable import open_private, sync_directory
 from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.tracking.lines import WHOLE_STEP, read_line, step_of
-from raytune_fsdp.untrusted import LINE_BYTES
+from raytune_fsdp.untrusted import LINE_BYTES, NULS
 
 _PIECE = 2**22  # bytes that are read at a time
 
@@ -52,12 +52,20 @@ def cut(path: Path, last_step: int, *, aside: Path) -> Taken:
         output.flush()
         os.fsync(output.fileno())
     if taken.problems and path.exists():
-        aside.unlink(missing_ok=True)
-        with path.open("rb") as broken, open(aside, "wb", opener=open_private) as kept:
-            shutil.copyfileobj(broken, kept)
+        _keep(path, aside)
     os.replace(temporary, path)
     sync_directory(path.parent)
     return taken
+
+
+def _keep(path: Path, aside: Path) -> None:
+    """A link, where the file system has them: a copy of a file of 20 GB without content has content."""
+    aside.unlink(missing_ok=True)
+    try:
+        os.link(path, aside)
+    except OSError:
+        with path.open("rb") as broken, open(aside, "wb", opener=open_private) as kept:
+            shutil.copyfileobj(broken, kept)
 
 
 def is_whole(path: Path, last_step: int) -> bool:
@@ -132,8 +140,11 @@ def _salvage(file: BinaryIO, last_step: int) -> tuple[list[Span], Taken]:
 def _lines(file: BinaryIO) -> Iterator[tuple[int, int, Iterable[str] | None]]:
     """Every finished line: its step (-1: neither a step nor an evaluation), where it ends, an evaluation's keys."""
     file.seek(0)
-    offset, rest = 0, b""
-    while piece := file.read(_PIECE):
+    offset, rest, nuls = 0, b"", 0
+    while nuls <= NULS and (piece := file.read(_PIECE)):
+        nuls += piece.count(0)
+        if nuls > NULS:
+            piece = piece[: piece.index(0)]  # what comes now is no record any more
         block = rest + piece
         end = block.rfind(b"\n") + 1
         position = 0

@@ -11,7 +11,7 @@ from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.tracking.cursor import Position, RecordReader
 from raytune_fsdp.tracking.jsonl import event_of
 from raytune_fsdp.tracking.lines import step_of
-from raytune_fsdp.untrusted import LINE_BYTES, UnsoundError, open_regular
+from raytune_fsdp.untrusted import LINE_BYTES, NULS, UnsoundError, open_regular
 
 _HIGHEST = (1 << 63) - 1
 
@@ -58,7 +58,7 @@ class EventFollower:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = 0
+        self._offset = self._nuls = 0
 
     def events(self) -> Iterator[dict[str, Any]]:
         """What has been written since the last call."""
@@ -68,6 +68,9 @@ class EventFollower:
         with self._path.open("rb") as file:
             file.seek(self._offset)
             while (raw := file.readline(LINE_BYTES)).endswith(b"\n"):
+                self._nuls += raw.count(0)
+                if self._nuls > NULS:
+                    return
                 self._offset = file.tell()
                 if (event := event_of(raw)) is not None:
                     yield event

@@ -207,6 +207,54 @@ def read_events(place: Path, good: Path) -> None:
     assert read_events(place / "events.jsonl") == read_events(good / "events.jsonl"), "other events were read"
 
 
+def read_holes(place: Path, good: Path) -> None:
+    """As whatever reads a record does: all of it, as it grows, and before an attempt adds to it."""
+    from raytune_fsdp.report.history import read_history
+    from raytune_fsdp.report.overview import overview
+    from raytune_fsdp.tracking import repair
+    from raytune_fsdp.tracking.cursor import Position, RecordReader
+    from raytune_fsdp.tracking.jsonl import each_line
+    from raytune_fsdp.tracking.tail import EventFollower, RecordFollower
+
+    def steps(run: Path) -> list[Any]:
+        reader = RecordReader(run / "metrics.jsonl")
+        reader.seek(Position(4))
+        return [line["trajectory"]["step"] for _, line in reader.lines(99)]
+
+    for read in (
+        lambda run: [line for line in each_line(run / "metrics.jsonl") if line is not None],
+        lambda run: list(RecordFollower(run / "metrics.jsonl").lines()),
+        lambda run: list(EventFollower(run / "events.jsonl").events()),
+        lambda run: overview(run).attempt,
+        lambda run: list(read_history(run).steps),
+        steps,
+    ):
+        assert read(place) == read(good), "another record was read"
+    assert repair.cut(place / "metrics.jsonl", 6, aside=place / "aside").problems in (
+        (),
+        ("1 line was neither a step nor an evaluation, and left out",),
+    )
+    assert (place / "metrics.jsonl").read_bytes() == (good / "metrics.jsonl").read_bytes()
+    read_events(place, good)
+
+
+def read_run_config(place: Path, good: Path) -> None:
+    """As a command does that takes a run's own config."""
+    from raytune_fsdp.config.load import load_config
+
+    load_config(place / "config.yaml")
+
+
+def compare_run_config(place: Path, good: Path) -> None:
+    """As one does that only compares with it, and goes on without."""
+    from raytune_fsdp.report.history import read_history
+    from raytune_fsdp.run.resume import last_config
+    from raytune_fsdp.rundir import RunDir
+
+    last_config(RunDir(place, str(place / "checkpoints")))
+    assert list(read_history(place).steps) == list(read_history(good).steps)
+
+
 def read_run(place: Path, good: Path) -> None:
     """As an export does, and a person who asks the model."""
     import torch
@@ -269,12 +317,15 @@ KINDS: dict[str, tuple[Mapping[str, Forge], Reader]] = {
     "tokenizer": (forgeries.TOKENIZER, read_model),
     "run": ({**forgeries.RECORD, **forgeries.MODEL_OF_RUN}, read_run),
     "events": (forgeries.EVENTS, read_events),
+    "holes": (forgeries.HOLES, read_holes),
+    "config.yaml": (forgeries.CONFIGS, read_run_config),
+    "config.yaml to compare": (forgeries.CONFIGS, compare_run_config),
     "recipe": (forgeries.RECIPE, read_card),
 }
 """Forgeries, and who reads them."""
 
 
-@pytest.mark.parametrize("kind", ["index", "state", "files", "manifest", "run"])
+@pytest.mark.parametrize("kind", ["index", "state", "files", "manifest", "run", "config.yaml"])
 def test_what_is_forged_in_a_run_is_refused_in_one_line(kind: str) -> None:
     all_of(kind, RUN, code=2, lines=(1,))
 
@@ -284,7 +335,7 @@ def test_a_run_goes_back_to_the_checkpoint_before_a_forged_one(kind: str) -> Non
     all_of(kind, RUN, code=None, lines=(0, 1))
 
 
-@pytest.mark.parametrize("kind", ["events", "recipe"])
+@pytest.mark.parametrize("kind", ["events", "recipe", "holes", "config.yaml to compare"])
 def test_what_a_run_can_do_without_is_passed_over(kind: str) -> None:
     all_of(kind, RUN, code=None, lines=(0, 1))
 
