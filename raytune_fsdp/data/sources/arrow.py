@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from raytune_fsdp.data.sources.blocks import BLOCK_BYTES, Blocks
 from raytune_fsdp.data.sources.blocks import NAME as BLOCKS
+from raytune_fsdp.data.sources.fetched import write_content
 from raytune_fsdp.data.sources.file_names import compression_of, shorten
 from raytune_fsdp.data.sources.handles import (
     DECODED,
@@ -28,7 +29,6 @@ from raytune_fsdp.data.sources.handles import (
     content_hash,
     keep_hashes,
 )
-from raytune_fsdp.data.sources.places import copy
 from raytune_fsdp.data.sources.prepared import PreparedRows, prepare, touch
 from raytune_fsdp.data.sources.source import CACHE_GONE, Columns, File, Row, reading, too_large
 from raytune_fsdp.errors import DataError, RowError
@@ -124,7 +124,7 @@ def open_arrow(file: File, *, cache: Path, columns: Columns, progress: Progress 
         path = directory / "rows.arrow"
         content = keep_hashes(file, directory, report_of(file, progress))
         if foreign:
-            copy(file, path, progress=progress)
+            write_content(file, path, progress=progress)
             content = hash_file(path, file=file, progress=progress)
         else:
             stored = Stored(file.shown, file.url, file.size, content, Blocks(str(directory / BLOCKS)))

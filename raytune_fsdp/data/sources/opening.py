@@ -13,11 +13,11 @@ from raytune_fsdp.config.data import DatasetConfig, SourceConfig
 from raytune_fsdp.config.formats import COLUMNS, Format, PythonFormat, TemplateFormat, parts_of
 from raytune_fsdp.data.order import OLDEST_ORDER, ORDER_VERSION
 from raytune_fsdp.data.sources.arrow import open_arrow
+from raytune_fsdp.data.sources.fetched import with_content
 from raytune_fsdp.data.sources.file_names import shorten
 from raytune_fsdp.data.sources.hub import open_hub
 from raytune_fsdp.data.sources.parquet import open_parquet
 from raytune_fsdp.data.sources.places import find_files, one_kind
-from raytune_fsdp.data.sources.remote import with_version
 from raytune_fsdp.data.sources.selection import some_rows
 from raytune_fsdp.data.sources.small_texts import open_small_texts, small_groups
 from raytune_fsdp.data.sources.source import Columns, File, Files, Part, Source
@@ -106,7 +106,10 @@ def _open_files(
             progress(what, done, total)
 
     def open_file(file: File) -> Part:
-        file = with_version(file)
+        with with_content(file, cache=cache, progress=None if progress is None else report) as found:
+            return open_kind(found)
+
+    def open_kind(file: File) -> Part:
         reported = None if progress is None else report
         if kind == "parquet":
             return open_parquet(file, cache=cache, in_place=in_place, columns=columns, progress=reported, every=every)

@@ -29,9 +29,9 @@ from raytune_fsdp.data.sources.arrow import (
 )
 from raytune_fsdp.data.sources.blocks import BLOCK_BYTES, Blocks
 from raytune_fsdp.data.sources.blocks import NAME as BLOCKS
+from raytune_fsdp.data.sources.fetched import write_content
 from raytune_fsdp.data.sources.file_names import compression_of
 from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, check_unchanged, keep_hashes
-from raytune_fsdp.data.sources.places import copy
 from raytune_fsdp.data.sources.prepared import prepare, touch
 from raytune_fsdp.data.sources.remote import with_version
 from raytune_fsdp.data.sources.source import Columns, File, Row, reading
@@ -104,18 +104,19 @@ class ParquetRows:
 def open_parquet(
     file: File, *, cache: Path, in_place: bool, columns: Columns, progress: Progress | None, every: int = 1
 ) -> ArrowRows | ParquetRows:
-    """Open a file in place, or its Arrow copy in the cache. Compressed files are always copied.
+    """Open a file in place, or its Arrow copy in the cache. Compressed files are always copied, and those that a store
+    names no version of: nobody could tell whether what is read later is still the same.
 
     `every`: see `Blocks.hold`.
     """
-    if in_place and compression_of(file.url) is None:
+    if in_place and compression_of(file.url) is None and not file.fetched:
         return _open_in_place(file, cache=cache, columns=columns, progress=progress, every=every)
 
     def make(directory: Path) -> Mapping[str, Any]:
         path = Path(file.url)
         if copied := file.remote or compression_of(file.url) is not None:
             path = directory / "copy"
-            copy(file, path, progress=progress)
+            write_content(file, path, progress=progress)
         content = keep_hashes(file, directory)
         if copied:
             content = hash_file(path, file=file, progress=progress)

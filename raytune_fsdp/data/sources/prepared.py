@@ -87,7 +87,7 @@ def prepare(
             _finish(temporary, meta, final, report)
             _rename(temporary, final)
         except OSError as error:
-            raise _unwritable(cache, shown, error) from error
+            raise unwritable(cache, shown, error) from error
         finally:
             # Still there if another process was first, or something failed.
             shutil.rmtree(temporary, ignore_errors=True)
@@ -193,7 +193,8 @@ def _discard(final: Path) -> None:
     TABLES.clear()
 
 
-def _unwritable(cache: Path, shown: str, error: OSError) -> DataError:
+def unwritable(cache: Path, shown: str, error: OSError) -> DataError:
+    """The DataError for what the cache cannot take."""
     reason = error.strerror or str(error)
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     way_out = "free space there, or change" if full else "make it writable, or change"

@@ -19,8 +19,13 @@ from raytune_fsdp.untrusted import check_size
 from raytune_fsdp.urls import split_query, without_secrets
 
 # Names that file systems give to a value that changes with the content, best first.
-_VERSIONS = ("ETag", "etag", "sha256", "blob_id", "xet_hash", "checksum", "md5Hash", "generation")
-_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
+_VERSIONS = (
+    "ETag", "etag", "sha256", "blob_id", "xet_hash", "checksum", "Content-MD5", "Digest", "md5Hash", "generation",
+)  # fmt: skip
+_TIMES = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")
+
+UNKNOWN = "unknown"
+"""The version of a file of which its store says nothing that changes with the content."""
 
 BESIDE_DATA_BYTES = 64 << 20
 """The largest README.md, or file of `Dataset.save_to_disk` that is no data, that is read."""
@@ -47,7 +52,7 @@ def _version(url: str) -> str:
             "mtime": system.get_file_info(path).mtime_ns,
         }
     name = next((name for name in (*_VERSIONS, *_TIMES) if facts.get(name)), None)
-    return f"{name}={facts[name]}" if name else "unknown"
+    return f"{name}={facts[name]}" if name else UNKNOWN
 
 
 def remote_files(url: str, pattern: str, choose: Callable[..., list[str]]) -> list[File]:

@@ -37,6 +37,8 @@ class File:
     size: int
     version: str
     """Changes with the content: mtime of a local file, ETag of an object. Empty before the store is asked for it."""
+    fetched: str = ""
+    """Where its decompressed content is now, if it had to be read to know its version."""
 
     @property
     def remote(self) -> bool:

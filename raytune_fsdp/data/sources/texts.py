@@ -19,9 +19,9 @@ import xxhash
 
 from raytune_fsdp.data.sources.blocks import BLOCK_BYTES, BlockHashing
 from raytune_fsdp.data.sources.blocks import NAME as BLOCKS
+from raytune_fsdp.data.sources.fetched import write_content
 from raytune_fsdp.data.sources.file_names import compression_of, ending_of, shorten
 from raytune_fsdp.data.sources.handles import OPEN, Stored, check_unchanged, keep_hashes
-from raytune_fsdp.data.sources.places import copy
 from raytune_fsdp.data.sources.prepared import prepare, touch
 from raytune_fsdp.data.sources.scan import SPAN, Scanned, Spans, csv_reader, json_syntax, scan
 from raytune_fsdp.data.sources.source import CACHE_GONE, File, Row, reading, too_large
@@ -153,7 +153,7 @@ def open_text(file: File, kind: str, *, cache: Path, progress: Progress | None, 
         path = Path(file.url)
         if copied:
             path = directory / "content"
-            copy(file, path, progress=progress)
+            write_content(file, path, progress=progress)
         with _opened(path, shown=file.shown) as source, open(directory / "spans", "wb") as spans:
             size = os.fstat(source.fileno()).st_size
             meta, hashing = find_rows(source, size, spans, file=file, kind=kind, progress=progress)

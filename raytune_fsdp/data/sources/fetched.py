@@ -1,0 +1,56 @@
+"""Files in stores that name no version of them, as an HTTP server without ETag, Content-MD5 and Last-Modified.
+
+Whether one has changed shows only in its content. So the process that opens the data reads it once a command, into the
+cache, and what is prepared of it goes by the hash of that. All others get the opened data, and ask no store.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from raytune_fsdp.data.sources.handles import content_hash
+from raytune_fsdp.data.sources.places import copy
+from raytune_fsdp.data.sources.prepared import key_of, unwritable
+from raytune_fsdp.data.sources.remote import UNKNOWN, with_version
+from raytune_fsdp.data.sources.source import File
+from raytune_fsdp.types import Progress
+
+
+@contextmanager
+def with_content(file: File, *, cache: Path, progress: Progress | None) -> Iterator[File]:
+    """The file with its version, which is that of its content if the store names none; then it is fetched, too."""
+    file = with_version(file)
+    if file.version != UNKNOWN:
+        yield file
+        return
+    # Named as a directory of the cache that is being made, so that a clean-up finds what a killed process leaves.
+    directory = cache / "files" / f"{key_of(file.identity)}.{uuid.uuid4().hex[:12]}.tmp"
+    try:
+        try:
+            directory.mkdir(parents=True)
+            path = directory / "fetched"
+            copy(file, path, progress=progress)
+            with open(path, "rb") as opened:
+                content = content_hash(opened.fileno())
+        except OSError as error:
+            raise unwritable(cache, file.shown, error) from error
+        yield replace(file, version=f"content={content}", fetched=str(path))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def write_content(file: File, path: Path, *, progress: Progress | None) -> None:
+    """Write the decompressed content of a file to `path`, unless it was fetched: then it is given this name, too."""
+    if not file.fetched:
+        copy(file, path, progress=progress)
+        return
+    try:
+        os.link(file.fetched, path)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(file.fetched, path)
