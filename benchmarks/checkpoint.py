@@ -34,10 +34,9 @@ import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.ranks import run_ranks, slowest
+from benchmarks.ranks import mesh, run_ranks, slowest
 from benchmarks.record import write_result
 from raytune_fsdp.checkpoint.catalogue import Keep, committed
 from raytune_fsdp.checkpoint.loading import load, verify_together
@@ -86,7 +85,7 @@ class Bench:
         )  # fmt: skip
         parameters = sum(p.numel() for p in self.model.parameters())
         config = ParallelConfig(precision="fp32")
-        shard(self.model, init_device_mesh("cpu", (WORLD,)), config, units_of(self.model, config, ends=True))
+        shard(self.model, mesh(), config, units_of(self.model, config, ends=True))
         self.optimizer = build_optimizer(self.model, OptimConfig(lr=1e-4))
         self.ids = torch.randint(0, 16384, (1, TOKENS))
         self.step()
@@ -175,7 +174,7 @@ class Bench:
     def ours(self) -> Row:
         """With training steps until it is committed. The first round is the first save of the saver."""
         self.saves += 1
-        stall = self.timed(lambda: self.saver.begin(RunState(step=self.saves), before=lambda: None))
+        stall = self.timed(lambda: self.saver.begin(RunState(step=self.saves, attempt=1), before=lambda: None))
         started, steps, ended = time.perf_counter(), [], 0
         while not ended:
             steps.append(self.timed(self.step))
@@ -196,7 +195,7 @@ class Bench:
         self.saves += 1
 
         def save() -> None:
-            self.saver.begin(RunState(step=self.saves), before=lambda: None)
+            self.saver.begin(RunState(step=self.saves, attempt=1), before=lambda: None)
             outcome = self.saver.finish()
             assert outcome is not None and outcome.saved is not None, outcome
 
@@ -271,7 +270,7 @@ class Bench:
         theirs = self.timed(lambda: dcp.load(self.tensors(), checkpoint_id=path))
         self.remove(path)
         self.saves += 1
-        self.saver.begin(RunState(step=self.saves), before=lambda: None)
+        self.saver.begin(RunState(step=self.saves, attempt=1), before=lambda: None)
         self.saver.finish()
         (found,) = committed(self.saver.storage.location)
 

@@ -44,13 +44,13 @@ BYTES, WORDS, SEED = 40_000_000, 220, 7
 COLUMNS = ("side", "workers", "tokens_s", "whole_s", "step_s", "wait_percent", "command_s", "built", "load")
 
 
-def write_rows(path: Path) -> None:
+def write_rows(path: Path, size: int) -> None:
     """Rows of words of the demo's conversations, with lognormal lengths."""
     rng = np.random.default_rng(SEED)
     words = np.array(CONVERSATIONS.read_text().replace('"', " ").replace("\\", " ").split())
     written = 0
     with path.open("w") as file:
-        while written < BYTES:
+        while written < size:
             for length in np.minimum(rng.lognormal(np.log(WORDS), 0.8, 1000), 3 * WORDS).astype(int) + 1:
                 written += file.write(json.dumps({"text": " ".join(rng.choice(words, length))}) + "\n")
 
@@ -164,17 +164,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seq-len", type=int, default=512, help="of a packed sample")
+    parser.add_argument("--workers", type=int, nargs="+", choices=(1, 2), default=[1, 2])
+    parser.add_argument("--bytes", type=int, default=BYTES, help="of text")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="ray-"))
     try:
         rows = directory / "rows.jsonl"
-        write_rows(rows)
+        write_rows(rows, options.bytes)
         warm_up()
         print("  ".join(f"{name:>8}" for name in COLUMNS))
         lines = []
         for number in range(options.rounds):
-            for workers in (1, 2):
+            for workers in options.workers:
                 sides = ("ours", "bare") if workers == 1 else ("ours", "copies", "bare")
                 for side in sides if (number + workers) % 2 else sides[::-1]:
                     lines.append(run_once(side, workers, options.steps, rows, options.seq_len))
@@ -186,7 +188,7 @@ def main() -> None:
         write_result(
             options.out,
             {"seq_len": options.seq_len, "steps": options.steps, "global_batch": GLOBAL_BATCH,
-             "micro_batch": MICRO_BATCH, "bytes": BYTES, "lines": lines, "ratios": ratios},
+             "micro_batch": MICRO_BATCH, "bytes": options.bytes, "lines": lines, "ratios": ratios},
         )  # fmt: skip
 
 

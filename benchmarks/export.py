@@ -32,11 +32,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.load import MIB, Peak
-from benchmarks.ranks import run_ranks, slowest
+from benchmarks.ranks import mesh, run_ranks, slowest
 from benchmarks.record import write_result
 from raytune_fsdp.checkpoint.catalogue import Keep, committed
 from raytune_fsdp.checkpoint.model_files import MODEL_FILES, find_checkpoint
@@ -83,7 +82,7 @@ class Bench:
         parameters = sum(p.numel() for p in self.model.parameters())
         self.about = {"parameters": parameters, "bytes": 2 * parameters, "file_bytes": FILE_BYTES, "ranks": WORLD}
         config = ParallelConfig(precision="fp32")
-        shard(self.model, init_device_mesh("cpu", (WORLD,)), config, units_of(self.model, config, ends=True))
+        shard(self.model, mesh(), config, units_of(self.model, config, ends=True))
         run = directory / "run"
         if dist.get_rank() == 0:
             self.config.architectures = ["LlamaForCausalLM"]
@@ -92,7 +91,7 @@ class Bench:
             str(run / "checkpoints"), self.model, build_optimizer(self.model, OptimConfig(lr=1e-4)), attempt=1,
             keep=Keep(last=None), seconds=600, asynchronous=False, scores={},
         )  # fmt: skip
-        saver.begin(RunState(step=1), before=lambda: None)
+        saver.begin(RunState(step=1, attempt=1), before=lambda: None)
         outcome = saver.finish()
         assert outcome is not None and outcome.saved is not None, outcome
         saver.leave()

@@ -39,10 +39,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from benchmarks.ranks import run_ranks, slowest
+from benchmarks.ranks import mesh, run_ranks, slowest
 from benchmarks.record import write_result
 from raytune_fsdp.config import ModelConfig, ParallelConfig
 from raytune_fsdp.model.files import find_weights
@@ -63,6 +63,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], help="whose memory is measured")
     parser.add_argument("--out", type=Path)
     found = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
@@ -70,8 +72,8 @@ def main() -> None:
         about = write_model(model, found.layers)
         print(about)
         result: dict[str, Any] = {**about, "rounds": found.rounds, "ranks": {}}
-        for world in WORLDS:
-            memory = {way: start(world, Path(directory), "memory", way) for way in WAYS}
+        for world in found.worlds:
+            memory = {way: start(world, Path(directory), "memory", way) for way in found.ways}
             seconds = start(world, Path(directory), "time", str(found.rounds))
             result["ranks"][world] = report(world, memory, seconds, about)
     if found.out is not None:
@@ -104,8 +106,8 @@ def start(world: int, directory: Path, what: str, argument: str) -> Any:
 
 def measure(model: Path, out: Path, what: str, argument: str) -> None:
     logging.disable(logging.WARNING)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    mine = memory_of(model, mesh, argument) if what == "memory" else times_of(model, mesh, int(argument))
+    ranks = mesh()
+    mine = memory_of(model, ranks, argument) if what == "memory" else times_of(model, ranks, int(argument))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     if dist.get_rank() == 0:
@@ -268,18 +270,17 @@ def report(world: int, memory: dict[str, Any], seconds: list[Any], about: dict[s
     rows = seconds[0]
     middle = {way: median(row[way] for row in rows) for way in IN_TURN}
     largest = about["largest_tensor"]
-    own = [each["own"] for each in memory["sharded"]]
+    own = [each["own"] for each in next(iter(memory.values()))]
     print(f"\n{world} ranks: {max(own) / MIB:.0f} MiB of weights on each, {largest / MIB:.0f} in the largest tensor")
     for way, ranks in memory.items():
         peaks = ", ".join(f"{each['peak'] / MIB:5.0f}" for each in ranks)
         print(f"{way:13} {middle.get(way, ranks[0]['seconds']):6.2f} s   peak MiB by rank: {peaks}")
-    ratios = {
-        "sharded / (1.05 shard + largest)": max(
-            each["peak"] / (1.05 * each["own"] + largest) for each in memory["sharded"]
-        ),
-        "rank0 / (shard + 2 largest)": max(each["peak"] / (each["own"] + 2 * largest) for each in memory["rank0"]),
-        "seconds: sharded / dcp": middle["sharded"] / middle["dcp"],
-    }
+    ratios = {"seconds: sharded / dcp": middle["sharded"] / middle["dcp"]}
+    for way, name, weights, tensors in (
+        ("sharded", "sharded / (1.05 shard + largest)", 1.05, 1), ("rank0", "rank0 / (shard + 2 largest)", 1, 2),
+    ):  # fmt: skip
+        if way in memory:
+            ratios[name] = max(each["peak"] / (weights * each["own"] + tensors * largest) for each in memory[way])
     for name, ratio in ratios.items():
         print(f"{name:36} {ratio:6.3f}")
     return {

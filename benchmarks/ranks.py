@@ -10,6 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from raytune_fsdp.parallel import make_mesh
+from raytune_fsdp.plan import Layout
 
 
 def run_ranks(function: Callable[..., None], world: int, *arguments: Any) -> None:
@@ -29,6 +33,13 @@ def _rank(rank: int, world: int, port: int, function: Callable[..., None], argum
     function(*arguments)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def mesh() -> DeviceMesh:
+    """The mesh over all ranks that a plan makes by default. Collective."""
+    world = dist.get_world_size()
+    layout = Layout(world=world, data_ranks=world, replicas=1, shard_size=world)
+    return make_mesh(layout, torch.device("cpu"))
 
 
 def slowest(seconds: float) -> float:

@@ -1,6 +1,6 @@
 """How fast the stream comes through Ray Data, and how long ranks that compute wait for it.
 
-    python -m benchmarks.stream [--out benchmarks/results/stream.json]
+    python -m benchmarks.stream [--rows 32768] [--datasets 2000] [--steps 400] [--out benchmarks/results/stream.json]
 
 A Ray of this machine with a logical CPU for each core; the ranks are actors that need none and make their batches with
 `ray_batches`. Rows are text of about 400 tokens, packed to 2048; a window is 1024 rows, about 200 samples.
@@ -9,6 +9,8 @@ A Ray of this machine with a logical CPU for each core; the ranks are actors tha
   first), so this is the way from there: reading, Ray Data, tensors. It counts from a rank's 6th step to its last.
 - waiting: two ranks take 100 ms a step; nothing is cached, windows are tokenized while they go on. What counts is the
   share of the time, from the 6th step to the last, that a rank waited for its batch. The target is 2 %.
+- mixture: the same steps of 100 ms, but the rows are dealt out to 2,000 datasets, and windows are in the cache; beside
+  it those of one dataset. What counts is `of_bare`, the time of a step by the 100 ms of a bare one. The target is 1.02.
 
 The time to the first batch is from the moment that the dataset is made.
 """
@@ -39,22 +41,30 @@ from raytune_fsdp.launch.ray.batches import ray_batches
 from raytune_fsdp.launch.ray.stream import build_on_ray, split, stream_dataset
 from raytune_fsdp.types import Cursor
 
-SEQ_LEN, WINDOW, ROWS, WORDS, SEED = 2048, 1024, 32768, 220, 7
+SEQ_LEN, WINDOW, WORDS, SEED = 2048, 1024, 220, 7
 UNMEASURED_STEPS = 5
-COLUMNS = ("ranks", "micro_batch", "cached", "step_ms", "rows_s", "tokens_s", "wait_percent", "first_s", "built")
+COLUMNS = (
+    "datasets", "ranks", "micro_batch", "cached", "step_ms", "rows_s", "tokens_s", "wait_percent", "of_bare", "first_s",
+    "built",
+)  # fmt: skip
 
 
-def write_rows(path: Path) -> None:
-    """Rows of words of the demo's conversations, with lognormal lengths."""
+def write_rows(directory: Path, rows: int, files: int) -> list[Path]:
+    """Rows of words of the demo's conversations, with lognormal lengths, dealt out to files."""
     rng = np.random.default_rng(SEED)
     words = (Path(TOKENIZER).parent / "conversations.jsonl").read_text().replace('"', " ").split()
-    with path.open("w") as file:
-        for length in np.minimum(rng.lognormal(np.log(WORDS), 0.8, ROWS), 3 * WORDS).astype(int) + 1:
-            file.write(json.dumps({"text": " ".join(rng.choice(words, length))}) + "\n")
+    texts: list[list[str]] = [[] for _ in range(files)]
+    for number, length in enumerate(np.minimum(rng.lognormal(np.log(WORDS), 0.8, rows), 3 * WORDS).astype(int) + 1):
+        texts[number % files].append(json.dumps({"text": " ".join(rng.choice(words, length))}) + "\n")
+    directory.mkdir()
+    paths = [directory / f"{number}.jsonl" for number in range(files)]
+    for path, lines in zip(paths, texts, strict=True):
+        path.write_text("".join(lines))
+    return paths
 
 
-def open_windows(rows: Path, cache: Path) -> Windows:
-    datasets = [DatasetConfig(path=str(rows), format=CompletionFormat(type="completion"))]
+def open_windows(files: list[Path], cache: Path) -> Windows:
+    datasets = [DatasetConfig(path=str(file), format=CompletionFormat(type="completion")) for file in files]
     data = DataConfig(train=datasets, seq_len=SEQ_LEN, window=WINDOW, long_documents="truncate")
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     return Windows(datasets, data, seed=SEED, tokenizer=tokenizer, vocab_size=len(tokenizer), cache=cache)
@@ -96,12 +106,14 @@ def measure(windows: Windows, *, ranks: int, micro_batch: int, steps: int, step_
     seconds = max(each["seconds"] for each in found)
     rows = (steps - UNMEASURED_STEPS) * batch / seconds
     return {
+        "datasets": len(windows.names),
         "ranks": ranks,
         "micro_batch": micro_batch,
         "step_ms": round(step_seconds * 1000),
         "rows_s": round(rows, 1),
         "tokens_s": round(rows * SEQ_LEN),
         "wait_percent": round(100 * max(each["waited"] / each["seconds"] for each in found), 2),
+        "of_bare": round(seconds / ((steps - UNMEASURED_STEPS) * step_seconds), 3) if step_seconds else None,
         "first_s": round(max(each["first"] for each in found) - start, 2),
         "built": sum(each["built"] for each in found),
     }
@@ -111,32 +123,40 @@ def show(line: dict[str, Any]) -> None:
     print("  ".join(f"{line[name]!s:>{max(8, len(name))}}" for name in COLUMNS), flush=True)
 
 
-def run(directory: Path) -> dict[str, Any]:
-    rows = directory / "rows.jsonl"
-    write_rows(rows)
-    cached = open_windows(rows, directory / "cached")
+def run(directory: Path, rows: int, datasets: int, steps: int) -> dict[str, Any]:
+    files = write_rows(directory / "one", rows, 1)
+    cached = open_windows(files, directory / "cached")
     start = time.perf_counter()
     counted = census(cached, build=build_on_ray)
     seconds = time.perf_counter() - start
     print(f"census: {counted.windows} windows, {counted.total.rows / seconds:.0f} rows/s of text")
     print("  ".join(f"{name:>8}" for name in COLUMNS))
     lines = []
-    measure(cached, ranks=2, micro_batch=8, steps=20)  # processes start
-    for micro_batch, steps in ((1, 400), (8, 120)):
+
+    def add(windows: Windows, *, cached: bool, ranks: int, micro_batch: int, most: int, ms: int = 0) -> None:
+        taken = measure(windows, ranks=ranks, micro_batch=micro_batch, steps=min(steps, most), step_seconds=ms / 1000)
+        lines.append({**taken, "cached": cached})
+        show(lines[-1])
+
+    measure(cached, ranks=2, micro_batch=8, steps=min(steps, 20))  # processes start
+    for micro_batch, most in ((1, 400), (8, 120)):
         for ranks in (1, 2):
-            line = {**measure(cached, ranks=ranks, micro_batch=micro_batch, steps=steps), "cached": True}
-            show(line)
-            lines.append(line)
+            add(cached, cached=True, ranks=ranks, micro_batch=micro_batch, most=most)
     for micro_batch in (1, 8):
-        fresh = open_windows(rows, directory / f"fresh-{micro_batch}")
-        line = {**measure(fresh, ranks=2, micro_batch=micro_batch, steps=150, step_seconds=0.1), "cached": False}
-        show(line)
-        lines.append(line)
+        fresh = open_windows(files, directory / f"fresh-{micro_batch}")
+        add(fresh, cached=False, ranks=2, micro_batch=micro_batch, most=150, ms=100)
+    mixture = open_windows(write_rows(directory / "many", rows, datasets), directory / "mixture")
+    census(mixture, build=build_on_ray)
+    for windows in (cached, mixture):
+        add(windows, cached=True, ranks=2, micro_batch=8, most=150, ms=100)
     return {"census_rows_s": round(counted.total.rows / seconds), "seq_len": SEQ_LEN, "window": WINDOW, "lines": lines}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=32768, help="of text (default: 32768)")
+    parser.add_argument("--datasets", type=int, default=2000, help="of the mixture (default: 2000)")
+    parser.add_argument("--steps", type=int, default=400, help="of a measurement, at most (default: 400)")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="ray-"))  # short: the names of sockets have a limit
@@ -147,7 +167,7 @@ def main() -> None:
             num_cpus=os.cpu_count(), include_dashboard=False, object_store_memory=1 << 30,
             _temp_dir=str(directory / "ray"), logging_level="ERROR", log_to_driver=False,
         )  # fmt: skip
-        values = run(directory)
+        values = run(directory, arguments.rows, arguments.datasets, arguments.steps)
     finally:
         ray.shutdown()
         shutil.rmtree(directory, ignore_errors=True)
