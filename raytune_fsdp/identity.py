@@ -23,6 +23,11 @@ ABSENT: dict[str, Any] = {
     "datasets.rows": None,
     "datasets.held_out": None,
     "datasets.only": None,
+    # Read under version 4 of the order only, which a run has where there is such a column.
+    "format.chat.system": "system",
+    "format.python.then.chat.system": "system",
+    # Never named: it decides what is said, not what is read.
+    **{f"format.{kind}.ignore": [] for kind in ("chat", "instruction", "completion", "tokens", "template")},
     "data.special_tokens_in_text": "keep",
     "model.add_tokens": [],
     "method.lora.init": "zero",
@@ -52,13 +57,13 @@ _ALWAYS_NAMED = object()
 
 
 def named(path: str, section: Section, *, exclude: Collection[str] = ()) -> dict[str, Any]:
-    """The entries of an identity for a section of the config."""
+    """The entries of an identity for a section of the config, without `exclude`, in it and in the sections in it."""
     values = section.model_dump()
     place = f"{path}.{values['type']}" if "type" in values else path
     entries: dict[str, Any] = {}
     for key, value in values.items():
         inner = getattr(section, key)
-        entry = named(f"{place}.{key}", inner) if isinstance(inner, Section) else value
+        entry = named(f"{place}.{key}", inner, exclude=exclude) if isinstance(inner, Section) else value
         # Never the type: two formats would have the same identity, and with it each other's windows from the cache.
         absent = ABSENT.get(f"{place}.{key}", _ALWAYS_NAMED) if key != "type" else _ALWAYS_NAMED
         if key not in exclude and entry != absent:

@@ -9,6 +9,9 @@ from pydantic import AfterValidator, Field, model_validator
 
 from raytune_fsdp.config.base import Section
 
+SYSTEM, FUNCTIONS = "system", "functions"
+"""Columns beside a conversation: its system message, and tools under the name that OpenAI gave them first."""
+
 
 class ChatFormat(Section):
     type: Literal["chat"] = "chat"
@@ -29,11 +32,19 @@ class ChatFormat(Section):
 
     tools: str | None = "tools"
     """Column with the tools that the assistant may call: a list of JSON schemas, or that list as JSON text. Rows
-    without it are fine. Null: the column is not read."""
+    without it are fine. They may have OpenAI's older `functions` instead. Null: neither is read."""
+
+    system: str | None = SYSTEM
+    """Column with a system message, which becomes the first message. Rows without it, or where it is empty, are fine.
+    Null: the column is not read."""
 
     loss: Literal["assistant", "last_turn", "all"] = "assistant"
     """Tokens that are trained on: all turns of the assistant, its last turn, or every token. A message with
-    `"train": false` is never trained on."""
+    `"train": false`, `"training": false` or `"weight": 0` is never trained on."""
+
+    ignore: list[str] = Field(default_factory=list)
+    """Names of columns that are not read on purpose. Of others that many files have, a run says that it does not read
+    them."""
 
 
 class InstructionFormat(Section):
@@ -59,6 +70,10 @@ class InstructionFormat(Section):
     loss: Literal["completion", "all"] = "completion"
     """Tokens that are trained on: the answer including its end token, or every token."""
 
+    ignore: list[str] = Field(default_factory=list)
+    """Names of columns that are not read on purpose. Of others that many files have, a run says that it does not read
+    them."""
+
 
 class CompletionFormat(Section):
     type: Literal["completion"]
@@ -66,6 +81,10 @@ class CompletionFormat(Section):
 
     text: str = "text"
     """Column with the text."""
+
+    ignore: list[str] = Field(default_factory=list)
+    """Names of columns that are not read on purpose. Of others that many files have, a run says that it does not read
+    them."""
 
 
 class TokensFormat(Section):
@@ -81,6 +100,10 @@ class TokensFormat(Section):
 
     mask: str | None = None
     """Column with 1 for each token that is trained on and 0 for the others, instead of `labels`."""
+
+    ignore: list[str] = Field(default_factory=list)
+    """Names of columns that are not read on purpose. Of others that many files have, a run says that it does not read
+    them."""
 
 
 def parts_of(template: str) -> list[tuple[str, str | None]]:
@@ -132,6 +155,10 @@ class TemplateFormat(Section):
     loss: Literal["completion", "all"] = "completion"
     """Tokens that are trained on: the answer including its end token, or every token."""
 
+    ignore: list[str] = Field(default_factory=list)
+    """Names of columns that are not read on purpose. Of others that many files have, a run says that it does not read
+    them."""
+
     @model_validator(mode="after")
     def _can_be_read(self) -> Self:
         parts_of(self.prompt)
@@ -166,7 +193,7 @@ Format = Annotated[
 ]
 
 COLUMNS: dict[str, tuple[list[str], list[str]]] = {
-    "chat": (["messages"], ["tools"]),
+    "chat": (["messages"], ["tools", "system"]),
     "instruction": (["prompt", "completion"], ["input", "system"]),
     "completion": (["text"], []),
     "tokens": (["input_ids"], ["labels", "mask"]),

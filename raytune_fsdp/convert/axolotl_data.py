@@ -26,6 +26,8 @@ from raytune_fsdp.convert.runs import BUILDERS, part_of_files, place
 _LISTS = ("datasets", "test_datasets", "pretraining_dataset")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message's reasoning that are found by themselves."""
+_TRAINED = ("train", "training", "weight")
+"""Keys of a message that say whether it is trained on."""
 _OWN_TYPES = (
     "field_instruction",
     "field_input",
@@ -215,11 +217,10 @@ def _chat(c: Crossing, prefix: str, kind: str) -> dict[str, Any]:
         known = c.get(f"{prefix}{key}", text, "thinking") in _REASONING
         why = "found by itself" if known else f"reasoning has one of these names here: {', '.join(_REASONING)}"
         c.say(f"{prefix}{key}", "same" if known else "refused", why)
-    if c.get(f"{prefix}message_field_training", text, "train") == "train":
-        c.say(f"{prefix}message_field_training", "same", 'a message with "train": false is never trained on')
-    c.say(
-        f"{prefix}message_field_training", "refused", "a message says whether it is trained on under the name `train`"
-    )
+    key = f"{prefix}message_field_training"
+    if c.get(key, text, "train") in _TRAINED:
+        c.say(key, "same", 'a message with "train": false is never trained on')
+    c.say(key, "refused", f"a message says whether it is trained on under one of these names: {', '.join(_TRAINED)}")
     return made
 
 

@@ -167,8 +167,6 @@ def _format(entry: dict[str, Any], c: Crossing, pretraining: bool) -> dict[str, 
         if columns.get("system"):
             made["system"] = columns["system"]
         return _joined(columns, {**made, **({"loss": loss} if loss else {})})
-    if columns.get("system"):
-        raise _NotHereError("a system message of a conversation is its first message here, not a column")
     return _chat(columns, tags, loss or ("last_turn" if c.get("mask_history", flag, False) else ""))
 
 
@@ -201,6 +199,8 @@ def _chat(columns: dict[str, str], tags: dict[str, str], loss: str) -> dict[str,
     roles = {tags[tag]: role for tag, (usual, role) in _ROLES.items() if tags.get(tag, usual) not in (usual, role)}
     if roles:
         made["roles"] = roles
+    if columns.get("system") != "system":
+        made["system"] = columns.get("system")  # null: a column that `columns` leaves out is not read
     if columns.get("tools", "tools") != "tools":
         made["tools"] = columns["tools"]
     return {**made, **({"loss": loss} if loss else {})}

@@ -9,6 +9,7 @@ order          the keyed permutations behind that order
 rows/          a row becomes a document: token ids, and which of them are trained on
 trial          functions of users are tried: the same twice, and which modules they need
 packing        documents become packed samples of one length
+unread         well-known columns that a format does not read
 windows        a fixed group of rows, packed together: the unit of work and of caching
 packed_window  one built window: its samples, its counts, its bytes on storage
 cache          built windows on shared storage

@@ -42,7 +42,10 @@ def identity_of_windows(
     `functions`: of each dataset, the user's function, if its format has one.
     """
     files = {f"datasets.{i}.files": list(source.fingerprints.values()) for i, source in enumerate(sources)}
-    formats = {f"datasets.{i}.format": named("format", dataset.format) for i, dataset in enumerate(datasets)}
+    formats = {
+        f"datasets.{i}.format": named("format", dataset.format, exclude=("ignore",))
+        for i, dataset in enumerate(datasets)
+    }
     code = {f"datasets.{i}.function_file": each.code for i, each in enumerate(functions) if each is not None}
     modules = {
         f"datasets.{i}.function_modules": dict(each.modules)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from raytune_fsdp.config import DatasetConfig, FinetuneConfig, HeldOutConfig
 from raytune_fsdp.data.sources import Selected, Source, dataset_name, hold_out
 from raytune_fsdp.data.sources.places import find_files
+from raytune_fsdp.data.unread import tell
 from raytune_fsdp.data.windows import Windows, open_sources
 from raytune_fsdp.errors import DataError
 from raytune_fsdp.rundir import cache_of
@@ -39,7 +40,8 @@ def open_data(
     versions = {*(each.order_version for each in (train, *evals.values())), *tasks}
     if order_version is None and {train.order_version} != versions:
         # A run has one, and its evaluations must be of the same rows when it continues.
-        return _open_data(config, tokenizer, vocab_size, progress, max(versions))
+        train, evals = _open_data(config, tokenizer, vocab_size, progress, max(versions))
+    tell([column for windows in (train, *evals.values()) for column in windows.unread])
     return train, evals
 
 
@@ -55,7 +57,9 @@ def open_evals(
     they are rows held out of it."""
     if isinstance(config.data.eval, HeldOutConfig):
         return open_data(config, tokenizer, vocab_size, progress, order_version=order_version)[1]
-    return _named(config.data.eval, _opener(config, tokenizer, vocab_size, progress, order_version))
+    evals = _named(config.data.eval, _opener(config, tokenizer, vocab_size, progress, order_version))
+    tell([column for windows in evals.values() for column in windows.unread])
+    return evals
 
 
 def _open_data(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raytune_fsdp.data.order import ORDER_VERSION
+from raytune_fsdp.data.order import FOURTH_ORDER
 from raytune_fsdp.data.rows.formats import Formatter
 from raytune_fsdp.data.rows.functions import call_elsewhere
 from raytune_fsdp.data.sources import Source
@@ -14,8 +14,9 @@ _TRIED_ROWS = 20
 """Of each dataset, given to its function."""
 
 
-def try_functions(formatters: Sequence[Formatter], sources: Sequence[Source], order: int) -> None:
-    """Refuse functions that do not give the same for a row, whoever calls them; note the modules that they import.
+def try_functions(formatters: Sequence[Formatter], sources: Sequence[Source], order: int) -> bool:
+    """Refuse functions that do not give the same for a row, whoever calls them. Returns whether they import modules of
+    the user's, which the functions then know.
 
     A run of an older version of the order has no such modules in its identity, and goes on without them.
     """
@@ -23,13 +24,14 @@ def try_functions(formatters: Sequence[Formatter], sources: Sequence[Source], or
     for name in names:
         pairs = zip(formatters, sources, strict=True)
         _try(name, [(f, s) for f, s in pairs if f.function is not None and f.function.name == name], order)
+    return any(each.function is not None and each.function.modules for each in formatters)
 
 
 def _try(name: str, pairs: Sequence[tuple[Formatter, Source]], order: int) -> None:
     """One process for all datasets of a function: its imports may take many seconds."""
     tried = [source.rows(range(min(_TRIED_ROWS, len(source)))) for _, source in pairs]
     there = None
-    if order >= ORDER_VERSION:
+    if order >= FOURTH_ORDER:
         there = call_elsewhere(name, [row for rows in tried for row in rows if not isinstance(row, RowError)])
     results = iter(() if there is None else there.results)
     for (formatter, source), rows in zip(pairs, tried, strict=True):

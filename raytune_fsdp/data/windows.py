@@ -23,7 +23,7 @@ from raytune_fsdp.counts import DatasetCount, SkippedRow, WindowCounts
 from raytune_fsdp.data.cache import WindowCache
 from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows
 from raytune_fsdp.data.mixture import Mixture, weights_of
-from raytune_fsdp.data.order import OLDEST_ORDER, ORDER_VERSION, THIRD_ORDER, Permutation, is_known, order_of
+from raytune_fsdp.data.order import FOURTH_ORDER, OLDEST_ORDER, THIRD_ORDER, Permutation, is_known, order_of
 from raytune_fsdp.data.origins import Gathered, RowOrigin, origins
 from raytune_fsdp.data.packed_window import Window, finish_counts
 from raytune_fsdp.data.packing import Arrangement, arrange, fill_samples
@@ -31,6 +31,7 @@ from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.sources import Source, dataset_names, open_source
 from raytune_fsdp.data.trial import try_functions
+from raytune_fsdp.data.unread import unread_columns
 from raytune_fsdp.errors import ConfigError, DataError, RowError
 from raytune_fsdp.keyed import derive_key
 from raytune_fsdp.types import Progress
@@ -77,16 +78,19 @@ class Windows:
         self.names = dataset_names(datasets)
         """Names of the datasets; a source id is an index into them."""
         self.sources = sources or open_sources(datasets, data, cache, progress, order_version)
+        self.order_version = order_version if is_known(order_version) else self._lowest_order()
+        self.unread = unread_columns(datasets, self.sources, self.order_version)
+        """Well-known columns that are not read."""
         template = None if data.chat_template is None else load_template(data.chat_template)
         formatters = [
             Formatter(
                 dataset.format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, columnar=source.columnar,
-                special_tokens=data.special_tokens_in_text,
+                special_tokens=data.special_tokens_in_text, order=self.order_version,
             )
             for dataset, source in zip(datasets, self.sources, strict=True)
         ]  # fmt: skip
-        try_functions(formatters, self.sources, order_of(order_version))
-        self.order_version = order_version if is_known(order_version) else self._lowest_order(formatters)
+        imported = try_functions(formatters, self.sources, order_of(order_version))
+        self.order_version = max(self.order_version, FOURTH_ORDER if imported else OLDEST_ORDER)
         self._formatters: list[Formatter] | bytes = formatters
         self.pad_id = pad_id_of(tokenizer, vocab_size)
         rows = [len(source) for source in self.sources]
@@ -110,13 +114,11 @@ class Windows:
         self._warned_of_size = False
         self._warned_of_cache = False
 
-    def _lowest_order(self, formatters: Sequence[Formatter]) -> int:
+    def _lowest_order(self) -> int:
         """The lowest version that gives these rows in their order."""
         lowest = max(source.order_version for source in self.sources)
-        if self.data.shuffle == "none" and self.data.packing == "best_fit":
-            lowest = max(lowest, THIRD_ORDER)
-        imported = any(each.function is not None and each.function.modules for each in formatters)
-        return max(lowest, ORDER_VERSION) if imported else lowest
+        in_order = self.data.shuffle == "none" and self.data.packing == "best_fit"
+        return max(lowest, THIRD_ORDER if in_order else OLDEST_ORDER)
 
     @property
     def seq_len(self) -> int:

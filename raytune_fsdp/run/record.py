@@ -186,6 +186,11 @@ def start_tracker(
         held_out = prepared.evals[HELD_OUT]
         rows = {name: len(source) for name, source in zip(held_out.names, held_out.sources, strict=True)}
         tracker.event(names.ROWS_HELD_OUT, rows=rows)
+    if standing.state.step == 0:
+        for column in dict.fromkeys(
+            each for data in (prepared.train, *prepared.evals.values()) for each in data.unread
+        ):
+            tracker.event(names.COLUMN_NOT_READ, **column.fields())
     if prepared.census is not None and standing.state.step == 0:
         _report_lost_rows(tracker, prepared.census)
     return tracker

@@ -34,6 +34,7 @@ _WORDS = {
     names.SAVE_POSTPONED: "checkpoint of step {step} is postponed: the previous one is still being written",
     names.CHECKPOINT_DAMAGED: "checkpoint {path} is damaged ({problem}), so an older one is used",
     names.WINDOWS_BUILT: "tokenized {windows} windows of data",
+    names.COLUMN_NOT_READ: "dataset {dataset}: column {column} is not read; {share:.1%} of {rows} rows have it",
     names.NOT_SENT_TO_MLFLOW: "not sent to MLflow: {because}",
     names.KERNELS_CHANGED: "{what} is {now} ({why}), and was {was} until here",
     names.STOPPED_EARLY: "step {step}: {metric} has not improved since step {best_step} ({best}), so the run ends here",
@@ -91,6 +92,8 @@ class ConsoleTracker:
     def event(self, name: str, /, **fields: object) -> None:
         if name == names.WINDOWS_BUILT and fields.get("steps"):
             return  # the usual course of a run whose data is tokenized as it goes
+        if name == names.COLUMN_NOT_READ:
+            return  # said where the data was opened
         self._print(f"     {event_in_words(name, redact(fields))}", _YELLOW if name != names.SAVED else "")
 
     def state(self) -> dict[str, str]:

@@ -573,6 +573,7 @@ def test_datasets_of_llama_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 "role": "who",
                 "content": "what",
                 "roles": {"customer": "user", "agent": "assistant"},
+                "system": None,
             },
         },
     ]

@@ -378,6 +378,18 @@ QUESTIONS = {"columns": {"prompt": "q", "response": "a"}}
             {"format": {"type": "completion", "text": "body"}},
         ),
         ({"file_name": "a.json"}, {"stage": "pt"}, {"format": "joined"}),
+        *(
+            (
+                {"file_name": "a.json", "formatting": "sharegpt", "columns": {"messages": "turns", **columns}},
+                {},
+                {"format": {"type": "chat", "messages": "turns", **system}},
+            )
+            for columns, system in (
+                ({"system": "sys"}, {"system": "sys"}),
+                ({"system": "system"}, {}),
+                ({}, {"system": None}),
+            )
+        ),
     ],
 )
 def test_an_entry_of_llama_factory(
@@ -412,6 +424,13 @@ def test_an_entry_of_llama_factory_that_is_refused(
 ) -> None:
     (problem,) = llama_factory(tmp_path, entry, **options).problems
     assert why in problem
+
+
+@pytest.mark.parametrize(("name", "fate"), [("training", "same"), ("weight", "same"), ("masked", "refused")])
+def test_messages_that_axolotl_does_not_train_on(name: str, fate: str, tmp_path: Path) -> None:
+    sets = [{"path": "rows.jsonl", "type": "chat_template", "message_field_training": name}]
+    found = converted(tmp_path, "axolotl", {"datasets": sets})
+    assert said(found, "datasets.0.message_field_training").startswith(fate)
 
 
 def test_an_evaluation_is_named_once(tmp_path: Path) -> None:

@@ -239,7 +239,7 @@ def test_worker_with_another_helper_refuses(helped: Path, tmp_path: Path) -> Non
 
 def test_function_without_helpers_keeps_its_windows(module: Path, tmp_path: Path) -> None:
     """In the identity only where there is such a module: what older trees have cached is found."""
-    dataset = DatasetConfig(path=str(tmp_path / "rows.jsonl"), format=python("chat"))
+    dataset = DatasetConfig(path=str(tmp_path / "rows.jsonl"), format=python("pair", type="instruction"))
     windows = make_windows([dataset], cache=tmp_path / "cache", seq_len=64)
     assert "datasets.0.function_modules" not in windows.identity and windows.identity["order_version"] == 2
 

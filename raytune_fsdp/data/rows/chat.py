@@ -6,11 +6,13 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from raytune_fsdp.config.formats import ChatFormat
+from raytune_fsdp.config.formats import FUNCTIONS, ChatFormat
+from raytune_fsdp.data.order import FOURTH_ORDER, ORDER_VERSION
 from raytune_fsdp.data.rows.templates import REASONING_KEYS
 from raytune_fsdp.data.sources import shorten
 from raytune_fsdp.errors import RowError
 
+_SYSTEM = ("system", "developer")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _USUAL_ROLES = {
@@ -41,15 +43,28 @@ class Conversation:
     tools: list[dict[str, Any]] | None
     where: str
     column: str
+    first: int = 0
+    """Place of the column's first message in `messages`."""
+
+    def place(self, index: int) -> str:
+        """How errors name a message."""
+        return f"{self.column}[{index - self.first}]" if index >= self.first else "the system message"
 
 
-def read_conversation(row: dict[str, Any], format: ChatFormat, where: str, *, columnar: bool = False) -> Conversation:
+def read_conversation(
+    row: dict[str, Any], format: ChatFormat, where: str, *, columnar: bool = False, order: int = ORDER_VERSION
+) -> Conversation:
     """The conversation of a row. Raises RowError.
 
-    `columnar`: a null means a missing key everywhere in the row; otherwise only in messages and calls.
+    `columnar`: a null means a missing key everywhere in the row; otherwise only in messages and calls. `order`: the
+    version by whose rules rows are read.
     """
+    newer, deep = order >= FOURTH_ORDER, columnar
     column = format.messages
     given = read_column(row, column, "messages", where)
+    if newer and isinstance(given, str):
+        # As with tools: what is text is JSON, where a null is a value.
+        given, deep = _parse(given, f"{where}: {column}", "a list of messages"), False
     if not isinstance(given, list):
         raise RowError(
             f"{where}: {column}={shorten(given)} is not a list of messages; "
@@ -66,16 +81,55 @@ def read_conversation(row: dict[str, Any], format: ChatFormat, where: str, *, co
                 f"{place}={shorten(message)} is not an object; a message needs a role and a content", "wrong_type"
             )
         # In Arrow and Parquet every message has the keys of all messages, most of them null: "tool_calls": null.
-        message = _without_nulls(message, deep=columnar)
-        trained = message.pop("train", True)
-        if not isinstance(trained, bool):
-            raise RowError(f"{place}.train={shorten(trained)} is not true or false; correct the row", "wrong_type")
+        message = _without_nulls(message, deep=deep)
+        train.append(_is_trained(message, place, newer))
         messages.append(_read_message(message, format, place))
-        train.append(trained)
-    tools = None
-    if format.tools is not None:
-        tools = _read_tools(row.get(format.tools), f"{where}: {format.tools}", columnar=columnar)
-    return Conversation(messages, train, tools, where, column)
+    tools = _tools_of(row, format, where, columnar=columnar, newer=newer)
+    system = _system_beside(row, format, messages, where) if newer else None
+    if system is None:
+        return Conversation(messages, train, tools, where, column)
+    if messages[0]["role"] in _SYSTEM:  # it is empty
+        messages, train = messages[1:], train[1:]
+    return Conversation([system, *messages], [True, *train], tools, where, column, first=1)
+
+
+def _is_trained(message: dict[str, Any], place: str, newer: bool) -> bool:
+    """Whether a message may be trained on. Takes out the keys that say so."""
+    trained = True
+    for key in ("train", "training") if newer else ("train",):
+        given = message.pop(key, True)
+        if not isinstance(given, bool):
+            raise RowError(f"{place}.{key}={shorten(given)} is not true or false; correct the row", "wrong_type")
+        trained = trained and given
+    weight = message.pop("weight", 1) if newer else 1
+    if type(weight) not in (int, float) or weight not in (0, 1):
+        raise RowError(
+            f"{place}.weight={shorten(weight)} is neither 0 nor 1, and a message is trained on or not; correct the row",
+            "wrong_type",
+        )
+    return trained and weight == 1
+
+
+def _system_beside(
+    row: dict[str, Any], format: ChatFormat, messages: list[dict[str, Any]], where: str
+) -> dict[str, Any] | None:
+    """The system message in a column of its own; None: there is none, or the conversation begins with it."""
+    given = None if format.system is None else row.get(format.system)
+    if given is None or (isinstance(given, str) and not given.strip()):
+        return None
+    place = f"{where}: {format.system}"
+    way_out = "or set the dataset's format.system to null if the column is something else"
+    if not isinstance(given, str):
+        raise RowError(f"{place}={shorten(given)} is not text; correct the row, {way_out}", "wrong_type")
+    check_unicode(given, place)
+    own = messages[0]["content"].strip() if messages[0]["role"] in _SYSTEM else ""
+    if own and own != given.strip():
+        raise RowError(
+            f"{place}={shorten(given)} is another system message than that of {format.messages}[0]; correct the row, "
+            f"{way_out}",
+            "wrong_type",
+        )
+    return None if own else {"role": "system", "content": given}
 
 
 def read_column(row: dict[str, Any], name: str, field: str, where: str) -> Any:
@@ -203,6 +257,19 @@ def _read_call(call: Any, place: str) -> dict[str, Any]:
         )
     around = {key: value for key, value in call.items() if key != "function"} if "function" in call else {}
     return {"type": "function", **around, "function": {**function, "arguments": arguments}}
+
+
+def _tools_of(
+    row: dict[str, Any], format: ChatFormat, where: str, *, columnar: bool, newer: bool
+) -> list[dict[str, Any]] | None:
+    if format.tools is None:
+        return None
+    tools = _read_tools(row.get(format.tools), f"{where}: {format.tools}", columnar=columnar)
+    if tools is None and newer and format.tools != FUNCTIONS:
+        functions = _read_tools(row.get(FUNCTIONS), f"{where}: {FUNCTIONS}", columnar=columnar)
+        if functions is not None:
+            tools = [each if "function" in each else {"type": "function", "function": each} for each in functions]
+    return tools
 
 
 def _read_tools(tools: Any, place: str, *, columnar: bool) -> list[dict[str, Any]] | None:

@@ -18,6 +18,7 @@ from raytune_fsdp.config.formats import (
     TemplateFormat,
     TokensFormat,
 )
+from raytune_fsdp.data.order import ORDER_VERSION
 from raytune_fsdp.data.rows.chat import Conversation, check_text, read_column, read_conversation
 from raytune_fsdp.data.rows.encoding import SpanEncoder, Tokens
 from raytune_fsdp.data.rows.functions import RowFunction
@@ -91,18 +92,20 @@ class Formatter:
         code: str | None = None,
         modules: Mapping[str, str] | None = None,
         special_tokens: Policy = "keep",
+        order: int = ORDER_VERSION,
         copied: bool = False,
     ) -> None:
-        """`code`, `modules`: see `RowFunction`.
+        """`code`, `modules`: see `RowFunction`. `order`: the version by whose rules rows are read.
 
         `copied`: made from another one, which has said already what there is to warn of.
         """
         self.function = RowFunction(format.function, code, modules) if isinstance(format, PythonFormat) else None
         """The user's, if the format has one."""
-        self._given = (format, tokenizer, vocab_size, template, columnar, special_tokens)
+        self._given = (format, tokenizer, vocab_size, template, columnar, special_tokens, order)
         format = format.then if isinstance(format, PythonFormat) else format
         self.format = format
         self._columnar = columnar
+        self._order = order
         self._vocab_size = vocab_size
         self._special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._in_text = SpecialTokens(self._special, special_tokens)
@@ -182,7 +185,8 @@ class Formatter:
     def _read(self, row: dict[str, Any], where: str) -> _Text | Document:
         format = self.format
         if isinstance(format, ChatFormat):
-            return self._render(read_conversation(row, format, where, columnar=self._columnar), format.loss)
+            conversation = read_conversation(row, format, where, columnar=self._columnar, order=self._order)
+            return self._render(conversation, format.loss)
         if isinstance(format, CompletionFormat):
             content = check_text(read_column(row, format.text, "text", where), f"{where}: {format.text}")
             return self._text(self._in_text.guard(content, where), None, plain=True)
@@ -268,12 +272,13 @@ def _formatter(
     template: str | None,
     columnar: bool,
     special_tokens: Policy,
+    order: int,
     code: str | None,
     modules: Mapping[str, str] | None,
 ) -> Formatter:
     return Formatter(
         format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, columnar=columnar, code=code,
-        modules=modules, special_tokens=special_tokens, copied=True,
+        modules=modules, special_tokens=special_tokens, order=order, copied=True,
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def lost_content(conversation: Conversation, marked: str, words: Collection[str]
     knows_reasoning = not set(REASONING_KEYS).isdisjoint(words)
     last = _last_turn(conversation.messages)
     for index, message in enumerate(conversation.messages):
-        name = f"{conversation.column}[{index}]"
+        name = conversation.place(index)
         if message["content"].strip() and (index, "content") not in seen:
             return f"the content of {name} (role {message['role']})"
         # Each call's name has a mark at both ends.

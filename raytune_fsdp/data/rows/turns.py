@@ -116,8 +116,13 @@ class Rendering:
         if ignored is not None:
             raise self._error(
                 f"the chat template leaves out {ignored}, which would be lost; remove it from the row, or name a "
-                "template that renders it in data.chat_template"
+                f"template that renders it in data.chat_template{self._unread()}"
             )
+
+    def _unread(self) -> str:
+        """Another way out, where something stands beside the conversation."""
+        beside = {"system": self._conversation.first > 0, "tools": self._conversation.tools is not None}
+        return "".join(f", or set the dataset's format.{name} to null" for name, there in beside.items() if there)
 
     @cached_property
     def _marked_text(self) -> str:
@@ -234,7 +239,7 @@ class Rendering:
             roles = ", ".join(message["role"] for message in messages) or "none"
             raise self._error(
                 f"the chat template refused the conversation ({refused}); its roles are {roles}; "
-                "correct the row, or name another template in data.chat_template"
+                f"correct the row, or name another template in data.chat_template{self._unread()}"
             ) from refused
 
     def _rendered(
@@ -250,15 +255,15 @@ class Rendering:
 
     def _unclear(self, index: int, how: str) -> RowError:
         return self._error(
-            f"the chat template has no {{% generation %}}, and renders {self._conversation.column}[{index}] {how}, so "
+            f"the chat template has no {{% generation %}}, and renders {self._conversation.place(index)} {how}, so "
             f"the assistant's part of it cannot be found; {_WAY_OUT}"
         )
 
     def _unclear_tags(self) -> RowError:
         return self._error(
             "the chat template's {% generation %} spans cannot be assigned to single messages, which "
-            'loss=last_turn and "train": false require; put one around each message of the assistant in a copy of the '
-            "template and name that file in data.chat_template"
+            'loss=last_turn and messages that are not trained on ("train": false, "weight": 0) require; put one around '
+            "each message of the assistant in a copy of the template and name that file in data.chat_template"
         )
 
 

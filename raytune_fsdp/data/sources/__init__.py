@@ -7,6 +7,7 @@ places      the files behind a path, pattern, directory or URL, in a stable orde
 splits      which files of a directory belong to the split that is read
 remote      files in object stores and whatever else fsspec opens
 file_names  what a file's name says: its kind, its compression, the dataset's default name
+keys        which keys rows have, of those that only newer versions of the order read
 hub         datasets of the Hugging Face hub, written once as Arrow
 texts       rows of text files (JSON Lines, JSON, CSV, plain text), read by position
 small_texts many small text files, prepared together
@@ -23,8 +24,8 @@ cache. So a source can be sent to other processes and nodes, which open what the
 """
 
 from raytune_fsdp.data.sources.file_names import dataset_name, dataset_names, shorten
-from raytune_fsdp.data.sources.opening import open_source
+from raytune_fsdp.data.sources.opening import columns_of, open_source
 from raytune_fsdp.data.sources.selection import Selected, hold_out
 from raytune_fsdp.data.sources.source import Source
 
-__all__ = ["Selected", "Source", "dataset_name", "dataset_names", "hold_out", "open_source", "shorten"]
+__all__ = ["Selected", "Source", "columns_of", "dataset_name", "dataset_names", "hold_out", "open_source", "shorten"]

@@ -29,6 +29,7 @@ from raytune_fsdp.data.sources.handles import (
     content_hash,
     keep_hashes,
 )
+from raytune_fsdp.data.sources.keys import Keys, keys_of_schema
 from raytune_fsdp.data.sources.prepared import PreparedRows, prepare, touch
 from raytune_fsdp.data.sources.source import CACHE_GONE, Columns, File, Row, reading, too_large
 from raytune_fsdp.errors import DataError, RowError
@@ -68,6 +69,10 @@ class ArrowRows:
 
     def touch(self) -> None:
         touch(self.batches)
+
+    @property
+    def keys(self) -> Keys:
+        return keys_of_schema(self._schema())
 
     def where(self, index: int) -> str:
         return f"{self.shown}, row {index + 1}"
@@ -247,7 +252,7 @@ def rows_of_groups(
 
 
 def _take(table: Any, local: Any, first: int, where: Any) -> Iterator[Row | RowError]:
-    if len(local) >= _TAKE_ROWS:
+    if len(local) >= _TAKE_ROWS and table.num_columns:  # pyarrow takes no rows of no columns
         try:
             yield from table.take(pa.array(local)).to_pylist()
             return

@@ -10,12 +10,21 @@ from threading import Lock
 from typing import Any
 
 from raytune_fsdp.config.data import DatasetConfig, SourceConfig
-from raytune_fsdp.config.formats import COLUMNS, Format, PythonFormat, TemplateFormat, parts_of
-from raytune_fsdp.data.order import OLDEST_ORDER, ORDER_VERSION
+from raytune_fsdp.config.formats import (
+    COLUMNS,
+    FUNCTIONS,
+    ChatFormat,
+    Format,
+    PythonFormat,
+    TemplateFormat,
+    parts_of,
+)
+from raytune_fsdp.data.order import FOURTH_ORDER, OLDEST_ORDER, ORDER_VERSION
 from raytune_fsdp.data.sources.arrow import open_arrow
 from raytune_fsdp.data.sources.fetched import with_content
 from raytune_fsdp.data.sources.file_names import shorten
 from raytune_fsdp.data.sources.hub import open_hub
+from raytune_fsdp.data.sources.keys import lowest_order
 from raytune_fsdp.data.sources.parquet import open_parquet
 from raytune_fsdp.data.sources.places import find_files, one_kind
 from raytune_fsdp.data.sources.selection import some_rows
@@ -54,7 +63,9 @@ def open_source(
     """
     if columns is None:
         assert isinstance(dataset, DatasetConfig), "only a dataset has a format"
-        columns = _columns(dataset.format)
+        columns = columns_of(dataset.format, order)
+    format = dataset.format if isinstance(dataset, DatasetConfig) and order >= FOURTH_ORDER else None
+    keys = isinstance(format, ChatFormat)
     cache = Path(cache).absolute()
     columnar, order_version = True, OLDEST_ORDER
     if dataset.hub is not None:
@@ -66,7 +77,9 @@ def open_source(
         order_version = found.order_version
         kind = one_kind(found.files, dataset)
         columnar = kind in ("arrow", "parquet")
-        parts = _open_files(found.files, kind, columns, cache=cache, in_place=in_place, progress=progress)
+        parts = _open_files(found.files, kind, columns, cache=cache, in_place=in_place, progress=progress, keys=keys)
+    if format is not None:
+        order_version = max(order_version, lowest_order(format, (part.keys for part in parts)))
     limited: tuple[Any, ...] = parts
     parts = tuple(replace(part, most=max_row_bytes) for part in limited)
     source = Files(label, parts, columnar, order_version)
@@ -75,7 +88,8 @@ def open_source(
     return some_rows(source, dataset.rows)
 
 
-def _columns(format: Format) -> Columns:
+def columns_of(format: Format, order: int) -> Columns:
+    """The columns that a format names, and those that it reads under version `order`."""
     if isinstance(format, PythonFormat):
         return Columns((), (), every=True)
     if isinstance(format, TemplateFormat):
@@ -85,6 +99,10 @@ def _columns(format: Format) -> Columns:
         tuple(name for field in fields if (name := getattr(format, field)) is not None)
         for fields in COLUMNS[format.type]
     )
+    if isinstance(format, ChatFormat) and order < FOURTH_ORDER:
+        optional = tuple(name for name in optional if name == format.tools)
+    elif isinstance(format, ChatFormat) and format.tools is not None:
+        optional += (FUNCTIONS,)
     return Columns(needed, optional)
 
 
@@ -96,6 +114,7 @@ def _open_files(
     cache: Path,
     in_place: bool,
     progress: Progress | None,
+    keys: bool,
 ) -> tuple[Part, ...]:
     lock = Lock()
     every = max(1, -(-sum(file.size for file in files if not file.remote) // _COMPARED_BYTES))
@@ -112,10 +131,12 @@ def _open_files(
     def open_kind(file: File) -> Part:
         reported = None if progress is None else report
         if kind == "parquet":
-            return open_parquet(file, cache=cache, in_place=in_place, columns=columns, progress=reported, every=every)
+            return open_parquet(
+                file, cache=cache, in_place=in_place, columns=columns, progress=reported, every=every, keys=keys
+            )
         if kind == "arrow":
             return open_arrow(file, cache=cache, columns=columns, progress=reported, every=every)
-        text = open_text(file, kind, cache=cache, progress=reported, every=every)
+        text = open_text(file, kind, cache=cache, progress=reported, every=every, keys=keys)
         _check_delimiter(text, columns)
         return text
 
@@ -129,7 +150,7 @@ def _open_files(
             # In this thread: the work on thousands of small files is Python's, and threads would only take turns.
             for group in groups:
                 found = open_small_texts(
-                    group, kind, cache=cache, progress=None if progress is None else report, every=every
+                    group, kind, cache=cache, progress=None if progress is None else report, every=every, keys=keys
                 )
                 parts.update(zip((file.url for file in group), found, strict=True))
             parts.update((url, future.result()) for url, future in alone.items())

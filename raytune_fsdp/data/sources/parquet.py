@@ -32,6 +32,7 @@ from raytune_fsdp.data.sources.blocks import NAME as BLOCKS
 from raytune_fsdp.data.sources.fetched import write_content
 from raytune_fsdp.data.sources.file_names import compression_of
 from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, check_unchanged, keep_hashes
+from raytune_fsdp.data.sources.keys import Keys, keys_of_schema, noted
 from raytune_fsdp.data.sources.prepared import prepare, touch
 from raytune_fsdp.data.sources.remote import with_version
 from raytune_fsdp.data.sources.source import Columns, File, Row, reading
@@ -58,6 +59,8 @@ class ParquetRows:
     columns: Columns
     most: int | None = None
     """Bytes that a row may have."""
+    keys: Keys = Keys()
+    """Those that its rows may have, if anybody has asked for them."""
 
     def blocks(self) -> Iterable[int]:
         return read_groups(self.groups)
@@ -102,15 +105,22 @@ class ParquetRows:
 
 
 def open_parquet(
-    file: File, *, cache: Path, in_place: bool, columns: Columns, progress: Progress | None, every: int = 1
+    file: File,
+    *,
+    cache: Path,
+    in_place: bool,
+    columns: Columns,
+    progress: Progress | None,
+    every: int = 1,
+    keys: bool = False,
 ) -> ArrowRows | ParquetRows:
     """Open a file in place, or its Arrow copy in the cache. Compressed files are always copied, and those that a store
     names no version of: nobody could tell whether what is read later is still the same.
 
-    `every`: see `Blocks.hold`.
+    `every`: see `Blocks.hold`. `keys`: also find what keys the rows have.
     """
     if in_place and compression_of(file.url) is None and not file.fetched:
-        return _open_in_place(file, cache=cache, columns=columns, progress=progress, every=every)
+        return _open_in_place(file, cache=cache, columns=columns, progress=progress, every=every, keys=keys)
 
     def make(directory: Path) -> Mapping[str, Any]:
         path = Path(file.url)
@@ -140,7 +150,9 @@ def open_parquet(
     return prepared_rows(made, shown=file.shown, columns=columns)
 
 
-def _open_in_place(file: File, *, cache: Path, columns: Columns, progress: Progress | None, every: int) -> ParquetRows:
+def _open_in_place(
+    file: File, *, cache: Path, columns: Columns, progress: Progress | None, every: int, keys: bool
+) -> ParquetRows:
     def make(directory: Path) -> Mapping[str, Any]:
         # A file in a store is identified by its ETag: reading all of it is what `in_place` is there to avoid.
         content = file.fingerprint if file.remote else keep_hashes(file, directory, report_of(file, progress))
@@ -158,14 +170,21 @@ def _open_in_place(file: File, *, cache: Path, columns: Columns, progress: Progr
         identity["blocks"] = BLOCK_BYTES
     holds = None if file.remote else lambda made: made.holds(file, every)
     made = prepare(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
+    stored = None if file.remote else made.in_place(file)
+
+    def search() -> list[Keys]:
+        with reading(file.shown):
+            return [keys_of_schema(_open(file, stored).schema_arrow)]
+
     return ParquetRows(
         shown=file.shown,
         fingerprint=made.meta["content"],
         count=made.meta["rows"],
         file=file,
-        stored=None if file.remote else made.in_place(file),
+        stored=stored,
         groups=str(made.path / "groups"),
         columns=columns,
+        keys=noted(made, search)[0] if keys else Keys(),
     )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from raytune_fsdp.data.sources.blocks import BlockHashing
 from raytune_fsdp.data.sources.file_names import shorten
+from raytune_fsdp.data.sources.keys import KeySearch
 from raytune_fsdp.data.sources.source import reading, unreadable
 from raytune_fsdp.errors import DataError
 from raytune_fsdp.types import Progress
@@ -41,13 +42,17 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 class Scanned:
     """A file read once from its start, and hashed on the way."""
 
-    def __init__(self, file: BinaryIO, *, shown: str, size: int, progress: Progress | None) -> None:
+    def __init__(
+        self, file: BinaryIO, *, shown: str, size: int, progress: Progress | None, search: KeySearch | None = None
+    ) -> None:
+        """`search` sees all that is read."""
         self.shown = shown
         self.offset = 0
         self.line = 1
         self._file = file
         self._size = size
         self._progress = progress
+        self._search = search
         self.hashing = BlockHashing()
         self._reported = 0
         with reading(shown):
@@ -73,6 +78,8 @@ class Scanned:
 
     def _account(self, piece: bytes) -> bytes:
         self.hashing.update(piece)
+        if self._search is not None:
+            self._search.update(piece)
         self.offset += len(piece)
         if self._progress is not None and (self.offset - self._reported >= _PROGRESS_BYTES or not piece):
             self._reported = self.offset

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from raytune_fsdp.config.data import RowsConfig
-from raytune_fsdp.data.sources.source import Row, Source
+from raytune_fsdp.data.sources.source import Columns, Row, Source
 from raytune_fsdp.errors import RowError
 
 if TYPE_CHECKING:
@@ -70,6 +70,9 @@ class Selected:
 
     def touch(self) -> None:
         self.base.touch()
+
+    def with_columns(self, columns: Columns) -> Selected:
+        return replace(self, base=self.base.with_columns(columns))
 
     @cached_property
     def _left_before(self) -> Int64Array:

@@ -19,7 +19,7 @@ from raytune_fsdp.data.sources.file_names import compression_of
 from raytune_fsdp.data.sources.handles import Stored, check_unchanged
 from raytune_fsdp.data.sources.prepared import PreparedRows, prepare
 from raytune_fsdp.data.sources.source import File, reading
-from raytune_fsdp.data.sources.texts import TextRows, find_rows, text_rows
+from raytune_fsdp.data.sources.texts import TextRows, find_rows, text_rows, with_keys
 from raytune_fsdp.types import Progress
 
 # From this many on: with few files, one that changes should not have the others read again.
@@ -39,9 +39,9 @@ def small_groups(files: Sequence[File]) -> list[list[File]]:
 
 
 def open_small_texts(
-    files: Sequence[File], kind: str, *, cache: Path, progress: Progress | None, every: int = 1
+    files: Sequence[File], kind: str, *, cache: Path, progress: Progress | None, every: int = 1, keys: bool = False
 ) -> list[TextRows]:
-    """Find the rows of these files, unless an earlier run did. `every`: see `Blocks.hold`."""
+    """Find the rows of these files, unless an earlier run did; see `open_text`."""
     shown = f"{files[0].shown} and {len(files) - 1} more"
 
     def make(directory: Path) -> Mapping[str, Any]:
@@ -50,7 +50,7 @@ def open_small_texts(
             for number, file in enumerate(files):
                 with reading(file.shown), open(file.url, "rb", buffering=0) as opened:
                     source = io.BytesIO(opened.read(_SMALL_BYTES))
-                meta, hashing = find_rows(source, file.size, spans, file=file, kind=kind, progress=None)
+                meta, hashing = find_rows(source, file.size, spans, file=file, kind=kind, progress=None, keys=keys)
                 blocks.write(hashing.blocks())
                 check_unchanged(file)
                 texts.append(meta)
@@ -73,7 +73,7 @@ def open_small_texts(
             stored = Stored(file.shown, file.url, file.size, meta["content"], blocks)
             found.append(text_rows(file, meta, stored=stored, spans=spans, first=row))
             row += meta["rows"]
-        return found
+        return with_keys(found, texts, made) if keys else found
 
     def holds(made: PreparedRows) -> bool:
         return all(blocks.hold(file, every) for file, blocks in zip(files, first_blocks(made), strict=True))

@@ -7,9 +7,9 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -19,6 +19,9 @@ from raytune_fsdp.data.sources.file_names import shorten
 from raytune_fsdp.errors import DataError, RaytuneError, RowError
 from raytune_fsdp.keyed import derive_key
 from raytune_fsdp.urls import is_url, without_secrets
+
+if TYPE_CHECKING:
+    from raytune_fsdp.data.sources.keys import Keys
 
 Row = dict[str, Any]
 CACHE_GONE = "data.cache.path must be visible to all nodes, and not be cleaned during a run; start again"
@@ -116,6 +119,9 @@ class Source(Protocol):
     def touch(self) -> None:
         """Note in the cache that its files are in use. Can be called often."""
 
+    def with_columns(self, columns: Columns) -> Source:
+        """The same rows with other columns, where files allow reading only some."""
+
 
 class Part(Protocol):
     """The rows of one file."""
@@ -128,6 +134,9 @@ class Part(Protocol):
 
     @property
     def count(self) -> int: ...
+
+    @property
+    def keys(self) -> Keys: ...
 
     def blocks(self) -> Iterable[int]: ...
 
@@ -192,6 +201,10 @@ class Files:
     def touch(self) -> None:
         for part in self.parts:
             part.touch()
+
+    def with_columns(self, columns: Columns) -> Files:
+        parts: tuple[Any, ...] = self.parts
+        return replace(self, parts=tuple(replace(each, columns=columns) for each in parts)) if self.columnar else self
 
     def _find(self, index: int) -> tuple[Part, int]:
         if not 0 <= index < len(self):

@@ -10,7 +10,7 @@ import io
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,7 +22,8 @@ from raytune_fsdp.data.sources.blocks import NAME as BLOCKS
 from raytune_fsdp.data.sources.fetched import write_content
 from raytune_fsdp.data.sources.file_names import compression_of, ending_of, shorten
 from raytune_fsdp.data.sources.handles import OPEN, Stored, check_unchanged, keep_hashes
-from raytune_fsdp.data.sources.prepared import prepare, touch
+from raytune_fsdp.data.sources.keys import Keys, KeySearch, keys_of_columns, noted
+from raytune_fsdp.data.sources.prepared import PreparedRows, prepare, touch
 from raytune_fsdp.data.sources.scan import SPAN, Scanned, Spans, csv_reader, json_syntax, scan
 from raytune_fsdp.data.sources.source import CACHE_GONE, File, Row, reading, too_large
 from raytune_fsdp.errors import DataError, RowError
@@ -33,6 +34,7 @@ _TOGETHER_BYTES = 1 << 20
 _GAP_BYTES = 64  # a comma and white space between the elements of a JSON array
 # Rows in a block of a text file, for data.shuffle=blocks.
 _BLOCK_ROWS = 1024
+_WITHOUT_KEYS = ("csv", "text")
 _RULES = {
     "jsonl": "a JSON Lines file is UTF-8 text with one JSON object a line",
     "json": "a JSON file with rows is an array of objects in UTF-8",
@@ -57,6 +59,8 @@ class TextRows:
     """Place of its first row in the file `spans`, which may be that of many files."""
     most: int | None = None
     """Bytes that a row may have."""
+    keys: Keys = Keys()
+    """Those that its rows may have, if anybody has asked for them."""
 
     def blocks(self) -> Iterable[int]:
         for first in range(0, self.count, _BLOCK_ROWS):
@@ -145,8 +149,13 @@ class TextRows:
         return OPEN.get(("spans", self.spans), make)[self.first : self.first + self.count]
 
 
-def open_text(file: File, kind: str, *, cache: Path, progress: Progress | None, every: int = 1) -> TextRows:
-    """Find the rows of a file, unless an earlier run did. `every`: see `Blocks.hold`."""
+def open_text(
+    file: File, kind: str, *, cache: Path, progress: Progress | None, every: int = 1, keys: bool = False
+) -> TextRows:
+    """Find the rows of a file, unless an earlier run did; with `keys`, also which keys they have.
+
+    `every`: see `Blocks.hold`.
+    """
     copied = file.remote or compression_of(file.url) is not None
 
     def make(directory: Path) -> Mapping[str, Any]:
@@ -156,7 +165,7 @@ def open_text(file: File, kind: str, *, cache: Path, progress: Progress | None, 
             write_content(file, path, progress=progress)
         with _opened(path, shown=file.shown) as source, open(directory / "spans", "wb") as spans:
             size = os.fstat(source.fileno()).st_size
-            meta, hashing = find_rows(source, size, spans, file=file, kind=kind, progress=progress)
+            meta, hashing = find_rows(source, size, spans, file=file, kind=kind, progress=progress, keys=keys)
         if copied:
             keep_hashes(file, directory)
         else:
@@ -170,7 +179,8 @@ def open_text(file: File, kind: str, *, cache: Path, progress: Progress | None, 
     holds = None if file.remote else lambda made: made.holds(file, every)
     made = prepare(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
     stored = made.stored("content", shown=file.shown) if copied else made.in_place(file)
-    return text_rows(file, made.meta, stored=stored, spans=str(made.path / "spans"))
+    rows = text_rows(file, made.meta, stored=stored, spans=str(made.path / "spans"))
+    return with_keys([rows], [made.meta], made)[0] if keys else rows
 
 
 def text_rows(file: File, meta: Mapping[str, Any], *, stored: Stored, spans: str, first: int = 0) -> TextRows:
@@ -196,13 +206,34 @@ def delimiter_of(file: File) -> str:
     return "\t" if ending_of(file.url) == ".tsv" else ","
 
 
+def with_keys(texts: Sequence[TextRows], metas: Sequence[Mapping[str, Any]], made: PreparedRows) -> list[TextRows]:
+    """The same with the keys of their rows: those that `find_rows` found, or what a search finds if it did not look."""
+
+    def search() -> list[Keys]:
+        return [_keys_of(text, meta) for text, meta in zip(texts, metas, strict=True)]
+
+    found = search() if all("keys" in meta for meta in metas) else noted(made, search)
+    return [replace(text, keys=each) for text, each in zip(texts, found, strict=True)]
+
+
+def _keys_of(text: TextRows, meta: Mapping[str, Any]) -> Keys:
+    if "keys" in meta:
+        return Keys.from_json(meta["keys"])
+    if text.syntax in _WITHOUT_KEYS:
+        return keys_of_columns(text.columns)
+    search, file = KeySearch(), text.stored.open()
+    for offset in range(0, text.stored.size, _TOGETHER_BYTES):
+        search.update(file.read(offset, min(_TOGETHER_BYTES, text.stored.size - offset)))
+    return search.found()
+
+
 def find_rows(
-    source: BinaryIO, size: int, out: BinaryIO, *, file: File, kind: str, progress: Progress | None
+    source: BinaryIO, size: int, out: BinaryIO, *, file: File, kind: str, progress: Progress | None, keys: bool
 ) -> tuple[Mapping[str, Any], BlockHashing]:
     """Write where the rows of an open file are. Returns what is known of it, and the hashes of its content."""
     syntax = json_syntax(source, shown=file.shown) if kind == "json" else kind
-    spans = Spans(out)
-    scanned = Scanned(source, shown=file.shown, size=size, progress=progress)
+    spans, search = Spans(out), KeySearch() if keys and syntax not in _WITHOUT_KEYS else None
+    scanned = Scanned(source, shown=file.shown, size=size, progress=progress, search=search)
     columns = scan(scanned, spans, syntax=syntax, delimiter=delimiter_of(file))
     spans.flush()
     if not spans.count:
@@ -211,7 +242,10 @@ def find_rows(
             "remove the file"
         )
     content = scanned.hashing.content
-    return {"content": content, "rows": spans.count, "syntax": syntax, "columns": columns}, scanned.hashing
+    meta = {"content": content, "rows": spans.count, "syntax": syntax, "columns": columns}
+    if keys:
+        meta["keys"] = (keys_of_columns(columns) if search is None else search.found()).to_json()
+    return meta, scanned.hashing
 
 
 def _opened(path: Path, *, shown: str) -> BinaryIO:

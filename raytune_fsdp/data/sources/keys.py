@@ -1,0 +1,151 @@
+"""Which keys the rows of a file have, of those that newer versions of the order read and older ones did not.
+
+Found by a search of the bytes while a file of JSON is scanned, at 0.9 GB/s, or in the schema of columns. A key
+that no row uses as one may be named, too: then a run has a newer version than it needs, and the same rows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from raytune_fsdp.config.formats import FUNCTIONS, SYSTEM, ChatFormat, Format, PythonFormat
+from raytune_fsdp.data.order import FOURTH_ORDER, OLDEST_ORDER
+from raytune_fsdp.data.sources.prepared import PreparedRows
+from raytune_fsdp.durable import replace_at_once
+
+NAMES = ("weight", "training", SYSTEM, FUNCTIONS)
+ANY = "*"
+
+# A key ends with a quotation mark and a colon. Few quotation marks have one after them, and few of these keys end as
+# the names above do, so numpy leaves little to look at.
+_QUOTE, _COLON, _SPACE, _BRACKET = b'": ['
+_ENDS = {name: name[-2:].encode() for name in NAMES}
+_COLON_AFTER = re.compile(rb'"\s*:')
+_OBJECTS_AFTER = re.compile(rb'"\s*:\s*"\[(?:\s|\\[nrt])*\{')
+_OVERLAP = 128
+"""Bytes that are searched again with those after them: a key may lie across two pieces."""
+_MOST_TEXTS = 16
+_NOTE = "keys.json"
+
+
+def lowest_order(format: Format, found: Iterable[Keys]) -> int:
+    """The lowest version of the order that reads the rows of these files as the newest does."""
+    if isinstance(format, PythonFormat):  # who knows what it returns
+        return FOURTH_ORDER if isinstance(format.then, ChatFormat) else OLDEST_ORDER
+    if not isinstance(format, ChatFormat):
+        return OLDEST_ORDER
+    if format.system not in (None, SYSTEM):
+        return FOURTH_ORDER  # a field that older versions do not have
+    wanted = {"weight", "training"}
+    wanted |= {SYSTEM} if format.system is not None else set()
+    wanted |= {FUNCTIONS} if format.tools is not None else set()
+    texts = {format.messages, ANY}
+    return FOURTH_ORDER if any(each.names & wanted or each.texts & texts for each in found) else OLDEST_ORDER
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What the rows of a file may have."""
+
+    names: frozenset[str] = frozenset()
+    """Those of NAMES that are a key of something: of a row, a message, a tool."""
+    texts: frozenset[str] = frozenset()
+    """Keys whose value is a list of objects as JSON text; ANY: there are too many to tell."""
+
+    def to_json(self) -> dict[str, list[str]]:
+        return {"names": sorted(self.names), "texts": sorted(self.texts)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Sequence[str]]) -> Keys:
+        return cls(frozenset(values["names"]), frozenset(values["texts"]))
+
+
+class KeySearch:
+    """Searches a file of JSON, piece by piece."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._texts: set[str] = set()
+        self._end = b""
+
+    def update(self, piece: bytes) -> None:
+        data = self._end + piece
+        self._end = data[-_OVERLAP:]
+        content = np.frombuffer(data + b"\0\0\0\0", dtype=np.uint8)
+        quotes = np.flatnonzero(content == _QUOTE)
+        after = content[quotes + 1]
+        keys = quotes[((after == _COLON) | (after <= _SPACE)) & (quotes > 1)]
+        before = content[keys - 2], content[keys - 1]
+        for name in [name for name in NAMES if name not in self._names]:
+            first, second = _ENDS[name]
+            for end in keys[(before[0] == first) & (before[1] == second)].tolist():
+                if _key(data, end) == name and _COLON_AFTER.match(data, end):
+                    self._names.add(name)
+                    break
+        next_to = [content[keys + many] for many in range(1, 5)]
+        close = (next_to[1] == _QUOTE) & (next_to[2] == _BRACKET)
+        apart = (next_to[1] == _SPACE) & (next_to[2] == _QUOTE) & (next_to[3] == _BRACKET)
+        for end in keys[(next_to[0] == _COLON) & (close | apart)].tolist():
+            if len(self._texts) <= _MOST_TEXTS and _OBJECTS_AFTER.match(data, end):
+                self._texts.add(_key(data, end) if len(self._texts) < _MOST_TEXTS else ANY)
+
+    def found(self) -> Keys:
+        return Keys(frozenset(self._names), frozenset(self._texts))
+
+
+def _key(data: bytes, end: int) -> str:
+    """The text that ends here."""
+    return data[data.rfind(b'"', 0, end) + 1 : end].decode(errors="replace")
+
+
+def keys_of_columns(names: Iterable[str]) -> Keys:
+    """Of rows whose values are all text."""
+    names = frozenset(names)
+    return Keys(names & frozenset(NAMES), names)
+
+
+def keys_of_schema(schema: Any) -> Keys:
+    """Of rows from columns."""
+    return Keys(
+        frozenset(name for field in schema for name in _inside(field)) & frozenset(NAMES),
+        frozenset(field.name for field in schema if _is_text(field.type)),
+    )
+
+
+def _inside(field: Any) -> Iterable[str]:
+    yield field.name
+    for index in range(field.type.num_fields):
+        yield from _inside(field.type.field(index))
+
+
+def _is_text(kind: Any) -> bool:
+    if pa.types.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def noted(made: PreparedRows, search: Callable[[], Sequence[Keys]]) -> list[Keys]:
+    """What `search` finds, once: for files that were prepared when nobody asked, or by an older version."""
+    note = made.path / _NOTE
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        values = json.loads(note.read_text(encoding="utf-8"))
+        if values["digest"] == _digest(values["keys"]):
+            return [Keys.from_json(each) for each in values["keys"]]
+    found = list(search())
+    keys = [each.to_json() for each in found]
+    with suppress(OSError):  # a read-only cache: the next command searches again
+        replace_at_once(note, json.dumps({"keys": keys, "digest": _digest(keys)}).encode())
+    return found
+
+
+def _digest(keys: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(keys).encode())

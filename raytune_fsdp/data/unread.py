@@ -1,0 +1,125 @@
+"""Columns that many files have, and that a dataset's format does not read: said, so that nothing is lost in silence."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from raytune_fsdp.config.data import DatasetConfig
+from raytune_fsdp.config.formats import FUNCTIONS, PythonFormat, TokensFormat
+from raytune_fsdp.data.order import ORDER_VERSION
+from raytune_fsdp.data.rows.work import size_of
+from raytune_fsdp.data.sources import Source, columns_of, dataset_names
+from raytune_fsdp.data.sources.source import Columns, Row
+from raytune_fsdp.errors import DataError, RowError
+
+logger = logging.getLogger(__name__)
+
+_FUNCTION = "a function (format.type=python)"
+_SYSTEM = dict.fromkeys(("system", "system_prompt", "system_message"), "format.system")
+_CONTEXT = dict.fromkeys(("input", "context"), "format.input")
+_CALLS = dict.fromkeys(("tools", FUNCTIONS), "format.tools")
+_MASKS = dict.fromkeys(("loss_mask", "completion_mask", "assistant_masks"), "format.mask")
+_KNOWN: dict[str, dict[str, str]] = {
+    "chat": {**_SYSTEM, **_CALLS, "history": _FUNCTION},
+    "instruction": {**_SYSTEM, **_CONTEXT, **dict.fromkeys((*_CALLS, "history"), _FUNCTION)},
+    "template": {**dict.fromkeys((*_SYSTEM, *_CONTEXT), "format.prompt"), "history": _FUNCTION},
+    "completion": {},
+    "tokens": {"labels": "format.labels", **_MASKS},
+}
+"""By type: well-known columns, and what would read them."""
+_ROWS, _CHARACTERS = 1000, 4_000_000
+"""So much of a dataset is looked at, from its start."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadColumn:
+    """A column that is not read, and is not empty."""
+
+    dataset: str
+    column: str
+    filled: int
+    """Rows that have something in it."""
+    rows: int
+    """Of so many, the first ones."""
+    read_by: str
+    """What would read it."""
+
+    def __str__(self) -> str:
+        return (
+            f"dataset {self.dataset!r}: its column {self.column!r} is not read, and {self.share:.1%} of "
+            f"{self.rows:,} rows have something in it; {self.read_by} would read it, and "
+            f"format.ignore=[{self.column}] silences this"
+        )
+
+    @property
+    def share(self) -> float:
+        return self.filled / self.rows
+
+    def fields(self) -> dict[str, Any]:
+        """As the record of a run has it."""
+        return {
+            "dataset": self.dataset, "column": self.column, "share": round(self.share, 4), "rows": self.rows,
+            "read_by": self.read_by,
+        }  # fmt: skip
+
+
+def unread_columns(datasets: Sequence[DatasetConfig], sources: Sequence[Source], order: int) -> list[UnreadColumn]:
+    """Those of datasets that are read by the rules of version `order`."""
+    names = dataset_names(datasets)
+    return [
+        column
+        for name, dataset, source in zip(names, datasets, sources, strict=True)
+        for column in _unread(name, dataset, source, order)
+    ]
+
+
+def _unread(name: str, dataset: DatasetConfig, source: Source, order: int) -> list[UnreadColumn]:
+    format = dataset.format
+    if isinstance(format, PythonFormat):
+        return []  # its function is given all columns
+    if isinstance(format, TokensFormat) and (format.labels or format.mask):
+        return []  # what is trained on is known
+    now, newest = (columns_of(format, each) for each in (order, ORDER_VERSION))
+    read = {*now.needed, *now.optional}
+    wanted = {each: by for each, by in _KNOWN[format.type].items() if each not in read and each not in format.ignore}
+    if not wanted:
+        return []
+    rows = _first_rows(source.with_columns(Columns((), tuple(wanted))))
+    found = []
+    for column, by in wanted.items():
+        filled = sum(_is_filled(row.get(column)) for row in rows)
+        if column in newest.optional:
+            by = "a run that is begun now"  # this one goes on by older rules
+        if filled:
+            found.append(UnreadColumn(name, column, filled, len(rows), by))
+    return found
+
+
+def tell(columns: Iterable[UnreadColumn]) -> None:
+    """Say it on the console, once each: rows for evaluation may be of the same dataset."""
+    said: set[tuple[str, str]] = set()
+    for each in columns:
+        if (each.dataset, each.column) not in said:
+            logger.warning("%s", each)
+        said.add((each.dataset, each.column))
+
+
+def _first_rows(source: Source) -> list[Row]:
+    rows: list[Row] = []
+    first, many, size, last = 0, 1, 0, min(_ROWS, len(source))
+    # A row may be too large, a file may have changed: whoever uses the rows says so.
+    with suppress(DataError):
+        while first < last and size < _CHARACTERS:
+            some = source.rows(range(first, min(first + many, last)))
+            rows += (row for row in some if not isinstance(row, RowError))
+            size += sum(size_of(row) for row in some if not isinstance(row, RowError))
+            first, many = first + many, 2 * many
+    return rows
+
+
+def _is_filled(value: Any) -> bool:
+    return value not in (None, [], {}) and not (isinstance(value, str) and not value.strip())
