@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,7 +80,14 @@ def _result(
     from raytune_fsdp.launch.torchrun import is_rank0
     from raytune_fsdp.report.page import make_curve, make_report
     from raytune_fsdp.run.publish import publish
-    from raytune_fsdp.run.record import clean_config, keep_from_others, last_tracking, mend_record, register_export
+    from raytune_fsdp.run.record import (
+        clean_config,
+        keep_from_others,
+        last_tracking,
+        mend_record,
+        put_mark,
+        register_export,
+    )
 
     place = prepared.place  # as rank 0 sees it: under torchrun another node may resolve a relative path differently
     newest = before.checkpoint if before.complete else committed(place.checkpoints)[-1]
@@ -91,6 +98,8 @@ def _result(
         if before.complete:
             clean_config(place)
             keep_from_others(place)
+            with suppress(OSError):  # another user's run
+                put_mark(prepared)
             mend_record(place, before)
         # It sends while the export is written.
         trackers = last_tracking(config, prepared, before, newest.step, seconds=wait_for_tracking, progress=progress)

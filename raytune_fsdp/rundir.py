@@ -49,6 +49,8 @@ MLFLOW_ID_FILE = "mlflow_run_id"
 MODEL_FILES = "model"
 RECIPE_FILE = "recipe.json"
 """In MODEL_FILES: how the model was trained, for the model card."""
+MARK_FILE = "places.json"
+"""In MODEL_FILES: the places outside of the run that its files name, with the marks of those who chose them."""
 CHECKPOINTS = "checkpoints"
 REPORT = "report"
 TENSORBOARD = "tensorboard"
@@ -149,7 +151,13 @@ class RunDir:
         """What says how the run was made, and what went through it: others than owner and group cannot read it. Not
         what people pass on and serve: model, exports and checkpoints."""
         own = (self.path / name for name in (*_FILES, REPORT, "documents", "logs", "wandb"))
-        return (*own, self.model_files / RECIPE_FILE, report_of(self.path), curve_of(self.path))
+        return (
+            *own,
+            self.model_files / RECIPE_FILE,
+            self.model_files / MARK_FILE,
+            report_of(self.path),
+            curve_of(self.path),
+        )
 
     def logs(self, attempt: int) -> Path:
         return self.path / "logs" / f"attempt-{attempt}"
@@ -255,6 +263,11 @@ def report_of(run_dir: Path) -> Path:
 def curve_of(run_dir: Path) -> Path:
     """The picture of its loss."""
     return run_dir / REPORT / "loss.png"
+
+
+def names_checkpoints(path: Path) -> bool:
+    """Whether this directory says that its checkpoints are elsewhere."""
+    return os.path.lexists(path / _CHECKPOINTS_AT)
 
 
 def is_run(path: Path) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,10 @@ from hypothesis import settings
 
 settings.register_profile("any machine", deadline=None)  # of 200 ms: a busy machine stops for longer now and then
 settings.load_profile("any machine")
+
+# The key of whoever runs the tests stays theirs.
+os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="raytune-fsdp-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -28,12 +28,12 @@ from raytune_fsdp.model.placement import place
 from raytune_fsdp.model.quantization import forget_quantization
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.model.tokenizer import tokenizer_in
-from raytune_fsdp.rundir import MODEL_FILES, RECIPE_FILE, checkpoints_below, checkpoints_of
+from raytune_fsdp.rundir import MARK_FILE, MODEL_FILES, RECIPE_FILE, checkpoints_below, checkpoints_of
 from raytune_fsdp.threads import READERS
 from raytune_fsdp.untrusted import UnsoundError
 from raytune_fsdp.urls import is_url
 
-_OF_THE_RUN = (RECIPE_FILE, ADAPTER_CONFIG_FILE)
+_OF_THE_RUN = (RECIPE_FILE, ADAPTER_CONFIG_FILE, MARK_FILE)
 """Files that a run keeps beside its config and tokenizer, and that are in no export as they are."""
 _COPIED_BYTES = 128 << 20  # a tokenizer's largest file; weights are never there
 _MOST_PER_BYTE = 64  # bytes that a network may take for each of its files: those of 4 bits, read as fp32, take eight
@@ -99,7 +99,7 @@ def put_model_files(model: Path, checkpoints: str) -> None:
         for name in names:
             target = Path(checkpoints).parent / MODEL_FILES / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            if name == RECIPE_FILE:
+            if name in (RECIPE_FILE, MARK_FILE):
                 replace_at_once(target, (model / name).read_bytes(), private=True)
             else:
                 shutil.copyfile(model / name, target)

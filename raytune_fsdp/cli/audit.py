@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, config_of_run, exit_code
+from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, add_trust_places, config_of_run, exit_code
 from raytune_fsdp.cli.progress import shown
 from raytune_fsdp.errors import ConfigError, Interrupted
 from raytune_fsdp.untrusted import printable
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp audit") ->
         help="take tokenized rows from the run's cache, which is faster and proves less: not that they are its data's",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help=RUNS_CODE)
+    add_trust_places(parser)
     arguments = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _audit(parser, arguments))
 
@@ -57,8 +58,10 @@ def _audit(parser: ConfigParser, arguments: list[str]) -> int:
         config = config.model_copy(update={"cluster": type(config.cluster).model_validate(cluster)})
     from raytune_fsdp.audit import audit, choose_segment, report
     from raytune_fsdp.run.past import check_code, past_place, placed
+    from raytune_fsdp.run.places import check_places
 
     check_code(config, trusted=found.trust_remote_code, ranks=True)
+    check_places(found.run, trusted=found.trust_places, config=config if found.config is None else None)
     if found.out is not None and not found.out.absolute().parent.is_dir():
         raise ConfigError(f"--out {found.out}: its directory does not exist; create it, or name another file")
     place = past_place(found.run)

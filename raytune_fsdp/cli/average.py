@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import BASE, TRUST, Parser, exit_code, say
+from raytune_fsdp.cli.common import BASE, TRUST, Parser, add_trust_places, exit_code, say
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp average") -> int:
@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp average") 
     parser.add_argument("--max-file-bytes", type=int, default=5_000_000_000, metavar="N", help="default: 5 GB")
     parser.add_argument("--base", metavar="PATH", help=BASE)
     parser.add_argument("--trust-remote-code", action="store_true", help=f"{TRUST} It is copied, not run")
+    add_trust_places(parser)
     arguments = sys.argv[1:] if argv is None else argv
     return exit_code(lambda: _average(parser, arguments))
 
@@ -33,8 +34,10 @@ def _average(parser: Parser, arguments: Sequence[str]) -> int:
         parser.error(f"--last {found.last} must be at least 2; of one checkpoint the mean is an export")
     from raytune_fsdp.config import ExportConfig
     from raytune_fsdp.launch.signals import Signals
+    from raytune_fsdp.run.places import check_places
     from raytune_fsdp.run.publish import average, checkpoints_to_average
 
+    check_places(found.run, trusted=found.trust_places, base=found.base)
     checkpoints = checkpoints_to_average(found.run, steps=found.steps, last=found.last)
     chosen = ExportConfig(dtype=found.dtype, max_file_bytes=found.max_file_bytes)
     with Signals("during the export; the same command makes it anew"):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytune_fsdp.cli.common import Parser, exit_code, say
+from raytune_fsdp.cli.common import Parser, add_trust_places, exit_code, say
 from raytune_fsdp.cli.runs import check_run
 from raytune_fsdp.errors import ResumeError, TrainingError
 
@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp checkpoint
     parser.add_argument(
         "--wait", type=float, default=600.0, metavar="SECONDS", help="how long `now` waits (default: 600)"
     )
+    add_trust_places(parser)
     arguments = sys.argv[1:] if argv is None else argv
     return exit_code(lambda: _run(parser, arguments))
 
@@ -102,7 +103,7 @@ def _list(found: Namespace) -> int:
     from raytune_fsdp.checkpoint.location import storage_at
     from raytune_fsdp.tracking.console import gibibytes
 
-    for each in _committed(found.run):
+    for each in _committed(found):
         size = sum(storage_at(each.root).sizes(each.name).values())
         say(f"step {each.step:>8,}  attempt {each.attempt:>3}  {gibibytes(size):>10}  {each.path}")
     return 0
@@ -112,7 +113,7 @@ def _verify(found: Namespace) -> int:
     from raytune_fsdp.checkpoint.catalogue import verify
 
     damaged = 0
-    there = _committed(found.run)
+    there = _committed(found)
     for each in there:
         problem = verify(each, hashes=True)
         damaged += problem is not None
@@ -124,11 +125,14 @@ def _verify(found: Namespace) -> int:
     return 0
 
 
-def _committed(run: Path) -> list[CommittedCheckpoint]:
+def _committed(found: Namespace) -> list[CommittedCheckpoint]:
     """The checkpoints of a run; a line says so if there are none. Raises if this is no run."""
     from raytune_fsdp.checkpoint.catalogue import committed
+    from raytune_fsdp.run.places import check_places
     from raytune_fsdp.rundir import checkpoints_of
 
+    run = found.run
+    check_places(run, trusted=found.trust_places, base="")
     # The directory that holds a run's checkpoints where `checkpoint.storage` says has no plan.
     there = committed(checkpoints_of(run.absolute())) if run.is_dir() else []
     if not there:

@@ -35,6 +35,16 @@ TRUST = "the model may bring Python code of its own; only for models whose code 
 RUNS_CODE = "the run's config may name Python code (of its model, or to read rows); only for code you have read"
 
 
+def add_trust_places(parser: argparse.ArgumentParser) -> None:
+    """The flag of commands that follow a run where its files lead."""
+    parser.add_argument(
+        "--trust-places",
+        action="store_true",
+        help="go where the run's files lead outside of it (data, caches, checkpoints, bases, URLs), although you have "
+        "not trained it; only for places that you have looked at",
+    )
+
+
 def say(text: object) -> None:
     """Print lines that may hold a stranger's names: of directories, files and datasets."""
     print(printable(str(text), keep="\n\t"), flush=True)
@@ -113,6 +123,7 @@ class ModelParser(Parser):
         self.add_argument("--temperature", type=float, default=0.0, help="0: the most likely tokens (default)")
         self.add_argument("--base", metavar="PATH", help=BASE)
         self.add_argument("--trust-remote-code", action="store_true", help=TRUST)
+        add_trust_places(self)
 
     def parse_and_load(
         self, arguments: Sequence[str]
@@ -127,7 +138,9 @@ class ModelParser(Parser):
         import torch
 
         from raytune_fsdp.checkpoint.model_files import load_for_inference
+        from raytune_fsdp.run.places import check_places
 
+        check_places(found.model, trusted=found.trust_places, base=found.base)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model, tokenizer = load_for_inference(
             found.model, device, trust_remote_code=found.trust_remote_code, base=found.base

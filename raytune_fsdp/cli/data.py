@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytune_fsdp.cli.common import ConfigParser, Parser, exit_code, nearest, say
+from raytune_fsdp.cli.common import ConfigParser, Parser, add_trust_places, exit_code, nearest, say
 from raytune_fsdp.cli.progress import shown
 from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.rundir import CONFIG_FILE, EVENTS_FILE
 
 if TYPE_CHECKING:
+    from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.data.windows import Windows
 
 COMMANDS = {
@@ -41,11 +44,26 @@ def _main(arguments: list[str], prog: str) -> int:
     return {"preview": _preview, "stats": _stats, "clean": _clean}[name](rest, f"{prog} {name}")
 
 
+def _parsed(parser: ConfigParser, arguments: Sequence[str]) -> tuple[Namespace, FinetuneConfig]:
+    """As other commands; and of a run's own config, which may be a stranger's, the run's own places."""
+    add_trust_places(parser)
+    found, config = parser.parse_with_config(arguments)
+    file = Path(found.config or "")
+    if file.name != CONFIG_FILE or not (file.parent / EVENTS_FILE).is_file():
+        return found, config
+    from raytune_fsdp.run.past import past_place, placed
+    from raytune_fsdp.run.places import check_places
+
+    check_places(file.parent, trusted=found.trust_places, config=config, base="")
+    moved = not any(word.startswith(("--run.storage", "--run.name")) for word in arguments)
+    return found, placed(config, past_place(file.parent)) if moved else config
+
+
 def _preview(arguments: Sequence[str], prog: str) -> int:
     parser = ConfigParser(prog, "Show packed samples as they are trained on, in the order of the run.")
     parser.add_argument("--samples", type=int, default=2, metavar="N", help="how many (default: 2)")
     parser.add_argument("--eval", metavar="NAME", help="show this evaluation dataset (default: the training data)")
-    found, config = parser.parse_with_config(arguments)
+    found, config = _parsed(parser, arguments)
     if found.samples < 1:
         parser.error(f"--samples {found.samples} must be at least 1")
     from raytune_fsdp.run.prepare import prepare_data
@@ -73,7 +91,7 @@ def _preview(arguments: Sequence[str], prog: str) -> int:
 def _stats(arguments: Sequence[str], prog: str) -> int:
     parser = ConfigParser(prog, "Count the data: tokenize and pack all windows, and keep them for the run.")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the lengths of the documents into this file")
-    found, config = parser.parse_with_config(arguments)
+    found, config = _parsed(parser, arguments)
     from raytune_fsdp.data.census import census
     from raytune_fsdp.report.data import plot_lengths, stats
     from raytune_fsdp.report.figure import NOT_INSTALLED, can_draw

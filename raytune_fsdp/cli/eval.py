@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytune_fsdp.cli.common import BASE, RUNS_CODE, TRUST, ConfigParser, exit_code
+from raytune_fsdp.cli.common import BASE, RUNS_CODE, TRUST, ConfigParser, add_trust_places, exit_code
 from raytune_fsdp.cli.progress import shown
 from raytune_fsdp.errors import RaytuneError
 from raytune_fsdp.rundir import CONFIG_FILE, EVENTS_FILE, check_links
@@ -37,20 +37,28 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp eval") -> 
     )
     parser.add_argument("--base", metavar="PATH", help=BASE)
     parser.add_argument("--trust-remote-code", action="store_true", help=f"{TRUST}; and {RUNS_CODE}")
+    add_trust_places(parser)
     arguments = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _eval(parser, arguments))
 
 
 def _eval(parser: ConfigParser, arguments: list[str]) -> int:
+    run = None
     if (model := parser.first_word(arguments, "MODEL")) is not None:
-        parser.default_config = _config_of(Path(model))
-        if parser.default_config is None and "--config" not in [word.partition("=")[0] for word in arguments]:
+        run = _run_of(Path(model))
+        parser.default_config = None if run is None else run / CONFIG_FILE
+        if run is None and "--config" not in [word.partition("=")[0] for word in arguments]:
             parser.error(f"{model} belongs to no run: name the data with --config FILE")
     found, config = parser.parse_with_config(arguments)
-    if found.config is None:  # the config of the run, which may be a stranger's
-        from raytune_fsdp.run.past import check_code
+    from raytune_fsdp.run.places import check_places
+
+    if found.config is None and run is not None:  # the config of the run, which may be a stranger's
+        from raytune_fsdp.run.past import check_code, past_place, placed
 
         check_code(config, trusted=found.trust_remote_code)
+        check_places(run, trusted=found.trust_places, config=config, base=found.base)
+        config = placed(config, past_place(run))  # its cache is beside the run, wherever that is now
+    check_places(found.model, trusted=found.trust_places, base=found.base)
     if not (config.data.eval or config.eval.tasks or config.eval.prompts):
         parser.error(
             "data.eval names no dataset: set data.eval.0.path to a file of rows, or data.eval.fraction; or ask "
@@ -73,14 +81,14 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
     return 0
 
 
-def _config_of(model: Path) -> Path | None:
-    """The config of the run that a run's directory, its export or one of its checkpoints belongs to."""
+def _run_of(model: Path) -> Path | None:
+    """The run that has a config, and that a run's directory, its export or one of its checkpoints belongs to."""
     place = model.resolve()
     for each in (place, *list(place.parents)[:2]):
         # Many programs have a config.yaml; only a run has the other one beside it.
         if (each / CONFIG_FILE).is_file() and (each / EVENTS_FILE).is_file():
             check_links(each)
-            return each / CONFIG_FILE
+            return each
     return None
 
 

@@ -7,7 +7,7 @@ from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import BASE, TRUST, Parser, exit_code, say
+from raytune_fsdp.cli.common import BASE, TRUST, Parser, add_trust_places, exit_code, say
 from raytune_fsdp.launch.signals import Signals
 
 
@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp export") -
     )
     parser.add_argument("--base", metavar="PATH", help=BASE)
     parser.add_argument("--trust-remote-code", action="store_true", help=f"{TRUST} It is copied, not run")
+    add_trust_places(parser)
     return exit_code(lambda: _export(parser, arguments))
 
 
@@ -40,6 +41,7 @@ def _export(parser: Parser, arguments: Sequence[str]) -> int:
         parser.error(f"--max-file-bytes {found.max_file_bytes} must be at least 1000")
     from raytune_fsdp.checkpoint.model_files import find_checkpoint
     from raytune_fsdp.config import ExportConfig
+    from raytune_fsdp.run.places import check_places
     from raytune_fsdp.run.publish import publish
 
     chosen = ExportConfig(
@@ -53,6 +55,7 @@ def _export(parser: Parser, arguments: Sequence[str]) -> int:
         from raytune_fsdp.model.hub import check_push
 
         check_push(chosen.push)  # before the export, which may take long
+    check_places(found.source, trusted=found.trust_places, base=found.base)
     checkpoint = find_checkpoint(found.source)
     with Signals("during the export; the same command makes it anew"):
         pushed = publish(

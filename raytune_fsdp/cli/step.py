@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytune_fsdp.cli.common import BASE, RUNS_CODE, ConfigParser, config_of_run, exit_code
+from raytune_fsdp.cli.common import BASE, RUNS_CODE, ConfigParser, add_trust_places, config_of_run, exit_code
 from raytune_fsdp.cli.progress import shown
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.untrusted import printable, printable_json
@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp step") -> 
     parser.add_argument("--json", action="store_true", help="print one line of JSON for every document")
     parser.add_argument("--base", metavar="PATH", help=BASE)
     parser.add_argument("--trust-remote-code", action="store_true", help=RUNS_CODE)
+    add_trust_places(parser)
     arguments = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _step(parser, arguments))
 
@@ -56,8 +57,12 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
 
     quiet()
     from raytune_fsdp.run.past import check_code, checkpoint_before, past_place, past_step, placed, recorded_losses
+    from raytune_fsdp.run.places import check_places
 
     check_code(config, trusted=found.trust_remote_code)
+    check_places(
+        found.run, trusted=found.trust_places, config=config if found.config is None else None, base=found.base
+    )
     place = past_place(found.run)
     config = placed(config, place)
     with shown() as progress:

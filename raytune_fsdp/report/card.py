@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from raytune_fsdp.model.bounds import read_config
 from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.known_files import CARD_FILE
 from raytune_fsdp.redaction import redact, redact_shapes, redact_text
-from raytune_fsdp.rundir import METRICS_FILE, RECIPE_FILE
+from raytune_fsdp.rundir import METRICS_FILE, RECIPE_FILE, checkpoints_of, names_checkpoints
 from raytune_fsdp.tracking.jsonl import each_line_of
 from raytune_fsdp.tracking.names import with_perplexity
 from raytune_fsdp.types import ParameterCount
@@ -247,10 +248,22 @@ def _fingerprint(values: Mapping[str, Any]) -> str:
 
 def _run_dir(checkpoint: CommittedCheckpoint, recipe: Mapping[str, Any]) -> Path | None:
     """The directory with the run's metrics; None if it cannot be seen from here."""
-    # Beside its checkpoints, in case the run was moved. Those may be in an object store; then where the run was.
-    beside = [] if is_url(checkpoint.root) else [Path(checkpoint.root).parent]
-    places = [*beside, *([Path(recipe["run_dir"])] if recipe["run_dir"] else [])]
-    return next((place for place in places if (place / METRICS_FILE).is_file()), None)
+    # Beside its checkpoints, in case the run was moved. Those may be elsewhere; then where the run was, if that says so
+    # itself: a recipe may be a stranger's, and name somebody else's run.
+    beside = None if is_url(checkpoint.root) else Path(checkpoint.root).parent
+    if beside is not None and (beside / METRICS_FILE).is_file():
+        return beside
+    there = Path(recipe["run_dir"]) if recipe["run_dir"] else None
+    with suppress(RaytuneError, OSError, ValueError):
+        if there is not None and names_checkpoints(there) and _same(checkpoints_of(there), checkpoint.root):
+            return there if (there / METRICS_FILE).is_file() else None
+    return None
+
+
+def _same(place: str, root: str) -> bool:
+    return place == root or (
+        not is_url(place) and not is_url(root) and os.path.realpath(place) == os.path.realpath(root)
+    )
 
 
 def _prose(text: object) -> str:

@@ -12,11 +12,14 @@ from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.errors import RaytuneError, in_one_line
 from raytune_fsdp.identity import changed_files
+from raytune_fsdp.mark import chosen_by_this_user
 from raytune_fsdp.redaction import redact_shapes
 from raytune_fsdp.report.history import check_run, config_of, json_map
 from raytune_fsdp.rundir import (
+    CHECKPOINTS,
     CONFIG_FILE,
     EVENTS_FILE,
+    MARK_FILE,
     METRICS_FILE,
     MODEL_FILES,
     PLAN_FILE,
@@ -215,12 +218,13 @@ class _Facts:
 
 def _newest_state(run: Path, unknown: list[str]) -> RunState | None:
     try:
-        place = checkpoints_of(run.absolute())
-        # A run directory may be a stranger's: no address that it names is asked.
-        there = [] if is_url(place) else committed(place)
+        place, mark = checkpoints_of(run.absolute()), run / MODEL_FILES / MARK_FILE
+        # A run directory may be a stranger's: no address that it names is asked, and no other directory looked into.
+        own = place == str(run.absolute() / CHECKPOINTS) or f"checkpoints_at={place}" in chosen_by_this_user(mark)
+        there = committed(place) if own and not is_url(place) else []
         if there:
             return read_state(there[-1])
-        why = f"its checkpoints are at {place}" if is_url(place) else "it has no checkpoint"
+        why = f"its checkpoints are at {place}" if is_url(place) or not own else "it has no checkpoint"
     except (RaytuneError, OSError, ValueError) as error:
         why = in_one_line(error)
     unknown.append(f"Hashes of the data of {run} are not at hand ({why}), so only the configs are compared.")

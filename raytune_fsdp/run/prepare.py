@@ -61,6 +61,7 @@ from raytune_fsdp.run.described import commit_here
 from raytune_fsdp.run.initial_weights import Origin, find_adapter, find_origin, model_directory, own_model_files
 from raytune_fsdp.run.length import warn_of_schedule
 from raytune_fsdp.run.needs import network_needs
+from raytune_fsdp.run.places import mark_of
 from raytune_fsdp.run.probe import check_step
 from raytune_fsdp.run.resume import check_same_run, files_of, find_resume, identity_of
 from raytune_fsdp.run.standing import Prepared, Standing, confirm_complete, stand
@@ -128,6 +129,7 @@ def prepare(
         lease=lease_of(place.lock),
         added=tuple(added),
         dry=dry,
+        mark=None if dry else mark_of(config),
         commit=commit_here(),
     )
     standing = stand(config, prepared, world, found, windows_built=built)

@@ -30,6 +30,7 @@ from raytune_fsdp.data.open_data import HELD_OUT
 from raytune_fsdp.data.skipped import events_of_rows
 from raytune_fsdp.durable import replace_durably, take_from_others
 from raytune_fsdp.errors import in_one_line, pip_install
+from raytune_fsdp.mark import MOST_BYTES, with_mark
 from raytune_fsdp.model.adapter_config import put_adapter_config
 from raytune_fsdp.model.attention import Choice
 from raytune_fsdp.model.network import build_network
@@ -39,7 +40,7 @@ from raytune_fsdp.report.census import data_of
 from raytune_fsdp.run.described import used_data
 from raytune_fsdp.run.resume import changed_settings, last_config
 from raytune_fsdp.run.standing import Prepared, Standing
-from raytune_fsdp.rundir import RECIPE_FILE, RunDir, mlflow_database
+from raytune_fsdp.rundir import MARK_FILE, RECIPE_FILE, RunDir, mlflow_database
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.console import ConsoleTracker, event_in_words
 from raytune_fsdp.tracking.following import Follower
@@ -103,8 +104,19 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
         prepared.generation_config.to_json_file(place.model_files / "generation_config.json")
     recipe = recipe_of(redact(config.model_dump(mode="json")), _versions(), place.path, prepared.parameters)
     replace_durably(place.model_files / RECIPE_FILE, recipe, private=True)
+    put_mark(prepared)
     put_model_files(place.model_files, place.checkpoints)
     return Opened(changed=changed, aside=aside)
+
+
+def put_mark(prepared: Prepared) -> None:
+    """Mark the places that the config names as chosen by the user of this command."""
+    file = prepared.place.model_files / MARK_FILE
+    if prepared.mark is not None:
+        there = b""
+        with suppress(OSError, ValueError):
+            there = read_file(file, limit=MOST_BYTES)
+        replace_durably(file, with_mark(there, prepared.mark), private=True)
 
 
 def keep_from_others(place: RunDir) -> None:

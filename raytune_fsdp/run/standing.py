@@ -68,6 +68,8 @@ class Prepared:
     """The ids of new tokens."""
     dry: bool = False
     """A dry run: nothing is saved, and nothing evaluated."""
+    mark: Mapping[str, Any] | None = None
+    """This user's mark on the places that the config names (mark.py)."""
     commit: str | None = None
     """The git commit of the directory in which the command was started, if that is in a repository."""
 

@@ -33,6 +33,11 @@ _REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeEr
 _MOST_CHARACTERS = 200_000
 
 
+def is_shipped(name_or_path: str) -> bool:
+    """Whether this is the name of a template that comes with this package."""
+    return name_or_path in _SHIPPED
+
+
 def load_template(name_or_path: str) -> str:
     """The text of a template: one shipped with this package (by name), or a file."""
     path = _SHIPPED.get(name_or_path, Path(name_or_path))

@@ -1,0 +1,185 @@
+"""The places outside of a run's directory that its own files name, and whether this user has chosen them.
+
+A run directory travels, and where it is unpacked its files would decide what is read, written and asked: a URL of data,
+a cache, the directory of a base. So a run that is trained gets a mark: the places that its config names, and a hash of
+that list under a key that only this user has. To places that are in no mark of this user's a run is not followed,
+unless the command says so (`--trust-places`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raytune_fsdp.checkpoint.catalogue import as_checkpoint, committed, looks_like_checkpoint
+from raytune_fsdp.checkpoint.objects import ObjectStorage
+from raytune_fsdp.checkpoint.state import read_state
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.recorded import recorded
+from raytune_fsdp.config.text import parse, spelled
+from raytune_fsdp.errors import ConfigError, RaytuneError
+from raytune_fsdp.mark import MOST_BYTES, chosen_in, made_with
+from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, read_object
+from raytune_fsdp.rundir import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    EVENTS_FILE,
+    MARK_FILE,
+    MODEL_FILES,
+    RunDir,
+    checkpoints_below,
+    checkpoints_of,
+    is_place_of_exports,
+    is_run,
+    names_checkpoints,
+)
+from raytune_fsdp.untrusted import printable, read_file
+from raytune_fsdp.urls import is_url
+
+_MODELS = (("model", "path"), ("model", "tokenizer"), ("method", "adapter"))
+_LISTS = (("data", "train"), ("data", "eval"), ("eval", "tasks"))
+_OTHERS = (
+    ("data", "cache", "path"), ("data", "chat_template"), ("checkpoint", "storage"), ("tracking", "mlflow", "uri"),
+)  # fmt: skip
+_CHECKPOINTS, _BASE = "checkpoints_at=", "base="
+_MOST_SHOWN = 10
+
+
+def places_in(tree: Any) -> set[str]:
+    """The places that a config names, as `field=text`. The tree may be a stranger's, and so be anything. What is on the
+    hub is no place."""
+    named = [(".".join(keys), _value(tree, keys)) for keys in (*_MODELS, *_OTHERS)]
+    for keys in _LISTS:
+        rows = _value(tree, keys)
+        paths = [_value(row, ("path",)) for row in rows] if isinstance(rows, list) else []
+        named += [(f"{'.'.join(keys)}.path", path) for path in paths]
+    return {f"{field}={text}" for field, text in named if isinstance(text, str) and _is_place(field, text)}
+
+
+def mark_of(config: FinetuneConfig) -> dict[str, Any] | None:
+    """The mark of whoever trains this config; None where this user can have no key."""
+    named, place = places_in(recorded(config.model_dump())), RunDir.of(config)
+    if config.checkpoint.storage is not None:
+        named.add(f"{_CHECKPOINTS}{place.checkpoints}")
+    if config.model.path is not None and not is_url(config.model.path) and _is_directory(config.model.path):
+        named.add(f"{_BASE}{Path(config.model.path).expanduser().absolute()}")  # as checkpoints of adapters name it
+    return made_with(named)
+
+
+def check_places(
+    source: Path | str, *, trusted: bool, config: FinetuneConfig | None = None, base: str | None = None
+) -> None:
+    """Refuse to follow a run, one of its checkpoints or its export to places outside of it that this user has not
+    chosen. Touches none of them.
+
+    `trusted`: the command says that they are. `config`: what the command does, where that comes from the run's config.
+    `base`: where the command says that the base of adapters is.
+    """
+    if trusted:
+        return
+    place = str(source) if is_url(str(source)) else str(Path(source).resolve())
+    run = run_of(place)
+    named: set[str] = set()
+    if run is not None and not is_url(run):
+        if config is not None:  # not what the command's own arguments have replaced
+            named |= _named_by_config(Path(run)) & places_in(recorded(config.model_dump()))
+        if run == place and (elsewhere := checkpoints_of(Path(run))) != str(Path(run) / CHECKPOINTS):
+            named.add(f"{_CHECKPOINTS}{elsewhere}")
+    strange = _strange(run, named)
+    if base is None and not any(entry.startswith(_CHECKPOINTS) for entry in strange):
+        strange |= _strange(run, _named_by_model(place))
+    if strange:
+        shown = [printable(entry[:300]) for entry in sorted(strange)]
+        more = f" and {len(shown) - _MOST_SHOWN} more" if len(shown) > _MOST_SHOWN else ""
+        raise ConfigError(
+            f"{source} names places outside of it that you have not chosen: {', '.join(shown[:_MOST_SHOWN])}{more}; "
+            "look at them, then add --trust-places (a run that you train has your mark, and needs it no more)"
+        )
+
+
+def run_of(place: str) -> str | None:
+    """The directory or URL of the run that a path or URL is, or that a checkpoint or an export there belongs to."""
+    if looks_like_checkpoint(place):
+        return place.rstrip("/").rpartition("/")[0].rpartition("/")[0]
+    path = Path(place)
+    if is_url(place):
+        return place
+    if is_place_of_exports(path):
+        return str(path.parent if path.name == "export" else path.parent.parent)
+    mine = is_run(path) or names_checkpoints(path) or all((path / name).exists() for name in (CONFIG_FILE, EVENTS_FILE))
+    return place if mine else None
+
+
+def _value(tree: Any, keys: Iterable[str]) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def _is_place(field: str, text: str) -> bool:
+    if not text or text.startswith("hf://"):
+        return False
+    if field == "data.chat_template":
+        from raytune_fsdp.data.rows.templates import is_shipped  # here, as below: few configs need it
+
+        return not is_shipped(text)
+    return tuple(field.split(".")) not in _MODELS or _is_directory(text)
+
+
+def _is_directory(text: str) -> bool:
+    """Whether the name of a model is a directory's or a URL, and not one of the hub's."""
+    if is_url(text) or text.startswith(("/", "~", ".")):
+        return True
+    from raytune_fsdp.model.files import is_local
+
+    return is_local(text)
+
+
+def _strange(run: str | None, named: set[str]) -> set[str]:
+    """Those of the places that are outside of the run, and in no mark of this user's."""
+    outside = {entry for entry in named if run is None or not _is_inside(run, entry.partition("=")[2])}
+    return outside - chosen_in(_mark_in(run)) if outside and run is not None else outside
+
+
+def _is_inside(run: str, place: str) -> bool:
+    if is_url(place) or is_url(run):
+        return place.startswith(f"{run}/")
+    return os.path.abspath(os.path.expanduser(place)).startswith(f"{run}/")
+
+
+def _mark_in(run: str) -> bytes:
+    with suppress(OSError, ValueError):
+        if is_url(run):
+            return ObjectStorage(run).read(MODEL_FILES, MARK_FILE, MOST_BYTES)
+        return read_file(Path(run) / MODEL_FILES / MARK_FILE, limit=MOST_BYTES)
+    return b""
+
+
+def _named_by_config(run: Path) -> set[str]:
+    """What the run's own config names, whatever of it the command replaces."""
+    try:
+        return places_in(spelled(parse((run / CONFIG_FILE).read_text(encoding="utf-8"))[0]))
+    except (OSError, ValueError, yaml.YAMLError):  # whoever reads it next says what is wrong
+        return set()
+
+
+def _named_by_model(place: str) -> set[str]:
+    """The directories of bases that checkpoints, or an exported adapter, say they are beside."""
+    paths = []
+    with suppress(RaytuneError, OSError, ValueError):
+        if not is_url(place) and (Path(place) / ADAPTER_CONFIG_FILE).is_file():
+            # One by itself is asked for by name: only in a run does a run choose it.
+            named = read_object(Path(place) / ADAPTER_CONFIG_FILE) if is_place_of_exports(Path(place)) else {}
+            paths = [named.get("base_model_name_or_path")]
+        else:
+            found = as_checkpoint(place)
+            root = checkpoints_below(place) if is_url(place) else checkpoints_of(Path(place))
+            for each in [found] if found else committed(root):
+                with suppress(RaytuneError, OSError, ValueError):  # damaged: it is passed over, or refused by name
+                    paths.append((read_state(each).base or {}).get("path"))
+    return {f"{_BASE}{path}" for path in paths if isinstance(path, str) and path and _is_directory(path)}
