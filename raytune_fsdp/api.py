@@ -105,7 +105,10 @@ def _result(
         trackers = last_tracking(config, prepared, before, newest.step, seconds=wait_for_tracking, progress=progress)
         if export is not None:
             with Signals("during the export: training is complete, and the same command makes the export"):
-                pushed = publish(newest, export, config.export, trust_remote_code=config.model.trust_remote_code)
+                pushed = publish(
+                    newest, export, config.export,
+                    trust_remote_code=config.model.trust_remote_code, events=place.events,
+                )  # fmt: skip
         curve, report = make_curve(place.path), make_report(place.path)
         for tracker in trackers:
             tracker.finish("finished")

@@ -171,6 +171,8 @@ _EYES_OF_QWEN = {
 }  # fmt: skip
 _IMAGES_OF_QWEN = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
 _IMAGES = {"image_token_index": 3, "boi_token_index": 4, "eoi_token_index": 5}
+LINEAR = {"qwen3_5_text": {**_LIKE_LLAMA, **_HEAD, **_LINEAR, "tie_word_embeddings": False}}
+"""With layers of linear attention."""
 SEEING: dict[str, dict[str, Any]] = {
     "qwen3_5": {"text_config": {**_LIKE_LLAMA, **_HEAD, **_LINEAR}, "vision_config": _EYES_OF_QWEN, **_IMAGES_OF_QWEN},
     "qwen3_5_moe": {
@@ -213,7 +215,7 @@ TIED = ("qwen3", "gemma3_text", "gpt2", "starcoder2", "gemma4_text", "zamba", "z
 
 def architecture(model_type: str, **changes: Any) -> dict[str, Any]:
     """The content of a config.json."""
-    known = {**ARCHITECTURES, **EXPERTS, **REARRANGED, **PARTICULAR, **ROTATED, **SCALED, **UNUSUAL}
+    known = {**ARCHITECTURES, **EXPERTS, **REARRANGED, **PARTICULAR, **ROTATED, **SCALED, **UNUSUAL, **LINEAR}
     return {"model_type": model_type, **known[model_type], **changes}
 
 

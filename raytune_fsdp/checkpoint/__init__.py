@@ -24,5 +24,6 @@ Afterwards:
     reading.py         the tensors of a committed checkpoint
     weights.py         a checkpoint as a source of weights: to generate, export, or begin another run
     model_files.py     the config and tokenizer that belong to a checkpoint; a model for inference
+    form.py            as which network a checkpoint of a model that also sees is exported
     on_demand.py       how a person asks a training run for a checkpoint now
 """

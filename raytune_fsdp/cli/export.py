@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp export") -
         default=True,
         help="make a repository that --push creates private (default); --no-private: as its owner's account decides",
     )
-    parser.add_argument("--base", metavar="PATH", help=BASE)
+    parser.add_argument(
+        "--base", metavar="PATH", help=f"{BASE}. Also of a model that sees, whose tower was not trained"
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help=f"{TRUST} It is copied, not run")
     add_trust_places(parser)
     return exit_code(lambda: _export(parser, arguments))

@@ -82,7 +82,7 @@ def check_loads(directory: Path, named: Named, shapes: Mapping[str, tuple[int, .
             config = PeftConfig.from_pretrained(str(directory))
             model = PeftModel(named.fresh(), config)
             held = {key: torch.empty(shape) for key, shape in shapes.items()}
-            found = set_peft_model_state_dict(model, held)
+            found: Any = set_peft_model_state_dict(model, held)
     except ModelError:
         raise
     except Exception as error:  # of whatever PEFT cannot do with them

@@ -209,6 +209,19 @@ def outgoing(shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel | Non
     return sorted(found, key=lambda each: dot_natural_key(each.names[0]))
 
 
+def under_keys(
+    groups: Sequence[Outgoing], key_of: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> list[Outgoing]:
+    """The same, with what has a key of its own in `key_of` under that key, and as it is."""
+    found: list[Outgoing] = []
+    for group in groups:
+        if all(name in key_of for name in group.names):
+            found += [Outgoing(names=(name,), stored={key_of[name]: shapes[name]}) for name in group.names]
+        else:
+            found.append(group)
+    return found
+
+
 def _matched(name: str, converters: Sequence[Any]) -> tuple[str, str | None]:
     """The name under the first converter that matches it, and the pattern that matched; the name alone if none does."""
     for converter in converters:

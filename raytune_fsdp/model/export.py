@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,12 +19,14 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.errors import ModelError, TransientError
 from raytune_fsdp.model.bounds import check_tokenizer_files, read_config
-from raytune_fsdp.model.conversion import Outgoing, outgoing
+from raytune_fsdp.model.conversion import Outgoing, outgoing, under_keys
 from raytune_fsdp.model.exported import new_export
-from raytune_fsdp.model.keys import owned_tensors
+from raytune_fsdp.model.files import find_weights
+from raytune_fsdp.model.keys import match_keys, matched_weights, owned_tensors
 from raytune_fsdp.model.known_files import (
     CARD_FILE,
     CONFIG_FILE,
+    SEEING_FILES,
     TOKENIZER_CONFIG_FILE,
     code_files,
     read_object,
@@ -32,10 +35,23 @@ from raytune_fsdp.model.known_files import (
 from raytune_fsdp.model.network import kept_in_fp32, stored_network
 from raytune_fsdp.model.older_names import add_older_names, rename_tokenizer
 from raytune_fsdp.model.tensorfile import TensorFile
+from raytune_fsdp.untrusted import MIB, read_file, read_json, reason
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "trained": None}
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """As which network an export is written, where that is not the one that was trained."""
+
+    network: PreTrainedModel
+    """On the meta device. The export has its class, its config and all of its tensors."""
+    key_of: Mapping[str, str] = field(default_factory=dict)
+    """Keys in the base's own files by names in the network. Others are those of transformers' save_pretrained."""
+    beside: Path | None = None
+    """A directory with the files that say how images and sounds become tensors."""
 
 
 class WholeTensors(Protocol):
@@ -56,6 +72,7 @@ def export(
     dtype: str,
     max_file_bytes: int,
     card: str | None = None,
+    form: Form | None = None,
     trust_remote_code: bool = False,
     adopt: bool = False,
 ) -> None:
@@ -63,7 +80,7 @@ def export(
 
     It is written under a temporary name, read again, and renamed: `destination` is complete or not there. Code that
     comes with the model is copied only if the user trusts it, and never run. `adopt`: an older export without a mark
-    is replaced, too.
+    is replaced, too. `form`: as which network, if not as the one of the config.
     """
     if not (model_files / CONFIG_FILE).is_file():
         raise ModelError(f"{model_files} has no {CONFIG_FILE}, so the model of this run cannot be exported")
@@ -73,8 +90,46 @@ def export(
         copy_known(model_files, staging, code=trust_remote_code)
         if card is not None:
             (staging / CARD_FILE).write_text(card, encoding="utf-8")
-        types = _write_weights(source, stored_network(model_files), staging, DTYPES[dtype], max_file_bytes)
+        if form is not None:
+            _put_form(form, staging)
+        model = stored_network(model_files) if form is None else form.network
+        keys = {} if form is None else form.key_of
+        types = _write_weights(source, model, keys, staging, DTYPES[dtype], max_file_bytes)
         _write_configs(staging, types, code=trust_remote_code)
+        if model is not None:
+            check_complete(staging, model, source.shapes())
+
+
+def _put_form(form: Form, staging: Path) -> None:
+    """Write the config of another network than the one that was trained, and what its processors are read from."""
+    config = read_object(staging / CONFIG_FILE)
+    if config.get("model_type") != form.network.config.model_type:
+        config = json.loads(form.network.config.to_json_string())
+    _write_json(staging / CONFIG_FILE, {**config, "architectures": [type(form.network).__name__]})
+    for file in [form.beside / name for name in SEEING_FILES] if form.beside is not None else []:
+        try:
+            # As it is; but JSON, and no larger than such a file is.
+            read_json(file, limit=MIB, links=True)
+            (staging / file.name).write_bytes(read_file(file, limit=MIB, links=True))
+        except FileNotFoundError:
+            continue
+        except ValueError as error:
+            raise ModelError(f"{file} {reason(error)}: download the model again") from error
+
+
+def check_complete(directory: Path, model: PreTrainedModel, shapes: Shapes) -> None:
+    """Refuse an export that lacks a tensor of its network, or has another one, by the rules that transformers loads by.
+
+    From the headers of its files: their content has been read back when it was written.
+    """
+    try:
+        files = find_weights(directory)
+        found = matched_weights(files, match_keys(model, files), model).shapes()
+    except ModelError as error:
+        raise ModelError(f"the export is not what transformers would load, so nothing was exported: {error}") from error
+    differ = sorted(name for name, _ in found.items() ^ shapes.items())
+    if differ:
+        raise ModelError(f"the export has another {differ[0]} than what was trained, so nothing was exported")
 
 
 def _check_code(model_files: Path, trusted: bool) -> None:
@@ -106,12 +161,17 @@ def _check_own(shapes: Shapes, model: PreTrainedModel) -> None:
 
 
 def _write_weights(
-    source: WholeTensors, model: PreTrainedModel | None, staging: Path, target: torch.dtype | None, max_file_bytes: int
+    source: WholeTensors,
+    model: PreTrainedModel | None,
+    key_of: Mapping[str, str],
+    staging: Path,
+    target: torch.dtype | None,
+    max_file_bytes: int,
 ) -> dict[str, torch.dtype]:
     """Write every tensor to its file, and the index. Returns the types in the files, by key."""
     if model is not None:
         _check_own(source.shapes(), model)
-    groups = outgoing(source.shapes(), model)
+    groups = under_keys(outgoing(source.shapes(), model), key_of, source.shapes())
     stored_types = source.dtypes()
     shapes = {key: shape for group in groups for key, shape in group.stored.items()}
     kept = kept_in_fp32(model, target) if model is not None and target is not None else set()

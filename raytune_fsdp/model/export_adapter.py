@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -72,11 +73,13 @@ def export_adapter(
     base: str,
     revision: str | None,
     card: str,
+    prove: Callable[[Path], None],
 ) -> None:
     """Write the adapter of `network` in fp32, whose base is the model at `base`, with the tokenizer of the run.
 
     `initial`: what it began as, if that was taken out of the base; PEFT then gets one of twice the rank. `named`: the
-    class that the base's config names, in whose words it is written.
+    class that the base's config names, in whose words it is written. `prove`: called with the directory before it has
+    its place; raises if it is no good.
     """
     check_tokenizer_files(model_files)
     config = {
@@ -109,3 +112,4 @@ def export_adapter(
             file.write(key, adapter.read(name, 0, shapes[key][0]).float())
         finish(staging / WEIGHTS_FILE, file)
         check_loads(staging, named, shapes)
+        prove(staging)

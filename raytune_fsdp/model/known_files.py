@@ -24,6 +24,9 @@ TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 
+SEEING_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""How images and sounds become tensors. A run has no use for them."""
+
 _KNOWN = (
     CONFIG_FILE, GENERATION_CONFIG_FILE,
     TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE, "added_tokens.json",
@@ -31,6 +34,7 @@ _KNOWN = (
     "tokenizer.model", "tiktoken.model", "spiece.model", "spm.model", "sentencepiece.model", "sentencepiece.bpe.model",
     "*.tiktoken",
     "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+    *SEEING_FILES,
     CARD_FILE, "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 """Besides weights and, where the user trusts it, code. The vocabularies are those of transformers' tokenizers."""

@@ -90,12 +90,18 @@ def network_of(files: Path, kind: Kind) -> PreTrainedModel:
     """A network of a class of transformers' own, on the meta device, of the sizes in the config.json of `files`."""
 
     def make(hf_config: PretrainedConfig) -> PreTrainedModel:
-        model: PreTrainedModel = kind._from_config(hf_config)
+        model: PreTrainedModel = kind._from_config(config_for(kind, hf_config))
         return model
 
     found = built_on_meta(files, make)
     assert found is not None, f"{files} has been built before"
     return found
+
+
+def config_for(kind: Kind, hf_config: PretrainedConfig) -> PretrainedConfig:
+    """The config that a class is built from: of a text class, a part of that of the whole."""
+    of: Any = kind.config_class
+    return hf_config if isinstance(hf_config, of) else hf_config.get_text_config()
 
 
 def find_named(network: PreTrainedModel, files: Path, base: Path | None = None) -> Named:
@@ -122,10 +128,11 @@ def _kind(values: Mapping[str, Any], of_base: bool) -> Kind | None:
     architectures = values.get("architectures")
     names = architectures if of_base and isinstance(architectures, list) else []
     for name in [*names, *([known] if known and not names else [])]:
-        found = getattr(transformers, name, None) if isinstance(name, str) else None
+        found: Any = getattr(transformers, name, None) if isinstance(name, str) else None
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             # One of another type is the text class, as older exports name it beside the config of the whole.
-            return found if getattr(found.config_class, "model_type", None) == kind else None
+            of: Any = getattr(found, "config_class", None)
+            return found if getattr(of, "model_type", None) == kind else None
     return None
 
 
@@ -133,7 +140,7 @@ def _places(own: PreTrainedModel, there: PreTrainedModel) -> dict[str, str] | No
     """Where decoder and head are there; None if not all of the network is there."""
     found: dict[str, str] = {}
     for mine, others in ((own.get_decoder(), there.get_decoder()), (_head(own), _head(there))):
-        if mine is None or type(others) is not type(mine):
+        if mine is None or others is None or type(others) is not type(mine):
             return None
         found[_name(own, mine)] = _name(there, others)
     tensors = there.state_dict()
@@ -146,7 +153,8 @@ def _head(network: PreTrainedModel) -> nn.Module | None:
 
 
 def _name(network: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, module in network.named_modules() if module is wanted)
+    found: str = next(name for name, module in network.named_modules() if module is wanted)
+    return found
 
 
 def _outside(network: PreTrainedModel) -> tuple[str, ...]:

@@ -67,10 +67,12 @@ def model_card(
     dtype: str,
     adapter: bool = False,
     mean_of: Sequence[int] = (),
+    sentence: str | None = None,
 ) -> str:
     """The README.md of an export of this checkpoint.
 
     `adapter`: the export holds nothing else. `mean_of`: the steps whose mean it is, this one the last of them.
+    `sentence`: as which class it was written, if not as the one that was trained.
     """
     state = read_state(checkpoint)
     recipe = _recipe(model_files)
@@ -85,6 +87,8 @@ def model_card(
         "",
         *_summary(hf_config, recipe, state, dtype, adapter),
     ]
+    if sentence is not None:
+        parts += ["", sentence]
     if mean_of:
         parts += ["", f"The weights are the mean of those after steps {', '.join(map(str, mean_of))}."]
     results = list(_results(_run_dir(checkpoint, recipe), state.step))

@@ -87,7 +87,7 @@ def check_step(config: FinetuneConfig, hf_config: PretrainedConfig, network: Pre
 
 def _part(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel) -> PreTrainedModel:
     """The first blocks of a network, at a fraction of its widths if it is large."""
-    return _first_blocks(_build(config, hf_config if _weights_of_part(network) <= _SMALL else shrunk(hf_config)))
+    return first_blocks(_build(config, hf_config if _weights_of_part(network) <= _SMALL else shrunk(hf_config)))
 
 
 def small_network(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel) -> PreTrainedModel:
@@ -96,7 +96,7 @@ def small_network(config: FinetuneConfig, hf_config: PretrainedConfig, network: 
     if _weights(model) > _SMALL:
         raise MemoryError(f"{_weights(model):,} weights are too many to try")
     with torch.random.fork_rng(devices=[]):
-        _fill(model)
+        fill_small(model)
     return model.float()
 
 
@@ -107,7 +107,7 @@ def _fails_at_full_width(config: FinetuneConfig, hf_config: PretrainedConfig) ->
     for first, length, fake in ((True, _LENGTH, False), (False, _LENGTH, False), (False, config.data.seq_len, True)):
         try:
             model = _build(config, hf_config)
-            model = _first_blocks(model) if first else model
+            model = first_blocks(model) if first else model
         except Exception:  # the network was built before: it is not for this to refuse it
             return None
         error = _step(config, model, real=not fake and _weights(model) <= _SMALL, length=length)
@@ -143,7 +143,7 @@ def _weights(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _first_blocks(model: PreTrainedModel) -> PreTrainedModel:
+def first_blocks(model: PreTrainedModel) -> PreTrainedModel:
     """Cut the lists of blocks where every kind of block has come, but not before two."""
     for parent, name, kept, _ in _lists(model):
         setattr(parent, name, nn.ModuleList(kept))
@@ -151,7 +151,7 @@ def _first_blocks(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _weights_of_part(model: PreTrainedModel) -> int:
-    """The weights that `_first_blocks` would leave."""
+    """The weights that `first_blocks` would leave."""
     lists = list(_lists(model))
     cut = {id(p): p.numel() for _, _, _, rest in lists for block in rest for p in block.parameters()}
     left = {id(p) for _, _, kept, _ in lists for block in kept for p in block.parameters()}  # blocks may share some
@@ -179,7 +179,7 @@ def _step(config: FinetuneConfig, model: PreTrainedModel, *, real: bool, length:
     # Random numbers are keyed everywhere, but a caller's own are left alone.
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         try:
-            tensors = _fill(model) if real else _with_fake_tensors(model)
+            tensors = fill_small(model) if real else _with_fake_tensors(model)
         except Exception as error:
             return _Untried(in_one_line(error))
         try:
@@ -211,7 +211,7 @@ def _with_fake_tensors(model: PreTrainedModel) -> AbstractContextManager[object]
     return mode
 
 
-def _fill(model: PreTrainedModel) -> AbstractContextManager[object]:
+def fill_small(model: PreTrainedModel) -> AbstractContextManager[object]:
     """Weights and buffers as transformers draws them. What it does not draw is zero."""
     torch.manual_seed(0)
     with_memory(model, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), buffers=False)

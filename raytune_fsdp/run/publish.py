@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed, verify
+from raytune_fsdp.checkpoint.form import WrittenAs, sees, written_of
 from raytune_fsdp.checkpoint.model_files import model_files
 from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.checkpoint.tensors import INITIAL
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.checkpoint.whole import base_of, check_rows_stored, named_class, saved_network, whole_weights
 from raytune_fsdp.config import ExportConfig
-from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.errors import RaytuneError, ResumeError
 from raytune_fsdp.model.export import export
 from raytune_fsdp.model.export_adapter import check_found_by_others, export_adapter
+from raytune_fsdp.model.files import WeightFiles
 from raytune_fsdp.model.mean import MeanTensors
+from raytune_fsdp.model.named_class import Named
 from raytune_fsdp.report.card import is_of_same_run, model_card
-from raytune_fsdp.rundir import checkpoints_below, checkpoints_of, is_place_of_exports
+from raytune_fsdp.run.export_proof import check_acts
+from raytune_fsdp.rundir import EVENTS_FILE, checkpoints_below, checkpoints_of, is_place_of_exports
 from raytune_fsdp.threads import READERS
+from raytune_fsdp.tracking import names
+from raytune_fsdp.tracking.console import event_in_words
+from raytune_fsdp.tracking.jsonl import append_event
 from raytune_fsdp.urls import is_url
+
+logger = logging.getLogger(__name__)
 
 _AVERAGED = 3
 """How many checkpoints a mean is of, if nobody says."""
@@ -34,17 +46,20 @@ def publish(
     trust_remote_code: bool = False,
     verified: bool = False,
     base: str | None = None,
+    events: Path | None = None,
 ) -> str | None:
     """Export to `destination`, then push that under the name `chosen.push`.
 
-    Returns its URL on the hub, None if no name is set. `base`: where the model is now that adapters are beside.
+    Returns its URL on the hub, None if no name is set. `base`: where the model is now that adapters are beside, or that
+    a run of all weights began with. `events`: the run's, if not beside its checkpoints.
     """
     beside = read_state(checkpoint).base
     if chosen.push is not None and beside is not None and not chosen.merge:
         check_found_by_others(base or beside["path"], chosen.push)
     export_checkpoint(
-        checkpoint, destination, chosen, trust_remote_code=trust_remote_code, verified=verified, base=base
-    )
+        checkpoint, destination, chosen,
+        trust_remote_code=trust_remote_code, verified=verified, base=base, events=events,
+    )  # fmt: skip
     if chosen.push is None:
         return None
     from raytune_fsdp.model.hub import push
@@ -60,6 +75,7 @@ def export_checkpoint(
     trust_remote_code: bool = False,
     verified: bool = False,
     base: str | None = None,
+    events: Path | None = None,
 ) -> None:
     """Write a checkpoint as a model directory, after comparing it with its manifest, unless it is `verified`.
 
@@ -71,29 +87,36 @@ def export_checkpoint(
     found = read_state(checkpoint).base
     if found is not None and not chosen.merge:
         check_rows_stored(checkpoint, files, base)
+        named = named_class(files, base or found["path"], None if base else found["revision"])
+        network = saved_network(checkpoint, files)
         export_adapter(
             CheckpointWeights(checkpoint),
             CheckpointWeights(checkpoint, INITIAL),
-            saved_network(checkpoint, files),
-            named_class(files, base or found["path"], None if base else found["revision"]),
+            network,
+            named,
             files,
             destination,
             base=base or found["path"],
             revision=None if base else found["revision"],
-            card=model_card(checkpoint, files, dtype="fp32", adapter=True),
+            card=model_card(checkpoint, files, dtype="fp32", adapter=True, sentence=_beside_which(named)),
+            prove=partial(check_acts, network=network, named=named),
         )
         return
-    card = model_card(checkpoint, files, dtype=chosen.dtype)
+    moved, beside = _bases(checkpoint, files, base)
+    written = written_of(checkpoint, files, whole_weights(checkpoint, files, beside), beside=beside, moved=moved)
+    card = model_card(checkpoint, files, dtype=chosen.dtype, sentence=written.sentence)
     export(
-        whole_weights(checkpoint, files, base_of(checkpoint, base)),
+        written.source,
         files,
         destination,
         dtype=chosen.dtype,
         max_file_bytes=chosen.max_file_bytes,
         card=card,
+        form=written.form,
         trust_remote_code=trust_remote_code,
         adopt=_is_older_export(Path(os.path.realpath(destination)), read_state(checkpoint)),
     )
+    _say_alone(checkpoint, written, destination, events)
 
 
 def checkpoints_to_average(run: str, *, steps: Sequence[int] | None, last: int | None) -> list[CommittedCheckpoint]:
@@ -132,17 +155,52 @@ def average(
 ) -> None:
     """Write the mean of checkpoints of one run, oldest first, as a model directory; adapters are merged before."""
     newest = checkpoints[-1]
-    files, beside = model_files(newest), base_of(newest, base)  # one base for all: a run goes on beside no other
-    card = model_card(newest, files, dtype=chosen.dtype, mean_of=[found.step for found in checkpoints])
+    files = model_files(newest)
+    moved, beside = _bases(newest, files, base)  # one for all: a run goes on beside no other
+    mean = MeanTensors([whole_weights(found, files, beside) for found in checkpoints])
+    written = written_of(newest, files, mean, beside=beside, moved=moved)
+    steps = [found.step for found in checkpoints]
+    card = model_card(newest, files, dtype=chosen.dtype, mean_of=steps, sentence=written.sentence)
     export(
-        MeanTensors([whole_weights(found, files, beside) for found in checkpoints]),
+        written.source,
         files,
         destination,
         dtype=chosen.dtype,
         max_file_bytes=chosen.max_file_bytes,
         card=card,
+        form=written.form,
         trust_remote_code=trust_remote_code,
     )
+    _say_alone(newest, written, destination, None)
+
+
+def _bases(checkpoint: CommittedCheckpoint, files: Path, base: str | None) -> tuple[str | None, WeightFiles | None]:
+    """Where the user says that a run of all weights has its base, or what the adapters of a checkpoint are beside."""
+    if base is not None and read_state(checkpoint).base is None and sees(files):
+        return base, None
+    return None, base_of(checkpoint, base)
+
+
+def _beside_which(named: Named) -> str | None:
+    """For the card of an adapter."""
+    if named.is_own:
+        return None
+    kind = type(named.network).__name__
+    return f"Its names are those of a `{kind}`, the class that the base's config names: load it beside that one."
+
+
+def _say_alone(checkpoint: CommittedCheckpoint, written: WrittenAs, destination: Path, events: Path | None) -> None:
+    """Say, and note among the run's events, that an export has the language model alone."""
+    if written.alone is None or written.form is None:
+        return
+    fields = {"step": checkpoint.step, "path": str(destination), "model": type(written.form.network).__name__,
+              "because": written.alone}  # fmt: skip
+    logger.warning(event_in_words(names.EXPORTED_ALONE, fields))
+    if events is None and not is_url(checkpoint.root):
+        events = Path(checkpoint.root).parent / EVENTS_FILE
+    if events is not None and events.is_file():
+        with suppress(RaytuneError):  # somebody else's run
+            append_event(events, names.EXPORTED_ALONE, attempt=read_state(checkpoint).attempt, fields=fields)
 
 
 def _check_whole(checkpoint: CommittedCheckpoint) -> None:

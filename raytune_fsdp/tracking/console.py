@@ -33,6 +33,7 @@ _WORDS = {
     names.SAVE_FAILED: "checkpoint of step {step} was not written, training goes on: {problem}",
     names.SAVE_POSTPONED: "checkpoint of step {step} is postponed: the previous one is still being written",
     names.CHECKPOINT_DAMAGED: "checkpoint {path} is damaged ({problem}), so an older one is used",
+    names.EXPORTED_ALONE: "{path} has the language model alone, a {model} without the parts that see: {because}",
     names.WINDOWS_BUILT: "tokenized {windows} windows of data",
     names.COLUMN_NOT_READ: "dataset {dataset}: column {column} is not read; {share:.1%} of {rows} rows have it",
     names.NOT_SENT_TO_MLFLOW: "not sent to MLflow: {because}",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from raytune_fsdp.model.adapters import adapter_tensors, attach, stored_names
 from raytune_fsdp.model.export_adapter import export_adapter
 from raytune_fsdp.model.network import build_network, load_architecture
 from raytune_fsdp.model.trained import choose_trained
+from raytune_fsdp.run.export_proof import check_acts
 from raytune_fsdp.run.initial_weights import find_adapter
 from tests.models import SEEING_CLASSES, save_checkpoint
 from tests.runs import make_config, write_tokenizer
@@ -84,7 +87,8 @@ def exported(home: Path, base: Path, method: Mapping[str, Any]) -> tuple[Held, P
     network, held, files = adapted(home, base, method)
     named = named_class(files, str(base), None)
     place = home / "adapter"
-    export_adapter(held, Held(), network, named, files, place, base=str(base), revision=None, card="")
+    prove = partial(check_acts, network=network, named=named)
+    export_adapter(held, Held(), network, named, files, place, base=str(base), revision=None, card="", prove=prove)
     return held, place
 
 
@@ -126,7 +130,7 @@ def theirs(base: Path, model: str, place: Path) -> tuple[Any, Any]:
 QUICK = [("qwen3_5", "linear"), ("gemma3", "linear"), ("llama4", "experts"), ("qwen3_5_moe", "rows")]
 WIDE = [
     (model, kind)
-    for model in ("llama", "qwen3", "gemma3_text", *SEEING_CLASSES, "mixtral", "gpt_oss")
+    for model in ("llama", "qwen3", "qwen3_5_text", "gemma3_text", *SEEING_CLASSES, "mixtral", "gpt_oss")
     for kind in (*METHODS, *(["experts"] if model in EXPERTS else []))
     # A router of Llama 4 is a linear layer that returns two tensors; a head that is the embedding is not trained apart.
     if (model, kind) not in [*QUICK, ("llama4", "linear")]
@@ -136,10 +140,12 @@ WIDE = [
 
 @pytest.mark.parametrize(("model", "kind"), [*QUICK, *(pytest.param(*each, marks=SLOW) for each in WIDE)])
 def test_peft_on_the_class_that_the_base_names_computes_what_the_run_does(
-    tmp_path: Path, model: str, kind: str
+    tmp_path: Path, model: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.DEBUG, "raytune_fsdp.run.export_proof")
     base, method = save_checkpoint(tmp_path / "base", model), method_of(model, kind)
     held, place = exported(tmp_path, base, method)
+    assert "no small network" not in caplog.text, "the export was proven to act"
     found, report = theirs(base, model, place)
     assert not report.missing_keys and not report.unexpected_keys, report
     adapters = [name for name, _ in found.named_parameters() if ".default" in name]
@@ -213,3 +219,53 @@ def test_an_adapter_that_peft_would_not_load_is_not_exported(tmp_path: Path) -> 
     for wrong in (older, wide, dict(list(shapes.items())[1:])):
         with pytest.raises(ModelError, match="PEFT cannot load this adapter into a Qwen3_5ForConditionalGeneration"):
             check_loads(place, named, wrong)
+
+
+def test_an_adapter_that_does_something_else_is_not_exported(tmp_path: Path) -> None:
+    """On a small network: here with another scale than the run's, and with targets that leave layers out."""
+    base = save_checkpoint(tmp_path / "base", "qwen3_5")
+    network, held, files = adapted(tmp_path, base, ATTENTION)
+    named = named_class(files, str(base), None)
+    prove = partial(check_acts, network=network, named=named)
+    place = tmp_path / "adapter"
+    export_adapter(held, Held(), network, named, files, place, base=str(base), revision=None, card="", prove=prove)
+    values = json.loads((place / "adapter_config.json").read_text())
+    for wrong in ({"use_rslora": True}, {"target_modules": ["model.language_model.layers.1.self_attn.q_proj"]}):
+        (place / "adapter_config.json").write_text(json.dumps({**values, **wrong}))
+        with pytest.raises(
+            ModelError, match="changes the logits of a small Qwen3_5ForConditionalGeneration, the class"
+        ):
+            prove(place)
+
+
+def test_a_base_whose_config_names_the_text_class_is_taken_at_its_word(tmp_path: Path) -> None:
+    """Older exports are so: the config of the whole, with the text class and its tensors. The run is not asked for
+    more, and the adapter has the names of that class."""
+    from peft import PeftModel
+
+    whole = save_checkpoint(tmp_path / "whole", "qwen3_5")
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_pretrained(whole).save_pretrained(base)
+    stored = load_file(base / "model.safetensors")
+    save_file({key.replace("language_model.", ""): t for key, t in stored.items()}, base / "model.safetensors")
+    config = json.loads((whole / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3_5ForCausalLM"]}))
+    held, place = exported(tmp_path, base, ATTENTION)
+    assert all("language_model" not in key for key in load_file(place / "adapter_model.safetensors"))
+    network = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    found = PeftModel.from_pretrained(network, place, autocast_adapter_dtype=False)
+    assert (logits(found) - ours(base, held, ATTENTION)).abs().max() <= 1e-6
+
+
+def test_mistral_3_is_refused_by_name(tmp_path: Path) -> None:
+    """transformers has no class for its language model alone."""
+    base = save_checkpoint(tmp_path / "base", "llama")
+    config = {
+        "model_type": "mistral3",
+        "text_config": {"model_type": "mistral"},
+        "vision_config": {"model_type": "pixtral"},
+    }
+    (base / "config.json").write_text(json.dumps(config))
+    chosen = make_config(tmp_path, model={"path": str(base), "init": "pretrained", "architecture": None})
+    with pytest.raises(ModelError, match="cannot build a causal LM of type 'mistral3'"):
+        build_network(load_architecture(chosen.model, base), chosen)

@@ -77,7 +77,7 @@ class Exports:
     def begin(self, checkpoint: CommittedCheckpoint) -> ObjectRef:
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         return ray.remote(num_cpus=0, label_selector=here, runtime_env=self._env)(_export).remote(
-            checkpoint, self._place(checkpoint), self._chosen, self._token, self._trust_remote_code
+            checkpoint, self._place(checkpoint), self._chosen, self._token, self._trust_remote_code, self._run.events
         )
 
     def record(self, checkpoint: CommittedCheckpoint, result: Any) -> None:
@@ -96,7 +96,12 @@ class Exports:
 
 
 def _export(
-    checkpoint: CommittedCheckpoint, destination: Path, chosen: ExportConfig, token: Token, trust_remote_code: bool
+    checkpoint: CommittedCheckpoint,
+    destination: Path,
+    chosen: ExportConfig,
+    token: Token,
+    trust_remote_code: bool,
+    events: Path,
 ) -> float:
     """Runs in a Ray task. Returns the seconds it took."""
     import torch
@@ -108,5 +113,5 @@ def _export(
     started = time.monotonic()
     destination.parent.mkdir(exist_ok=True)
     # Not pushed: only the model at the end is.
-    export_checkpoint(checkpoint, destination, chosen, trust_remote_code=trust_remote_code)
+    export_checkpoint(checkpoint, destination, chosen, trust_remote_code=trust_remote_code, events=events)
     return time.monotonic() - started

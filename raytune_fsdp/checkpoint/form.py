@@ -1,0 +1,174 @@
+"""As which network a checkpoint of a base that also sees is exported: with what its run did not train, or alone.
+
+The run has the language model. The vision tower and what joins the two are in the base's own files, untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint, looks_like_checkpoint
+from raytune_fsdp.checkpoint.model_files import model_files
+from raytune_fsdp.checkpoint.state import read_state
+from raytune_fsdp.errors import ModelError, first_line
+from raytune_fsdp.model.bounds import read_config
+from raytune_fsdp.model.export import Form, WholeTensors
+from raytune_fsdp.model.files import WeightFiles, find_weights, locate
+from raytune_fsdp.model.keys import match_keys, matched_weights, owned_tensors, rows_of_tokens
+from raytune_fsdp.model.named_class import Named, find_named
+from raytune_fsdp.model.network import stored_network
+from raytune_fsdp.model.weights import Weights
+from raytune_fsdp.rundir import RECIPE_FILE
+from raytune_fsdp.untrusted import MIB, read_json
+
+_RECIPE_BYTES = 4 * MIB
+_MOST_RUNS = 100
+"""Runs, each of which began with a checkpoint of the one before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenAs:
+    """What is written of a checkpoint, and as which network."""
+
+    source: WholeTensors
+    form: Form | None = None
+    """None: as the network that was trained."""
+    alone: str | None = None
+    """Why it is the language model alone, of a base that also sees."""
+
+    @property
+    def sentence(self) -> str | None:
+        """For the card."""
+        if self.form is None:
+            return None
+        kind = type(self.form.network).__name__
+        if self.alone is None:
+            return f"It is a whole `{kind}`: what training did not reach, such as a vision tower, is that of its base."
+        return (
+            f"It is the language model alone, a `{kind}`: the rest of its base could not be read when it was written."
+        )
+
+
+def written_of(
+    checkpoint: CommittedCheckpoint,
+    files: Path,
+    source: WholeTensors,
+    *,
+    beside: WeightFiles | None = None,
+    moved: str | None = None,
+) -> WrittenAs:
+    """What to write of the weights of a checkpoint's network. `files`: the run's own.
+
+    `beside`: the base of adapters. `moved`: where the base of a run of all weights is now, if not where it found it.
+    """
+    network = stored_network(files)
+    if network is None or not sees(files):
+        return WrittenAs(source=source)
+    whole = network.config.model_type == read_config(files).get("model_type")
+    try:
+        base = beside or find_weights(_base(checkpoint, files, moved))
+        named = find_named(network, files, base.directory)
+        if not whole and named.is_own:
+            raise ModelError(f"{base.directory} is a {type(network).__name__}, which is the language model alone")
+        match = match_keys(named.network, base)
+        rest = matched_weights(base, match, named.network)
+        _check_same(named, rest, source, str(base.directory))
+    except (ModelError, OSError) as error:
+        if whole:  # nothing is missing; it has the names that transformers gives it
+            return WrittenAs(source=source)
+        return WrittenAs(source=source, form=Form(network=network), alone=first_line(error))
+    # As the base has them: transformers may have renamed them since.
+    keys = {name: key for name, key in match.key_of.items() if name in owned_tensors(named.network)}
+    form = Form(network=named.network, key_of=keys, beside=base.directory)
+    return WrittenAs(source=_Around(source, rest, named, adapted=beside is not None), form=form)
+
+
+def sees(files: Path) -> bool:
+    """Whether a config.json describes a language model as a part of another model."""
+    values = read_config(files)
+    return isinstance(values.get("text_config"), dict)
+
+
+def _base(checkpoint: CommittedCheckpoint, files: Path, moved: str | None) -> Path:
+    """The directory of the model that the run began with, perhaps through checkpoints of other runs."""
+    if moved is not None:
+        return locate(moved, None, field="--base", weights=True)
+    for _ in range(_MOST_RUNS):
+        beside = read_state(checkpoint).base
+        path, revision, on_hub = (
+            (beside["path"], beside["revision"], True) if beside is not None else _began_with(files)
+        )
+        if not looks_like_checkpoint(path):
+            if not on_hub and not Path(path).expanduser().is_dir():
+                raise ModelError(f"{path}, which the run began with, is not there: say with --base where it is now")
+            return locate(path, revision, field="the base of this run", weights=True)
+        found = as_checkpoint(path)
+        if found is None:
+            raise ModelError(f"{path}, which the run began with, is not there: say with --base where its base is")
+        checkpoint, files = found, model_files(found)
+    raise ModelError(f"{files} is of a run of a run of more than {_MOST_RUNS} runs: say with --base where its base is")
+
+
+def _began_with(files: Path) -> tuple[str, str | None, bool]:
+    """Path and revision of the model that a run of all weights began with, and whether that is a name on the hub."""
+    file = files / RECIPE_FILE
+    try:
+        recipe: Any = read_json(file, limit=_RECIPE_BYTES)
+        model, on_hub = recipe["config"]["model"], recipe["model_on_hub"]
+        path, revision, init = model.get("path"), model.get("revision"), model.get("init")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{file} does not say what the run began with: say it with --base") from error
+    if init != "pretrained" or not isinstance(path, str) or not isinstance(revision, str | None):
+        raise ModelError("the run began with random weights, and has no base")
+    return path, revision, on_hub is True
+
+
+def _check_same(named: Named, rest: Weights, source: WholeTensors, where: str) -> None:
+    """Refuse a base of other sizes than the one that was trained. Rows of tokens may have been added since."""
+    tokens, stored = set(rows_of_tokens(named.network)), rest.shapes()
+    for name, shape in source.shapes().items():
+        there = named.there(name)
+        if there not in tokens and tuple(stored.get(there, shape)) != tuple(shape):
+            raise ModelError(f"{where} is another model than the run began with: its {there} has another shape")
+
+
+class _Around:
+    """The tensors of the named class: those of the run, and of its base all others.
+
+    `adapted`: adapters in a part that sees, which training on texts leaves as they began, are not merged into it.
+    """
+
+    def __init__(self, own: WholeTensors, rest: Weights, named: Named, *, adapted: bool) -> None:
+        self._own, self._rest = own, rest
+        trained, stored = own.shapes(), rest.shapes()
+        left = {name for name in owned_tensors(named.network) if adapted and named.sees(name)}
+        here = {name: None if name in left else named.here(name) for name in owned_tensors(named.network)}
+        self._here: Mapping[str, str | None] = {name: each if each in trained else None for name, each in here.items()}
+        self._shapes = {
+            name: tuple(stored[name] if each is None else trained[each]) for name, each in self._here.items()
+        }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self._shapes
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        trained = self._own.dtypes()
+        return {
+            name: self._rest.read(name, 0, 0 if self._shapes[name] else 1).dtype if each is None else trained[each]
+            for name, each in self._here.items()
+        }
+
+    def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Several whole tensors, on the CPU."""
+        return {name: self._read(name) for name in names}
+
+    def _read(self, name: str) -> torch.Tensor:
+        own, shape = self._here[name], self._shapes[name]
+        if own is not None:
+            return self._own.read_all([own])[own]
+        return self._rest.read(name, 0, shape[0] if shape else 1)

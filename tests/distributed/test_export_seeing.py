@@ -1,0 +1,221 @@
+"""An export of a base that also sees has all of it, under its own names, and is loaded as its users load it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
+from raytune_fsdp.config import ExportConfig
+from raytune_fsdp.errors import ModelError
+from raytune_fsdp.run.publish import average, checkpoints_to_average, publish
+from tests.models import SEEING_CLASSES, save_checkpoint
+from tests.ranks import run_ranks
+from tests.runs import make_config, train_rank
+
+SLOW = pytest.mark.slow
+WHOLE = ExportConfig(dtype="fp32", merge=True)
+LORA = {"type": "lora", "rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {"type": "full"},
+    "lora": LORA,
+    "dora": {**LORA, "dora": True},
+    "pissa": {**LORA, "init": "pissa"},
+    "ia3": {"type": "ia3", "target_modules": ["k_proj", "v_proj"], "feedforward_modules": []},
+    "experts": {**LORA, "target_modules": ["q_proj"]},
+}
+EXPERTS = {"qwen3_5_moe": "mlp.experts", "llama4": "feed_forward.experts"}
+ATTENTION_ONLY = {**LORA, "target_modules": ["q_proj", "v_proj"]}
+
+
+def run(home: Path, model: str, kind: str) -> tuple[Path, Path]:
+    """A run of two steps beside a base: its directory, and the base's."""
+    base, method = home / "base", dict(METHODS[kind])
+    if not base.exists():
+        save_checkpoint(base, model)
+        (base / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5]}')
+    if kind == "experts":
+        method["target_parameters"] = [f"{EXPERTS[model]}.gate_up_proj", f"{EXPERTS[model]}.down_proj"]
+    values = {"path": str(base), "init": "pretrained", "architecture": None, "tokenizer": str(home / "tokenizer")}
+    config = make_config(
+        home,
+        run={"name": kind},
+        model=values,
+        method=method,
+        data={"packing": "none"},  # linear attention runs on from one document to the next
+        parallel={"precision": "fp32"},
+        checkpoint={"every": 1, "asynchronous": False},
+        train={"global_batch": 4, "micro_batch": 2, "max_steps": 2},
+    )
+    run_ranks(train_rank, 1, config.model_dump())
+    return home / "runs" / kind, base
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run that has trained all weights of the language model of a Qwen 3.5."""
+    return run(tmp_path_factory.mktemp("qwen"), "qwen3_5", "full")
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=torch.arange(7, 27).view(1, 20), use_cache=False).logits
+    return found
+
+
+def loaded(directory: Path) -> tuple[Any, Any]:
+    """A model as its own config says that it is loaded, and what transformers reports."""
+    name = json.loads((directory / "config.json").read_text())["architectures"][0]
+    kind = getattr(transformers, name)
+    model, report = kind.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    return model, report
+
+
+def check_whole(export: Path, run: Path, base: Path, model: str) -> None:
+    """All tensors of the base under its own names, of which only the language model's have changed."""
+    there, before = load_file(export / "model.safetensors"), load_file(base / "model.safetensors")
+    assert there.keys() == before.keys(), "the names are the base's own"
+    changed = {key for key in before if not torch.equal(there[key], before[key])}
+    assert changed and not any("vis" in key or "projector" in key for key in changed)
+    config = json.loads((export / "config.json").read_text())
+    assert config["architectures"] == [SEEING_CLASSES[model]] and config["model_type"] == model
+    assert "image_mean" in (export / "preprocessor_config.json").read_text(), "so that a server can see"
+    found, report = loaded(export)
+    assert not any(report.values()), report
+    ours, _ = load_for_inference(run, torch.device("cpu"))
+    wanted = logits(ours)
+    assert torch.equal(logits(found), wanted)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)), wanted)
+    again, _ = load_for_inference(export, torch.device("cpu"))
+    assert torch.equal(logits(again), wanted)
+
+
+def test_what_was_not_trained_is_carried_through(qwen: tuple[Path, Path], tmp_path: Path) -> None:
+    directory, base = qwen
+    publish(find_checkpoint(directory), tmp_path / "export", WHOLE)
+    check_whole(tmp_path / "export", directory, base, "qwen3_5")
+    assert "It is a whole `Qwen3_5ForConditionalGeneration`" in (tmp_path / "export" / "README.md").read_text()
+    average(checkpoints_to_average(str(directory), steps=None, last=2), tmp_path / "mean", WHOLE)
+    check_names = load_file(tmp_path / "mean" / "model.safetensors").keys()
+    assert check_names == load_file(base / "model.safetensors").keys()
+
+
+def test_a_base_that_is_gone_leaves_the_language_model_alone(
+    qwen: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said on the console, on the card and among the run's events; with `--base` it is found again."""
+    directory, base = qwen
+    moved, export = base.rename(tmp_path / "elsewhere"), tmp_path / "export"
+    try:
+        publish(find_checkpoint(directory), export, WHOLE)
+        (said,) = [record.message for record in caplog.records if "language model alone" in record.message]
+        assert "a Qwen3_5ForCausalLM without the parts that see" in said and "say with --base where it is now" in said
+        assert "It is the language model alone, a `Qwen3_5ForCausalLM`" in (export / "README.md").read_text()
+        event = json.loads((directory / "events.jsonl").read_text().splitlines()[-1])
+        assert event["event"] == "exported_alone" and event["fields"]["model"] == "Qwen3_5ForCausalLM"
+        config = json.loads((export / "config.json").read_text())
+        assert config["architectures"] == ["Qwen3_5ForCausalLM"] and config["model_type"] == "qwen3_5_text"
+        assert "vision_config" not in config and "text_config" not in config
+        model, report = loaded(export)
+        assert not any(report.values()), report
+        ours, _ = load_for_inference(directory, torch.device("cpu"))
+        assert torch.equal(logits(model), logits(ours))
+        publish(find_checkpoint(directory), tmp_path / "again", WHOLE, base=str(moved))
+        check_whole(tmp_path / "again", directory, moved, "qwen3_5")
+    finally:
+        moved.rename(base)
+
+
+def test_another_model_at_the_place_of_the_base_is_not_mixed_in(
+    qwen: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = save_checkpoint(tmp_path / "other", "qwen3_5", intermediate_size=48)
+    publish(find_checkpoint(qwen[0]), tmp_path / "export", WHOLE, base=str(other))
+    assert "is another model than the run began with" in caplog.text
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["model_type"] == "qwen3_5_text"
+
+
+@SLOW
+def test_a_base_that_has_older_names_gets_them_back(tmp_path: Path) -> None:
+    """Experts in one tensor, as the hub has those of Qwen 3.5, and a prefix that transformers has dropped since."""
+    from transformers.core_model_loading import dot_natural_key
+
+    base = save_checkpoint(tmp_path / "base", "qwen3_5_moe")
+    tensors = load_file(base / "model.safetensors")
+    fused: dict[str, torch.Tensor] = {}
+    for layer in range(2):
+        prefix = f"model.language_model.layers.{layer}.mlp.experts"
+        parts = {
+            each: torch.stack([tensors.pop(f"{prefix}.{i}.{each}_proj.weight") for i in range(4)])
+            for each in ("gate", "up", "down")
+        }
+        fused[f"{prefix}.gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], 1)
+        fused[f"{prefix}.down_proj"] = parts["down"]
+    tensors |= fused
+    save_file({key: tensors[key] for key in sorted(tensors, key=dot_natural_key)}, base / "model.safetensors")
+    (base / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5]}')
+    directory, _ = run(tmp_path, "qwen3_5_moe", "full")
+    publish(find_checkpoint(directory), tmp_path / "export", WHOLE)
+    check_whole(tmp_path / "export", directory, base, "qwen3_5_moe")
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        *((model, kind) for model in SEEING_CLASSES for kind in METHODS if kind != "experts"),
+        *((model, "experts") for model in EXPERTS),
+    ],
+)
+def test_all_exports_of_models_that_see(tmp_path: Path, model: str, kind: str) -> None:
+    """The whole one as transformers loads it, and the adapter as PEFT does beside the class that its base names."""
+    directory, base = run(tmp_path, model, kind)
+    checkpoint = find_checkpoint(directory)
+    publish(checkpoint, tmp_path / "export", WHOLE)
+    check_whole(tmp_path / "export", directory, base, model)
+    if kind == "full":
+        return
+    from peft import PeftModel
+
+    publish(checkpoint, tmp_path / "adapter", ExportConfig())
+    network, _ = loaded(base)
+    before = logits(network)
+    found = PeftModel.from_pretrained(network, tmp_path / "adapter")
+    report = found.load_adapter(tmp_path / "adapter", "again")
+    found.set_adapter("default")
+    assert not report.missing_keys and not report.unexpected_keys
+    assert not any(".default" in name and "vis" in name for name, _ in found.named_parameters())
+    wanted = logits(loaded(tmp_path / "export")[0])
+    assert (wanted - before).abs().max() > 1e-5, "it acts"
+    scale = wanted.abs().max()
+    assert (logits(found) - wanted).abs().max() <= 2e-6 * scale, "merged and beside it: rounding in fp32"
+    again, _ = load_for_inference(tmp_path / "adapter", torch.device("cpu"))
+    assert (logits(again) - wanted).abs().max() <= 2e-6 * scale
+
+
+def test_a_run_that_began_with_a_checkpoint_finds_the_base_of_that(qwen: tuple[Path, Path], tmp_path: Path) -> None:
+    """Through the other run's own record of what it began with."""
+    directory, base = qwen
+    later = tmp_path / "later"
+    shutil.copytree(directory, later)
+    recipe = json.loads((later / "model" / "recipe.json").read_text())
+    recipe["config"]["model"]["path"] = find_checkpoint(directory).path
+    (later / "model" / "recipe.json").write_text(json.dumps(recipe))
+    publish(find_checkpoint(later), tmp_path / "export", WHOLE)
+    check_whole(tmp_path / "export", later, base, "qwen3_5")
+
+
+def test_base_of_a_text_model_is_still_refused(tmp_path: Path) -> None:
+    """Its run has all of it."""
+    base = save_checkpoint(tmp_path / "base", "llama")
+    directory, _ = run(tmp_path, "llama", "full")
+    with pytest.raises(ModelError, match="holds a whole model, not adapters; leave --base out"):
+        publish(find_checkpoint(directory), tmp_path / "export", WHOLE, base=str(base))
