@@ -15,7 +15,7 @@ import torch
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint, looks_like_checkpoint
 from raytune_fsdp.checkpoint.model_files import model_files
 from raytune_fsdp.checkpoint.state import read_state
-from raytune_fsdp.errors import ModelError, first_line
+from raytune_fsdp.errors import ModelError, RaytuneError, first_line
 from raytune_fsdp.model.bounds import read_config
 from raytune_fsdp.model.export import Form, WholeTensors
 from raytune_fsdp.model.files import WeightFiles, find_weights, locate
@@ -25,6 +25,7 @@ from raytune_fsdp.model.network import stored_network
 from raytune_fsdp.model.weights import Weights
 from raytune_fsdp.rundir import RECIPE_FILE
 from raytune_fsdp.untrusted import MIB, read_json
+from raytune_fsdp.urls import is_url
 
 _RECIPE_BYTES = 4 * MIB
 _MOST_RUNS = 100
@@ -78,7 +79,7 @@ def written_of(
         match = match_keys(named.network, base)
         rest = matched_weights(base, match, named.network)
         _check_same(named, rest, source, str(base.directory))
-    except (ModelError, OSError) as error:
+    except (RaytuneError, OSError, ValueError) as error:  # ValueError: a place of an unknown protocol
         if whole:  # nothing is missing; it has the names that transformers gives it
             return WrittenAs(source=source)
         return WrittenAs(source=source, form=Form(network=network), alone=first_line(error))
@@ -107,7 +108,7 @@ def _base(checkpoint: CommittedCheckpoint, files: Path, moved: str | None) -> Pa
             if not on_hub and not Path(path).expanduser().is_dir():
                 raise ModelError(f"{path}, which the run began with, is not there: say with --base where it is now")
             return locate(path, revision, field="the base of this run", weights=True)
-        found = as_checkpoint(path)
+        found = as_checkpoint(path if is_url(path) else str(Path(path).expanduser().resolve()))
         if found is None:
             raise ModelError(f"{path}, which the run began with, is not there: say with --base where its base is")
         checkpoint, files = found, model_files(found)

@@ -46,27 +46,44 @@ def own_names(named: Named) -> Callable[[str], str]:
     return lambda name: (None if named.is_own else named.here(name.removeprefix(_PEFT))) or name.removeprefix(_PEFT)
 
 
-def targets_there(network: PreTrainedModel, named: Named, written: object) -> dict[str, Any]:
-    """What PEFT's config says so that the named class gets these adapters and no others. `written`: the targets of the
-    run, as it has written them."""
+def targets_there(network: PreTrainedModel, named: Named, written: Mapping[str, Any]) -> dict[str, Any]:
+    """What PEFT's config says so that the named class gets these adapters and no others.
+
+    `written`: the config of the run. Its last names are kept where they mean the same there, with what is to be left
+    out; else the modules have their whole names.
+    """
+    targets, saved = written.get("target_modules"), written.get("modules_to_save")
     if named.is_own and not named.outside:
-        return {"target_modules": written}
+        return {"target_modules": targets}
+    modules = [name for name, _ in named.network.named_modules()]
+    # Absent, they are PEFT's choice for the class, which for the run's was none.
+    found: dict[str, Any] = {"target_modules": [] if targets is None else targets}
+    copies = [name for name in modules if isinstance(saved, list) and name.endswith(tuple(saved))]  # as PEFT finds them
+    if any(map(named.sees, copies)):
+        found["modules_to_save"] = [name for name in copies if not named.sees(name)]
     adapted = {name for name, module in network.named_modules() if is_adapter_layer(module)}
     # Around a weight alone: PEFT finds those by target_parameters.
     alone = {name for name in adapted if type(network.get_submodule(name)).__name__ == "ParamWrapper"}
     there = {named.there(base_name(name)) for name in adapted - alone}
     wanted = {name for name in there if not named.sees(name)} or there
-    if isinstance(written, list):
-        ends = tuple(f".{each}" for each in written)
-        found = {name for name, _ in named.network.named_modules() if name in written or name.endswith(ends)}
-        parts = [part for part in named.outside if any(name.startswith(f"{part}.") for name in found - wanted)]
+    if not wanted:
+        return found
+    ending = _ending(modules, targets) if isinstance(targets, list) else []
+    parts = [part for part in named.outside if any(name.startswith(f"{part}.") for name in {*ending} - wanted)]
+    left = {name for name in ending if not any(name.startswith(f"{part}.") for part in parts)}
+    if left != wanted:
+        found["target_modules"] = sorted(wanted)
+        if isinstance(within := written.get("feedforward_modules"), list):
+            found["feedforward_modules"] = sorted(_ending(wanted, within))
+    elif parts:
         # As an expression: a vision tower has hundreds of modules with these names.
-        outside = "|".join(re.escape(part) for part in parts)
-        left = {name for name in found if not any(name.startswith(f"{part}.") for part in parts)}
-        # The last names, so that the text class can load them, too.
-        if left == wanted:
-            return {"target_modules": written, "exclude_modules": rf"({outside})\..*" if parts else None}
-    return {"target_modules": sorted(wanted)}
+        found["exclude_modules"] = rf"({'|'.join(map(re.escape, parts))})\..*"
+    return found
+
+
+def _ending(modules: Iterable[str], ends: list[str]) -> list[str]:
+    """The names that PEFT takes a list of targets for."""
+    return [name for name in modules if name in ends or name.endswith(tuple(f".{each}" for each in ends))]
 
 
 def check_loads(directory: Path, named: Named, shapes: Mapping[str, tuple[int, ...]]) -> None:

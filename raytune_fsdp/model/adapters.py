@@ -101,8 +101,14 @@ def _linear_names(network: PreTrainedModel) -> list[str]:
 
     head = network.get_output_embeddings()
     linear = (nn.Linear, Conv1D)
-    names = {name.rpartition(".")[2] for name, module in network.named_modules() if isinstance(module, linear)}
-    kept = {name.rpartition(".")[2] for name, module in network.named_modules() if module is head}
+    modules = dict(network.named_modules())
+    names = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, linear)}
+    # Some routers are linear layers that return two tensors (Llama 4's), of which an adapter knows nothing.
+    kept = {
+        name.rpartition(".")[2]
+        for name, module in modules.items()
+        if module is head or (isinstance(module, linear) and type(module).__name__.endswith("Router"))
+    }
     probe = LoraConfig(target_modules=sorted(names - kept))
     convert_peft_config_for_transformers(probe, model=network, conversions=None)
     return sorted(probe.target_modules or ())

@@ -84,7 +84,7 @@ def export_adapter(
     check_tokenizer_files(model_files)
     config = {
         # As it was written, not as the list of names that an expression was found in.
-        **targets_there(network, named, read_object(model_files / ADAPTER_CONFIG_FILE).get("target_modules")),
+        **targets_there(network, named, read_object(model_files / ADAPTER_CONFIG_FILE)),
         "base_model_name_or_path": str(Path(base).expanduser().absolute()) if is_local(base) else base,
         "revision": revision,
     }

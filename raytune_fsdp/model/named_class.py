@@ -127,7 +127,7 @@ def _kind(values: Mapping[str, Any], of_base: bool) -> Kind | None:
     known = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}.get(kind)
     architectures = values.get("architectures")
     names = architectures if of_base and isinstance(architectures, list) else []
-    for name in [*names, *([known] if known and not names else [])]:
+    for name in (*names, known):
         found: Any = getattr(transformers, name, None) if isinstance(name, str) else None
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             # One of another type is the text class, as older exports name it beside the config of the whole.

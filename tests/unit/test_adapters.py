@@ -158,6 +158,13 @@ def test_all_linear_leaves_out_the_head_and_experts() -> None:
     assert adapted == {"c_attn", "c_proj", "c_fc"}
 
 
+def test_all_linear_layers_are_none_that_route() -> None:
+    """The routers of Llama 4 are linear layers that return two tensors: with an adapter there it computes nothing."""
+    adapted = network("llama4_text", {"type": "lora"})
+    names = {name.partition(".lora_")[0].rpartition(".")[2] for name in adapter_tensors(adapted)}
+    assert {"q_proj", "o_proj"} <= names and "router" not in names, names
+
+
 @pytest.mark.parametrize(
     "method",
     [
