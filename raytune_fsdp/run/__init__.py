@@ -10,5 +10,6 @@ In the order of a command:
     initial_weights  the weights of a run that begins: a model directory, a checkpoint of another run, or a seed
     kernels          the attention and the loss that it computes with, and whether its blocks are compiled
     record           what a run writes about itself: its directory, its attempts, its trackers
+    places           what its files name outside of its directory, and whether the user has chosen that
     publish          a checkpoint as a Hugging Face model directory, and on the hub
 """

@@ -86,9 +86,7 @@ def prepare(
 
     `build` builds the windows to count. `dry`: for a run that saves and evaluates nothing.
     """
-    place = check_first(config, world)
-    if config.export.push is not None:
-        check_push(config.export.push)
+    place = _checked_place(config, world)
     own, found = own_model_files(config, place), find_resume(place, resume=config.run.resume)
     directory = own or model_directory(config, weights=False, commit=begun_with(config, found.state.base))
     hf_config, tokenizer, added = _fitted(config, directory)
@@ -135,6 +133,14 @@ def prepare(
     standing = stand(config, prepared, world, found, windows_built=built)
     _check_plan(config, standing, evals, tasks)
     return prepared, confirm_complete(config, prepared, standing)
+
+
+def _checked_place(config: FinetuneConfig, world: int) -> RunDir:
+    """The run's places, and the hub's answer to a push at the end."""
+    place = check_first(config, world)
+    if config.export.push is not None:
+        check_push(config.export.push)
+    return place
 
 
 def _counted(

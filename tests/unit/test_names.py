@@ -39,8 +39,9 @@ def test_no_command_prints_the_control_characters_of_a_name(run: Path, capfd: py
         ("runs", run.parent),
         ("runs", out), ("runs", run.parent, "--json"), ("logs", run), ("diff", run, run.parent / "epochs"),
         ("checkpoint", "list", run), ("checkpoint", "verify", run), ("checkpoint", "now", run, "--wait", 0),
-        ("export", run, out), ("average", run, out), ("step", run, 1), ("step", run, 7, "--loss"),
-        ("step", run, 7, "--json"), ("eval", run), ("convert", f"{out}.yaml"),
+        ("export", run, out), ("average", run, out), ("step", run, 1, "--trust-places"),
+        ("step", run, 7, "--loss", "--trust-places"),
+        ("step", run, 7, "--json", "--trust-places"), ("eval", run), ("convert", f"{out}.yaml"),
     ):  # fmt: skip
         assert printed(capfd, str(command), *arguments).strip(), command
 
@@ -49,10 +50,11 @@ def test_data_commands_print_no_control_characters_of_datasets(run: Path, capfd:
     data = run.parents[1] / f"rows{NAME}.jsonl"
     shutil.copy(OLDER / "data" / "texts.jsonl", data)
     data.open("a").write('{"text": 7}\n')
-    arguments = ("--config", run / "config.yaml", "--data.train.0.path", data, "--data.bad_rows", "skip")
-    assert "rows" in printed(capfd, "data", "preview", *arguments)
-    assert "rows" in printed(capfd, "data", "stats", *arguments)
-    assert "rows" in printed(capfd, "data", "stats", *arguments[:-1], "error")  # refused, naming the row
+    arguments = ("--config", run / "config.yaml", "--data.train.0.path", data, "--trust-places")
+    skip = ("--data.bad_rows", "skip")
+    assert "rows" in printed(capfd, "data", "preview", *arguments, *skip)
+    assert "rows" in printed(capfd, "data", "stats", *arguments, *skip)
+    assert "rows" in printed(capfd, "data", "stats", *arguments)  # refused, naming the row
 
 
 def test_warnings_print_no_control_characters(
