@@ -62,6 +62,8 @@ _LEVELS = {CHECKPOINTS: 1, MODEL_FILES: 2, REPORT: 1, TENSORBOARD: 1, "documents
            "profile": 1, "export": 0, "wandb": 0}  # fmt: skip
 """The directories of a run, and to what depth names in them are ours. What lies in an export is compared with its mark,
 and what wandb's library spools has links of its own."""
+_OF_RAY = ("checkpoint_manager_snapshot.json", ".validate_storage_marker")
+"""What Ray Train writes into a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,7 @@ def check_links_beside(checkpoints: str) -> None:
 
 def _links_in(run_dir: Path) -> Iterator[Path]:
     for link in _links_below(run_dir, 1):  # metrics.jsonl.tmp, metrics.jsonl.a2.damaged: in the place of a file of ours
-        if link.name in _LEVELS or link.name.startswith(_FILES):
+        if link.name in _LEVELS or link.name.startswith((*_FILES, *_OF_RAY)):
             yield link
     for name, levels in _LEVELS.items():
         yield from _links_below(run_dir / name, levels)

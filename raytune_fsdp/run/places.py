@@ -56,8 +56,8 @@ def places_in(tree: Any) -> set[str]:
     named = [(".".join(keys), _value(tree, keys)) for keys in (*_MODELS, *_OTHERS)]
     for keys in _LISTS:
         rows = _value(tree, keys)
-        paths = [_value(row, ("path",)) for row in rows] if isinstance(rows, list) else []
-        named += [(f"{'.'.join(keys)}.path", path) for path in paths]
+        for row in rows if isinstance(rows, list) else []:
+            named += [(f"{'.'.join(keys)}.{key}", _value(row, (key,))) for key in ("path", "hub")]
     return {f"{field}={text}" for field, text in named if isinstance(text, str) and _is_place(field, text)}
 
 
@@ -128,11 +128,12 @@ def _is_place(field: str, text: str) -> bool:
         from raytune_fsdp.data.rows.templates import is_shipped  # here, as below: few configs need it
 
         return not is_shipped(text)
-    return tuple(field.split(".")) not in _MODELS or _is_directory(text)
+    # A directory may stand where a hub's name is expected, and is taken for it.
+    return not (field.endswith(".hub") or tuple(field.split(".")) in _MODELS) or _is_directory(text)
 
 
 def _is_directory(text: str) -> bool:
-    """Whether the name of a model is a directory's or a URL, and not one of the hub's."""
+    """Whether the name of a model or dataset is a directory's or a URL, and not one of the hub's."""
     if is_url(text) or text.startswith(("/", "~", ".")):
         return True
     from raytune_fsdp.model.files import is_local

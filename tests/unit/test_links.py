@@ -27,6 +27,7 @@ DIRECTORIES = ("report", "checkpoints", "model", "exports", "export", "logs", "d
 FILES = (
     "config.yaml", "plan.json", "data.json", "metrics.jsonl", "events.jsonl", "evaluations.jsonl", "checkpoints_at",
     "metrics.jsonl.tmp", "config.yaml.tmp", "metrics.jsonl.a2.damaged",
+    "checkpoint_manager_snapshot.json", ".validate_storage_marker",
 )  # fmt: skip
 INNER = (
     "checkpoints/step-00000006.a1", "checkpoints/step-00000009.a1.1.tmp", "exports/step-00000006", "report/index.html",
@@ -70,7 +71,7 @@ def said(capsys: pytest.CaptureFixture[str], command: str, *arguments: object) -
     """The one line in which a command refuses."""
     code = importlib.import_module(f"raytune_fsdp.cli.{command}").main([*map(str, arguments)])
     lines = capsys.readouterr().err.splitlines()
-    assert code == 2 and len(lines) == 1, (command, code, lines)
+    assert code == 2 and len(lines) == 1 and lines[0].isprintable(), (command, code, lines)
     return lines[0]
 
 

@@ -81,7 +81,9 @@ def change(run: Path, keys: tuple[str | int, ...], to: Any) -> None:
 
 def said(capfd: pytest.CaptureFixture[str], command: str, *arguments: object) -> tuple[int, str]:
     code = importlib.import_module(f"raytune_fsdp.cli.{command}").main([*map(str, arguments)])
-    return code, capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert all(char.isprintable() or char in "\n\t" for char in err), err
+    return code, err
 
 
 READERS: tuple[tuple[object, ...], ...] = (
@@ -102,6 +104,7 @@ def with_run(arguments: tuple[object, ...], run: Path) -> list[str]:
 
 NAMED: dict[str, tuple[tuple[str | int, ...], Callable[[Path, str], Any]]] = {
     "data.train.path": (("data", "train", 0, "path"), lambda there, url: f"{url}/rows.jsonl"),
+    "data.eval.hub": (("data", "eval"), lambda there, url: [{"hub": str(there)}]),
     "data.eval.path": (("data", "eval"), lambda there, url: [{"path": f"{there}/*.jsonl"}]),
     "eval.tasks.path": (
         ("eval",),
