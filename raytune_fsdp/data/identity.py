@@ -48,9 +48,10 @@ def identity_of_windows(
     }
     code = {f"datasets.{i}.function_file": each.code for i, each in enumerate(functions) if each is not None}
     modules = {
-        f"datasets.{i}.function_modules": dict(each.modules)
+        f"datasets.{i}.function_modules.{name}": content
         for i, each in enumerate(functions)
-        if each is not None and each.modules
+        if each is not None
+        for name, content in each.modules.items()
     }
     columnar = {f"datasets.{i}.columnar": source.columnar for i, source in enumerate(sources)}
     # Absent: all rows.

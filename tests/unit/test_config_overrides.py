@@ -189,7 +189,10 @@ def test_another_type_then_the_first_again_keeps_what_the_file_says(base: Path) 
 
 def test_another_type_inside_a_list_item(base: Path) -> None:
     dataset = load_config(base, ["--data.train.0.format.type", "completion"]).data.train[0]
-    assert (dataset.path, dataset.format.model_dump()) == ("a.jsonl", {"type": "completion", "text": "text"})
+    assert (dataset.path, dataset.format.model_dump()) == (
+        "a.jsonl",
+        {"type": "completion", "text": "text", "ignore": []},
+    )
 
 
 def test_a_field_of_a_union_that_the_file_does_not_name_belongs_to_the_default_type(tmp_path: Path) -> None:

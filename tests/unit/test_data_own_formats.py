@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from raytune_fsdp.config import DatasetConfig, PythonFormat, TemplateFormat
 from raytune_fsdp.data.rows.formats import Document, Formatter
+from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import DataError
 from tests.rows import make_windows
 from tests.unit.made_tokenizers import convert, demo, pieces, refusal
@@ -206,25 +207,31 @@ def helped(module: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
+def modules_in(windows: Windows) -> dict[str, str]:
+    """Those that its identity names."""
+    first = "datasets.0.function_modules."
+    return {key.removeprefix(first): value for key, value in windows.identity.items() if key.startswith(first)}
+
+
 def test_modules_that_a_function_imports_decide_the_windows(helped: Path, tmp_path: Path) -> None:
     """Also one that it imports only when it is called; not those that are installed."""
     dataset = DatasetConfig(path=str(tmp_path / "rows.jsonl"), format=python("chat"))
     before = make_windows([dataset], cache=tmp_path / "cache", seq_len=64)
     names = ["helper_of_mine", "later_of_mine", "parts_of_mine.words"]
-    assert sorted(before.identity["datasets.0.function_modules"]) == names
+    assert sorted(modules_in(before)) == names
     assert before.identity["order_version"] == 4
-    for changed in ("parts_of_mine/words.py", "later_of_mine.py"):
-        with open(tmp_path / changed, "a") as file:
+    for changed in ("parts_of_mine.words", "later_of_mine"):
+        with open(tmp_path / f"{changed.replace('.', '/')}.py", "a") as file:
             file.write("# another comment\n")
         after = make_windows([dataset], cache=tmp_path / "cache", seq_len=64)
         assert {key for key in before.identity if before.identity[key] != after.identity[key]} == {
-            "datasets.0.function_modules"
+            f"datasets.0.function_modules.{changed}"
         }
         assert before.fingerprint != after.fingerprint
         before = after
     # A run that was begun when they were not in it goes on, and finds its windows.
     old = make_windows([dataset], cache=tmp_path / "cache", seq_len=64, order_version=2)
-    assert "datasets.0.function_modules" not in old.identity and old.identity["order_version"] == 2
+    assert not modules_in(old) and old.identity["order_version"] == 2
 
 
 def test_worker_with_another_helper_refuses(helped: Path, tmp_path: Path) -> None:
@@ -241,7 +248,7 @@ def test_function_without_helpers_keeps_its_windows(module: Path, tmp_path: Path
     """In the identity only where there is such a module: what older trees have cached is found."""
     dataset = DatasetConfig(path=str(tmp_path / "rows.jsonl"), format=python("pair", type="instruction"))
     windows = make_windows([dataset], cache=tmp_path / "cache", seq_len=64)
-    assert "datasets.0.function_modules" not in windows.identity and windows.identity["order_version"] == 2
+    assert not modules_in(windows) and windows.identity["order_version"] == 2
 
 
 @pytest.mark.parametrize("function", ["tagged", "numbered"])
@@ -285,7 +292,7 @@ def test_module_without_source_counts_by_its_file(helped: Path, tmp_path: Path) 
     sys.path.append(str(archive))
     dataset = DatasetConfig(path=str(tmp_path / "rows.jsonl"), format=python("chat"))
     windows = make_windows([dataset], cache=tmp_path / "cache", seq_len=64)
-    found = windows.identity["datasets.0.function_modules"]
+    found = modules_in(windows)
     assert found["parts_of_mine.words"] == xxhash.xxh3_128_hexdigest(words.with_suffix(".pyc").read_bytes())
     assert found["later_of_mine"] == xxhash.xxh3_128_hexdigest(archive.read_bytes())
     assert pickle.loads(pickle.dumps(windows)).get(0, 0)[1]

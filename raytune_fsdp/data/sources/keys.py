@@ -1,7 +1,8 @@
 """Which keys the rows of a file have, of those that newer versions of the order read and older ones did not.
 
-Found by a search of the bytes while a file of JSON is scanned, at 0.9 GB/s, or in the schema of columns. A key
-that no row uses as one may be named, too: then a run has a newer version than it needs, and the same rows.
+Found by a search of the bytes while a file of JSON is scanned, or in the schema of columns. A key that no row uses as
+one may be named, too: then a run has a newer version than it needs, and the same rows. One that is not found (spelled
+with escapes, say) is not read: rows are read by the version that the run then has.
 """
 
 from __future__ import annotations
