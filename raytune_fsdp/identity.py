@@ -23,6 +23,7 @@ ABSENT: dict[str, Any] = {
     "datasets.rows": None,
     "datasets.held_out": None,
     "datasets.only": None,
+    "datasets.without": None,
     # Read under version 4 of the order only, which a run has where there is such a column.
     "format.chat.system": "system",
     "format.python.then.chat.system": "system",

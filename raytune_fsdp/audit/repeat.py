@@ -7,7 +7,7 @@ from typing import Any
 
 from raytune_fsdp.audit.segment import Segment
 from raytune_fsdp.checkpoint.state import read_state
-from raytune_fsdp.config import EvalConfig, FinetuneConfig, HeldOutConfig, ProfileConfig, TrackingConfig
+from raytune_fsdp.config import EvalConfig, FinetuneConfig, ProfileConfig, TrackingConfig
 from raytune_fsdp.config.tracking import MlflowConfig
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.run.length import plan_on_record
@@ -19,7 +19,6 @@ def repeat_of(
 ) -> FinetuneConfig:
     """The config of the run that trains the segment again: the same trajectory, without all that only looks at it."""
     plan = plan_on_record(place)
-    held_out = isinstance(config.data.eval, HeldOutConfig)  # it decides which rows are trained on
     sections: dict[str, Any] = {
         "run": {"storage": str(directory), "resume": "auto"},
         "data": {
@@ -27,7 +26,7 @@ def repeat_of(
             "cache": config.data.cache.model_copy(
                 update={"path": str(cache_of(config) if use_cache else directory / "cache")}
             ),
-            **({} if held_out else {"eval": []}),
+            **({} if config.data.eval_decides_training else {"eval": []}),
         },
         "checkpoint": {
             "storage": None,

@@ -93,6 +93,7 @@ def _stats(arguments: Sequence[str], prog: str) -> int:
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the lengths of the documents into this file")
     found, config = _parsed(parser, arguments)
     from raytune_fsdp.data.census import census
+    from raytune_fsdp.data.left_out import left_out_of
     from raytune_fsdp.report.data import plot_lengths, stats
     from raytune_fsdp.report.figure import NOT_INSTALLED, can_draw
     from raytune_fsdp.run.prepare import prepare_data
@@ -112,6 +113,8 @@ def _stats(arguments: Sequence[str], prog: str) -> int:
         for line in stats(counted, title=what):
             say(line)
         print()
+    for name, (before, after) in left_out_of(train.names, train.sources).items():
+        print(f"left out of {name}: {before - after:,} of {before:,} rows, as equal ones are measured or trained on")
     if found.png is not None:
         plot_lengths(censuses, found.png)
         say(f"lengths  {found.png}")

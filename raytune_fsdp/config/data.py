@@ -137,6 +137,13 @@ class DataConfig(Section):
     eval: Evaluation = Field(default_factory=list)
     """Datasets to measure the loss on, each with a curve of its own. Or a map: what to hold out of `data.train`."""
 
+    drop_eval_duplicates: bool = False
+    """Take the rows out of the training that are equal to rows of `data.eval`: that become the same tokens, with the same
+    mask. Without it they are counted, and a warning says how many there are."""
+
+    drop_duplicates: bool = False
+    """Train on the first of several equal rows only, in the order of the datasets and of their rows."""
+
     seq_len: int = Field(default=2048, ge=2)
     """Tokens in a packed sample."""
 
@@ -178,6 +185,11 @@ class DataConfig(Section):
 
     cache: CacheConfig = Field(default_factory=CacheConfig)
     """Where prepared data is kept."""
+
+    @property
+    def eval_decides_training(self) -> bool:
+        """Whether the rows of `eval` decide which ones are trained on."""
+        return isinstance(self.eval, HeldOutConfig) or self.drop_eval_duplicates
 
     @model_validator(mode="after")
     def _mixture(self) -> Self:

@@ -3,6 +3,8 @@
 In the order of the data:
 
 open_data      from a config to the windows to train on, and those to evaluate on
+duplicates     rows that become the same tokens, found before any is tokenized
+left_out       which of them are not trained on
 sources/       the rows of files, found by number
 mixture        which row of which dataset comes at each place of an epoch
 order          the keyed permutations behind that order

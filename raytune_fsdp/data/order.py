@@ -17,7 +17,8 @@ again, their samples. All of that belongs to a version of the order, as do the r
     3             with `shuffle: none`, documents are packed in their own order (`packing.best_fit_in_order`); a
                   directory that links lead to again is read once (`sources.places`)
     4             a directory is read by splits (`sources.splits`), and chats also by what `sources.keys` looks for;
-                  modules that a function of the user's imports belong to the run (`data.trial`)
+                  modules that a function of the user's imports belong to the run (`data.trial`); equal rows are held
+                  out together, or not at all (`data.duplicates`)
 
 A run keeps the version that it was begun with. A new run, and windows in the cache, have the lowest that gives them
 their rows in their order: most data is the same under all, and so keeps its runs and its cache.

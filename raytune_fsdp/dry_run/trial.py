@@ -9,7 +9,6 @@ from raytune_fsdp.config import (
     CheckpointConfig,
     EvalConfig,
     FinetuneConfig,
-    HeldOutConfig,
     ProfileConfig,
     TrackingConfig,
 )
@@ -22,12 +21,11 @@ STEPS = 2
 
 def trial_of(config: FinetuneConfig, directory: Path) -> FinetuneConfig:
     """The config of the run that is trained in `directory`: same data, model, batches and ranks."""
-    held_out = isinstance(config.data.eval, HeldOutConfig)  # it decides which rows are trained on
     sections: dict[str, Any] = {
         "run": {"storage": str(directory), "resume": "auto"},
         "data": {
             "cache": config.data.cache.model_copy(update={"path": str(directory / "cache")}),
-            **({} if held_out else {"eval": []}),
+            **({} if config.data.eval_decides_training else {"eval": []}),
         },
         "train": {"max_steps": STEPS, "epochs": None, "log_every": 1},
         "optim": {"schedule_steps": _schedule_of(config)},

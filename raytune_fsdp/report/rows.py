@@ -13,7 +13,7 @@ from raytune_fsdp.report.history import History
 from raytune_fsdp.report.marks import AxisMark
 from raytune_fsdp.tracking import names
 
-_LOST = {names.ROWS_DROPPED, names.ROWS_SKIPPED, names.ROWS_HELD_OUT, names.COLUMN_NOT_READ}
+_LOST = {names.ROWS_DROPPED, names.ROWS_SKIPPED, names.ROWS_HELD_OUT, names.ROWS_LEFT_OUT, names.COLUMN_NOT_READ}
 _MOST_NOTES, _MOST_DATASETS = 20, 100
 
 

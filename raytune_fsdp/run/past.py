@@ -179,7 +179,7 @@ def _own_data(
     )
     tokenizer = load_tokenizer(config.model_copy(update={"model": model}), own)
     vocab_size = load_architecture(model, own).get_text_config().vocab_size
-    if not isinstance(config.data.eval, HeldOutConfig):  # its files need not be there
+    if not config.data.eval_decides_training:  # its files need not be there
         config = config.model_copy(update={"data": config.data.model_copy(update={"eval": []})})
     version = None if newest is None else newest.identity.get("data.order_version")
     windows, _ = open_data(config, tokenizer, vocab_size, progress, order_version=version)

@@ -26,6 +26,7 @@ from raytune_fsdp.config.method import AdapterMethod
 from raytune_fsdp.config.recorded import recorded
 from raytune_fsdp.config.text import dump
 from raytune_fsdp.counts import Census
+from raytune_fsdp.data.left_out import left_out_of
 from raytune_fsdp.data.open_data import HELD_OUT
 from raytune_fsdp.data.skipped import events_of_rows
 from raytune_fsdp.durable import replace_durably, take_from_others
@@ -203,6 +204,10 @@ def start_tracker(
             each for data in (prepared.train, *prepared.evals.values()) for each in data.unread
         ):
             tracker.event(names.COLUMN_NOT_READ, **column.fields())
+    left_out = left_out_of(prepared.train.names, prepared.train.sources) if standing.state.step == 0 else {}
+    if left_out:
+        before, after = ({name: each[i] for name, each in left_out.items()} for i in (0, 1))
+        tracker.event(names.ROWS_LEFT_OUT, before=before, after=after)
     if prepared.census is not None and standing.state.step == 0:
         _report_lost_rows(tracker, prepared.census)
     return tracker

@@ -94,6 +94,8 @@ ROWS_DROPPED = "rows_dropped"
 """Rows did not become a document. Fields: counts by reason; truncated, cut, rows."""
 ROWS_HELD_OUT = "rows_held_out"
 """Rows of the training data are measured instead of trained on. Fields: rows (how many, by dataset)."""
+ROWS_LEFT_OUT = "rows_left_out"
+"""Rows are not trained on because equal ones are measured, or trained on. Fields: before, after (rows by dataset)."""
 COLUMN_NOT_READ = "column_not_read"
 """A well-known column that the format of a dataset does not read, and that is not empty. Fields: dataset, column,
 share (of the rows that have something in it), rows (how many were looked at), read_by."""

@@ -136,6 +136,44 @@ def test_a_run_begun_before_directories_had_splits_goes_on_with_every_file(
         assert main(["audit", str(run_dir(whole)), "--from", first, "--to", "8"]) == 0, capsys.readouterr()
 
 
+def test_a_run_in_steps_leaves_equal_rows_out_and_goes_on_without_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Said in an event; in what is looked at and trained again afterwards, too."""
+    tokens = {"format": {"type": "tokens"}}
+    rows = write_tokens(tmp_path / "rows.jsonl", rows=90).read_text().splitlines(keepends=True)
+    (tmp_path / "rows.jsonl").write_text("".join([*rows, *rows[:7], rows[40]]))
+    (tmp_path / "measured.jsonl").write_text("".join(reversed(rows[:17])))
+    sections: Any = {
+        "train": {**TRAIN, "max_steps": 8},
+        "data": {
+            "train": [{**tokens, "path": f"{tmp_path}/rows.jsonl"}],
+            "eval": [{**tokens, "path": f"{tmp_path}/measured.jsonl"}],
+            "drop_eval_duplicates": True, "drop_duplicates": True, "seq_len": 48, "window": 32,
+        },
+        "parallel": {"precision": "fp32"},
+        "checkpoint": {"every": 4, "keep_last": None},
+    }  # fmt: skip
+    whole, stopped = (make_config(tmp_path, run={"name": name}, **sections) for name in ("whole", "stopped"))
+    first = trajectory(whole, 2)
+    trajectory(stopped, 2, stop_after=5)
+    assert trajectory(stopped, 2) == first
+    (event,) = (e["fields"] for e in read_events(run_dir(stopped) / "events.jsonl") if e["event"] == "rows_left_out")
+    assert event == {"before": {"rows": 98}, "after": {"rows": 73}}
+    assert order_version(run_dir(whole)) == {2}
+    torch.set_num_threads(1)  # as the ranks of tests have
+    run = str(run_dir(whole))
+    assert main(["step", run, "7"]) == 0 and main(["eval", run, "--json"]) == 0
+    assert main(["audit", run, "--from", "4", "--to", "8", "--workers", "2"]) == 0, capsys.readouterr()
+    capsys.readouterr()
+    assert main(["data", "stats", "--config", f"{run}/config.yaml"]) == 0
+    assert "left out of rows: 25 of 98 rows, as equal ones are measured or trained on" in capsys.readouterr().out
+    # Another evaluation would be another run.
+    (tmp_path / "measured.jsonl").write_text("".join(rows[3:17]))
+    assert main(["train", "--config", f"{run}/config.yaml", "--train.max_steps", "9"]) == 2
+    assert "data.train.0.without: was '25 equal rows, " in capsys.readouterr().err
+
+
 def train_without_splits(values: Any, stop_after: int | None = None) -> bool:
     """A rank of a tree that knows no order after version 3."""
     from raytune_fsdp.data import order

@@ -89,6 +89,7 @@ CARRIED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             ]
         },
     ),
+    ("axolotl", {"dataset_exact_deduplication": True}, {"data.drop_duplicates": True}),
     ("trl", {"dataset_train_split": "train[:100]"}, {"data.train.0.rows": {"first": 100}, "data.train.0.split": None}),
     (
         "trl",

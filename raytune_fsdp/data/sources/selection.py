@@ -13,10 +13,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
 from raytune_fsdp.config.data import RowsConfig
+from raytune_fsdp.data.order import FOURTH_ORDER, OLDEST_ORDER
 from raytune_fsdp.data.sources.source import Columns, Row, Source
 from raytune_fsdp.errors import RowError
+from raytune_fsdp.keyed import mix64
 
 if TYPE_CHECKING:
     Int64Array = np.ndarray[Any, np.dtype[np.int64]]
@@ -32,13 +35,16 @@ class Selected:
     selection: Mapping[str, str]
     """What was chosen, as it is part of the identity of a run."""
     others: bool = False
+    lowest_order: int = OLDEST_ORDER
+    """The lowest version of the order that makes this choice."""
     columnar: bool = field(init=False)
     label: str = field(init=False)
     order_version: int = field(init=False)
 
     def __post_init__(self) -> None:
-        for name in ("columnar", "label", "order_version"):
+        for name in ("columnar", "label"):
             object.__setattr__(self, name, getattr(self.base, name))
+        object.__setattr__(self, "order_version", max(self.base.order_version, self.lowest_order))
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
@@ -119,16 +125,68 @@ def some_rows(source: Source, rows: RowsConfig | None) -> Source:
     return Selected(source, lowest([source], rows.limit, "limit")[0], {"rows": f"limit {rows.limit}"})
 
 
-def hold_out(sources: Sequence[Source], many: int) -> list[tuple[Source, Source]]:
-    """Of each source the rows to train on, and those that are held out: `many` of all sources together."""
-    chosen = lowest(sources, many, "held out")
+def hold_out(
+    sources: Sequence[Source], many: int, groups: Sequence[Int64Array] | None = None
+) -> list[tuple[Selected, Selected]]:
+    """Of each source the rows to train on, and those that are held out: `many` of all sources together.
+
+    `groups`: the number of each row's group of equal rows (-1: it has none), which are held out together or not at all.
+    None: they are not.
+    """
+    chosen, what, order = lowest(sources, many, "held out"), f"{many} rows", OLDEST_ORDER
+    if groups is not None and _divides(groups, chosen):
+        chosen = _whole_groups(sources, many, groups)
+        what, order = f"{what} in whole groups, {digest_of(chosen)}", FOURTH_ORDER
     return [
         (
-            Selected(source, numbers, {**source.selection, "held_out": f"{many} rows"}, others=True),
-            Selected(source, numbers, {**source.selection, "only": f"{many} rows held out"}),
+            Selected(source, numbers, {**source.selection, "held_out": what}, others=True, lowest_order=order),
+            Selected(source, numbers, {**source.selection, "only": f"{what} held out"}, lowest_order=order),
         )
         for source, numbers in zip(sources, chosen, strict=True)
     ]
+
+
+def digest_of(numbers: Sequence[Int64Array]) -> str:
+    """Which rows these are, of several sources, for the identity of a run."""
+    state = xxhash.xxh3_128()
+    for each in numbers:
+        state.update(np.asarray([len(each), *each], dtype=np.int64).tobytes())
+    return state.hexdigest()
+
+
+def _divides(groups: Sequence[Int64Array], chosen: Sequence[Int64Array]) -> bool:
+    """Whether a row is chosen and an equal one is not."""
+    taken = [own[numbers] for own, numbers in zip(groups, chosen, strict=True)]
+    left = [np.delete(own, numbers) for own, numbers in zip(groups, chosen, strict=True)]
+    both = np.intersect1d(np.concatenate(taken), np.concatenate(left))
+    return bool((both >= 0).any())
+
+
+def _whole_groups(sources: Sequence[Source], many: int, groups: Sequence[Int64Array]) -> list[Int64Array]:
+    """Of each source the rows of the groups with the lowest keys: `many` of all sources, where groups add up to that.
+
+    A row without an equal one is a group, with the row's key. That of others follows from the lowest of their rows',
+    but is not it: else large groups would nearly always be chosen. It does not depend on the order of the files.
+    """
+    of_rows = np.concatenate(list(groups))
+    keys = np.concatenate([part for source in sources for part in source.keys("held out")])
+    kinds, at, sizes = np.unique(
+        np.where(of_rows < 0, -1 - np.arange(len(of_rows)), of_rows), return_inverse=True, return_counts=True
+    )
+    key_of = np.full(len(kinds), np.iinfo(np.uint64).max, dtype=np.uint64)
+    np.minimum.at(key_of, at, keys)
+    for kind in np.flatnonzero(sizes > 1).tolist():
+        key_of[kind] = mix64(int(key_of[kind]))
+    taken: list[int] = []
+    held = 0
+    for kind in np.lexsort((sizes, key_of)).tolist():
+        if held < many and (not taken or held + sizes[kind] <= many):
+            taken.append(kind)
+            held += int(sizes[kind])
+    is_taken = np.zeros(len(kinds), dtype=np.bool_)
+    is_taken[taken] = True
+    ends = np.cumsum([len(own) for own in groups])
+    return [np.flatnonzero(own).astype(np.int64) for own in np.split(is_taken[at], ends[:-1])]
 
 
 def lowest(sources: Sequence[Source], many: int, what: str) -> list[Int64Array]:

@@ -1,0 +1,265 @@
+"""Rows that are equal: the same tokens with the same mask, whatever the rows look like.
+
+A pass of its own, before anything is tokenized: every row is read for its keys (`rows.row_keys`), by as many processes
+as there are cores, and these are kept in the cache. Then rows with equal keys are found by sorting. Only rows of which
+the keys alone do not tell are tokenized.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raytune_fsdp.config.data import DataConfig, DatasetConfig
+from raytune_fsdp.data.order import ORDER_VERSION
+from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION, Document, Formatter
+from raytune_fsdp.data.rows.row_keys import RowKeys, token_key
+from raytune_fsdp.data.rows.templates import load_template
+from raytune_fsdp.data.sources import Source
+from raytune_fsdp.data.sources.prepared import prepare
+from raytune_fsdp.data.trial import try_functions
+from raytune_fsdp.errors import DataError, RaytuneError
+from raytune_fsdp.types import Progress
+from raytune_fsdp.urls import is_url
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+
+# Part of what is kept in the cache: raise it when a row gets other keys.
+_VERSION = 1
+_AT_ONCE = 1024
+# A process takes seconds to start, in which this one reads so many rows.
+_ROWS_A_PROCESS = 100_000
+_LOOK_SECONDS = 0.2
+# Rows that are tokenized together.
+_BATCH = 128
+
+
+@dataclass(frozen=True, slots=True)
+class RowReader:
+    """Reads the rows of one dataset for their keys, and some of them as documents."""
+
+    source: Source
+    keys: RowKeys
+    formatter: Formatter
+
+    @classmethod
+    def of(
+        cls,
+        dataset: DatasetConfig,
+        source: Source,
+        data: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        order: int = ORDER_VERSION,
+    ) -> RowReader:
+        """`order`: the version by whose rules rows are read."""
+        options: dict[str, Any] = {
+            "tokenizer": tokenizer,
+            "vocab_size": vocab_size,
+            "template": None if data.chat_template is None else load_template(data.chat_template),
+            "columnar": source.columnar,
+            "special_tokens": data.special_tokens_in_text,
+            "order": order,
+            "copied": True,
+        }
+        formatter = Formatter(dataset.format, **options)
+        try_functions([formatter], [source], order)
+        if formatter.function is not None:  # what is kept in the cache belongs to these modules
+            options |= {"code": formatter.function.code, "modules": dict(formatter.function.modules)}
+        return cls(source, RowKeys(dataset.format, **options), formatter)
+
+    def token_keys(self, rows: Sequence[int]) -> list[bytes | None]:
+        """A hash of the tokens and the mask of each of these rows; None of one that becomes no document."""
+        found: list[bytes | None] = []
+        for first in range(0, len(rows), _BATCH):
+            some = rows[first : first + _BATCH]
+            wheres = [self.source.where(row) for row in some]
+            documents = self.formatter.documents(self.source.rows(some), wheres)
+            found += [token_key(each) if isinstance(each, Document) else None for each in documents]
+        return found
+
+
+def is_read_cheaply(dataset: DatasetConfig, data: DataConfig, source: Source) -> bool:
+    """Whether all rows can be read once more: not those that are fetched from a store whenever they are needed."""
+    return not (dataset.path and is_url(dataset.path) and source.columnar and data.shuffle != "rows")
+
+
+def groups_of(readers: Sequence[RowReader], cache: Path, progress: Progress | None = None) -> list[Int64Array]:
+    """Of each source, for each row the number of its group of equal rows, over all sources; -1 of one without any."""
+    kept = [_kept(reader, cache, progress) for reader in readers]
+    first = np.cumsum([0, *(len(loose) for loose, _ in kept)])
+    loose = np.concatenate([each for each, _ in kept]) if kept else np.empty(0, np.uint64)
+    groups = np.full(len(loose), -1, dtype=np.int64)
+    order = np.argsort(loose, kind="stable")
+    again = np.zeros(len(loose), dtype=np.bool_)
+    again[1:] = (loose[order][1:] == loose[order][:-1]) & (loose[order][1:] != 0)
+    alike = again.copy()
+    alike[:-1] |= again[1:]
+    rows = order[alike]
+    if len(rows):
+        run = np.cumsum(~again[alike], dtype=np.int64)
+        exact = np.empty((len(rows), 2), dtype=np.uint64)
+        for number, (_, keys) in enumerate(kept):
+            own = (rows >= first[number]) & (rows < first[number + 1])
+            exact[own] = keys[rows[own] - first[number]]
+        number_of = _same(run, exact, rows, lambda wanted: _token_keys(readers, first, wanted))
+        kinds, at, many = np.unique(number_of, return_inverse=True, return_counts=True)
+        groups[rows] = np.where(many[at] > 1, kinds[at], -1)
+    return [groups[first[number] : first[number + 1]] for number in range(len(readers))]
+
+
+def _same(
+    run: Int64Array, exact: Any, rows: Int64Array, token_keys: Callable[[Int64Array], list[bytes | None]]
+) -> Int64Array:
+    """The number of the group of each of these rows, which is that of its first row. Rows of one `run` are alike."""
+    by_key = np.lexsort((rows, exact[:, 1], exact[:, 0], run))
+    begins = np.ones(len(rows), dtype=np.bool_)
+    begins[1:] = (np.diff(run[by_key]) != 0) | (np.diff(exact[by_key], axis=0) != 0).any(axis=1)
+    which = np.empty(len(rows), dtype=np.int64)
+    which[by_key] = np.cumsum(begins) - 1
+    firsts = by_key[begins]
+    number = rows[firsts]
+    runs, keys_in_run = np.unique(run[firsts], return_counts=True)
+    unclear = np.flatnonzero(np.isin(run[firsts], runs[keys_in_run > 1]))
+    seen: dict[tuple[int, bytes], int] = {}
+    for place, key in zip(unclear.tolist(), token_keys(number[unclear]) if len(unclear) else [], strict=True):
+        if key is not None:
+            number[place] = seen.setdefault((int(run[firsts[place]]), key), int(number[place]))
+    return number[which]
+
+
+def _token_keys(readers: Sequence[RowReader], first: Int64Array, rows: Int64Array) -> list[bytes | None]:
+    found: list[bytes | None] = [None] * len(rows)
+    for number, reader in enumerate(readers):
+        own = np.flatnonzero((rows >= first[number]) & (rows < first[number + 1]))
+        for place, key in zip(own.tolist(), reader.token_keys((rows[own] - first[number]).tolist()), strict=True):
+            found[place] = key
+    return found
+
+
+def _kept(reader: RowReader, cache: Path, progress: Progress | None) -> tuple[Any, Any]:
+    """The loose and the exact keys of all rows, from the cache or read now."""
+    source, keys = reader.source, reader.keys
+    identity = {
+        "preparation": "row keys",
+        "version": [_VERSION, DOCUMENT_VERSION],
+        "files": list(source.fingerprints.values()),
+        "selection": dict(source.selection),
+        "reader": keys.about,
+    }
+
+    def make(directory: Path) -> Mapping[str, Any]:
+        _read_keys(reader, directory, progress)
+        return {"rows": len(source)}
+
+    made = prepare(cache, identity, make, shown=source.label, progress=progress)
+    rows = len(source)
+    return (
+        np.fromfile(made.path / "loose", dtype=np.uint64, count=rows),
+        np.memmap(made.path / "exact", dtype=np.uint64, mode="r", shape=(rows, 2)),
+    )
+
+
+def _read_keys(reader: RowReader, directory: Path, progress: Progress | None) -> None:
+    rows = len(reader.source)
+    np.zeros(rows, dtype=np.uint64).tofile(directory / "loose")
+    np.zeros((rows, 2), dtype=np.uint64).tofile(directory / "exact")
+    processes = max(1, min(len(os.sched_getaffinity(0)), rows // _ROWS_A_PROCESS))
+    parts = [range(rows * n // processes, rows * (n + 1) // processes) for n in range(processes)]
+    shown = f"comparing the rows of {reader.source.label}"
+    if processes == 1:
+        for done in _write_keys(reader.source, reader.keys, directory, parts[0]):
+            if progress is not None:
+                progress(shown, done, rows)
+        return
+    np.zeros(processes, dtype=np.int64).tofile(directory / "done")
+    with _started(reader, directory, parts) as started:
+        while any(each.poll() is None for each in started):
+            time.sleep(_LOOK_SECONDS)
+            if progress is not None:
+                progress(shown, int(np.fromfile(directory / "done", dtype=np.int64).sum()), rows)
+            if any(each.poll() for each in started):
+                break
+    (directory / "done").unlink()
+
+
+@contextmanager
+def _started(reader: RowReader, directory: Path, parts: Sequence[range]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that each read a part of the rows. Not forked: the tokenizer's threads may hold locks."""
+    code = f"from {__name__} import work; work()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RAYON_NUM_THREADS": "1"}
+    started = []
+    try:
+        for number, part in enumerate(parts):
+            with open(directory / f"problem-{number}", "wb") as errors:
+                each = subprocess.Popen(
+                    [sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=errors, env=environment
+                )
+            started.append(each)
+            assert each.stdin is not None
+            with suppress(BrokenPipeError), each.stdin:  # it has ended already, and says why
+                pickle.dump((reader.source, reader.keys, directory, part, number), each.stdin)
+        yield started
+        for number, each in enumerate(started):
+            if each.poll():
+                raise _problem(directory / f"problem-{number}", each)
+            (directory / f"problem-{number}").unlink()
+    finally:
+        for each in started:
+            if each.poll() is None:
+                each.kill()
+            each.wait()
+
+
+def _problem(path: Path, process: subprocess.Popen[bytes]) -> RaytuneError:
+    said = path.read_bytes()
+    if process.returncode == DataError.exit_code:
+        error: RaytuneError = pickle.loads(said.partition(_BEGIN)[2])
+        return error
+    last = said.decode("utf-8", "replace").strip().rpartition("\n")[2]
+    return DataError(
+        f"a process that compares rows ended with code {process.returncode} ({last[:300]}); start again, and if it "
+        "happens again with fewer rows (rows.limit), report it"
+    )
+
+
+_BEGIN = b"\n--- a problem with the data ---\n"
+
+
+def work() -> None:
+    """What a process of `_started` does."""
+    source, keys, directory, part, number = pickle.load(sys.stdin.buffer)
+    done = np.memmap(directory / "done", dtype=np.int64, mode="r+")
+    try:
+        for many in _write_keys(source, keys, directory, part):
+            done[number] = many
+    except RaytuneError as error:
+        sys.stderr.buffer.write(_BEGIN + pickle.dumps(error))
+        sys.exit(DataError.exit_code)
+
+
+def _write_keys(source: Source, keys: RowKeys, directory: Path, part: range) -> Iterator[int]:
+    rows = len(source)
+    loose = np.memmap(directory / "loose", dtype=np.uint64, mode="r+")
+    exact = np.memmap(directory / "exact", dtype=np.uint64, mode="r+", shape=(rows, 2))
+    for first in range(part.start, part.stop, _AT_ONCE):
+        some = range(first, min(first + _AT_ONCE, part.stop))
+        found = keys.keys(source.rows(some))
+        loose[some.start : some.stop] = [key for key, _ in found]
+        exact[some.start : some.stop] = np.frombuffer(b"".join(key for _, key in found), np.uint64).reshape(-1, 2)
+        yield some.stop - part.start
+    loose.flush()
+    exact.flush()

@@ -1,0 +1,130 @@
+"""Keys of rows that tell which of them are equal, without rendering a conversation or making a token of any.
+
+Rows are equal if they become the same tokens with the same mask. Rows with one *exact* key are: it is a hash of all
+that a document is made of. Rows with different *loose* keys are not: it is a hash of what is said in the row, without
+all that templates and tokenizers may leave out or make the same: white space, case, reasoning. For the few between,
+whose loose keys are equal and exact ones are not, the tokens decide (`duplicates`).
+
+Texts, conversations and rows of tokens are compared each among themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import xxhash
+from tokenizers.models import WordLevel, WordPiece
+
+from raytune_fsdp.config.formats import Format
+from raytune_fsdp.data.rows.chat import Conversation
+from raytune_fsdp.data.rows.formats import Document, Formatter, _Text
+from raytune_fsdp.errors import RowError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
+_NO_KEY = (0, bytes(16))
+
+Keys = tuple[int, bytes]
+"""The loose key in 64 bits, and the exact one in 128."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Said(_Text):
+    """A conversation, and what is said in it."""
+
+    said: str
+
+
+class RowKeys(Formatter):
+    """Reads the rows of one dataset as its formatter does, for their keys."""
+
+    def __init__(self, format: Format, *, tokenizer: PreTrainedTokenizerBase, **options: Any) -> None:
+        super().__init__(format, tokenizer=tokenizer, **options)
+        self._made_of = (format, tokenizer, options)
+        self._eos_text = tokenizer.eos_token or ""
+        self._normalizes = tokenizer.is_fast and tokenizer.backend_tokenizer.normalizer is not None
+        """Whether the tokenizer may make the same of characters that are alike."""
+        self._unknown = _unknown(tokenizer) if tokenizer.is_fast else ""
+
+    def __reduce__(self) -> Any:
+        return _row_keys, self._made_of
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """All that decides the keys of a row, as JSON."""
+        format, _, options = self._made_of
+        deciding = {key: value for key, value in options.items() if key not in ("vocab_size", "template", "copied")}
+        return {
+            **deciding,
+            "format": format.model_dump(mode="json"),
+            "special": self._special,
+            "end": self._eos_text,
+            "tokenizer": [self._normalizes, self._unknown],
+        }
+
+    def keys(self, rows: Sequence[dict[str, Any] | RowError]) -> list[Keys]:
+        """The keys of each row; zeros of one that becomes no document."""
+        return [self._key(self._read_or_error(row, "", made=False)) for row in rows]
+
+    def _key(self, item: _Text | Document | RowError) -> Keys:
+        if isinstance(item, RowError):
+            return _NO_KEY
+        if isinstance(item, Document):
+            exact = token_key(item)
+            return xxhash.xxh3_64_intdigest(exact) or 1, exact
+        # Surrogates are refused where a row is rendered.
+        content = f"{item.spans}{item.plain}{item.literals}\0{item.text}".encode("utf-8", "surrogatepass")
+        # A text that ends with its end token gets no second one.
+        said = item.said if isinstance(item, _Said) else item.text.removesuffix(self._eos_text)
+        seed = 1 if isinstance(item, _Said) else 2
+        return xxhash.xxh3_64_intdigest(self._loosely(said), seed) or 1, xxhash.xxh3_128_digest(content, seed)
+
+    def _loosely(self, said: str) -> bytes:
+        if self._unknown == "words":
+            return b""  # any two texts may be the same tokens
+        if self._normalizes and not said.isascii():
+            said = unicodedata.normalize("NFKC", said)
+        said = "".join(said.split())
+        if self._normalizes:
+            said = said.casefold()
+        return said.encode("ascii", "ignore") if self._unknown else said.encode("utf-8", "surrogatepass")
+
+    def _render(self, conversation: Conversation, loss: Literal["assistant", "last_turn", "all"]) -> _Text:
+        said = []
+        for message in conversation.messages:
+            # A template may put a system message of its own where there is none, and write a tool's result anew.
+            content = message.get("content") if message.get("role") in ("user", "assistant") else None
+            for text in content if isinstance(content, list) else [content]:
+                text = text.get("text") if isinstance(text, dict) else text
+                if isinstance(text, str):
+                    said.append(_THOUGHT.sub("", text) if "<think>" in text else text)
+        # In the order of the row: a template may write an object as it stands.
+        whole = json.dumps([conversation.messages, conversation.tools, conversation.train, loss], default=str)
+        return _Said(whole, None, False, [], "\n".join(said))
+
+
+def _unknown(tokenizer: PreTrainedTokenizerBase) -> Literal["", "words", "characters"]:
+    """What may become one token whatever it is, because the tokenizer does not know it."""
+    model, before = tokenizer.backend_tokenizer.model, str(tokenizer.backend_tokenizer.pre_tokenizer)
+    if getattr(model, "byte_fallback", False) or "ByteLevel" in before:
+        return ""
+    return "words" if isinstance(model, WordLevel | WordPiece) else "characters"
+
+
+def token_key(document: Document) -> bytes:
+    """A hash of what rows that are equal have in common."""
+    return xxhash.xxh3_128_digest(
+        np.ascontiguousarray(document.input_ids).tobytes() + np.ascontiguousarray(document.labels).tobytes()
+    )
+
+
+def _row_keys(format: Format, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> RowKeys:
+    return RowKeys(format, tokenizer=tokenizer, **options)
