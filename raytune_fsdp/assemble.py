@@ -14,14 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from raytune_fsdp.checkpoint.catalogue import Keep
 from raytune_fsdp.checkpoint.loading import load
-from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.checkpoint.room import node_without_room
-from raytune_fsdp.checkpoint.saver import Saver, open_saver
+from raytune_fsdp.checkpoint.saver import Saver
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.collectives import on_rank0
-from raytune_fsdp.config import CheckpointConfig, FinetuneConfig, ParallelConfig
+from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.config.method import QloraMethod
 from raytune_fsdp.config.optimizers import state_bytes
 from raytune_fsdp.data.batches import rank_batches
@@ -77,12 +75,11 @@ from raytune_fsdp.run.cut_trial import try_cut
 from raytune_fsdp.run.initial_weights import fill_mode, first_weights
 from raytune_fsdp.run.kernels import kernels_of
 from raytune_fsdp.run.record import open_run, start_tracker
+from raytune_fsdp.run.saves import open_saves
 from raytune_fsdp.run.standing import Prepared, Standing
-from raytune_fsdp.saving import NothingSaved, Saves
 from raytune_fsdp.step import FIRST_SCALE, LossScale
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import read_evaluations
-from raytune_fsdp.tracking.names import highest_is_best, score
 from raytune_fsdp.tracking.tracker import Tracker
 from raytune_fsdp.types import Saved, StepBatches
 
@@ -132,9 +129,11 @@ def assemble(
     tracker = start_tracker(config, prepared, standing, opened, learner.kernels, device, hooks.console, hooks.trackers)
     stream = Stream(prepared.train, seed=config.run.seed)
     batches = _batches(hooks, standing, stream, learner.groups.together)
-    saver = _saver(config, prepared, standing, learner)
-    _report(tracker, learner, saver, hooks.predicted)
-    own = OwnTime(learner.units, device, storage=lambda: saver.own_seconds) if plan.layout.world > 1 else None
+    saves = open_saves(
+        config, prepared, standing, learner.model, learner.optimizer, tracker, saved=hooks.saved, lost=opened.lost
+    )
+    _report(tracker, learner, saves.saver, hooks.predicted)
+    own = OwnTime(learner.units, device, storage=lambda: saves.saver.own_seconds) if plan.layout.world > 1 else None
     return Parts(
         config=config,
         plan=plan,
@@ -145,7 +144,7 @@ def assemble(
         compiler=learner.compiler,
         generates_with=generating(learner.model, prepared.needs),
         tokenizer=prepared.tokenizer,
-        optimizer=saver.guard(learner.optimizer, device),
+        optimizer=saves.saver.guard(learner.optimizer, device),
         scale=LossScale.start(
             enabled=config.parallel.precision == "fp16",
             device=device,
@@ -158,13 +157,7 @@ def assemble(
         documents=DocumentRecord(learner.objective.documents, prepared.place.documents, standing.attempt),
         profiler=StepProfiler(config.profile.steps, prepared.place.profile, device, dist.get_rank()),
         skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
-        saves=(NothingSaved if prepared.dry else Saves)(
-            saver=saver,
-            tracker=tracker,
-            requests=Requests(prepared.place.path),
-            saved=hooks.saved,
-            committed=state.step,
-        ),
+        saves=saves,
         tracker=tracker,
         state=_next_state(prepared, standing, learner),
         not_evaluated=_not_evaluated(config, prepared, standing),
@@ -374,27 +367,3 @@ def spread(
         compiler=compiler,
     )
     shard(model, mesh, parallel, units, per_node=per_node)
-
-
-def keep_of(chosen: CheckpointConfig) -> Keep:
-    """Which checkpoints a config keeps."""
-    highest = highest_is_best(chosen.best, chosen.best_is)
-    return Keep(last=chosen.keep_last, every=chosen.keep_every, best=chosen.keep_best, lower_is_better=not highest)
-
-
-def _saver(config: FinetuneConfig, prepared: Prepared, standing: Standing, learner: _Learner) -> Saver:
-    chosen = config.checkpoint
-    scores = {}  # of earlier attempts too, or their best checkpoints would be pruned
-    if dist.get_rank() == 0 and chosen.keep_best:
-        found = read_evaluations(prepared.place.metrics, standing.state.step)
-        scores = {step: score(values, chosen.best) for step, values in found.items()}
-    return open_saver(
-        prepared.place.checkpoints,
-        learner.model,
-        learner.optimizer,
-        attempt=standing.attempt,
-        keep=keep_of(chosen),
-        seconds=chosen.timeout_minutes * 60,
-        asynchronous=chosen.asynchronous,
-        scores={step: value for step, value in scores.items() if value is not None},
-    )

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from raytune_fsdp.cadence import Every, PartsOfEpochs, due, passed, to_json
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.cluster import Between
+from raytune_fsdp.config.every import PerEpoch, SaveEvery
 from raytune_fsdp.counts import Census
 from raytune_fsdp.division import Division
 from raytune_fsdp.errors import ConfigError
@@ -73,15 +75,23 @@ class Plan:
     schedule_steps: int
     warmup_steps: int
     log_every: int
-    eval_every: int
-    save_every: int
+    eval_every: Every
+    save_every: Every
+    """When a checkpoint is due whatever the clock says. Those by the clock are no part of the plan."""
     layout: Layout
     datasets: int
     """How many datasets are trained on."""
+    export_every: Every | None = None
+    """None: only the end is exported."""
 
-    def due(self, step: int, every: int) -> bool:
+    def due(self, step: int, every: Every) -> bool:
         """Whether something with this cadence is due after this step. After the last step everything is."""
-        return step % every == 0 or step == self.steps
+        return due(step, every) or step == self.steps
+
+    @property
+    def saves(self) -> int:
+        """How many checkpoints are due, that of the last step included."""
+        return passed(self.steps - 1, self.save_every) + 1
 
     def to_dict(self) -> dict[str, Any]:
         """Everything that does not depend on the world size, as plain data for plan.json."""
@@ -95,8 +105,8 @@ class Plan:
             "schedule_steps": self.schedule_steps,
             "warmup_steps": self.warmup_steps,
             "log_every": self.log_every,
-            "eval_every": self.eval_every,
-            "save_every": self.save_every,
+            "eval_every": to_json(self.eval_every),
+            "save_every": to_json(self.save_every),
         }
 
     def spread(self) -> dict[str, int]:
@@ -148,11 +158,37 @@ def resolve(
         schedule_steps=schedule_steps,
         warmup_steps=warmup,
         log_every=train.log_every,
-        eval_every=config.eval.every or steps,
-        save_every=config.checkpoint.every or steps,
+        **_cadences(config, steps, census),
         layout=layout,
         datasets=len(config.data.train),
     )
+
+
+def _cadences(config: FinetuneConfig, steps: int, census: Census | None) -> dict[str, Every]:
+    """When a run of so many steps is measured, saved and exported."""
+
+    def every(field: str, chosen: int | PerEpoch | SaveEvery) -> Every:
+        if isinstance(chosen, int):
+            return chosen
+        assert chosen.per_epoch is not None
+        if config.train.epochs is None or census is None:
+            raise ConfigError(
+                f"{field}={chosen}: with train.max_steps={config.train.max_steps} the data is "
+                f"not counted, so nobody knows how long an epoch is: set {field} to a number of steps, or train.epochs "
+                "instead of train.max_steps"
+            )
+        return PartsOfEpochs.of(chosen.per_epoch, census.epochs, config.train.global_batch)
+
+    found = {"eval_every": steps if config.eval.every is None else every("eval.every", config.eval.every)}
+    saves = config.checkpoint.every
+    if saves is None or saves == "auto" or config.checkpoint.by_clock:
+        of_each = saves is not None and (config.checkpoint.keep_best > 0 or config.eval.where == "task")
+        found["save_every"] = found["eval_every"] if of_each else steps
+    else:
+        found["save_every"] = every("checkpoint.every", saves)
+    if config.export.every is not None:
+        found["export_every"] = every("export.every", config.export.every)
+    return found
 
 
 def sizes_of(config: FinetuneConfig, hardware: int | None = None) -> list[int]:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from raytune_fsdp.checkpoint.by_clock import Clock
 from raytune_fsdp.checkpoint.catalogue import way_out
 from raytune_fsdp.checkpoint.on_demand import Requests
+from raytune_fsdp.checkpoint.room import storage_without_room
 from raytune_fsdp.checkpoint.save_in_flight import ENDINGS, Outcome
 from raytune_fsdp.checkpoint.saver import Saver
 from raytune_fsdp.checkpoint.state import RunState
@@ -20,7 +22,8 @@ from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.tracker import Tracker
 from raytune_fsdp.types import Saved, StopReason
 
-_LOOK_SECONDS = 0.2  # between two looks for a writer that was given up
+_LOOK_SECONDS = 0.2  # between two looks for a writer that was given up, or is to be waited for
+_PATIENCE_SECONDS = 60.0  # with a recovery point that is being written when a planned save is due
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,8 @@ class Boundary:
     """Whether someone has asked for a checkpoint now."""
     free: bool
     """Whether a save may begin."""
+    by_clock: bool = False
+    """Whether the clock asks for a recovery point."""
 
 
 def stopped(reason: StopReason, step: int) -> RaytuneError:
@@ -53,10 +58,18 @@ class Saves:
     """Where people ask for a checkpoint now. Only rank 0 looks there."""
     saved: Callable[[Saved], None]
     """Called on every rank for every committed checkpoint."""
+    clock: Clock | None = None
+    """Rank 0's, if the clock asks for checkpoints, too."""
     committed: int = 0
     """The newest step that is committed; 0 if none is."""
     _due: bool = False
     """A checkpoint was due while the previous one was still being written."""
+    _lasting: bool = True
+    """Whether the save that begins next is of a step that the clock has not chosen."""
+    _recovery: int = 0
+    """The newest step that is committed as a recovery point only."""
+    _told: bool = False
+    """That storage has no room for recovery points."""
     _stop: StopReason | None = None
     """Why the run stops after this step."""
 
@@ -65,26 +78,54 @@ class Saves:
         ending, busy = self.saver.status()
         ended = 0 if ending is None else 1 + ENDINGS.index(ending)
         asked = dist.get_rank() == 0 and self.requests.waiting()
-        flags = torch.tensor([int(stop or 0), int(asked), int(busy), ended])
+        flags = torch.tensor([int(stop or 0), int(asked), int(busy), ended, int(self._by_clock())])
         # One all-reduce per step, of host tensors: it does not wait for the device. The maximum, so that all ranks take
         # the same one of several reasons to stop.
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        reason, someone_asked, someone_busy, ended = flags.tolist()
+        reason, someone_asked, someone_busy, ended, by_clock = flags.tolist()
         if ended:
             self._record(self.saver.report(ENDINGS[ended - 1]))
         self._stop = StopReason(reason) if reason else None
-        return Boundary(stop=self._stop, asked=bool(someone_asked), free=not someone_busy)
+        return Boundary(
+            stop=self._stop, asked=bool(someone_asked), free=not someone_busy, by_clock=bool(by_clock)
+        )  # fmt: skip
+
+    def _by_clock(self) -> bool:
+        """Whether this rank's clock asks for a recovery point, and there is room for it."""
+        if self.clock is None or not self.clock.due():
+            return False
+        cramped = storage_without_room(self.saver.storage.location, self.saver.nbytes)
+        if cramped is None:
+            return True
+        self.clock.put_off()
+        if not self._told:
+            self.tracker.event(names.NO_ROOM_TO_SAVE, **cramped)
+            self._told = True
+        return False
 
     def due(self, boundary: Boundary, planned: bool, step: int) -> bool:
         """Whether to save after this step. A save that is due while another is being written begins after that one."""
         wanted = planned or boundary.asked or self._due
+        if planned and not boundary.free and self.saver.recovering:  # or still removes older ones
+            boundary = self._recovered(boundary)
         if wanted and not boundary.free:
             if planned:
                 self.tracker.event(names.SAVE_POSTPONED, step=step)
             self._due = self._due or planned
             return False
         self._due = False
-        return wanted
+        self._lasting = wanted
+        return wanted or (boundary.by_clock and boundary.free)
+
+    def _recovered(self, boundary: Boundary) -> Boundary:
+        """Wait for a recovery point that is being written: where the planned saves are must not depend on the clock.
+        Not for long: storage that stands still postpones them as ever. Collective."""
+        looks = round(_PATIENCE_SECONDS / _LOOK_SECONDS)  # counted, so that all ranks wait for as long
+        while looks and not boundary.free:
+            time.sleep(_LOOK_SECONDS)
+            beat()
+            boundary, looks = self.agree(self._stop), looks - 1
+        return boundary
 
     def begin(self, state: RunState) -> None:
         """Save the state after a step. Training goes on while it is written, if saves are asynchronous."""
@@ -92,6 +133,8 @@ class Saves:
         if not self.saver.asynchronous:
             self._finish()
             self.saver.leave()  # after the commit its thread still prunes older checkpoints
+        if self.clock is not None:
+            self.clock.held()
 
     def scored(self, step: int, value: float | None) -> None:
         """Remember the score of a step, so that the best checkpoints are kept."""
@@ -112,9 +155,11 @@ class Saves:
 
     def _save_last(self, state: RunState) -> None:
         self._finish()
-        if self.committed == state.step:
-            return  # it was due there anyway
+        # It was due there anyway. A run that has come to its end leaves more than a recovery point.
+        if self.committed == state.step and (self._stop is not None or self._recovery != state.step):
+            return
         self._wait_until_free()
+        self._lasting = True
         self._start(state)
         outcome = self._finish()
         if outcome is None or outcome.saved is None:
@@ -130,8 +175,10 @@ class Saves:
     def _start(self, state: RunState) -> None:
         if dist.get_rank() == 0:
             self.requests.take()
+        if self.clock is not None:
+            self.clock.begins()
         # On resume the lines of metrics.jsonl past the checkpoint are cut; all others must be on the disk before it is.
-        self.saver.begin(state, before=self.tracker.sync)
+        self.saver.begin(state, before=self.tracker.sync, lasting=self._lasting)
 
     def _finish(self) -> Outcome | None:
         with waiting(self.saver.seconds):
@@ -163,7 +210,13 @@ class Saves:
         if outcome.saved is not None:
             saved = outcome.saved
             self.committed = saved.step
-            self.tracker.event(names.SAVED, step=saved.step, path=saved.path, seconds=saved.seconds, bytes=saved.bytes)
+            self._recovery = 0 if saved.lasting else saved.step
+            if self.clock is not None:
+                self.clock.committed(saved.seconds)
+            kind = {} if saved.lasting else {"recovery": True}
+            self.tracker.event(
+                names.SAVED, step=saved.step, path=saved.path, seconds=saved.seconds, bytes=saved.bytes, **kind
+            )
             self.saved(saved)
         elif outcome.ending == "not_finite":
             raise TrainingError(

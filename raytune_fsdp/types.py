@@ -238,3 +238,5 @@ class Saved:
     seconds: float
     """Time from the copy of the state to the commit."""
     bytes: int
+    lasting: bool = True
+    """False: a recovery point, which only a run that goes on sees."""

@@ -30,7 +30,7 @@ def repeat_of(
         },
         "checkpoint": {
             "storage": None,
-            "every": None,
+            "every": "auto",
             "keep_last": None,
             "keep_every": None,
             "keep_best": 0,

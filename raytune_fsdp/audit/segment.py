@@ -43,8 +43,9 @@ def choose_segment(place: RunDir, first: int | None, last: int | None) -> Segmen
         )
     kept = {each.step: each for each in committed(place.checkpoints)}
     there = ", ".join(map(str, sorted(kept))) or "none"
-    last = max(kept, default=0) if last is None else last
-    first = max((step for step in kept if step < last), default=0) if first is None else first
+    lasting = [step for step, found in kept.items() if found.lasting]  # else the clock would choose what is audited
+    last = max(lasting, default=0) if last is None else last
+    first = max((step for step in lasting if step < last), default=0) if first is None else first
     if first and first not in kept:
         raise ConfigError(f"--from {first}: {place.checkpoints} has no checkpoint of that step; it has {there}, or 0")
     if not first < last:

@@ -9,7 +9,8 @@ In the order of a save:
     state.py           everything else, as JSON
     layout.py          which rank writes which piece; the index of all pieces
     staging.py         a copy of this rank's pieces in host memory
-    room.py            whether the nodes have memory for that
+    room.py            whether the nodes have memory for that, and storage room for a recovery point
+    by_clock.py        when a recovery point is due
     save_in_flight.py  the life of one save: begun, written, committed or failed, reported
     messages.py        messages between the ranks' writers
     writing.py         a rank's file, hashed as it is written

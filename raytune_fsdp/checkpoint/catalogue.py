@@ -22,10 +22,12 @@ class CommittedCheckpoint:
     attempt: int
     root: str
     """Directory or URL of all checkpoints of the run."""
+    lasting: bool = True
+    """False: a recovery point. The clock has chosen its step, so nothing may follow from it but that a run goes on."""
 
     @property
     def name(self) -> str:
-        return directory_name(self.step, self.attempt)
+        return directory_name(self.step, self.attempt, self.lasting)
 
     @property
     def path(self) -> str:
@@ -43,12 +45,17 @@ def as_checkpoint(path: str) -> CommittedCheckpoint | None:
     found = named(name)
     if found is None or MANIFEST_FILE not in storage_at(root).sizes(name):
         return None
-    return CommittedCheckpoint(*found, root)
+    return _at(found, root)
 
 
 def committed(root: str) -> list[CommittedCheckpoint]:
     """All committed checkpoints in a directory or below a URL, oldest first."""
-    return sorted(CommittedCheckpoint(*found, root) for found in map(named, storage_at(root).names()) if found)
+    return sorted(_at(found, root) for found in map(named, storage_at(root).names()) if found)
+
+
+def _at(found: tuple[int, int, bool], root: str) -> CommittedCheckpoint:
+    step, attempt, lasting = found
+    return CommittedCheckpoint(step, attempt, root, lasting)
 
 
 Damaged = Mapping[CommittedCheckpoint, str]
@@ -118,16 +125,21 @@ class Keep:
 def to_remove(
     found: Sequence[CommittedCheckpoint], keep: Keep, scores: Mapping[int, float]
 ) -> list[CommittedCheckpoint]:
-    """The checkpoints that are not kept, oldest first. `found` is sorted; `scores` are by step."""
-    if keep.last is None:
-        return []
-    kept = set(found[-max(2, keep.last) :])  # two: if the newest is damaged, a run falls back to the one before
+    """The checkpoints that are not kept, oldest first. `found` is sorted; `scores` are by step.
+
+    Recovery points push nothing out, and nothing is kept because of the step that one happens to have.
+    """
+    lasting = [each for each in found if each.lasting]
+    # Two: if the newest is damaged, a run falls back to the one before.
+    kept = set(lasting if keep.last is None else lasting[-max(2, keep.last) :])
     if keep.every is not None:
-        kept |= {each for each in found if each.step % keep.every == 0}
+        kept |= {each for each in lasting if each.step % keep.every == 0}
     sign = 1.0 if keep.lower_is_better else -1.0
-    scored = [each for each in found if each.step in scores]
+    scored = [each for each in lasting if each.step in scores]
     scored.sort(key=lambda each: (sign * scores[each.step], -each.step))  # the later of equals
     kept |= set(scored[: keep.best])
+    # Of recovery points the newest, as long as a run would go on from it: so a save finds the room of the one before.
+    kept |= {each for each in found[-1:] if not lasting or each.step > lasting[-1].step}
     return [each for each in found if each not in kept]
 
 

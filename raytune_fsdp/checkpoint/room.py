@@ -1,14 +1,18 @@
-"""Whether the nodes have memory for the copies that saves make: asked at the start, and not found out hours later."""
+"""Whether the nodes have memory for the copies that saves make: asked at the start, and not found out hours later. And
+whether storage has room for a checkpoint that is made for safety alone."""
 
 from __future__ import annotations
 
+import shutil
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from raytune_fsdp.machine import free_memory, this_node
+from raytune_fsdp.urls import is_url
 
 
 def node_without_room(mine: int) -> dict[str, Any] | None:
@@ -29,3 +33,15 @@ def _worst(everyone: Sequence[tuple[tuple[str, str], int, int]]) -> dict[str, An
     if wanted[worst] <= free[worst]:
         return None
     return {"node": worst[0], "wanted": wanted[worst], "free": free[worst]}
+
+
+def storage_without_room(location: str, size: int) -> dict[str, Any] | None:
+    """What is free of the storage, if a checkpoint of this size would take the room of the next one."""
+    if is_url(location):  # an object store does not say
+        return None
+    wanted = Path(location)
+    try:
+        free = shutil.disk_usage(next(path for path in (wanted, *wanted.parents) if path.exists())).free
+    except OSError:  # the save will say why
+        return None
+    return {"wanted": 2 * size, "free": free} if free < 2 * size else None

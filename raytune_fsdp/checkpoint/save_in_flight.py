@@ -56,6 +56,8 @@ class SaveJob:
     world: int
     path: str
     """Path or URL of the checkpoint, for messages."""
+    lasting: bool
+    """False: it becomes a recovery point."""
     draft: Draft
     layout: PieceLayout
     pieces: Mapping[str, torch.Tensor]
@@ -145,7 +147,8 @@ class SaveInFlight:
         known = self._wait() if self.job.rank == 0 else None
         self.reported = True
         if ending == "committed":
-            unmeasured = Saved(step=self.job.step, path=self.job.path, seconds=0.0, bytes=0)
+            job = self.job
+            unmeasured = Saved(step=job.step, path=job.path, seconds=0.0, bytes=0, lasting=job.lasting)
             return known or Outcome(step=self.job.step, ending=ending, saved=unmeasured)
         problem: list[Any] = [known.problem if known else None]
         dist.broadcast_object_list(problem, src=0)
@@ -238,7 +241,7 @@ class SaveInFlight:
             job.draft.discard()
             return self._failed(f"rank 0: {in_one_line(error)}")
         seconds = time.monotonic() - self._started
-        saved = Saved(step=job.step, path=job.path, seconds=seconds, bytes=size)
+        saved = Saved(step=job.step, path=job.path, seconds=seconds, bytes=size, lasting=job.lasting)
         return Outcome(step=job.step, ending="committed", saved=saved)
 
     def _receive(self, rank: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -77,11 +77,21 @@ class Saver:
         busy = self._save.busy
         return self._save.ending(), busy
 
-    def begin(self, state: RunState, *, before: Callable[[], None]) -> None:
+    @property
+    def recovering(self) -> bool:
+        """Whether the last save that was begun is one of a recovery point."""
+        return self._save is not None and not self._save.job.lasting
+
+    @property
+    def nbytes(self) -> int:
+        """How large a checkpoint is: the numbers in it, over all ranks."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
+
+    def begin(self, state: RunState, *, before: Callable[[], None], lasting: bool = True) -> None:
         """Save the state after a step. The caller waits only for the copy. No rank may be busy.
 
         `before` is called on rank 0, in another thread, before the checkpoint becomes visible: twice, the second time
-        at the last moment.
+        at the last moment. Not `lasting`: a recovery point.
         """
         assert self._save is None or self._save.reported, "one save at a time"
         since = time.monotonic()
@@ -92,13 +102,14 @@ class Saver:
         else:
             pieces = {name: local_piece(tensors[name]) for name in self.layout.mine}
         self._serial += 1
-        name = directory_name(state.step, self.attempt)
+        name = directory_name(state.step, self.attempt, lasting)
         job = SaveJob(
             step=state.step,
             serial=self._serial,
             rank=dist.get_rank(),
             world=dist.get_world_size(),
             path=self.storage.where(name),
+            lasting=lasting,
             draft=self.storage.draft(name, self._serial),
             layout=self.layout,
             pieces=pieces,
@@ -120,7 +131,7 @@ class Saver:
         if state.skipped_in_row:
             # Whatever has made the values infinite may be in the weights of this checkpoint, and of the ones before.
             # The run may have to be begun again from one before that, so none is removed until an update is done again.
-            keep = replace(keep, last=None)
+            return at_once
         return lambda: prune(self.storage, keep, scores)
 
     def report(self, ending: Ending) -> Outcome:

@@ -23,19 +23,19 @@ STATE_BYTES = 64 << 20
 """The largest state: that of a run over a hundred thousand files, with names and hashes, takes 20 MB; most, 5 kB."""
 DAMAGED = ".damaged"
 """Suffix of what was set aside."""
-_NAME = re.compile(r"step-([0-9]{8,18})\.a([0-9]{1,18})")
+_NAME = re.compile(r"step-([0-9]{8,18})\.a([0-9]{1,18})(\.r)?")
 
 
-def directory_name(step: int, attempt: int) -> str:
-    """What a checkpoint is called."""
-    return f"step-{step:08d}.a{attempt}"
+def directory_name(step: int, attempt: int, lasting: bool = True) -> str:
+    """What a checkpoint is called. `lasting`: see `CommittedCheckpoint`."""
+    return f"step-{step:08d}.a{attempt}{'' if lasting else '.r'}"
 
 
-def named(name: str) -> tuple[int, int] | None:
-    """Step and attempt of the checkpoint of this name. None for a name that `directory_name` does not give, however
-    near it is: what is under it is somebody else's."""
+def named(name: str) -> tuple[int, int, bool] | None:
+    """Step and attempt of the checkpoint of this name, and whether it lasts. None for a name that `directory_name` does
+    not give, however near it is: what is under it is somebody else's."""
     match = _NAME.fullmatch(name)
-    found = (int(match[1]), int(match[2])) if match else None
+    found = (int(match[1]), int(match[2]), match[3] is None) if match else None
     return found if found and directory_name(*found) == name else None
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raytune_fsdp.cadence import in_words
 from raytune_fsdp.cli import plan_as_page, plan_calibrate
 from raytune_fsdp.cli.common import ConfigParser, exit_code, say
 from raytune_fsdp.cli.plan_on_gpus import add_flags, check, plan_on_gpus
@@ -91,6 +92,13 @@ def _ranks(number: int) -> str:
     return f"{number} rank{'s' * (number != 1)}"
 
 
+def _saved(config: FinetuneConfig, plan: Plan) -> str:
+    """How often, before the end."""
+    by_clock = config.checkpoint.by_clock
+    planned = [in_words(plan.save_every)] if plan.saves > 1 or not by_clock else []
+    return ", ".join([*planned, *(["by the clock (checkpoint.every)"] if by_clock else [])])
+
+
 def plan_in_words(config: FinetuneConfig, plan: Plan, run_dir: Path) -> str:
     """The plan as lines that a person reads."""
     layout, division, data, parallel = plan.layout, plan.division, config.data, config.parallel
@@ -111,8 +119,8 @@ def plan_in_words(config: FinetuneConfig, plan: Plan, run_dir: Path) -> str:
         "steps": f"{plan.steps:,}, up to {plan.steps * tokens:,} tokens",
         "lr": f"{config.optim.lr:g}, {config.optim.schedule.type} over {plan.schedule_steps:,} steps, "
         f"{plan.warmup_steps} of warmup",
-        "saved": f"every {plan.save_every:,} steps, and at the end",
-        "evaluated": f"every {plan.eval_every:,} steps, and at the end"
+        "saved": f"{_saved(config, plan)}, and at the end",
+        "evaluated": f"{in_words(plan.eval_every)}, and at the end"
         if data.eval or config.eval.tasks or config.eval.prompts
         else "never",
     }

@@ -7,12 +7,13 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from raytune_fsdp.config.base import Section
+from raytune_fsdp.config.every import SaveEvery
 from raytune_fsdp.config.rules import checkpoint_place
 
 
 class CheckpointConfig(Section):
-    every: int | None = Field(default=None, ge=1)
-    """Steps between two checkpoints. Null: only at the end."""
+    every: Annotated[int, Field(ge=1)] | Literal["auto"] | SaveEvery | None = "auto"
+    """Steps between two checkpoints. `auto`: by the clock, so that a crash loses little: the first one within ten minutes of training, the others within thirty, later if saving would take more than 2 % of the time. `{minutes: 20}`: by the clock, in other intervals. Checkpoints by the clock are for a crash only: the newest one is kept, as long as there is no newer one of another kind, and nothing is measured or exported from it. Besides them `auto` saves where `keep_best` or `eval.where: task` need a checkpoint, and at the end. `{per_epoch: 4}`: four times in every pass over the data (needs `train.epochs`). Null: only at the end, so a crash loses all that was trained."""
 
     storage: Annotated[str, AfterValidator(checkpoint_place)] | None = None
     """Where checkpoints are kept instead of the run directory: a directory that all machines share, `s3://bucket/path`, `gs://…`, or any other URL that fsspec opens. They go to `<storage>/<run.name>/checkpoints`; every rank reads and writes its own part there."""
@@ -41,3 +42,8 @@ class CheckpointConfig(Section):
 
     best_is: Literal["auto", "lowest", "highest"] = "auto"
     """Whether the lowest or the highest value of that metric is best. `auto`: the highest of metrics whose names end in `accuracy`, `accuracy_normalised` or `exact_match`, the lowest of all others."""
+
+    @property
+    def by_clock(self) -> bool:
+        """Whether the clock asks for checkpoints, too."""
+        return self.every == "auto" or (isinstance(self.every, SaveEvery) and self.every.minutes is not None)

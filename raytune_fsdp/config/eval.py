@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from raytune_fsdp.config.base import Section
 from raytune_fsdp.config.data import SourceConfig
+from raytune_fsdp.config.every import PerEpoch
 from raytune_fsdp.config.rules import check_expression
 
 
@@ -127,8 +128,8 @@ class EvalConfig(Section):
     task_minutes: float = Field(default=60, gt=0, allow_inf_nan=False)
     """How long the task may take for a checkpoint, from when it begins, before it is ended."""
 
-    every: int | None = Field(default=None, ge=1)
-    """Steps between two evaluations. Null: only at the end."""
+    every: Annotated[int, Field(ge=1)] | PerEpoch | None = None
+    """Steps between two evaluations, or `{per_epoch: 4}`: four times in every pass over the data (needs `train.epochs`). Null: only at the end."""
 
     at_start: bool = False
     """Evaluate before the first step too."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from raytune_fsdp.config.base import Section
+from raytune_fsdp.config.every import PerEpoch
 
 
 class ExportConfig(Section):
@@ -23,8 +24,8 @@ class ExportConfig(Section):
     max_file_bytes: int = Field(default=5_000_000_000, ge=1_000)
     """Maximum size of a safetensors file."""
 
-    every: int | None = Field(default=None, ge=1)
-    """Ray: also export the first checkpoint at or after each multiple of this to `<run>/exports/step-<step>`, in a Ray task while training goes on. Must be a multiple of `checkpoint.every`."""
+    every: Annotated[int, Field(ge=1)] | PerEpoch | None = None
+    """Ray: also export the first checkpoint at or after each multiple of this to `<run>/exports/step-<step>`, in a Ray task while training goes on. Must be a multiple of `checkpoint.every`. `{per_epoch: 1}`: once in every pass over the data (needs `train.epochs`)."""
 
     push: str | None = None
     """Push the model that is exported at the end to the Hugging Face hub under this name (`owner/name`). Needs HF_TOKEN."""

@@ -16,7 +16,7 @@ with warnings.catch_warnings():
 
     class MlflowConfig(Section):
         enabled: bool = True
-        """Send the run to MLflow, where it is installed (`pip install 'raytune-fsdp[mlflow]'`). It gets the steps up to the newest checkpoint, so it lags by `checkpoint.every` at most."""
+        """Send the run to MLflow, where it is installed (`pip install 'raytune-fsdp[mlflow]'`). It gets the steps up to the newest checkpoint, so it lags by `checkpoint.every` at most: with `auto` by half an hour of training."""
 
         uri: str | None = Field(default=None, repr=False)
         """Tracking server or database. Default: an SQLite file `mlflow.db` in `run.storage`. It is shown and written without its user and password, which are better set in the environment: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""

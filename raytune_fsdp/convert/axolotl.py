@@ -29,7 +29,7 @@ from raytune_fsdp.convert.rules import (
     whole,
     words,
 )
-from raytune_fsdp.convert.runs import cadence, global_batch, length, run_directory
+from raytune_fsdp.convert.runs import cadence, global_batch, length, run_directory, times_per_epoch
 from raytune_fsdp.convert.schedules import schedule, warmup
 from raytune_fsdp.convert.sharding import FP8, activation_checkpointing, sharded
 from raytune_fsdp.convert.training import early_stopping, noise, optim_options, say_precision, shared_options
@@ -51,8 +51,8 @@ def prepare(c: Crossing) -> None:
     _batch(c)
     run_directory(c, "output_dir", default="./model-out")
     _learning_rate(c)
-    cadence(c, "checkpoint.every", "save_strategy", "save_steps", without="steps", every=None)
-    cadence(c, "eval.every", c.first("eval_strategy", "evaluation_strategy"), "eval_steps", without="steps", every=None)
+    _cadence(c, "checkpoint.every", "saves_per_epoch", "save_strategy", "save_steps")
+    _cadence(c, "eval.every", "evals_per_epoch", c.first("eval_strategy", "evaluation_strategy"), "eval_steps")
     _memory(c)
     _precision(c)
     c.carry("sequence_len", "data.seq_len", c.get("sequence_len", whole, 512))
@@ -62,6 +62,16 @@ def prepare(c: Crossing) -> None:
     if packed == "none":
         c.default("data.packing", "none", "sample_packing is off by default")
     prepare_data(c)
+
+
+def _cadence(c: Crossing, field: str, per_epoch: str, strategy: str, steps: str) -> None:
+    """Several times an epoch goes with neither of the others, there either."""
+    if per_epoch not in c.given:
+        cadence(c, field, strategy, steps, without="steps", every=None)
+        return
+    times_per_epoch(c, field, per_epoch, c.get(per_epoch, whole, 0))
+    for key in (strategy, steps):
+        c.say(key, "left", f"{per_epoch} decides")
 
 
 def _batch(c: Crossing) -> None:
@@ -210,6 +220,8 @@ def _options() -> tuple[TheirOption, ...]:
         told("sample_packing", "`data.packing: best_fit` (off: `none`)"),
         told("micro_batch_size batch_size", "`train.micro_batch`, `train.global_batch`"),
         told("num_epochs", "`train.epochs`"),
+        told("saves_per_epoch", "`checkpoint.every: {per_epoch: N}`"),
+        told("evals_per_epoch", "`eval.every: {per_epoch: N}`"),
         ask(
             "optimizer", "`optim.optimizer`: AdamW, also in 8 bits, Adafactor, Lion, SGD; others are refused", optimizer
         ),

@@ -33,8 +33,6 @@ def left_options() -> tuple[TheirOption, ...]:
             "it changes how full samples are; see `data.window`",
         ),
         leave("eval_sample_packing eval_batch_size eval_sequence_len", "an evaluation is packed as the training"),
-        leave("saves_per_epoch", "an epoch's steps are not known before its data is counted; set checkpoint.every"),
-        leave("evals_per_epoch", "an epoch's steps are not known before its data is counted; set eval.every"),
         leave("save_first_step dynamic_checkpoint", "see `raytune-fsdp checkpoint`"),
         leave(
             "use_wandb wandb_name wandb_run_id wandb_mode wandb_project wandb_entity wandb_watch wandb_log_model "

@@ -129,10 +129,15 @@ def length(c: Crossing, epochs: str, *, default: float) -> None:
 
 
 def cadence(c: Crossing, field: str, strategy: str, steps: str, *, without: str, every: float | None) -> None:
-    """Every so many steps, never, or every epoch. `without`: the strategy if the file has none."""
+    """Every so many steps, every epoch, or never. `without`: the strategy if the file has none."""
     how = c.get(strategy, text, without).lower()
     if how in ("no", "false"):
-        c.say(strategy, "same", "only at the end, if at all")
+        safe = "; besides, by the clock, in case of a crash" if field == "checkpoint.every" else ""
+        c.say(strategy, "same", f"only at the end, if at all{safe}")
+        c.say(steps, "left", f"not used with {strategy}={how}")
+        return
+    if how == "epoch":
+        times_per_epoch(c, field, strategy, 1)
         c.say(steps, "left", f"not used with {strategy}={how}")
         return
     if how not in ("steps", "true"):
@@ -155,6 +160,16 @@ def cadence(c: Crossing, field: str, strategy: str, steps: str, *, without: str,
     c.say(steps, "carried", in_words(field, count))
     if steps not in c.given and strategy not in c.given:
         c.tell_default(field, count, f"{steps} by default")
+
+
+def times_per_epoch(c: Crossing, field: str, key: str, count: int) -> None:
+    """So many times in every epoch, where epochs are counted."""
+    if count < 1:
+        c.say(key, "same", "only at the end")
+    elif "train.epochs" in c.fields:
+        c.carry(key, field, {"per_epoch": count})
+    else:
+        c.say(key, "left", f"with max_steps nobody counts how long an epoch is; set {field} to a number of steps")
 
 
 def in_steps(c: Crossing, count: float) -> int | None:

@@ -39,7 +39,7 @@ def trial_of(config: FinetuneConfig, directory: Path) -> FinetuneConfig:
             # After every step, although nothing is evaluated: then each step's metrics are waited for, and have its own
             # time. Else a GPU's are fetched a step later, and both steps would have the mean of the two.
             "eval": EvalConfig(every=1),
-            "checkpoint": CheckpointConfig(asynchronous=config.checkpoint.asynchronous),
+            "checkpoint": CheckpointConfig(every=None, asynchronous=config.checkpoint.asynchronous),
             "export": ExportConfig(at_end=False),
             "tracking": TrackingConfig(
                 console=config.tracking.console,

@@ -57,7 +57,7 @@ def beside(config: FinetuneConfig, found: Prediction) -> Beside:
 
 def kept_at_once(chosen: CheckpointConfig, plan: Plan) -> dict[str, int]:
     """How many checkpoints a run has at a time at most, by what they are kept for."""
-    saves = -(-plan.steps // plan.save_every)  # the last step is saved, too
+    saves = plan.saves  # others, by the clock, only come where there is room for them
     kept = {"newest": min(saves, chosen.keep_last or saves), "best": chosen.keep_best}
     if chosen.keep_every and chosen.keep_last:
         kept["every"] = plan.steps // chosen.keep_every

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from raytune_fsdp.cadence import in_words, is_multiple
 from raytune_fsdp.config import ClusterConfig, FinetuneConfig
 from raytune_fsdp.config.method import AdapterMethod
 from raytune_fsdp.errors import ConfigError, ResumeError, pip_install
@@ -115,6 +116,15 @@ def warn_of_method(config: FinetuneConfig) -> None:
         )
 
 
+def warn_of_saves(config: FinetuneConfig) -> None:
+    """Say what a new run without a checkpoint before its end stands to lose."""
+    if config.checkpoint.every is None:
+        logger.warning(
+            "checkpoint.every=null: the run saves nothing before its end, so a crash loses all that it has trained; "
+            "leave checkpoint.every out to save by the clock"
+        )
+
+
 def check_device(config: FinetuneConfig, device: str) -> None:
     """Refuse what cannot be trained on this kind of device."""
     attention = config.model.attention
@@ -168,10 +178,11 @@ def check_best(config: FinetuneConfig, plan: Plan, evaluations: Iterable[str] | 
         )
     if keep and best is not None and known is not None and best not in known:
         raise ConfigError(f"checkpoint.best={best} is not a metric of an evaluation: choose one of {', '.join(known)}")
-    if keep and plan.save_every % plan.eval_every:
+    if keep and not is_multiple(plan.save_every, of=plan.eval_every):
         raise ConfigError(
-            f"checkpoint.keep_best={keep}, but only some of the checkpoints (every {plan.save_every} steps) would be "
-            f"evaluated (every {plan.eval_every} steps): make checkpoint.every a multiple of eval.every"
+            f"checkpoint.keep_best={keep}, but only some of the checkpoints ({in_words(plan.save_every)}) would be "
+            f"evaluated ({in_words(plan.eval_every)}): make checkpoint.every a multiple of eval.every, or leave "
+            "checkpoint.every out"
         )
 
 
@@ -230,9 +241,10 @@ def check_where(config: FinetuneConfig) -> None:
 
 def check_export(config: FinetuneConfig, plan: Plan) -> None:
     """Refuse exports during training at steps without a checkpoint."""
-    every = config.export.every
-    if every is not None and every % plan.save_every:
-        raise ConfigError(
-            f"export.every={every}, but there is a checkpoint only every {plan.save_every} steps: make export.every a "
-            "multiple of checkpoint.every"
-        )
+    every = plan.export_every
+    if every is None or is_multiple(every, of=plan.save_every):
+        return
+    raise ConfigError(
+        f"export.every={config.export.every}, but there is a checkpoint to export only {in_words(plan.save_every)}: "
+        f"make export.every a multiple of checkpoint.every, for example with checkpoint.every={config.export.every}"
+    )

@@ -56,7 +56,14 @@ from raytune_fsdp.parallel import describe, is_wrapped, units_of
 from raytune_fsdp.plan import layout_of
 from raytune_fsdp.run.added_tokens import add_tokens
 from raytune_fsdp.run.base import Base, begun_with, check_base
-from raytune_fsdp.run.checks import check_best, check_early_stop, check_export, check_first, warn_of_method
+from raytune_fsdp.run.checks import (
+    check_best,
+    check_early_stop,
+    check_export,
+    check_first,
+    warn_of_method,
+    warn_of_saves,
+)
 from raytune_fsdp.run.described import commit_here
 from raytune_fsdp.run.initial_weights import Origin, find_adapter, find_origin, model_directory, own_model_files
 from raytune_fsdp.run.length import warn_of_schedule
@@ -131,7 +138,7 @@ def prepare(
         commit=commit_here(),
     )
     standing = stand(config, prepared, world, found, windows_built=built)
-    _check_plan(config, standing, evals, tasks)
+    _check_plan(config, standing, evals, tasks, new=found.checkpoint is None and not dry)
     return prepared, confirm_complete(config, prepared, standing)
 
 
@@ -161,15 +168,18 @@ def _counted(
     return None, built + Stream(train, seed=config.run.seed).first_window(cursor)[1]
 
 
-def _check_plan(config: FinetuneConfig, standing: Standing, evals: Iterable[str], tasks: Sequence[Questions]) -> None:
-    """What can be refused once the length of the run is known, and the names of its evaluations."""
+def _check_plan(
+    config: FinetuneConfig, standing: Standing, evals: Iterable[str], tasks: Sequence[Questions], *, new: bool
+) -> None:
+    """What can be refused, or of a new run warned of, once its length is known, and the names of its evaluations."""
     metrics = [name(each) for each in evals for name in (evaluation_loss, evaluation_accuracy)]
     metrics += [name for task in tasks for name in metrics_of(task)]
     check_best(config, standing.plan, metrics)
     check_early_stop(config, metrics)
     check_export(config, standing.plan)
-    if standing.checkpoint is None:
+    if new:
         warn_of_schedule(config, standing.plan)
+        warn_of_saves(config)
 
 
 def _origin(

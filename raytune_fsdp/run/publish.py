@@ -126,7 +126,8 @@ def checkpoints_to_average(run: str, *, steps: Sequence[int] | None, last: int |
     later one counts.
     """
     root = checkpoints_below(run) if is_url(run) else checkpoints_of(Path(run).resolve())
-    there = {found.step: found for found in committed(root)}
+    # Of recovery points only those that are named: the clock does not choose what a mean is of.
+    there = {found.step: found for found in committed(root) if found.lasting or found.step in (steps or ())}
     missing = [step for step in steps or () if step not in there]
     if missing or not there:
         has = f"it has {', '.join(map(str, there))}" if there else "it has none"

@@ -40,6 +40,7 @@ from raytune_fsdp.report.card import recipe_of
 from raytune_fsdp.report.census import data_of
 from raytune_fsdp.run.described import used_data
 from raytune_fsdp.run.resume import changed_settings, last_config
+from raytune_fsdp.run.saves import LOST, lost_seconds
 from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.rundir import MARK_FILE, RECIPE_FILE, RunDir, mlflow_database
 from raytune_fsdp.tracking import names
@@ -70,6 +71,8 @@ class Opened:
     """Old and new value of the settings that differ from the last attempt."""
     aside: Sequence[Mapping[str, str]]
     """The damaged checkpoints that were set aside: path, problem, and where each is now."""
+    lost: float
+    """Seconds that earlier attempts have trained since the checkpoint that this one goes on from."""
 
 
 def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> Opened:
@@ -82,7 +85,7 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
         prepared.lease.check()  # a newcomer may be writing the draft that would be removed here
     place.path.mkdir(parents=True, exist_ok=True)
     keep_from_others(place)
-    changed = changed_settings(place, config)
+    changed, lost = changed_settings(place, config), lost_seconds(place, standing.state.step)
     storage_at(place.checkpoints).clean()  # before the first save of this attempt: nothing else is being written
     aside = []
     if standing.checkpoint is not None:
@@ -107,7 +110,7 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
     replace_durably(place.model_files / RECIPE_FILE, recipe, private=True)
     put_mark(prepared)
     put_model_files(place.model_files, place.checkpoints)
-    return Opened(changed=changed, aside=aside)
+    return Opened(changed=changed, aside=aside, lost=lost)
 
 
 def put_mark(prepared: Prepared) -> None:
@@ -185,6 +188,7 @@ def start_tracker(
         resumed_from=standing.state.step,
         **plan.spread(),
         **computed_on(device),
+        **({LOST: round(opened.lost, 1)} if opened.lost else {}),
     )
     _report_kernels(tracker, kernels, standing.state.kernels)
     if config.tracking.mlflow.enabled and not mlflow_installed():

@@ -204,7 +204,7 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
             seconds, num_bytes = get("seconds"), get("bytes")
             took = f" in {seconds:.1f} s" if isinstance(seconds, int | float) else ""
             size = f", {gibibytes(num_bytes)}" if isinstance(num_bytes, int) else ""
-            return f"saved step {get('step')}{took}{size}"
+            return f"saved step {get('step')}{took}{size}{' (recovery point)' if get('recovery') else ''}"
         case names.SKIPPED_UPDATE:
             return f"step {get('step')}: update skipped" + (f" ({rest})" if rest else "")
         case names.ANSWERED:

@@ -23,6 +23,7 @@ from raytune_fsdp.tracking.lines import (
     WHOLE_STEP,
     evaluation_line,
     from_bytes,
+    metrics_of,
     now,
     read_line,
     step_lines,
@@ -192,6 +193,19 @@ def read_step(path: Path, step: int) -> dict[str, Any] | None:
         if line["kind"] == "step" and line["trajectory"]["step"] == step:
             return line
     return None
+
+
+def seconds_after(path: Path, step: int) -> float:
+    """How long the steps after this one have taken."""
+    seconds = 0.0
+    for raw in _finished(path):
+        known = WHOLE_STEP.fullmatch(raw)
+        if known is not None and int(known[1]) <= step:  # most lines: they are not parsed
+            continue
+        line = read_line(raw)
+        if line is not None and line["kind"] == "step" and line["trajectory"]["step"] > step:
+            seconds += metrics_of(line).step_seconds
+    return seconds
 
 
 def read_trajectory(path: Path) -> list[dict[str, Any]]:

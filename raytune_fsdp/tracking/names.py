@@ -40,7 +40,8 @@ bytes in use on its fullest GPU."""
 
 ATTEMPT_STARTED = "attempt_started"
 """Fields: world_size, resumed_from, the part of the plan that depends on the world size, and what else the bits of the
-results depend on: device, threads and versions of rank 0."""
+results depend on: device, threads and versions of rank 0. If attempts before it have failed since then: lost_seconds,
+for which they have trained."""
 ATTEMPT_ENDED = "attempt_ended"
 """Rank 0 has left an attempt. Fields: status (finished, failed, interrupted, handed_over); there is none where rank 0
 was killed."""
@@ -65,7 +66,10 @@ PROFILED = "profiled"
 """A step was recorded with torch's profiler. Fields: step, path of the table, and on a GPU the percent of the step in
 which it was idle, and in which it only communicated."""
 SAVED = "saved"
-"""Fields: step, seconds, bytes, path."""
+"""Fields: step, seconds, bytes, path; recovery (true), if the clock has chosen the step."""
+NO_ROOM_TO_SAVE = "no_room_to_save"
+"""The clock asks for a checkpoint, and storage has no room for it and the next one, so there is none. Once in an
+attempt. Fields: wanted and free (bytes)."""
 MEMORY_SHORT = "memory_short"
 """A node has less memory than the copies that a save of its ranks makes. Fields: node, wanted and free (bytes)."""
 SAVE_FAILED = "save_failed"

@@ -43,7 +43,9 @@ def place(tmp_path: Path) -> RunDir:
 def _exports(place: RunDir, told: Told, every: int) -> AfterCommit:
     token = put_token(place.path, "the driver")
     chosen = ExportConfig(every=every, dtype="trained", push="never/pushed")
-    exports = Exports(chosen, place, token, trust_remote_code=False, env=None, event=told.event, say=told.lines.append)
+    exports = Exports(
+        chosen, every, place, token, trust_remote_code=False, env=None, event=told.event, say=told.lines.append
+    )
     return AfterCommit(exports, place, told.lines.append)
 
 

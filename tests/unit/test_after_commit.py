@@ -86,6 +86,10 @@ def at(step: int) -> CommittedCheckpoint:
     return CommittedCheckpoint(step, 1, ROOT)
 
 
+def recovery(step: int) -> CommittedCheckpoint:
+    return CommittedCheckpoint(step, 1, ROOT, lasting=False)
+
+
 def beside(work: Work, tmp_path: Path) -> tuple[AfterCommit, list[str]]:
     said: list[str] = []
     return AfterCommit(work, RunDir(tmp_path, ROOT), said.append), said
@@ -179,3 +183,20 @@ def test_the_end_does_not_wait_for_room_that_never_comes_nor_for_a_ray_that_has_
     assert not each.finish(lambda: False, lambda: "gcs_server" if work.begun else None)
     each, _ = beside(work, tmp_path)
     assert not each.finish(lambda: bool(work.begun), lambda: None)
+
+
+def test_nothing_is_made_of_a_recovery_point(
+    tmp_path: Path, results: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither when it is committed nor when it is found: what is measured and exported does not depend on a clock."""
+    work = Work()
+    each, _ = beside(work, tmp_path)
+    monkeypatch.setattr(after_commit, "committed", lambda root: [recovery(70), at(100), recovery(130), recovery(170)])
+    results |= {step: f"result of {step}" for step in (70, 100, 130, 170, 200, 230)}
+    each.committed(recovery(70))
+    each.make_up()
+    until(each, lambda: work.kept == [100])
+    for found in (recovery(130), at(200), recovery(230)):
+        each.committed(found)
+    until(each, lambda: work.kept == [100, 200])
+    assert each.finish(lambda: False, lambda: None) and work.begun == [100, 200]

@@ -38,7 +38,7 @@ class Failing:
     def status(self) -> tuple[None, bool]:
         return None, False
 
-    def begin(self, state: RunState, *, before: object) -> None:
+    def begin(self, state: RunState, *, before: object, lasting: bool) -> None:
         self._begun = True
 
     def finish(self) -> Outcome | None:

@@ -106,7 +106,8 @@ class AfterCommit:
         chosen: list[CommittedCheckpoint] = []
         for found in candidates():
             asked = [*self._asked(), *chosen]
-            if found not in asked and self._failures[found] < _TRIES and self.work.due(found, asked):
+            # What is made of a checkpoint must not depend on the clock.
+            if found.lasting and found not in asked and self._failures[found] < _TRIES and self.work.due(found, asked):
                 chosen.append(found)
         return chosen
 

@@ -58,6 +58,8 @@ class Committed:
     """A checkpoint of this attempt was committed."""
 
     step: int
+    lasting: bool = True
+    """False: a recovery point."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,8 +208,9 @@ def _beside(
     env = _env(config)
     if config.eval.where == "task":
         work.append(Evaluations(config, prepared, plan, token, env=env, event=event, say=say))
-    if config.export.every is not None:
-        work.append(Exports(config.export, place, token, trust_remote_code=trust, env=env, event=event, say=say))
+    if plan.export_every is not None:
+        chosen, every = config.export, plan.export_every
+        work.append(Exports(chosen, every, place, token, trust_remote_code=trust, env=env, event=event, say=say))
     return [AfterCommit(each, place, say) for each in work]
 
 

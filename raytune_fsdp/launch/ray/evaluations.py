@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from raytune_fsdp.cadence import passed
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.ray.resources import nodes
@@ -65,7 +66,7 @@ class Evaluations:
         there = [step_of(line) for line in each_line(record) if line is not None]
         last, every = max([*there, *(found.step for found in asked)], default=0), self._plan.eval_every
         return checkpoint.step > last and (
-            checkpoint.step == self._plan.steps or checkpoint.step // every > last // every
+            checkpoint.step == self._plan.steps or passed(checkpoint.step, every) > passed(last, every)
         )
 
     def missing(self, *, beside: bool) -> str | None:

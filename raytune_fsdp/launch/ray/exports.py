@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from raytune_fsdp.cadence import Every, passed
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.config import ExportConfig
 from raytune_fsdp.launch.shared_storage import Token, check_seen
@@ -44,6 +45,7 @@ class Exports:
     def __init__(
         self,
         chosen: ExportConfig,
+        every: Every,
         place: RunDir,
         token: Token,
         *,
@@ -53,6 +55,7 @@ class Exports:
         say: Callable[[str], None],
     ) -> None:
         self._chosen = chosen
+        self._every = every
         self._run = place
         self._token = token
         self._trust_remote_code = trust_remote_code
@@ -64,12 +67,12 @@ class Exports:
                 shutil.rmtree(left, ignore_errors=True)
 
     def due(self, checkpoint: CommittedCheckpoint, asked: Sequence[CommittedCheckpoint]) -> bool:
-        every = self._chosen.every
-        if every is None or checkpoint.step < every:
+        number = passed(checkpoint.step, self._every)
+        if not number:
             return False
         there = [int(match[1]) for path in self._run.exports.glob("step-*") if (match := _PLACE.fullmatch(path.name))]
         there += [found.step for found in asked]
-        return checkpoint.step // every not in {step // every for step in there}
+        return number not in {passed(step, self._every) for step in there}
 
     def missing(self, *, beside: bool) -> str | None:
         return None

@@ -241,10 +241,11 @@ class Follow:
                     self._attempts.reached(step)
             case Failed(rank=rank):
                 self._attempts.reports[rank] = notice
-            case Committed(step):
+            case Committed(step, lasting):
                 self._attempts.committed(step)
+                number, root = self._attempts.number, self._place.checkpoints
                 for each in self._beside:
-                    each.committed(CommittedCheckpoint(step, self._attempts.number, self._place.checkpoints))
+                    each.committed(CommittedCheckpoint(step, number, root, lasting=lasting))
 
     def _hear_controller(self, notice: Controlled) -> None:
         self._controlling = notice.actors

@@ -130,7 +130,7 @@ def _train(job: RankJob, rank: int, world: int) -> None:
     def saved(checkpoint: Saved) -> None:
         reports.add(checkpoint)
         if rank == 0:
-            job.board.tell(Committed(checkpoint.step))
+            job.board.tell(Committed(checkpoint.step, checkpoint.lasting))
 
     hooks = LauncherHooks(
         batches=_batches(job, prepared, standing, rank=rank, reached=reached),

@@ -1,0 +1,69 @@
+"""After which steps something is due, the same on any number of ranks: every so many, or so many times an epoch."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class PartsOfEpochs:
+    """After the steps in which another part of an epoch has been consumed."""
+
+    parts: int
+    """Of every epoch."""
+    ends: tuple[int, ...]
+    """The packed samples up to the end of each epoch; of a single one, all are as long."""
+    batch: int
+    """Packed samples of a step."""
+
+    @classmethod
+    def of(cls, parts: int, epochs: tuple[int, ...], batch: int) -> PartsOfEpochs:
+        """`epochs`: the packed samples of each."""
+        return cls(parts, tuple(accumulate(epochs)), batch)
+
+    def passed(self, step: int) -> int:
+        samples = step * self.batch
+        if len(self.ends) == 1:
+            return self.parts * samples // self.ends[0] if self.ends[0] else 0
+        whole = bisect_right(self.ends, samples)
+        begin = self.ends[whole - 1] if whole else 0
+        rest = self.parts * (samples - begin) // (self.ends[whole] - begin) if whole < len(self.ends) else 0
+        return self.parts * whole + rest
+
+
+Every = int | PartsOfEpochs
+"""Every so many steps, or parts of epochs."""
+
+
+def passed(step: int, every: Every) -> int:
+    """How many of these places a run has come to or passed after this step."""
+    return step // every if isinstance(every, int) else every.passed(step)
+
+
+def due(step: int, every: Every) -> bool:
+    """Whether something with this cadence is due after this step."""
+    return passed(step, every) > passed(step - 1, every)
+
+
+def is_multiple(every: Every, of: Every) -> bool:
+    """Whether, whenever the one is due, the other is, too."""
+    if isinstance(every, int) and isinstance(of, int):
+        return every % of == 0
+    if isinstance(every, PartsOfEpochs) and isinstance(of, PartsOfEpochs):
+        return of.parts % every.parts == 0
+    return of == 1
+
+
+def in_words(every: Every) -> str:
+    """After `saved `."""
+    if isinstance(every, int):
+        return f"every {every:,} steps"
+    return "once per epoch" if every.parts == 1 else f"{every.parts:,} times per epoch"
+
+
+def to_json(every: Every) -> Any:
+    """For plan.json."""
+    return every if isinstance(every, int) else {"per_epoch": every.parts}

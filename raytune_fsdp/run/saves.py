@@ -1,0 +1,100 @@
+"""The saves of an attempt, by its config: what is kept of them, and when the clock asks for one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from raytune_fsdp.checkpoint.by_clock import Clock, Intervals
+from raytune_fsdp.checkpoint.catalogue import Keep
+from raytune_fsdp.checkpoint.on_demand import Requests
+from raytune_fsdp.checkpoint.saver import Saver, open_saver
+from raytune_fsdp.config import CheckpointConfig, FinetuneConfig
+from raytune_fsdp.config.every import SaveEvery
+from raytune_fsdp.optim import Optimizer
+from raytune_fsdp.run.standing import Prepared, Standing
+from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.saving import NothingSaved, Saves
+from raytune_fsdp.tracking import names
+from raytune_fsdp.tracking.jsonl import each_event, read_evaluations, seconds_after
+from raytune_fsdp.tracking.names import highest_is_best, score
+from raytune_fsdp.tracking.tracker import Tracker
+from raytune_fsdp.types import Saved
+
+LOST = "lost_seconds"
+"""Of the event that an attempt has started: what those before it have trained since its checkpoint. They may all have
+failed before the clock asked for the next one."""
+
+
+def open_saves(
+    config: FinetuneConfig,
+    prepared: Prepared,
+    standing: Standing,
+    model: PreTrainedModel,
+    optimizer: Optimizer,
+    tracker: Tracker,
+    *,
+    saved: Callable[[Saved], None],
+    lost: float,
+) -> Saves:
+    """Collective. `lost`: the seconds that earlier attempts have trained since the newest checkpoint."""
+    clock, intervals = None, intervals_of(config.checkpoint)
+    if intervals is not None and dist.get_rank() == 0 and not prepared.dry:
+        clock = Clock(intervals, fresh=standing.checkpoint is None, lost=lost)
+    return (NothingSaved if prepared.dry else Saves)(
+        saver=_saver(config.checkpoint, prepared, standing, model, optimizer),
+        tracker=tracker,
+        requests=Requests(prepared.place.path),
+        saved=saved,
+        clock=clock,
+        committed=standing.state.step,
+    )
+
+
+def lost_seconds(place: RunDir, step: int) -> float:
+    """How long earlier attempts have trained since the checkpoint of this step, the run's newest, was made. To be asked
+    before the record of what they have trained is cut."""
+    started: dict[str, Any] = {}
+    for event in each_event(place.events):
+        if event["event"] == names.ATTEMPT_STARTED:
+            started = event["fields"]
+    before = started.get(LOST) if started.get("resumed_from") == step else None
+    found = (float(before) if isinstance(before, int | float) else 0.0) + seconds_after(place.metrics, step)
+    return found if 0 <= found < math.inf else 0.0
+
+
+def intervals_of(chosen: CheckpointConfig) -> Intervals | None:
+    """How long the clock waits; None if it never asks for a checkpoint."""
+    if chosen.every == "auto":
+        return Intervals()
+    minutes = chosen.every.minutes if isinstance(chosen.every, SaveEvery) else None
+    return None if minutes is None else Intervals(first=60 * minutes, later=60 * minutes, share=None)
+
+
+def keep_of(chosen: CheckpointConfig) -> Keep:
+    """Which checkpoints a config keeps."""
+    highest = highest_is_best(chosen.best, chosen.best_is)
+    return Keep(last=chosen.keep_last, every=chosen.keep_every, best=chosen.keep_best, lower_is_better=not highest)
+
+
+def _saver(
+    chosen: CheckpointConfig, prepared: Prepared, standing: Standing, model: PreTrainedModel, optimizer: Optimizer
+) -> Saver:
+    scores = {}  # of earlier attempts too, or their best checkpoints would be pruned
+    if dist.get_rank() == 0 and chosen.keep_best:
+        found = read_evaluations(prepared.place.metrics, standing.state.step)
+        scores = {step: score(values, chosen.best) for step, values in found.items()}
+    return open_saver(
+        prepared.place.checkpoints,
+        model,
+        optimizer,
+        attempt=standing.attempt,
+        keep=keep_of(chosen),
+        seconds=chosen.timeout_minutes * 60,
+        asynchronous=chosen.asynchronous,
+        scores={step: value for step, value in scores.items() if value is not None},
+    )

@@ -1,0 +1,260 @@
+"""Checkpoints by the clock: a crash loses little, and nothing else of a run depends on them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytune_fsdp.audit import choose_segment
+from raytune_fsdp.checkpoint import by_clock, room
+from raytune_fsdp.checkpoint.by_clock import Clock, Intervals
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Keep, committed, to_remove
+from raytune_fsdp.checkpoint.state import read_state
+from raytune_fsdp.config import CheckpointConfig, FinetuneConfig
+from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.launch.worker import alone, work
+from raytune_fsdp.run.prepare import prepare
+from raytune_fsdp.run.publish import checkpoints_to_average
+from raytune_fsdp.run.saves import intervals_of, lost_seconds
+from raytune_fsdp.run.standing import agree
+from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.tracking import names
+from raytune_fsdp.tracking.jsonl import read_evaluations, read_events, read_trajectory
+from tests import clock as clocks
+from tests.runs import make_config, write_tokens
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> clocks.Clock:
+    found = clocks.Clock()
+    monkeypatch.setattr(by_clock, "time", found)
+    return found
+
+
+def steps_of_saves(clock: Clock, time: clocks.Clock, minutes: float, *, step: float, hold: float = 0.0) -> list[float]:
+    """The minutes after which a save is begun; each is committed half a minute later."""
+    found, commit, end = [], float("inf"), time.now + 60 * minutes
+    while time.now < end:
+        if time.now >= commit:
+            clock.committed(30.0)
+            commit = float("inf")
+        due = clock.due()
+        time.now += step
+        if due:
+            clock.begins()
+            found.append(round(time.now / 60, 1))
+            commit = time.now + 30
+            time.now += hold
+            clock.held()
+    return found
+
+
+def test_the_first_within_ten_minutes_and_half_an_hour_at_stake_later(time: clocks.Clock) -> None:
+    begun = steps_of_saves(Clock(Intervals(), fresh=True), time, 120, step=60)
+    assert begun[0] <= 10
+    # What is at stake when a save is complete, which is when a crash costs most.
+    assert all(25 < later - before + 0.5 <= 30 for before, later in zip(begun, begun[1:], strict=False)), begun
+    assert len(begun) == 4
+
+
+def test_a_run_that_has_a_checkpoint_waits_half_an_hour(time: clocks.Clock) -> None:
+    assert steps_of_saves(Clock(Intervals(), fresh=False), time, 31, step=10) == [30.0]
+
+
+def test_saves_that_hold_training_up_are_made_less_often(time: clocks.Clock) -> None:
+    """Each one for two minutes: 2 % are an hour and 40 minutes."""
+    begun = steps_of_saves(Clock(Intervals(), fresh=True), time, 600, step=10, hold=120)
+    assert [round(later - before) for before, later in zip(begun, begun[1:], strict=False)] == [100] * 5, begun
+    assert 2 * len(begun) <= 600 * 0.021
+
+
+def test_work_of_attempts_that_are_lost_counts(time: clocks.Clock) -> None:
+    """A run that never lasts for ten minutes comes to its first checkpoint."""
+    assert steps_of_saves(Clock(Intervals(), fresh=True, lost=540), time, 5, step=10) == [1.0]
+
+
+def test_planned_saves_put_the_clock_s_off(time: clocks.Clock) -> None:
+    clock, asked = Clock(Intervals(), fresh=True), 0
+    for step in range(600):  # ten hours, with a save every 20 minutes
+        asked += clock.due()
+        time.now += 60
+        if step % 20 == 19:
+            clock.begins()
+            clock.held()
+            clock.committed(1.0)
+    assert asked == 11, "only while the run has none, from the minute before the tenth on"
+
+
+def test_a_save_that_fails_is_not_tried_again_at_once(time: clocks.Clock) -> None:
+    clock, tries = Clock(Intervals(), fresh=True), []
+    for minute in range(61):
+        if clock.due():
+            tries.append(minute)
+            clock.begins()
+            clock.held()
+        time.now += 60
+    assert tries == [9, 19, 29, 39, 49, 59]
+
+
+def test_what_the_config_says_of_the_clock() -> None:
+    assert CheckpointConfig().every == "auto" and intervals_of(CheckpointConfig()) == Intervals()
+    chosen = CheckpointConfig.model_validate({"every": {"minutes": 20}})
+    assert intervals_of(chosen) == Intervals(first=1200, later=1200, share=None)
+    for every in (None, 5, {"per_epoch": 2}):
+        chosen = CheckpointConfig.model_validate({"every": every})
+        assert intervals_of(chosen) is None and not chosen.by_clock
+
+
+def _found(lasting: Sequence[int], recovery: Sequence[int]) -> list[CommittedCheckpoint]:
+    return sorted(
+        CommittedCheckpoint(step, 1, "there", lasting=kind)
+        for kind, steps in ((True, lasting), (False, recovery))
+        for step in steps
+    )
+
+
+@given(
+    st.sets(st.integers(1, 40)), st.sets(st.integers(1, 40)), st.one_of(st.none(), st.integers(2, 5)),
+    st.one_of(st.none(), st.integers(1, 10)), st.integers(0, 3), st.dictionaries(st.integers(1, 40), st.floats(0, 1)),
+)  # fmt: skip
+def test_recovery_points_push_nothing_out_and_only_the_newest_stays(
+    lasting: set[int], recovery: set[int], last: int | None, every: int | None, best: int, scores: dict[int, float]
+) -> None:
+    keep = Keep(last=last, every=every, best=best)
+    without = set(to_remove(_found(sorted(lasting), []), keep, scores))
+    found = _found(sorted(lasting), sorted(recovery))
+    removed = set(to_remove(found, keep, scores))
+    assert {each for each in removed if each.lasting} == without
+    newest = max(recovery, default=0)
+    stays = {newest} if newest > max(lasting, default=0) else set()
+    assert {each.step for each in found if not each.lasting and each not in removed} == stays
+
+
+def attempt(
+    config: FinetuneConfig,
+    time: clocks.Clock,
+    *,
+    step: float,
+    of: Container[int] = range(100),
+    crash_at: int | None = None,
+) -> RunDir:
+    """An attempt in which these steps take so many seconds of the clock; it crashes after a step, as by a bug."""
+    prepared, standing = prepare(config, 1)
+    begun = standing.state.step
+
+    def stop() -> None:
+        nonlocal begun
+        if begun == crash_at:
+            raise RuntimeError("a bug")
+        begun += 1
+        time.now += step if begun in of else 0.0
+
+    with alone(CPU):
+        work(config, prepared, agree(config, prepared, lambda: standing), CPU, stop)
+    return prepared.place
+
+
+def _config(home: Path, name: str, **checkpoint: Any) -> FinetuneConfig:
+    if not (home / "held-out.jsonl").exists():
+        write_tokens(home / "held-out.jsonl", rows=6, seed=5)
+    config = make_config(
+        home, run={"name": name}, train={"global_batch": 4, "micro_batch": 2, "max_steps": 40},
+        eval={"every": 8}, checkpoint={"asynchronous": False, "keep_best": 1, "keep_every": 16, **checkpoint},
+        parallel={"precision": "fp32"},
+    )  # fmt: skip
+    held_out = {"path": str(home / "held-out.jsonl"), "format": {"type": "tokens"}}
+    return config.model_validate({**config.model_dump(), "data": {**config.data.model_dump(), "eval": [held_out]}})
+
+
+def saved(place: RunDir, *, recovery: bool) -> list[int]:
+    """The steps of all saves on record, of the one kind or the other."""
+    events = [each["fields"] for each in read_events(place.events) if each["event"] == names.SAVED]
+    return [each["step"] for each in events if each.get("recovery", False) is recovery]
+
+
+@pytest.mark.thorough
+def test_with_no_three_and_thirty_of_them_a_run_is_the_same(tmp_path: Path, time: clocks.Clock) -> None:
+    """Its steps, evaluations, planned saves, what is kept of those, what an audit and a mean take by default; also
+    where it crashes after one of them, and goes on from there. What is done to checkpoints beside training sees the
+    same ones: tests/unit/test_after_commit.py."""
+    plain = attempt(_config(tmp_path, "plain"), time, step=0.0)
+    three, thirty = (3, 13, 27), tuple(step for step in range(1, 38) if step % 8 and step != 33)[:30]
+    for chosen in (three, thirty):
+        config = _config(tmp_path, f"with-{len(chosen)}")
+        with pytest.raises(RuntimeError, match="a bug"):
+            attempt(config, time, step=1801.0, of=chosen, crash_at=28 if chosen == thirty else 27)
+        there = committed(RunDir.of(config).checkpoints)
+        assert [each.step for each in there if not each.lasting] == [28 if chosen == thirty else 27]
+        place = attempt(config, time, step=1801.0, of=chosen)
+        assert saved(place, recovery=True) == list(chosen)
+        assert read_trajectory(place.metrics) == read_trajectory(plain.metrics)
+        assert read_evaluations(place.metrics, 40) == read_evaluations(plain.metrics, 40)
+        assert [*dict.fromkeys(saved(place, recovery=False))] == saved(plain, recovery=False) == [8, 16, 24, 32, 40]
+        there, mine = committed(place.checkpoints), committed(plain.checkpoints)
+        assert [(each.step, each.lasting) for each in there] == [(each.step, each.lasting) for each in mine]
+        assert read_state(there[-1]).cursor == read_state(mine[-1]).cursor
+        segment = choose_segment(place, None, None)
+        assert (segment.first, segment.last) == (32, 40)
+        assert [each.step for each in checkpoints_to_average(str(place.path), steps=None, last=2)] == [32, 40]
+
+
+@pytest.mark.thorough
+def test_a_crash_loses_what_the_clock_says_and_not_the_run(tmp_path: Path, time: clocks.Clock) -> None:
+    """Attempts of six minutes each come to a checkpoint: what is lost counts on."""
+    config = make_config(
+        tmp_path, train={"global_batch": 4, "max_steps": 30}, parallel={"precision": "fp32"},
+        checkpoint={"asynchronous": False},
+    )  # fmt: skip
+    place = RunDir.of(config)
+    with pytest.raises(RuntimeError, match="a bug"):
+        attempt(config, time, step=60.0, crash_at=6)
+    assert committed(place.checkpoints) == []
+    lines = [line.replace('"step_seconds": ', '"step_seconds": 6') for line in place.metrics.read_text().splitlines()]
+    place.metrics.write_text("\n".join(lines) + "\n")  # as on the clock of this test: a minute and a bit for each
+    assert lost_seconds(place, 0) == pytest.approx(6 * 60, abs=6)
+    with pytest.raises(RuntimeError, match="a bug"):
+        attempt(config, time, step=60.0, crash_at=6)
+    there = committed(place.checkpoints)
+    assert [(each.step, each.lasting) for each in there] == [(2, False)] and there[0].name == "step-00000002.a2.r"
+    started = [each["fields"] for each in read_events(place.events) if each["event"] == names.ATTEMPT_STARTED]
+    assert started[-1]["lost_seconds"] == pytest.approx(6 * 60, abs=6) and "lost_seconds" not in started[0]
+    attempt(config, time, step=0.0)
+    assert [(each.step, each.lasting) for each in committed(place.checkpoints)] == [(30, True)]
+
+
+@pytest.mark.thorough
+def test_storage_without_room_is_left_to_the_last_save(
+    tmp_path: Path, time: clocks.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock's saves leave room for one more, or are not made; that is said once."""
+    config = make_config(tmp_path, train={"global_batch": 4, "max_steps": 12}, parallel={"precision": "fp32"})
+    asked: list[int] = []
+
+    def nearly_full(path: Path) -> Any:
+        asked.append(1)
+        return SimpleNamespace(free=300_000)
+
+    monkeypatch.setattr(room.shutil, "disk_usage", nearly_full)
+    place = attempt(config, time, step=700.0)
+    assert [(each.step, each.lasting) for each in committed(place.checkpoints)] == [(12, True)]
+    size = next(each["fields"]["bytes"] for each in read_events(place.events) if each["event"] == names.SAVED)
+    said = [each["fields"] for each in read_events(place.events) if each["event"] == names.NO_ROOM_TO_SAVE]
+    assert said == [{"wanted": said[0]["wanted"], "free": 300_000}] and len(asked) > 5
+    assert 150_000 < said[0]["wanted"] / 2 <= size, "the numbers of a checkpoint, without what stands beside them"
+
+
+def test_a_mean_of_recovery_points_has_to_be_asked_for(tmp_path: Path) -> None:
+    for name in ("step-00000004.a1.r", "step-00000008.a1.r"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "manifest.json").touch()
+    with pytest.raises(ResumeError, match="has no checkpoint"):
+        checkpoints_to_average(str(tmp_path), steps=None, last=2)
