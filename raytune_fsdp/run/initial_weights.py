@@ -184,14 +184,14 @@ def without_adapters(config: FinetuneConfig, network: PreTrainedModel) -> PreTra
     return build_base(copy.deepcopy(network.config), config.model, config.parallel.precision)
 
 
-def find_adapter(config: FinetuneConfig, network: PreTrainedModel) -> AdapterFiles | None:
-    """The adapter that a run begins with, after checking that it fits; None: a new one."""
+def find_adapter(config: FinetuneConfig, network: PreTrainedModel, base: Path | None) -> AdapterFiles | None:
+    """The adapter that a run begins with, after checking that it fits; None: a new one. `base`: the directory of the
+    model's config."""
     path = getattr(config.method, "adapter", None)
     if path is None:
         return None
     directory = locate(path, None, field="method.adapter", weights=True)
     files = find_weights(directory, name="adapter_model")
-    base = model_directory(config, weights=False)
     assert base is not None, "adapters have a base"
     named = find_named(without_adapters(config, network), base, base)
     _check_alike(config, path, adapter_method(directory, files.file_of, own_names(named)))

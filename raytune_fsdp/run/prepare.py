@@ -126,7 +126,7 @@ def prepare(
         tasks=tasks,
         census=counted,
         origin=origin,
-        adapter=find_adapter(config, network) if found.checkpoint is None else None,
+        adapter=find_adapter(config, network, directory) if found.checkpoint is None else None,
         identity=identity,
         files_of_data=files_of_data,
         parameters=count_parameters(network),

@@ -32,6 +32,7 @@ from tests.runs import make_config, write_tokenizer
 
 pytest.importorskip("peft")
 
+pytestmark = pytest.mark.thorough
 SLOW = pytest.mark.slow
 LORA = {"type": "lora", "rank": 4, "alpha": 8}
 ATTENTION = {**LORA, "target_modules": ["q_proj", "v_proj"]}
@@ -200,7 +201,7 @@ def test_an_adapter_is_read_under_the_older_names_too(tmp_path: Path, kind: str)
 def _begun_with(home: Path, base: Path, method: Mapping[str, Any], adapter: Path) -> Any:
     model = {"path": str(base), "init": "pretrained", "architecture": None, "tokenizer": str(home / "model")}
     config = make_config(home, model=model, method={**method, "adapter": str(adapter)})
-    found = find_adapter(config, build_network(load_architecture(config.model, base), config))
+    found = find_adapter(config, build_network(load_architecture(config.model, base), config), base)
     assert found is not None
     return found.weights()
 
