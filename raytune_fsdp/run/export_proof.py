@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from raytune_fsdp.errors import ModelError, in_one_line
 from raytune_fsdp.model.adapter_names import keys_there
@@ -38,13 +39,17 @@ def check_acts(directory: Path, *, network: PreTrainedModel, named: Named) -> No
 
     `directory`: as it was written. `network`: the run's, with adapters.
     """
+    verbosity = transformers_logging.get_verbosity()
     try:
+        transformers_logging.set_verbosity_error()  # which kernels the small network goes without
         with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             before, wanted, found = _logits(directory, network, named)
     except Exception as error:  # sizes that cannot be divided: it says nothing of the export
         logger.debug("no small network could be computed: %s", in_one_line(error))
         return
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     acts, off = float((wanted - before).abs().max()), float((found - wanted).abs().max())
     if not acts or not off <= _BOUND * max(1.0, float(wanted.abs().max())):
         kind, own = type(named.network).__name__, type(network).__name__
