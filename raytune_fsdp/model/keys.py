@@ -19,6 +19,7 @@ from raytune_fsdp.errors import ModelError
 from raytune_fsdp.model.conversion import Conversion, ConvertedWeights
 from raytune_fsdp.model.dequantize import stored_weights
 from raytune_fsdp.model.files import WeightFiles
+from raytune_fsdp.model.known_files import CONFIG_FILE
 from raytune_fsdp.model.named_class import find_named
 from raytune_fsdp.model.weights import Weights
 from raytune_fsdp.untrusted import printable
@@ -92,6 +93,8 @@ def _naming(model: PreTrainedModel) -> tuple[Callable[[str], tuple[str, str | No
 
 def _without_other_parts(model: PreTrainedModel, directory: Path, extra: list[str]) -> list[str]:
     """The keys without those of the parts that see or hear: transformers lists these for some text classes only."""
+    if not (directory / CONFIG_FILE).is_file():
+        return extra
     named = find_named(model, directory, directory)
     name_of, names = _naming(named.network)[0], named.network.state_dict()
     return [key for key in extra if not (name_of(key)[0] in names and named.sees(name_of(key)[0]))]
