@@ -58,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=768, help="a multiple of 64 (default: 768)")
     parser.add_argument("--out", type=Path)
     found = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
@@ -65,7 +66,7 @@ def main() -> None:
 
 
 def measure(directory: Path, found: Any) -> None:
-    bench = Bench(directory, found.layers)
+    bench = Bench(directory, found.layers, found.width)
     rows = [bench.round(number) for number in range(found.rounds)]
     if dist.get_rank() == 0:
         report(rows, bench.about, found.out)
@@ -74,13 +75,14 @@ def measure(directory: Path, found: Any) -> None:
 class Bench:
     """A model in training, and every way to save it."""
 
-    def __init__(self, directory: Path, layers: int) -> None:
+    def __init__(self, directory: Path, layers: int, width: int) -> None:
         self.directory = directory
         torch.manual_seed(0)
         self.model = LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=16384, hidden_size=768, intermediate_size=2048, num_hidden_layers=layers,
-                num_attention_heads=12, num_key_value_heads=12, tie_word_embeddings=False, use_cache=False,
+                vocab_size=16384, hidden_size=width, intermediate_size=2048, num_hidden_layers=layers,
+                num_attention_heads=width // 64, num_key_value_heads=width // 64, tie_word_embeddings=False,
+                use_cache=False,
             )
         )  # fmt: skip
         parameters = sum(p.numel() for p in self.model.parameters())

@@ -23,7 +23,7 @@ VOCABULARY, TOKENS, WIDTH = 128_256, 2048, 512
 WAYS = ("plain", "chunked")
 
 
-def once(way: str, threads: int) -> dict[str, Any]:
+def once(way: str, threads: int, vocabulary: int) -> dict[str, Any]:
     import torch
     import torch.nn.functional as F
 
@@ -33,8 +33,8 @@ def once(way: str, threads: int) -> dict[str, Any]:
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, WIDTH).requires_grad_()
     # In place: what is freed again before the measurement would hide as much in it.
-    weight = torch.randn(VOCABULARY, WIDTH).div_(WIDTH**0.5).requires_grad_()
-    ids = torch.randint(VOCABULARY, (TOKENS,))
+    weight = torch.randn(vocabulary, WIDTH).div_(WIDTH**0.5).requires_grad_()
+    ids = torch.randint(vocabulary, (TOKENS,))
     small = [torch.randn(shape, WIDTH, requires_grad=True) for shape in (8, 64)]
     linear_cross_entropy(*small, None, ids[:8] % 64, Shape()).total.backward()  # what starts once
     before, since = _peak(), time.process_time()
@@ -48,7 +48,7 @@ def once(way: str, threads: int) -> dict[str, Any]:
     gradients = hidden.grad.nbytes + weight.grad.nbytes
     return {
         "seconds": seconds,
-        "extra": (_peak() - before - gradients) / (4 * TOKENS * VOCABULARY),
+        "extra": (_peak() - before - gradients) / (4 * TOKENS * vocabulary),
         "loss": total.item() / TOKENS,
         "gradients": [hidden.grad.double().abs().sum().item(), weight.grad.double().abs().sum().item()],
     }
@@ -62,18 +62,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--once", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.once:
-        print(json.dumps(once(options.once, options.threads)))
+        print(json.dumps(once(options.once, options.threads, options.vocabulary)))
         return
     from benchmarks.record import write_result
 
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for number in range(options.rounds):
         for way in WAYS[:: 1 - 2 * (number % 2)]:
-            command = [sys.executable, "-m", "benchmarks.loss", "--once", way, "--threads", str(options.threads)]
+            sizes = ["--threads", str(options.threads), "--vocabulary", str(options.vocabulary)]
+            command = [sys.executable, "-m", "benchmarks.loss", "--once", way, *sizes]
             found[way].append(json.loads(subprocess.run(command, check=True, capture_output=True).stdout))
     plain = found["plain"][0]
     for each in (one for several in found.values() for one in several):
