@@ -401,6 +401,11 @@ WEIGHTS: dict[str, Forge] = {
     "weights outside of the file": _tensor("data_offsets", [0, 1 << 50]),
     "weights backwards": _tensor("data_offsets", [4096, 0]),
     "weights that overlap": header(_swap),
+    "weights of 900,000 tensors": header(
+        lambda values: values.update(
+            (f"t{number}", {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}) for number in range(900_000)
+        )
+    ),
     "the weights are a pipe": pipe(_FIRST),
 }  # fmt: skip
 
@@ -412,7 +417,70 @@ def _empty_vocabulary(place: Path) -> None:
     _write(place / _TOKENS_CONFIG, b'{"tokenizer_class": "PreTrainedTokenizerFast"}')
 
 
+def _replacing(text: str, times: int) -> Forge:
+    """A normalizer that writes ten characters for one, so many times."""
+    step = {"type": "Replace", "pattern": {"String": text}, "content": text * 10}
+    return put(_TOKENS, "normalizer", to={"type": "Sequence", "normalizers": [step] * times})
+
+
+def _adding(times: int, each: int) -> Forge:
+    """A post-processor that adds so many tokens, so many times."""
+    added = {"id": "x", "ids": [0] * each, "tokens": ["x"] * each}
+    whole = [{"Sequence": {"id": "A", "type_id": 0}}]
+    single = [{"SpecialToken": {"id": "x", "type_id": 0}}] * times + whole
+    pair = [*whole, {"Sequence": {"id": "B", "type_id": 1}}]
+    made = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": {"x": added}}
+    return put(_TOKENS, "post_processor", to=made)
+
+
+def _splitting(pattern: str) -> Forge:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return put(_TOKENS, "pre_tokenizer", to=split)
+
+
+def _own_template(to: Any) -> Forge:
+    """A chat template in the config, where it is read if there is none beside it."""
+
+    def forge(place: Path) -> None:
+        (place / "chat_template.jinja").unlink(missing_ok=True)
+        put(_TOKENS_CONFIG, "chat_template", to=to)(place)
+
+    return forge
+
+
+def _template(make: Forge) -> Forge:
+    """A file among the chat templates with names."""
+    return lambda place: ((place / "additional_chat_templates").mkdir(), make(place / "additional_chat_templates"))[1]
+
+
+TOO_MUCH: dict[str, Forge] = {
+    "normalizers that write ten for one": _replacing(" ", 9),
+    "normalizers that write ten for one, of letters": _replacing("a", 9),
+    "a post-processor of 200,000 tokens": _adding(200_000, 1),
+    "a post-processor of 3,000 times 3,000 tokens": _adding(3000, 3000),
+    "a pattern that goes back over letters": _splitting("(a+)+$"),
+    "a pattern that goes back over spaces": _splitting("( +)+y"),
+    "a pattern that goes back over digits": _splitting("(1+)+y"),
+    "a pattern that is none": _splitting("("),
+}
+"""Tokenizers of a few kilobytes that take all time or memory, or fail, when they are loaded or used."""
 TOKENIZER: dict[str, Forge] = {
+    **TOO_MUCH,
+    "no chat template in a map": _own_template({}),
+    "a chat template that is a number": _own_template(7),
+    "a chat template of numbers": _own_template({"default": 7}),
+    "an added token of a huge id": put(_TOKENS_CONFIG, "added_tokens_decoder", to={"2000000000": {"content": "x"}}),
+    "tokens of huge ids by name": lambda place: _write(place / "added_tokens.json", b'{"x": 2000000000}'),
+    "a table of huge ids": put(_TOKENS_CONFIG, "vocab", to={"x": 1 << 40}),
+    "a class that reads weights": put(_TOKENS_CONFIG, "tokenizer_class", to="AutoModelForCausalLM"),
+    "a class that calls itself": put(_TOKENS_CONFIG, "tokenizer_class", to="AutoTokenizer"),
+    "a vocabulary that is a link": lambda place: (place / "vocab.txt").symlink_to("/etc/passwd"),
+    "a template that is a link": _template(lambda place: (place / "x.jinja").symlink_to("/etc/passwd")),
+    "a template that is a pipe": _template(lambda place: os.mkfifo(place / "x.jinja")),
+    "a vocabulary of another name that is a pipe": lambda place: os.mkfifo(place / "spiece.model"),
+    "a hundred thousand strings to stop at": lambda place: _write(
+        place / "generation_config.json", json.dumps({"stop_strings": ["x"] * 100_000}).encode()
+    ),
     **not_json(_TOKENS),
     **not_json(_TOKENS_CONFIG),
     "an empty vocabulary": _empty_vocabulary,

@@ -19,6 +19,7 @@ from raytune_fsdp.checkpoint.whole import WholeWeights, base_of, dtype_of, weigh
 from raytune_fsdp.durable import replace_at_once
 from raytune_fsdp.errors import ModelError, ResumeError, first_line, is_panic
 from raytune_fsdp.model.attention import forget_flash_attention
+from raytune_fsdp.model.bounds import check_header
 from raytune_fsdp.model.dequantize import check_packed
 from raytune_fsdp.model.files import find_weights
 from raytune_fsdp.model.keys import check_report, check_shapes, match_keys, matched_weights, owned_tensors
@@ -126,26 +127,34 @@ def load_for_inference(
         weights, files = weights_of_adapter(path, base)
         tokenizer, model = _tokenizer(path, trust), _built(weights, files, trust, str(path))
     else:
-        return load_checkpoint(find_checkpoint(path), device, trust_remote_code=trust, base=base)
+        checkpoint = find_checkpoint(path)
+        tokenizer = _tokenizer(model_files(checkpoint), trust)
+        return load_checkpoint(checkpoint, device, trust_remote_code=trust, base=base), tokenizer
     choose_experts(model)
     return place(model, device).eval(), tokenizer
 
 
 def load_checkpoint(
     checkpoint: CommittedCheckpoint, device: torch.device, *, trust_remote_code: bool = False, base: str | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The same of a checkpoint, which may be in an object store."""
+) -> PreTrainedModel:
+    """The model of a checkpoint, which may be in an object store."""
     files = model_files(checkpoint)
     weights = whole_weights(checkpoint, files, base_of(checkpoint, base))
     model = _built(weights, files, trust_remote_code, checkpoint.path)
     choose_experts(model)
-    return place(model, device).eval(), _tokenizer(files, trust_remote_code)
+    return place(model, device).eval()
 
 
 def _model_at(path: Path, trust: bool) -> PreTrainedModel:
     """The model of a Hugging Face directory: safetensors, under names that do not lead out of it."""
     network, files = stored_network(path), find_weights(path)
-    stored = sum(files.sizes().values())
+    sizes = files.sizes()
+    for name in sizes:
+        try:
+            check_header(path / name)
+        except UnsoundError as error:
+            raise ModelError(f"{path / name} {error}: download the model again") from error
+    stored = sum(sizes.values())
     wanted = sum(tensor.nbytes for tensor in network.parameters()) if network is not None else 0
     if wanted > _MOST_PER_BYTE * stored:
         raise ModelError(

@@ -6,6 +6,8 @@ transformers builds what a config says: with `num_hidden_layers: 10000000` that 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +25,17 @@ from raytune_fsdp.model.known_files import (
     SPECIAL_TOKENS_FILE,
     TOKENIZER_CONFIG_FILE,
 )
-from raytune_fsdp.untrusted import MIB, UnsoundError, check_values, parse_json, read_file, read_json, shown
+from raytune_fsdp.untrusted import (
+    MIB,
+    UnsoundError,
+    check_size,
+    check_values,
+    open_regular,
+    parse_json,
+    read_file,
+    read_json,
+    shown,
+)
 
 _CONFIG_BYTES = 8 * MIB
 """A config.json has 1 to 10 kB; those of classifiers, with the names of 20,000 classes, 1 MB."""
@@ -43,6 +55,8 @@ classes."""
 # The libraries that read these have limits of depth; a generation config that is broken is ignored.
 _NOT_PARSED = ("tokenizer.", GENERATION_CONFIG_FILE)
 _HASH = re.compile(r"[0-9a-f]{40,64}")
+_MOST_STOPS, _STOP_CHARACTERS, _MOST_BEAMS = 64, 256, 256
+"""Of a generation config. transformers compares every token with every place of every text to stop at."""
 
 MOST_TOKENS = 1 << 24  # XLM-V has a vocabulary of a million
 _LONG_NUMBER = re.compile(rb"[:\s]\d{8,}")
@@ -63,6 +77,8 @@ _SAME = {
 
 _MOST_TENSORS = 200_000
 """Tensors of a network. The 384 experts of each of Kimi K2's 60 layers are 70,000, each in a module of its own."""
+_HEADER_BYTES = 100 << 20
+"""Of the header of a safetensors file, as the library has it."""
 _BUFFER_BYTES = 1 << 30
 """What a network may compute for itself. The masks of a GPT-J, its largest buffers, are 117 MB."""
 
@@ -90,28 +106,36 @@ def _check_counts(values: Mapping[str, Any]) -> None:
         if isinstance(value, dict):  # of the language model in a model that also sees or hears
             _check_counts(value)
         most = _MOST_LAYERS if _LAYERS.fullmatch(key) else _MOST.get(_SAME.get(key, key))
-        if most is not None and isinstance(value, int | float) and value > most:
+        if most is None or not isinstance(value, int | float):
+            continue
+        if value > most:
             raise UnsoundError(f"has {key}={shown(value)}, more than the {most} that any model has")
+        if value < 0:
+            raise UnsoundError(f"has {key}={shown(value)}, and no model has fewer than none")
 
 
-def check_tokenizer_files(directory: Path) -> dict[str, Any]:
+def check_tokenizer_files(directory: Path) -> tuple[dict[str, Any], str]:
     """Refuse what is no regular file, or larger than any tokenizer's, among the files that a tokenizer is read from.
-    Returns what those say that are parsed here."""
+    Returns what those say that are parsed here, and a hash of all of it."""
     found: dict[str, Any] = {}
+    digest = hashlib.blake2b(digest_size=20)
     if (directory / CONFIG_FILE).exists():
-        found[CONFIG_FILE] = read_config(directory)  # it may name the tokenizer's class
+        found[CONFIG_FILE] = config = read_config(directory)  # it may name the tokenizer's class
+        said = [config.get(name) for name in ("model_type", "model_name", "tokenizer_class")]
+        digest.update(json.dumps(said).encode())
     for file in _tokenizer_files(directory):
         try:
             _check_links(file)
+            content = read_file(file, limit=_TOKENIZER_BYTES, links=True)
+            digest.update(f"{file.name} {len(content)} ".encode())
+            digest.update(content)
             if file.suffix != ".json":
-                read_file(file, limit=_TOKENIZER_BYTES, links=True)
-            elif file.name.startswith(_NOT_PARSED):
-                content = read_file(file, limit=_TOKENIZER_BYTES, links=True)
+                continue
+            if file.name.startswith(_NOT_PARSED):
                 check_values(content, _TOKENIZER_VALUES)
-                if file.name != GENERATION_CONFIG_FILE:
-                    _check_ids(content)
+                (_check_generation if file.name == GENERATION_CONFIG_FILE else _check_ids)(content)
             else:
-                found[file.name] = read_json(file, limit=_TOKENIZER_BYTES, links=True)
+                found[file.name] = parse_json(content, doubles=True, constants=True)
                 _check_most(_ids_in(found[file.name]))
         except FileNotFoundError:
             continue
@@ -119,7 +143,7 @@ def check_tokenizer_files(directory: Path) -> dict[str, Any]:
             raise ModelError(f"{file} {error}, so it is not that of a tokenizer: download it again") from error
         except (OSError, ValueError) as error:
             raise ModelError(f"{file} cannot be read ({first_line(error)}): download it again") from error
-    return found
+    return found, digest.hexdigest()
 
 
 def _tokenizer_files(directory: Path) -> list[Path]:
@@ -144,6 +168,27 @@ def _check_links(file: Path) -> None:
                 "part of the model: put the file itself there"
             )
         place = target
+
+
+def _check_generation(content: bytes) -> None:
+    """Refuse what would make a model generate for hours. What is broken is ignored."""
+    try:
+        values = parse_json(content, doubles=True, constants=True)
+    except ValueError:
+        return
+    if not isinstance(values, dict):
+        return
+    stops = values.get("stop_strings")
+    stops = [stops] if isinstance(stops, str) else stops
+    if stops is not None and not (
+        isinstance(stops, list)
+        and len(stops) <= _MOST_STOPS
+        and all(isinstance(each, str) and 0 < len(each) <= _STOP_CHARACTERS for each in stops)
+    ):
+        raise UnsoundError(f"has stop_strings={shown(stops)}, which are not up to {_MOST_STOPS} short texts")
+    for name in ("num_beams", "num_return_sequences", "num_beam_groups"):
+        if isinstance(values.get(name), int | float) and not 0 <= values[name] <= _MOST_BEAMS:
+            raise UnsoundError(f"has {name}={shown(values[name])}, more than the {_MOST_BEAMS} that are of any use")
 
 
 def _check_ids(content: bytes) -> None:
@@ -209,6 +254,16 @@ def check_buffers(model: nn.Module) -> None:
             f"model: the buffers of this {type(model).__name__} would take {sum(buffers.values()) / 1e9:.1f} GB, the "
             f"largest of them {largest}: correct its config.json, whose sizes no model has"
         )
+
+
+def check_header(file: Path) -> None:
+    """Refuse a safetensors file of more tensors than any model has, before a library makes an entry for each."""
+    with os.fdopen(open_regular(file, links=True), "rb") as source:
+        length = int.from_bytes(source.read(8), "little")
+        check_size(length, _HEADER_BYTES)
+        count = source.read(length).count(b'"data_offsets"')
+    if count > 2 * _MOST_TENSORS:
+        raise UnsoundError(f"has a header of {count} tensors, more than any model has")
 
 
 def check_index(values: Any) -> dict[str, str]:

@@ -14,10 +14,10 @@ from pathlib import Path
 import xxhash
 
 from raytune_fsdp.errors import ModelError, first_line, in_one_line
-from raytune_fsdp.model.bounds import check_index
+from raytune_fsdp.model.bounds import check_header, check_index
 from raytune_fsdp.model.quantization import Packed, Quantization, read_quantization
 from raytune_fsdp.threads import READERS, in_thread
-from raytune_fsdp.untrusted import MIB, read_json, reason
+from raytune_fsdp.untrusted import MIB, UnsoundError, read_json, reason
 
 HUB_SECONDS = 4
 """How long a hub may take for its first answer, before it counts as unreachable."""
@@ -244,9 +244,10 @@ def _keys_of(file: Path) -> list[str]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_header(file)
         with safe_open(file, "pt") as handle:
             return list(handle.keys())
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, UnsoundError) as error:
         raise ModelError(
             f"{file} is not a complete safetensors file ({first_line(error)}): download it again"
         ) from error

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -17,14 +18,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import tokenizers
+import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.model.bounds import MOST_TOKENS, check_tokenizer_files
 from raytune_fsdp.model.known_files import CONFIG_FILE, SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE
+from raytune_fsdp.model.tokenizer_trial import try_tokenizer
 from raytune_fsdp.untrusted import is_file_name, printable, shown
 
+_VERSIONS = f"{transformers.__version__}-{tokenizers.__version__}-{sys.version_info.major}.{sys.version_info.minor}-1"
+"""What may read the same content in another way; last, what is tried (`tokenizer_child.py`)."""
 logger = logging.getLogger(__name__)
 
 _TOKENS = re.compile(r".*_tokens?|added_tokens_decoder")
@@ -56,16 +62,29 @@ _IN_NO_NAME = re.compile(r"[<>{}\n\0]")
 
 def tokenizer_in(directory: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """The tokenizer in a directory. Raises whatever transformers does, and ModelError for what no tokenizer has."""
-    values = check_tokenizer_files(directory)
+    values, content = check_tokenizer_files(directory)
     _check_class(directory, values)
     with _without_files(directory, values, trust_remote_code) as place:
+        if not trust_remote_code:  # code that is trusted may do what it likes
+            try_tokenizer(place, directory, f"{content}-{_VERSIONS}")
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
         for found in (vars(tokenizer), tokenizer.init_kwargs):
             for name, value in found.items():
                 if isinstance(value, str) and value.startswith(str(place)):
                     found[name] = str(directory) + value.removeprefix(str(place))
     vocabulary_of(tokenizer)
+    _check_template(tokenizer.chat_template, directory)
     return tokenizer
+
+
+def _check_template(template: Any, directory: Path) -> None:
+    """Refuse what is no chat template: neither a text, nor texts by name."""
+    named = isinstance(template, dict) and all(isinstance(each, str) for each in [*template, *template.values()])
+    if template is not None and not isinstance(template, str) and not (template and named):
+        raise ModelError(
+            f"{directory} has a tokenizer with the chat_template {shown(template)}, which is neither a text nor texts "
+            "by name: correct tokenizer_config.json, or download it again"
+        )
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:

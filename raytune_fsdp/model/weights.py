@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 from raytune_fsdp.errors import ModelError, first_line
 from raytune_fsdp.keyed import derive_key
 from raytune_fsdp.model.blocks import blocks_of
+from raytune_fsdp.model.bounds import check_header
 from raytune_fsdp.model.files import WeightFiles
+from raytune_fsdp.untrusted import UnsoundError
 
 # Rows of an embedding summed at a time: 512 MiB in float64 at a width of 8192, where a vocabulary of 128k takes 8 GiB.
 _MEAN_ROWS = 8192
@@ -89,8 +91,9 @@ class FileWeights:
         if wanted != self._open_name:
             path = self._files.directory / wanted
             try:
+                check_header(path)
                 self._handle = safe_open(path, "pt")
-            except (SafetensorError, OSError) as error:
+            except (SafetensorError, OSError, UnsoundError) as error:
                 raise ModelError(
                     f"{path} is not a complete safetensors file ({first_line(error)}): download it again"
                 ) from error

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.model.tokenizer import tokenizer_in, without_files
+from raytune_fsdp.model.tokenizer_trial import Trials, is_own
 from tests.tokenizer_configs import BYTES, FAMILIES, NAME_FILES, PIECES, SPECIAL, WORDS
 from tests.unit.made_tokenizers import demo, metaspace
 
@@ -160,6 +161,67 @@ def test_a_tokenizer_class_that_is_none_is_refused(tmp_path: Path) -> None:
         place = written(tmp_path / "model", {"tokenizer_class": name}, demo().backend_tokenizer)
         with pytest.raises(ModelError, match=f"tokenizer_class='{name}', which is no tokenizer"):
             tokenizer_in(place, trust_remote_code=False)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's cache that is empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "raytune_fsdp"
+
+
+@pytest.mark.thorough
+def test_each_content_is_tried_once_by_a_user(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In another process, which cannot be started any more when the same content is loaded again."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    place = written(tmp_path / "model", config, word_pieces())
+    tokenizer_in(place, trust_remote_code=False)
+    (mark,) = (own_cache / "tokenizers").iterdir()
+    for each in (own_cache, own_cache / "tokenizers"):
+        assert each.stat().st_mode & 0o777 == 0o700
+    Trials.end()
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    tokenizer_in(place, trust_remote_code=False)
+    tokenizer_in(written(tmp_path / "same", config, word_pieces()), trust_remote_code=False)
+    other = written(tmp_path / "other", {**config, "model_max_length": 5}, word_pieces())
+    tokenizer_in(other, trust_remote_code=True)  # its code may do what it likes
+    assert not caplog.records
+    tokenizer_in(other, trust_remote_code=False)
+    assert "could not be tried in a process of its own" in caplog.text
+    assert list((own_cache / "tokenizers").iterdir()) == [mark]
+
+
+@pytest.mark.thorough
+def test_the_word_of_somebody_else_counts_for_nothing(own_cache: Path, tmp_path: Path) -> None:
+    """A cache that others may write to becomes the user's own; one of another user is not used."""
+    (own_cache / "tokenizers").mkdir(parents=True)
+    (own_cache / "tokenizers").chmod(0o777)
+    place = written(tmp_path / "model", {"tokenizer_class": "PreTrainedTokenizerFast"}, word_pieces())
+    tokenizer_in(place, trust_remote_code=False)
+    assert (own_cache / "tokenizers").stat().st_mode & 0o777 == 0o700
+    (mark,) = (own_cache / "tokenizers").iterdir()
+    if os.geteuid() == 0:
+        os.chown(mark, 65534, 65534)
+        assert not is_own(mark)
+        mark.unlink()
+        os.chown(own_cache / "tokenizers", 65534, 65534)
+        tokenizer_in(place, trust_remote_code=False)
+        assert not list((own_cache / "tokenizers").iterdir())
+
+
+@pytest.mark.thorough
+def test_a_tokenizer_that_takes_too_long_is_refused_and_the_next_one_is_tried(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raytune_fsdp.model.tokenizer_trial.SECONDS", 1)
+    slow = word_pieces()
+    slow.add_tokens([AddedToken(f"<{number}>", normalized=True) for number in range(100_000)])
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    with pytest.raises(ModelError, match="more than 1 s of processor time or 1 GB of memory"):
+        tokenizer_in(written(tmp_path / "slow", config, slow), trust_remote_code=False)
+    tokenizer_in(written(tmp_path / "model", config, word_pieces()), trust_remote_code=False)
 
 
 def test_tokens_may_be_any_text_and_code_that_is_trusted_has_arguments_of_its_own(secret: Path) -> None:

@@ -136,7 +136,7 @@ def _measure(prepared: Prepared, config: FinetuneConfig, checkpoint: CommittedCh
     if not chosen.task_gpus:
         torch.set_num_threads(chosen.task_cpus)
     whole = find_checkpoint(checkpoint.path)  # compared with its manifest
-    model, _ = load_checkpoint(whole, device, trust_remote_code=config.model.trust_remote_code)
+    model = load_checkpoint(whole, device, trust_remote_code=config.model.trust_remote_code)
     exam = Exam.of(config, prepared.evals, prepared.tasks)
     values, answered = examine(config, model, prepared.tokenizer, exam, device)
     return values, answered, time.monotonic() - started

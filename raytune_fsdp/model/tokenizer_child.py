@@ -1,0 +1,130 @@
+"""A process that tries tokenizers, each in a child of its own with limits. `tokenizer_trial.py` starts and asks it.
+
+It is a program, not a module: it reads requests from its input, a line of JSON each, and writes an answer for each. It
+imports transformers without torch, which takes half the time and a third of the memory, and forks when it is asked: a
+child that fills its memory or never ends is its own, and the next one begins with everything imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from typing import Any
+
+IDLE_SECONDS = 60
+"""After so long without a request it ends."""
+_WAITS = 4
+"""How long a child may take by the clock, in processor time: one that waits for something uses none."""
+_ANSWER_BYTES = 1 << 16
+# Long runs of one kind of character are what patterns that go back try again and again.
+_TEXTS = (
+    "Is it?",
+    "",
+    *(run + "x" for run in ("a" * 200, " " * 200, "1" * 200, "!" * 100, "\n" * 50, "é漢😀" * 30, "aB1 " * 50)),
+)
+_MOST_TOKENS_PER_BYTE, _MOST_TOKENS = 64, 1000
+"""What may come of a text: a character has up to four bytes, and a few are written as ten others."""
+
+
+def serve() -> None:
+    """Answer requests until there are no more."""
+    answers = os.fdopen(os.dup(1), "w")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 1)  # what libraries print is no answer
+    os.dup2(nowhere, 2)  # a panic of Rust's prints forty lines
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    ready = False
+    while select.select([0], [], [], IDLE_SECONDS)[0]:
+        line = sys.stdin.readline()
+        if not line:
+            break
+        request = json.loads(line)
+        if not ready:
+            sys.path[:] = request["path"]
+            from transformers import AutoTokenizer  # noqa: F401
+
+            from raytune_fsdp.data.rows.sandbox import compiled  # noqa: F401  # here, so that children have them
+
+            ready = True
+        answers.write(json.dumps(_in_child(request)) + "\n")
+        answers.flush()
+
+
+def _in_child(request: dict[str, Any]) -> dict[str, Any]:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _limit(request["seconds"], request["bytes"])
+        try:
+            answer = json.dumps(_try(request["directory"])).encode()[:_ANSWER_BYTES]
+        except BaseException:  # no room for a word
+            os._exit(1)
+        os.write(writer, answer)
+        os._exit(0)
+    os.close(writer)
+    found, deadline = b"", time.monotonic() + _WAITS * request["seconds"]
+    try:
+        while select.select([reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            piece = os.read(reader, _ANSWER_BYTES)
+            if not piece:
+                break
+            found += piece
+        else:
+            os.kill(child, signal.SIGKILL)
+    finally:
+        os.close(reader)
+        _, status = os.waitpid(child, 0)
+    try:
+        answer = json.loads(found)
+    except ValueError:
+        return {"stage": "limits", "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0}
+    return answer if isinstance(answer, dict) else {"stage": "limits", "signal": 0}
+
+
+def _limit(seconds: int, memory: int) -> None:
+    """What this process may use from now on."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    with open("/proc/self/status") as status:
+        now = next((int(line.split()[1]) << 10 for line in status if line.startswith("VmData")), 0)
+    resource.setrlimit(resource.RLIMIT_DATA, (now + memory, now + memory))
+
+
+def _try(directory: str) -> dict[str, Any]:
+    """Load it as a run does, and use it."""
+    from transformers import AutoTokenizer
+
+    from raytune_fsdp.data.rows.sandbox import compiled
+
+    stage = "load"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        stage = "use"
+        for text in _TEXTS:
+            ids = tokenizer(text)["input_ids"]
+            if len(ids) > _MOST_TOKENS + _MOST_TOKENS_PER_BYTE * len(text.encode()):
+                return {"stage": "use", "error": f"it makes {len(ids)} tokens of a text of {len(text)} characters"}
+            tokenizer.decode(ids)
+        if tokenizer.is_fast:
+            json.loads(tokenizer.backend_tokenizer.to_str())
+        tokenizer.get_vocab()
+        stage = "template"
+        templates = tokenizer.chat_template
+        for template in templates.values() if isinstance(templates, dict) else [templates]:
+            if isinstance(template, str):
+                compiled(template)
+    except MemoryError:
+        return {"stage": "limits", "signal": 0}
+    except BaseException as error:  # whatever they raise; one library is written in Rust
+        return {"stage": stage, "error": (str(error).strip() or type(error).__name__).splitlines()[0][:500]}
+    return {"stage": "done"}
+
+
+if __name__ == "__main__":
+    serve()
