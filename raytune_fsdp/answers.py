@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.eval import ConversationConfig
 from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, as_templates_see
-from raytune_fsdp.errors import DataError
+from raytune_fsdp.errors import DataError, ModelError, first_line
 from raytune_fsdp.model.attention import positions_of, without_borders
 from raytune_fsdp.parallel import evaluating
 from raytune_fsdp.pulse import beat
@@ -88,20 +88,52 @@ def answer(
     `together`: all ranks make as many passes, also if the last bits of their sums differ, and so a token (collective).
     """
     ids = encode_prompt(tokenizer, prompt, positions=positions_of(model.config)).to(device)
+    check_ids(ids, model)
     room = positions_of(model.config) - ids.shape[1]
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    output = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=min(max_new_tokens, room),
-        use_cache=True,
-        streamer=streamer,
-        synced_gpus=together and dist.is_initialized() and dist.get_world_size() > 1,
-        **ends(tokenizer),
-        **sampling,
-    )
+    with nullcontext() if together else in_words(model):
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=min(max_new_tokens, room),
+            use_cache=True,
+            streamer=streamer,
+            synced_gpus=together and dist.is_initialized() and dist.get_world_size() > 1,
+            tokenizer=tokenizer,  # to know stop strings of a generation config in tokens
+            **ends(tokenizer),
+            **sampling,
+        )
     text: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
     return text.strip()
+
+
+def check_ids(ids: torch.Tensor, model: PreTrainedModel) -> None:
+    """Refuse tokens that the model has no row for, which end in an error of its embedding or of the device."""
+    rows = model.config.get_text_config().vocab_size
+    if (most := int(ids.max())) >= rows:
+        raise DataError(
+            f"the prompt has a token with the id {most}, and the model has only {rows}: its tokenizer is another "
+            "model's, so take the one that belongs to it"
+        )
+
+
+@contextmanager
+def in_words(model: PreTrainedModel) -> Iterator[None]:
+    """An error of `generate` as one line: it does what a generation config says, and draws from what is computed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "probability tensor contains" not in str(error):
+            raise
+        raise ModelError(
+            "the model computes NaN or infinity for the next token, so none can be drawn: its weights are damaged, or "
+            "too large for their type"
+        ) from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot answer as its generation_config.json says ({first_line(error)[:300]}): "
+            "correct that file, or remove it"
+        ) from error
 
 
 def ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -149,7 +181,14 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *,
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, prompt: bool = False) -> str:
-    template = ChatTemplate(tokenizer.get_chat_template(), tokenizer.special_tokens_map)
+    try:
+        source = tokenizer.get_chat_template()
+    except ValueError as error:
+        raise DataError(
+            "the tokenizer has several chat templates, and none of them is the default: set data.chat_template, or "
+            "name one of them default"
+        ) from error
+    template = ChatTemplate(source, tokenizer.special_tokens_map)
     return template.render(as_templates_see(messages), None, prompt=prompt)[0]
 
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 import io
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
+from raytune_fsdp import answers
 from raytune_fsdp.answers import Talk, asked, check_prompts, encode_prompt, ends
+from raytune_fsdp.checkpoint.model_files import load_for_inference
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.eval import EvalConfig
 from raytune_fsdp.data.rows.templates import load_template
-from raytune_fsdp.errors import ConfigError, DataError
+from raytune_fsdp.errors import ConfigError, DataError, ModelError
 from tests.models import save_checkpoint
 from tests.runs import make_config
 from tests.unit.made_tokenizers import chat, demo
@@ -29,7 +34,7 @@ class Parrot:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, answers: list[str], positions: int = 4096) -> None:
         self.tokenizer, self.answers, self.given = tokenizer, answers, []  # type: ignore[var-annotated]
-        text = SimpleNamespace(max_position_embeddings=positions)
+        text = SimpleNamespace(max_position_embeddings=positions, vocab_size=len(tokenizer))
         self.config = SimpleNamespace(get_text_config=lambda: text)
 
     def generate(self, input_ids: torch.Tensor, streamer: Any, max_new_tokens: int, **_: Any) -> torch.Tensor:
@@ -174,3 +179,63 @@ def test_chat_needs_a_chat_template(tmp_path: Any, capsys: Any) -> None:
     (tmp_path / "model" / "chat_template.jinja").unlink()
     assert main(["chat", str(tmp_path / "model")]) == ConfigError.exit_code
     assert "has no chat template" in capsys.readouterr().err
+
+
+def asked_of(directory: Path, **sampling: Any) -> str:
+    """As `generate` does it."""
+    model, tokenizer = load_for_inference(directory, CPU)
+    return answers.answer(model, tokenizer, "Hi!", max_new_tokens=4, device=CPU, **sampling)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return save_checkpoint(tmp_path / "model", "llama", tokenizer=True, vocab_size=1100)
+
+
+def test_a_generation_config_with_strings_to_stop_at_is_followed(small: Path) -> None:
+    (small / "generation_config.json").write_text(json.dumps({"stop_strings": ["zzz"], "eos_token_id": 2}))
+    asked_of(small)
+
+
+def test_what_a_stranger_s_model_cannot_answer_is_said_in_words(small: Path) -> None:
+    weights = load_file(small / "model.safetensors")
+    for said, line in (
+        ({"stop_strings": ["x"] * 100_000}, "has stop_strings=.*, which are not up to 64 short texts"),
+        ({"num_beams": 100_000}, "has num_beams=100000, more than the 256"),
+        ({"suppress_tokens": "many"}, "cannot answer as its generation_config.json says"),
+    ):
+        (small / "generation_config.json").write_text(json.dumps(said))
+        with pytest.raises(ModelError, match=line):
+            asked_of(small)
+    (small / "generation_config.json").write_text("{}")
+    head = weights["lm_head.weight"]
+    weights["lm_head.weight"] = head * float("nan")
+    save_file(weights, small / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="computes NaN or infinity for the next token"):
+        asked_of(small, temperature=1.0)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path / "model", "llama", tokenizer=True, vocab_size=64)
+    with pytest.raises(DataError, match=r"a token with the id \d+, and the model has only 64"):
+        asked_of(model)
+
+
+def test_chat_templates_that_are_none_are_refused(small: Path) -> None:
+    config = json.loads((small / "tokenizer_config.json").read_text())
+    for file in small.glob("*.jinja"):
+        file.unlink()
+    for template in ({}, 7, [], {"default": 7}, [{"name": "a", "template": 7}]):
+        (small / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+        with pytest.raises(ModelError, match="chat_template"):
+            asked_of(small)
+    (small / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": {"other": "x"}}))
+    with pytest.raises(DataError, match="none of them is the default"):
+        asked_of(small)
+
+
+def test_a_negative_number_of_layers_is_refused(small: Path) -> None:
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**config, "num_hidden_layers": -1}))
+    with pytest.raises(ModelError, match="has num_hidden_layers=-1"):
+        asked_of(small)
