@@ -59,32 +59,29 @@ def _in_child(request: dict[str, Any]) -> dict[str, Any]:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(reader)
-        _limit(request["seconds"], request["bytes"])
-        try:
-            answer = json.dumps(_try(request["directory"])).encode()[:_ANSWER_BYTES]
-        except BaseException:  # no room for a word
-            os._exit(1)
-        os.write(writer, answer)
-        os._exit(0)
+        try:  # nothing gets out of here: it would go on as if it were its parent
+            os.close(reader)
+            _limit(request["seconds"], request["bytes"])
+            found = _try(request["directory"], request["seconds"], request["bytes"])
+            os.write(writer, json.dumps(found).encode())
+        finally:
+            os._exit(0)
     os.close(writer)
-    found, deadline = b"", time.monotonic() + _WAITS * request["seconds"]
+    read, deadline = b"", time.monotonic() + _WAITS * request["seconds"]
     try:
         while select.select([reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
             piece = os.read(reader, _ANSWER_BYTES)
             if not piece:
                 break
-            found += piece
+            read += piece
         else:
             os.kill(child, signal.SIGKILL)
     finally:
         os.close(reader)
-        _, status = os.waitpid(child, 0)
-    try:
-        answer = json.loads(found)
-    except ValueError:
-        return {"stage": "limits", "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0}
-    return answer if isinstance(answer, dict) else {"stage": "limits", "signal": 0}
+        os.waitpid(child, 0)
+    # Without a word it has met a limit, or the end of its memory.
+    answer: dict[str, Any] = json.loads(read) if read else {"stage": "limits"}
+    return answer
 
 
 def _limit(seconds: int, memory: int) -> None:
@@ -96,7 +93,7 @@ def _limit(seconds: int, memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (now + memory, now + memory))
 
 
-def _try(directory: str) -> dict[str, Any]:
+def _try(directory: str, seconds: int, memory: int) -> dict[str, Any]:
     """Load it as a run does, and use it."""
     from transformers import AutoTokenizer
 
@@ -119,9 +116,11 @@ def _try(directory: str) -> dict[str, Any]:
         for template in templates.values() if isinstance(templates, dict) else [templates]:
             if isinstance(template, str):
                 compiled(template)
-    except MemoryError:
-        return {"stage": "limits", "signal": 0}
     except BaseException as error:  # whatever they raise; one library is written in Rust
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        # Who meets a limit may call it anything, for example that no thread can be started.
+        if isinstance(error, MemoryError) or used.ru_maxrss << 10 > memory // 2 or used.ru_utime > seconds / 2:
+            return {"stage": "limits"}
         return {"stage": stage, "error": (str(error).strip() or type(error).__name__).splitlines()[0][:500]}
     return {"stage": "done"}
 

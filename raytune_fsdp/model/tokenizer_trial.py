@@ -41,7 +41,8 @@ def try_tokenizer(directory: Path, shown: Path, key: str) -> None:
     if known is not None and is_own(known / key):
         return
     try:
-        found = Trials.asked({"directory": str(directory), "seconds": SECONDS, "bytes": MEMORY, "path": sys.path})
+        libraries = [str(each) for each in sys.path]
+        found = Trials.asked({"directory": str(directory), "seconds": SECONDS, "bytes": MEMORY, "path": libraries})
     except (OSError, ValueError) as error:
         logger.warning("%s: its tokenizer could not be tried in a process of its own: %s", shown, error)
         return

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.thorough
 
 RUN = Path(__file__).parents[1] / "fixtures" / "aae7294" / "runs" / "steps"
 CHECKPOINT = "checkpoints/step-00000006.a1"
-SECONDS, BYTES = 5.0, 500 << 20
+SECONDS, BYTES, LINE = 5.0, 500 << 20, 3000
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,11 @@ def all_of(kind: str, good: Path, code: int | None, lines: tuple[int, ...]) -> N
     wrong = [
         f"{name}: {each}"
         for name, each in found.items()
-        if each.code != code or len(each.said) not in lines or each.seconds > SECONDS or each.grown > BYTES
+        if each.code != code
+        or len(each.said) not in lines
+        or any(not line.isprintable() or len(line) > LINE for line in each.said)
+        or each.seconds > SECONDS
+        or each.grown > BYTES
     ]
     assert not wrong, "\n".join(wrong)
 
