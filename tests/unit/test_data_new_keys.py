@@ -204,6 +204,7 @@ def test_a_new_run_has_the_lowest_version_that_reads_its_rows(tmp_path: Path, en
     assert {name: version(name, row) for name, row in SAME} == {name: 2 for name, _ in SAME}
     assert version("b", {**ROW, "system": "x"}, system=None) == 2
     assert version("c", {**ROW, "functions": [{"name": "f"}]}, tools=None) == 2
+    assert version("g", {**ROW, "functions": [{"name": "f"}]}, tools="functions") == 2, "as it always was"
     assert version("d", {**ROW, "sys": "x"}, system="sys") == 4
     assert version("e text", {"turns": json.dumps(ROW["messages"])}, messages="turns") == 4
 

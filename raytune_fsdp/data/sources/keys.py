@@ -48,7 +48,7 @@ def lowest_order(format: Format, found: Iterable[Keys]) -> int:
         return FOURTH_ORDER  # a field that older versions do not have
     wanted = {"weight", "training"}
     wanted |= {SYSTEM} if format.system is not None else set()
-    wanted |= {FUNCTIONS} if format.tools is not None else set()
+    wanted |= {FUNCTIONS} if format.tools not in (None, FUNCTIONS) else set()
     texts = {format.messages, ANY}
     return FOURTH_ORDER if any(each.names & wanted or each.texts & texts for each in found) else OLDEST_ORDER
 
