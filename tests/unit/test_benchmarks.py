@@ -47,7 +47,7 @@ TINY = {
     "recompute": "--rounds 1",
     "step": "--rounds 1 --steps 1",
 }
-"""The least that each can do, the longest first."""
+"""The least that each can do."""
 
 NEEDS = {
     "end_to_end": ("ray", "accelerate"), "fp8": ("torchao",), "hf_trainer_curve": ("accelerate", "matplotlib"),
@@ -80,13 +80,14 @@ def run(name: str, directory: Path) -> Done:
 
 @pytest.fixture(scope="module")
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
-    """Those that are asked for, two at a time: each waits for its processes most of the time."""
+    """Those that are asked for: one of Ray's at a time, and another one meanwhile."""
     items: list[Any] = [item for item in request.session.items if "started" in getattr(item, "fixturenames", ())]
     asked = {item.callspec.params["name"] for item in items}
     ready = [name for name in TINY if name in asked and all(map(find_spec, NEEDS.get(name, ())))]
     places = {name: tmp_path_factory.mktemp(name) for name in ready}
-    with ThreadPoolExecutor(2) as threads:
-        yield {name: (threads.submit(run, name, place), place) for name, place in places.items()}
+    with ThreadPoolExecutor(1) as on_ray, ThreadPoolExecutor(1) as others:
+        threads = {name: on_ray if "ray" in NEEDS.get(name, ()) else others for name in ready}
+        yield {name: (threads[name].submit(run, name, place), place) for name, place in places.items()}
 
 
 @pytest.mark.slow
