@@ -15,7 +15,10 @@ import torch
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint, looks_like_checkpoint
 from raytune_fsdp.checkpoint.model_files import model_files
 from raytune_fsdp.checkpoint.state import read_state
+from raytune_fsdp.checkpoint.tensors import INITIAL
+from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.errors import ModelError, RaytuneError, first_line
+from raytune_fsdp.model.adapter_names import acts_outside
 from raytune_fsdp.model.bounds import read_config
 from raytune_fsdp.model.export import Form, WholeTensors
 from raytune_fsdp.model.files import WeightFiles, find_weights, locate
@@ -50,9 +53,7 @@ class WrittenAs:
         kind = type(self.form.network).__name__
         if self.alone is None:
             return f"It is a whole `{kind}`: what training did not reach, such as a vision tower, is that of its base."
-        return (
-            f"It is the language model alone, a `{kind}`: the rest of its base could not be read when it was written."
-        )
+        return f"It is the language model alone, a `{kind}`, without the parts of its base that see."
 
 
 def written_of(
@@ -86,7 +87,9 @@ def written_of(
     # As the base has them: transformers may have renamed them since.
     keys = {name: key for name, key in match.key_of.items() if name in owned_tensors(named.network)}
     form = Form(network=named.network, key_of=keys, beside=base.directory)
-    return WrittenAs(source=_Around(source, rest, named, adapted=beside is not None), form=form)
+    adapters = CheckpointWeights(checkpoint), CheckpointWeights(checkpoint, INITIAL)
+    untouched = beside is not None and not acts_outside(named, *adapters)
+    return WrittenAs(source=_Around(source, rest, named, untouched=untouched), form=form)
 
 
 def sees(files: Path) -> bool:
@@ -141,13 +144,14 @@ def _check_same(named: Named, rest: Weights, source: WholeTensors, where: str) -
 class _Around:
     """The tensors of the named class: those of the run, and of its base all others.
 
-    `adapted`: adapters in a part that sees, which training on texts leaves as they began, are not merged into it.
+    `untouched`: the parts that see are the base's also where the run has them, with adapters that do nothing: merged,
+    they would be rounded.
     """
 
-    def __init__(self, own: WholeTensors, rest: Weights, named: Named, *, adapted: bool) -> None:
+    def __init__(self, own: WholeTensors, rest: Weights, named: Named, *, untouched: bool) -> None:
         self._own, self._rest = own, rest
         trained, stored = own.shapes(), rest.shapes()
-        left = {name for name in owned_tensors(named.network) if adapted and named.sees(name)}
+        left = {name for name in owned_tensors(named.network) if untouched and named.sees(name)}
         here = {name: None if name in left else named.here(name) for name in owned_tensors(named.network)}
         self._here: Mapping[str, str | None] = {name: each if each in trained else None for name, each in here.items()}
         self._shapes = {

@@ -17,20 +17,42 @@ from transformers import PreTrainedModel
 from raytune_fsdp.errors import ModelError, first_line
 from raytune_fsdp.model.adapters import ADAPTER, base_name, is_adapter_layer, stored_names
 from raytune_fsdp.model.named_class import Named
+from raytune_fsdp.model.weights import Weights
 
 _PEFT = "base_model.model."
 """Before every name in PEFT's files."""
 
 
-def keys_there(network: PreTrainedModel, named: Named) -> dict[str, str]:
+def keys_there(network: PreTrainedModel, named: Named, *, outside: bool = False) -> dict[str, str]:
     """The key in PEFT's file of every tensor of an adapter, by its name in the network that it was trained in.
 
-    Without those of parts that see or hear, which training on texts leaves as they began: their last names are those of
-    the language model's layers, so they get an adapter where the run trains the whole class.
+    Without those of parts that see or hear, unless they do something (`outside`): their last names are those of the
+    language model's layers, so they get an adapter where the run trains the whole class.
     """
     keys = {name: f"{_PEFT}{named.there(key.removeprefix(_PEFT))}" for name, key in stored_names(network).items()}
-    kept = {name: key for name, key in keys.items() if not named.sees(key.removeprefix(_PEFT))}
+    kept = {name: key for name, key in keys.items() if outside or not named.sees(key.removeprefix(_PEFT))}
     return kept or keys
+
+
+def acts_outside(named: Named, adapter: Weights, initial: Weights) -> bool:
+    """Whether adapters of parts that see or hear do something: those that a run began with, as training on texts leaves
+    them as they began. `initial`: what they began as, if that was taken out of the base."""
+    began, shapes = initial.shapes(), adapter.shapes()
+    for name in (name for name in shapes if named.sees(named.there(name))):
+        if not (neutral := _neutral(name)) and name not in began:
+            continue
+        now = adapter.read(name, 0, shapes[name][0])
+        then = initial.read(name, 0, shapes[name][0]) if name in began else torch.full_like(now, neutral[0])
+        if not torch.equal(now, then):
+            return True
+    return False
+
+
+def _neutral(name: str) -> tuple[float, ...]:
+    """The value of a tensor with which an adapter changes nothing; empty if another one of it has to have that."""
+    if ".lora_B." in name or ".lora_embedding_A." in name:
+        return (0.0,)
+    return (1.0,) if ".ia3_l." in name else ()
 
 
 def keys_held(network: PreTrainedModel, named: Named, held: Iterable[str]) -> dict[str, str]:
@@ -46,14 +68,16 @@ def own_names(named: Named) -> Callable[[str], str]:
     return lambda name: (None if named.is_own else named.here(name.removeprefix(_PEFT))) or name.removeprefix(_PEFT)
 
 
-def targets_there(network: PreTrainedModel, named: Named, written: Mapping[str, Any]) -> dict[str, Any]:
+def targets_there(
+    network: PreTrainedModel, named: Named, written: Mapping[str, Any], *, outside: bool
+) -> dict[str, Any]:
     """What PEFT's config says so that the named class gets these adapters and no others.
 
-    `written`: the config of the run. Its last names are kept where they mean the same there, with what is to be left
-    out; else the modules have their whole names.
+    `written`: the config of the run. `outside`: as in `keys_there`. The last names of modules are kept where they mean
+    the same there, with what is to be left out; else the modules have their whole names.
     """
     targets, saved = written.get("target_modules"), written.get("modules_to_save")
-    if named.is_own and not named.outside:
+    if named.is_own and (outside or not named.outside):
         return {"target_modules": targets}
     modules = [name for name, _ in named.network.named_modules()]
     # Absent, they are PEFT's choice for the class, which for the run's was none.

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.model.adapter_config import put_adapter_config
-from raytune_fsdp.model.adapter_names import check_loads, keys_there, targets_there
+from raytune_fsdp.model.adapter_names import acts_outside, check_loads, keys_there, targets_there
 from raytune_fsdp.model.adapters import ADAPTER, rows_of
 from raytune_fsdp.model.added_rows import ROWS
 from raytune_fsdp.model.bounds import check_tokenizer_files
@@ -82,9 +82,10 @@ def export_adapter(
     its place; raises if it is no good.
     """
     check_tokenizer_files(model_files)
+    outside = acts_outside(named, adapter, initial)
     config = {
         # As it was written, not as the list of names that an expression was found in.
-        **targets_there(network, named, read_object(model_files / ADAPTER_CONFIG_FILE)),
+        **targets_there(network, named, read_object(model_files / ADAPTER_CONFIG_FILE), outside=outside),
         "base_model_name_or_path": str(Path(base).expanduser().absolute()) if is_local(base) else base,
         "revision": revision,
     }
@@ -101,7 +102,7 @@ def export_adapter(
         # By whole names: PEFT takes the end of a name, which another module may have, too.
         modules = {named.there(name.removesuffix(f".{ROWS}")): list(ids) for name, (_, ids) in rows.items()}
         config["trainable_token_indices"] = modules
-    keys = keys_there(network, named)
+    keys = keys_there(network, named, outside=outside)
     with new_export(destination, model_files) as staging:
         copy_known(model_files, staging, code=False, without=_OF_THE_BASE)
         (staging / CARD_FILE).write_text(card, encoding="utf-8")

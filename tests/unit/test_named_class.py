@@ -88,6 +88,9 @@ def adapted(home: Path, base: Path, method: Mapping[str, Any]) -> tuple[PreTrain
     choose_trained(network, TypeAdapter(Method).validate_python(method), ADDED)
     torch.manual_seed(0)
     held = Held({name: torch.randn(tensor.shape) * 0.1 for name, tensor in adapter_tensors(network).items()})
+    for name in held:
+        if "vision" in name and (".lora_B." in name or ".ia3_l." in name):  # which no text reaches
+            held[name].fill_(1.0 if ".ia3_l." in name else 0.0)
     put_adapter_config(network, files)
     return network, held, files
 
@@ -226,6 +229,19 @@ def test_an_adapter_of_the_whole_class_leaves_the_tower_as_it_begins(tmp_path: P
     merged, stored = _merged(place), load_file(base / "model.safetensors")
     towers = [name for name in merged if "vision_tower" in name]
     assert towers and all(torch.equal(merged[name], stored[name.removeprefix("model.")]) for name in towers)
+
+
+def test_an_adapter_of_a_tower_that_does_something_is_kept(tmp_path: Path) -> None:
+    """One that a run began with, and that somebody else has trained with images."""
+    base = save_checkpoint(tmp_path / "base", "gemma3")
+    network, held, files = adapted(tmp_path, base, LORA)
+    next(tensor for name, tensor in held.items() if "vision" in name and ".lora_B." in name).fill_(0.5)
+    named, place = named_class(files, str(base), None), tmp_path / "adapter"
+    prove = partial(check_acts, network=network, named=named)
+    export_adapter(held, Held(), network, named, files, place, base=str(base), revision=None, card="", prove=prove)
+    assert load_file(place / "adapter_model.safetensors").keys() == set(stored_names(network).values())
+    found = _begun_with(tmp_path, base, LORA, place)
+    assert found.shapes() == held.shapes()
 
 
 def test_an_adapter_that_peft_would_not_load_is_not_exported(tmp_path: Path) -> None:
