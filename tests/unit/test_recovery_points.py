@@ -207,6 +207,25 @@ def test_with_no_three_and_thirty_of_them_a_run_is_the_same(tmp_path: Path, time
         assert [each.step for each in checkpoints_to_average(str(place.path), steps=None, last=2)] == [32, 40]
 
 
+def test_a_run_without_checkpoints_is_warned_of_once(
+    tmp_path: Path, time: clocks.Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When it begins, not at every start; and by the clock nothing is saved."""
+    config = make_config(tmp_path, train={"global_batch": 4, "max_steps": 4}, parallel={"precision": "fp32"})
+    with_nothing = config.model_copy(update={"checkpoint": CheckpointConfig(every=None)})
+    with pytest.raises(RuntimeError, match="a bug"):
+        attempt(with_nothing, time, step=5000.0, crash_at=3)
+    assert caplog.text.count("checkpoint.every=null: the run saves nothing before its end") == 1
+    assert committed(RunDir.of(config).checkpoints) == []
+    attempt(with_nothing, time, step=5000.0)
+    caplog.clear()
+    longer = config.train.model_copy(update={"max_steps": 5})
+    optim = config.optim.model_copy(update={"schedule_steps": 5})
+    attempt(with_nothing.model_copy(update={"train": longer, "optim": optim}), time, step=5000.0)
+    assert "checkpoint.every" not in caplog.text
+    assert saved(RunDir.of(config), recovery=True) == []
+
+
 @pytest.mark.thorough
 def test_a_crash_loses_what_the_clock_says_and_not_the_run(tmp_path: Path, time: clocks.Clock) -> None:
     """Attempts of six minutes each come to a checkpoint: what is lost counts on."""
