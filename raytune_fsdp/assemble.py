@@ -72,6 +72,7 @@ from raytune_fsdp.profiling import StepProfiler
 from raytune_fsdp.reduction import ranks_together
 from raytune_fsdp.run.base import agree_on_base
 from raytune_fsdp.run.cut_trial import try_cut
+from raytune_fsdp.run.exams import exam_of, is_missing
 from raytune_fsdp.run.initial_weights import fill_mode, first_weights
 from raytune_fsdp.run.kernels import kernels_of
 from raytune_fsdp.run.record import open_run, start_tracker
@@ -129,6 +130,7 @@ def assemble(
     tracker = start_tracker(config, prepared, standing, opened, learner.kernels, device, hooks.console, hooks.trackers)
     stream = Stream(prepared.train, seed=config.run.seed)
     batches = _batches(hooks, standing, stream, learner.groups.together)
+    exam = exam_of(config, prepared.evals, prepared.tasks, dry=prepared.dry)
     saves = open_saves(
         config, prepared, standing, learner.model, learner.optimizer, tracker, saved=hooks.saved, lost=opened.lost
     )
@@ -152,7 +154,7 @@ def assemble(
             good_steps=state.good_steps,
         ),
         batches=to_device(batches, device),
-        exam=_exam(config, prepared),
+        exam=exam,
         meter=_meter(config, prepared, standing, learner, device, own, hooks.predicted),
         documents=DocumentRecord(learner.objective.documents, prepared.place.documents, standing.attempt),
         profiler=StepProfiler(config.profile.steps, prepared.place.profile, device, dist.get_rank()),
@@ -160,7 +162,7 @@ def assemble(
         saves=saves,
         tracker=tracker,
         state=_next_state(prepared, standing, learner),
-        not_evaluated=_not_evaluated(config, prepared, standing),
+        not_evaluated=_not_evaluated(config, prepared, standing, exam),
         early_stop=_early_stop(config, prepared, standing),
     )
 
@@ -217,21 +219,14 @@ def _report(tracker: Tracker, learner: _Learner, saver: Saver, predicted: Predic
         tracker.event(names.MEMORY_SHORT, **cramped)
 
 
-def _exam(config: FinetuneConfig, prepared: Prepared) -> Exam:
-    """What the ranks measure: nothing, where a task does, or the run is dry."""
-    measuring = config.eval.where == "ranks" and not prepared.dry
-    return Exam.of(config, prepared.evals, prepared.tasks) if measuring else Exam()
-
-
-def _not_evaluated(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> bool:
-    """Whether an evaluation is due where the run stands, and the attempt before has not come to it. Collective."""
+def _not_evaluated(config: FinetuneConfig, prepared: Prepared, standing: Standing, exam: Exam) -> bool:
+    """Whether an evaluation is due where the run stands, and the attempt before has not come to its end. Collective."""
     step, plan = standing.state.step, standing.plan
     if step == 0:
         return config.eval.at_start
-    exam = _exam(config, prepared)
-    if not (exam.datasets or exam.tasks) or not plan.due(step, plan.eval_every):
-        return False
-    return on_rank0(lambda: step not in read_evaluations(prepared.place.metrics, step), what="read metrics.jsonl")
+    if standing.owes_evaluation or not plan.due(step, plan.eval_every):
+        return standing.owes_evaluation
+    return on_rank0(lambda: is_missing(prepared.place, step, exam), what="read the record")
 
 
 def _early_stop(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> EarlyStop:

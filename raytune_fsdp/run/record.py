@@ -39,6 +39,7 @@ from raytune_fsdp.redaction import redact, redact_text
 from raytune_fsdp.report.card import recipe_of
 from raytune_fsdp.report.census import data_of
 from raytune_fsdp.run.described import used_data
+from raytune_fsdp.run.exams import described, exam_of
 from raytune_fsdp.run.resume import changed_settings, last_config
 from raytune_fsdp.run.saves import LOST, lost_seconds
 from raytune_fsdp.run.standing import Prepared, Standing
@@ -189,6 +190,7 @@ def start_tracker(
         **plan.spread(),
         **computed_on(device),
         **({LOST: round(opened.lost, 1)} if opened.lost else {}),
+        **described(exam_of(config, prepared.evals, prepared.tasks, dry=prepared.dry)),
     )
     _report_kernels(tracker, kernels, standing.state.kernels)
     if config.tracking.mlflow.enabled and not mlflow_installed():

@@ -27,6 +27,7 @@ from raytune_fsdp.errors import RaytuneError
 from raytune_fsdp.lease import Lease
 from raytune_fsdp.model.attention import Needs
 from raytune_fsdp.plan import Plan, resolve
+from raytune_fsdp.run.exams import exam_of, owes
 from raytune_fsdp.run.initial_weights import AdapterFiles, Origin
 from raytune_fsdp.run.length import check_extension
 from raytune_fsdp.run.resume import Resumed, check_same_run, find_resume
@@ -90,6 +91,8 @@ class Standing:
     """The number of the attempt that begins here, from 1; 0 until the ranks `agree`."""
     ended_early: bool = False
     """Whether the run's evaluations have ended it (`eval.early_stop`)."""
+    owes_evaluation: bool = False
+    """All steps are trained, and a crash has kept the last evaluation, or answers of it, from being made."""
     windows_built: int = 0
     """Windows that were tokenized while the run was prepared."""
 
@@ -100,7 +103,7 @@ class Standing:
 
     @property
     def complete(self) -> bool:
-        return not self.steps_left
+        return not self.steps_left and not self.owes_evaluation
 
 
 def stand(
@@ -110,7 +113,7 @@ def stand(
     plan = resolve(config, world, prepared.census, planned_schedule=found.state.schedule_steps)
     if found.checkpoint is not None:
         check_extension(config, prepared.place, plan, found.checkpoint, found.state)
-    return Standing(
+    standing = Standing(
         checkpoint=found.checkpoint,
         state=found.state,
         damaged=found.damaged,
@@ -118,6 +121,10 @@ def stand(
         ended_early=_ended_early(config, prepared, found.state.step),
         windows_built=windows_built,
     )
+    if standing.steps_left:
+        return standing
+    exam = exam_of(config, prepared.evals, prepared.tasks, dry=prepared.dry)
+    return replace(standing, owes_evaluation=owes(prepared.place, found.state.step, exam))
 
 
 def look(config: FinetuneConfig, prepared: Prepared, world: int, damaged: Damaged | None = None) -> Standing:

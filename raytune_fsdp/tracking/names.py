@@ -40,7 +40,8 @@ bytes in use on its fullest GPU."""
 
 ATTEMPT_STARTED = "attempt_started"
 """Fields: world_size, resumed_from, the part of the plan that depends on the world size, and what else the bits of the
-results depend on: device, threads and versions of rank 0. If attempts before it have failed since then: lost_seconds,
+results depend on: device, threads and versions of rank 0; evaluates (whether values are measured, and how many prompts
+are answered), if the ranks measure anything. If attempts before it have failed since then: lost_seconds,
 for which they have trained."""
 ATTEMPT_ENDED = "attempt_ended"
 """Rank 0 has left an attempt. Fields: status (finished, failed, interrupted, handed_over); there is none where rank 0

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.tracking.jsonl import read_trajectory
+from raytune_fsdp.tracking.jsonl import read_evaluations, read_trajectory
 from tests.checkpoints import checkpoints
 from tests.ray.jobs import TEMPORARY, TRAIN, Command, config_of, events, is_there, mlflow_runs
 from tests.runs import trajectory
@@ -109,6 +109,30 @@ def test_a_signal_saves_and_the_same_command_continues(tmp_path: Path) -> None:
     assert read_trajectory(run_dir / "metrics.jsonl") == whole
     assert [line["fields"]["resumed_from"] for line in events(run_dir, "attempt_started")] == [0, stopped]
     assert [status for _, status in mlflow_runs(run_dir.parent)] == ["FINISHED"]
+
+
+@pytest.mark.parametrize("launch", ["ray", pytest.param("local", marks=pytest.mark.slow)])
+def test_a_rank_that_dies_in_the_last_evaluation(tmp_path: Path, launch: str) -> None:
+    """All steps are committed by then: ranks start for the evaluation alone, under Ray within the same command."""
+    sections = {"train": {**TRAIN, "max_steps": 8}, "eval": {"prompts": ["w5 w6"], "max_new_tokens": 3}}
+    config = config_of(tmp_path, **sections)
+    values = {**config.model_dump(), "data": {**config.data.model_dump(), "eval": config.data.model_dump()["train"]}}
+    whole = values | {"run": {**values["run"], "name": "whole"}}
+    expected = trajectory(FinetuneConfig.model_validate(whole), 2)
+    cluster = {"launch": launch, "workers": 2, "device": "cpu", "max_failures": 2}
+    first = Command(FinetuneConfig.model_validate(values | {"cluster": cluster}), tmp_path)
+    (first.faults / "at-evaluation-1").touch()
+    code, said = first.end()
+    if launch == "local":
+        assert code == 1 and "the same command continues" in said, said
+        code, said = Command(FinetuneConfig.model_validate(values | {"cluster": cluster}), tmp_path).end()
+    assert code == 0, said
+    run_dir, other = first.run_dir, first.run_dir.with_name("whole")
+    assert [line["fields"]["resumed_from"] for line in events(run_dir, "attempt_started")] == [0, 8]
+    assert read_trajectory(run_dir / "metrics.jsonl") == expected
+    assert read_evaluations(run_dir / "metrics.jsonl", 8) == read_evaluations(other / "metrics.jsonl", 8) != {}
+    answers = [[line["fields"]["answer"] for line in events(place, "answered")] for place in (run_dir, other)]
+    assert answers[0] == answers[1] and len(answers[0]) == 1
 
 
 def disturbed(directory: Path) -> FinetuneConfig:

@@ -202,6 +202,9 @@ def _batches(
 
     division, state = standing.plan.division, standing.state
     steps = standing.steps_left
+    if not steps:  # only its last evaluation is left
+        reached("data")
+        return iter(())
     if rank == 0:
         stream = Stream(prepared.train, seed=job.config.run.seed)
         read, left, cursor = first_samples(stream, state.cursor, division, steps)
