@@ -119,7 +119,7 @@ def check_ids(ids: torch.Tensor, model: PreTrainedModel) -> None:
 
 @contextmanager
 def in_words(model: PreTrainedModel) -> Iterator[None]:
-    """An error of `generate` as one line: it does what a generation config says, and draws from what is computed."""
+    """An error of `generate` as one line: it does what the configs say, and draws from what is computed."""
     try:
         yield
     except RuntimeError as error:
@@ -131,8 +131,8 @@ def in_words(model: PreTrainedModel) -> Iterator[None]:
         ) from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(
-            f"{type(model).__name__} cannot answer as its generation_config.json says ({first_line(error)[:300]}): "
-            "correct that file, or remove it"
+            f"{type(model).__name__} cannot answer as its configs say ({first_line(error)[:300]}): correct its "
+            "generation_config.json, or download the model again"
         ) from error
 
 
