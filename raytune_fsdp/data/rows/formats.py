@@ -174,7 +174,9 @@ class Formatter:
                         "clocks, no order of a set: write sorted(…) around one)"
                     )
 
-    def _read_or_error(self, row: dict[str, Any] | RowError, where: str, made: bool) -> _Text | Document | RowError:
+    def _read_or_error(
+        self, row: dict[str, Any] | RowError, where: str, made: bool = False
+    ) -> _Text | Document | RowError:
         if isinstance(row, RowError):
             return row
         try:
