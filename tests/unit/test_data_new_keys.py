@@ -317,7 +317,7 @@ def test_columns_that_are_read_and_those_of_functions_are_not_said(tmp_path: Pat
 def test_unread_columns_are_said_once_for_training_and_evaluation(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 40
+    rows = [{"input_ids": [5, 6, 7 + i], "labels": [5, 6, 7 + i]} for i in range(40)]
     make_config(tmp_path)
     path = str(write(tmp_path / "rows.jsonl", rows))
     data = {
