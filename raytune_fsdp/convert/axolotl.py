@@ -220,8 +220,7 @@ def _options() -> tuple[TheirOption, ...]:
         told("sample_packing", "`data.packing: best_fit` (off: `none`)"),
         told("micro_batch_size batch_size", "`train.micro_batch`, `train.global_batch`"),
         told("num_epochs", "`train.epochs`"),
-        told("saves_per_epoch", "`checkpoint.every: {per_epoch: N}`"),
-        told("evals_per_epoch", "`eval.every: {per_epoch: N}`"),
+        told("saves_per_epoch evals_per_epoch", "`checkpoint.every`, `eval.every`: `{per_epoch: N}`"),
         ask(
             "optimizer", "`optim.optimizer`: AdamW, also in 8 bits, Adafactor, Lion, SGD; others are refused", optimizer
         ),

@@ -158,10 +158,17 @@ def _check_each(network: PreTrainedModel, method: AdapterMethod) -> None:
     _check_shared(network, method)
     adapted = [base_name(name) for name in adapter_tensors(network)]
     targets = method.target_modules
-    if isinstance(targets, str) and targets.lower() != ALL_LINEAR and not _matches_adapted(network, targets):
+    # The modules of target_parameters have adapters, too, and are not meant.
+    own = {
+        base_name(name)
+        for name, module in network.named_modules()
+        if is_adapter_layer(module) and type(module).__name__ != "ParamWrapper"
+    }
+    is_expression = isinstance(targets, str) and targets.lower() != ALL_LINEAR
+    if is_expression and not any(re.fullmatch(str(targets), name) for name in own):
         raise ConfigError(
             f"method.target_modules={shown(targets)}: the expression matches the whole name of no module of a {kind} "
-            f"that can have an adapter: correct it, or name modules in a list; {_nearest(network, [targets])}"
+            f"that can have an adapter: correct it, or name modules in a list; {_nearest(network, [str(targets)])}"
         )
     listed = targets if isinstance(targets, list) else []
     for field, names in (("target_modules", listed), ("modules_to_save", method.modules_to_save)):
@@ -170,16 +177,6 @@ def _check_each(network: PreTrainedModel, method: AdapterMethod) -> None:
                 raise ConfigError(
                     f"method.{field}: {shown(each)} is the name of no module of a {kind}; {_nearest(network, [each])}"
                 )
-
-
-def _matches_adapted(network: PreTrainedModel, expression: str) -> bool:
-    """Whether an expression matches a module that has an adapter. Those of `target_parameters` are not meant."""
-    adapted = [
-        base_name(name)
-        for name, module in network.named_modules()
-        if is_adapter_layer(module) and type(module).__name__ != "ParamWrapper"
-    ]
-    return any(re.fullmatch(expression, name) for name in adapted)
 
 
 def _check_shared(network: PreTrainedModel, method: AdapterMethod) -> None:

@@ -92,7 +92,11 @@ def _small(named: Named) -> tuple[PreTrainedModel, PreTrainedModel]:
         there = first_blocks(kind._from_config(config_for(kind, copy.deepcopy(hf_config))))
         for part in named.outside:
             there.set_submodule(part, nn.Identity())
-        plain = there if named.is_own else first_blocks(AutoModelForCausalLM.from_config(hf_config))
+        plain = (
+            there
+            if named.is_own
+            else first_blocks(AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False))
+        )
     count = sum(parameter.numel() for parameter in plain.parameters())
     if count > _SMALL:
         raise MemoryError(f"{count:,} weights are too many to try")

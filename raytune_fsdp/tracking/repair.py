@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from raytune_fsdp.durable import open_private, sync_directory
+from raytune_fsdp.durable import open_private, sync_directory, take_from_others
 from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.tracking.lines import WHOLE_STEP, read_line, step_of
 from raytune_fsdp.untrusted import LINE_BYTES, NULS
@@ -63,6 +63,7 @@ def _keep(path: Path, aside: Path) -> None:
     aside.unlink(missing_ok=True)
     try:
         os.link(path, aside)
+        take_from_others(aside)  # an older version's record was for everybody
     except OSError:
         with path.open("rb") as broken, open(aside, "wb", opener=open_private) as kept:
             shutil.copyfileobj(broken, kept)
