@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from raytune_fsdp.accumulation import add_gradients
 from raytune_fsdp.checkpoint.loading import load
 from raytune_fsdp.checkpoint.room import node_without_room
 from raytune_fsdp.checkpoint.saver import Saver
@@ -116,8 +117,7 @@ def assemble(
     hooks: LauncherHooks | None = None,
 ) -> Parts:
     """Build everything. Collective: needs the process group."""
-    hooks = hooks or LauncherHooks()
-    plan, state = standing.plan, standing.state
+    hooks, plan, state = hooks or LauncherHooks(), standing.plan, standing.state
     learner = _learner(config, prepared, standing, device)
     # On the model itself: some architectures take position_ids and still let packed documents see each other.
     dtype = computes_in(config.parallel.precision)
@@ -306,12 +306,12 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
         mode = fill_mode(config, prepared.origin, adapter)
         base = agree_on_base(config, prepared.origin, standing.state.base, mode) if adapted else None
         weights, beginning = first_weights(config, prepared.origin, model, mode, adapter, checkpoint)
-        before = None if beginning is None else beginning.turn_to
-        fill(model, weights, mode, device, shards_at=host, before=before)
+        fill(model, weights, mode, device, shards_at=host, before=beginning.turn_to if beginning else None)
         if getattr(config.method, "init", "zero") != "zero":
             keep_beginning(model, [name for pair in pairs_of(model).values() for name in (pair.a, pair.b)])
     else:
         fill(model, None, "empty", device, shards_at=host)  # the checkpoint holds every tensor
+    add_gradients(kernels.get("gradients"), model, units, parallel, layout, micro_batches)
     optimizer = build_optimizer(model, config.optim, config.method, seed=config.run.seed)
     if checkpoint is not None:
         load(model, optimizer, checkpoint)

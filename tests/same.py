@@ -320,11 +320,13 @@ def compare(run: str, *both: tuple[Tree, str, str], bounds: tuple[float, float] 
     return Result(run, steps, len(pairs), note=f"within bounds: {found}")
 
 
-def kernels_of(run_dir: Path) -> tuple[str | None, str | None]:
-    """The attention and the loss that a run was begun with; trees from before there was a choice name none."""
+def kernels_of(run_dir: Path) -> tuple[str | None, ...]:
+    """The attention and the loss that a run was begun with, and how it adds gradients in 16 bits; trees from before
+    there was a choice name none."""
     with open(run_dir / "events.jsonl") as events:
         chosen = [line["fields"] for line in map(json.loads, events) if line["event"] == "kernels"]
-    return (chosen[0]["attention"], chosen[0]["loss"]) if chosen else (None, None)
+    first = chosen[0] if chosen else {}
+    return tuple(first.get(what) for what in ("attention", "loss", "gradients"))
 
 
 def order_of(run_dir: Path) -> int | None:

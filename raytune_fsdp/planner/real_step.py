@@ -15,11 +15,11 @@ from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.network import build_network
 from raytune_fsdp.model.sequence import use_parts
-from raytune_fsdp.optim import build_optimizer, local_piece
+from raytune_fsdp.optim import local_piece
 from raytune_fsdp.parallel import make_groups, make_mesh, memory_of, units_of
 from raytune_fsdp.plan import resolve
 from raytune_fsdp.planner.subject import Subject
-from raytune_fsdp.planner.trace import choose_kernels, full_batches, one_step
+from raytune_fsdp.planner.trace import choose_kernels, full_batches, one_step, optimizer_of
 
 
 class Trainer:
@@ -39,9 +39,9 @@ class Trainer:
             for parameter in model.parameters():
                 local_piece(parameter).normal_(std=0.02)
         self._model = model.train()
-        self._optimizer = build_optimizer(model, config.optim, config.method)
-        self._optimizer.init_state()
-        batches = full_batches(config, subject.hf_config, self._plan.division.full_rounds)
+        passes = self._plan.division.full_rounds
+        self._optimizer = optimizer_of(config, self._plan, self._parallel, model, units, passes)
+        batches = full_batches(config, subject.hf_config, passes)
         if (members := make_groups(self._plan.layout, device).sequence) is not None:
             use_parts(model, members)
         parts = own_parts([batches], self._plan.layout, dist.get_rank())

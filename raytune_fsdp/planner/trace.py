@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from raytune_fsdp.accumulation import add_in_fp32
 from raytune_fsdp.assemble import as_stored, spread
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.data.batches import FILLER_INDEX, to_batch
@@ -38,7 +39,7 @@ from raytune_fsdp.model.pieces import TENSOR
 from raytune_fsdp.model.sequence import check_attention_in_parts, check_sequence, use_parts
 from raytune_fsdp.model.tensor import cut
 from raytune_fsdp.optim import Optimizer, build_optimizer
-from raytune_fsdp.parallel import is_wrapped, make_groups, make_mesh, traffic_of, units_of
+from raytune_fsdp.parallel import Unit, is_wrapped, make_groups, make_mesh, traffic_of, units_of
 from raytune_fsdp.plan import Plan
 from raytune_fsdp.planner.live import Bytes, Live, Timeline
 from raytune_fsdp.planner.recorder import Recorder
@@ -123,8 +124,7 @@ def trace(
         _allocate(model, fake)
         model.train()
         with fake:
-            optimizer = build_optimizer(model, config.optim, config.method)
-            optimizer.init_state()
+            optimizer = optimizer_of(config, plan, parallel, model, units, passes)
             recorder = Recorder(live, model, blocks, optimizer)
             recorder.record(lambda: one_step(config, plan, parallel, model, recorder, batches, CPU))
     return Trace(
@@ -143,6 +143,22 @@ def trace(
         trained_bytes_traced=recorder.rest + sum(recorder.trained),
         offloaded=parallel.cpu_offload and device != "cpu",
     )
+
+
+def optimizer_of(
+    config: FinetuneConfig,
+    plan: Plan,
+    parallel: ParallelConfig,
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    passes: int,
+) -> Optimizer:
+    """With its state, and with gradients that are added as in a new run. `passes`: the micro-batches of a step."""
+    if parallel.precision == "bf16_pure":
+        add_in_fp32(model, units, parallel, plan.layout, passes)
+    optimizer = build_optimizer(model, config.optim, config.method)
+    optimizer.init_state()
+    return optimizer
 
 
 def _share(model: PreTrainedModel, plan: Plan) -> DeviceMesh:

@@ -50,7 +50,8 @@ _RATE = ("optim.lr", "optim.schedule", "optim.warmup", "optim.min_lr", "plan.")
 
 
 _COMPUTED = {
-    names.KERNELS: {key: f"the kernel of {key}" for key in ("attention", "loss", "blocks")},
+    names.KERNELS: {key: f"the kernel of {key}" for key in ("attention", "loss", "blocks")}
+    | {"gradients": "the type in which gradients are added"},
     names.ATTEMPT_STARTED: {"device": "the device", "threads": "the threads of a rank", "versions": "the versions"},
 }
 """What of the events of an attempt decides rounding, in words."""

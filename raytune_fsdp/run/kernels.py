@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from transformers import PreTrainedModel
 
+from raytune_fsdp.accumulation import AS_WEIGHTS, FP32
 from raytune_fsdp.collectives import why_on_any_rank
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError
@@ -32,11 +33,12 @@ def kernels_of(
 ) -> Mapping[str, Choice]:
     """Give the network its attention and its loss, and say whether its blocks are to be compiled."""
     # States from before there was a choice name none: those runs have transformers' attention, the plain loss, and
-    # compiled nothing that they were not told to compile.
+    # compiled nothing that they were not told to compile. Gradients were then added in the type of the weights.
     before = {
         "attention": model.config._attn_implementation,
         "loss": "plain",
         "blocks": EAGER,
+        "gradients": AS_WEIGHTS,
         **standing.state.kernels,
     }
     kept = before if standing.checkpoint is not None else {}
@@ -63,4 +65,8 @@ def kernels_of(
     attention = use(model, attention)
     if standing.plan.layout.sequence > 1:
         check_attention_in_parts(standing.plan.layout.sequence, attention)
-    return {"attention": attention, "loss": loss, "blocks": blocks}
+    found = {"attention": attention, "loss": loss, "blocks": blocks}
+    if config.parallel.precision == "bf16_pure":
+        why = "as the run began" if kept else "the same sum at every number of ranks"
+        found["gradients"] = Choice(name=kept.get("gradients", FP32), why=why)
+    return found
