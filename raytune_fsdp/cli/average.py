@@ -37,7 +37,7 @@ def _average(parser: Parser, arguments: Sequence[str]) -> int:
     from raytune_fsdp.run.places import check_places
     from raytune_fsdp.run.publish import average, checkpoints_to_average
 
-    check_places(found.run, trusted=found.trust_places, base=found.base)
+    check_places(found.run, trusted=found.trust_places, base=found.base, exports=True)
     checkpoints = checkpoints_to_average(found.run, steps=found.steps, last=found.last)
     chosen = ExportConfig(dtype=found.dtype, max_file_bytes=found.max_file_bytes)
     with Signals("during the export; the same command makes it anew"):

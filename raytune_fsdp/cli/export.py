@@ -57,7 +57,7 @@ def _export(parser: Parser, arguments: Sequence[str]) -> int:
         from raytune_fsdp.model.hub import check_push
 
         check_push(chosen.push)  # before the export, which may take long
-    check_places(found.source, trusted=found.trust_places, base=found.base)
+    check_places(found.source, trusted=found.trust_places, base=found.base, exports=True)
     checkpoint = find_checkpoint(found.source)
     with Signals("during the export; the same command makes it anew"):
         pushed = publish(

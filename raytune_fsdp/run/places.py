@@ -25,12 +25,14 @@ from raytune_fsdp.config.text import parse, spelled
 from raytune_fsdp.errors import ConfigError, RaytuneError
 from raytune_fsdp.mark import MOST_BYTES, chosen_in, made_with
 from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, read_object
+from raytune_fsdp.model.known_files import CONFIG_FILE as MODEL_CONFIG_FILE
 from raytune_fsdp.rundir import (
     CHECKPOINTS,
     CONFIG_FILE,
     EVENTS_FILE,
     MARK_FILE,
     MODEL_FILES,
+    RECIPE_FILE,
     RunDir,
     checkpoints_below,
     checkpoints_of,
@@ -38,7 +40,7 @@ from raytune_fsdp.rundir import (
     is_run,
     names_checkpoints,
 )
-from raytune_fsdp.untrusted import printable, read_file
+from raytune_fsdp.untrusted import parse_json, printable, read_file
 from raytune_fsdp.urls import is_url
 
 _MODELS = (("model", "path"), ("model", "tokenizer"), ("method", "adapter"))
@@ -67,18 +69,25 @@ def mark_of(config: FinetuneConfig) -> dict[str, Any] | None:
     if config.checkpoint.storage is not None:
         named.add(f"{_CHECKPOINTS}{place.checkpoints}")
     if config.model.path is not None and not is_url(config.model.path) and _is_directory(config.model.path):
-        named.add(f"{_BASE}{Path(config.model.path).expanduser().absolute()}")  # as checkpoints of adapters name it
+        # As checkpoints of adapters name it, and as the recipe does.
+        named |= {f"{_BASE}{Path(config.model.path).expanduser().absolute()}", f"{_BASE}{config.model.path}"}
     return made_with(named)
 
 
 def check_places(
-    source: Path | str, *, trusted: bool, config: FinetuneConfig | None = None, base: str | None = None
+    source: Path | str,
+    *,
+    trusted: bool,
+    config: FinetuneConfig | None = None,
+    base: str | None = None,
+    exports: bool = False,
 ) -> None:
     """Refuse to follow a run, one of its checkpoints or its export to places outside of it that this user has not
     chosen. Touches none of them.
 
     `trusted`: the command says that they are. `config`: what the command does, where that comes from the run's config.
-    `base`: where the command says that the base of adapters is.
+    `base`: where the command says that the base of adapters is. `exports`: the command writes a model; of one that also
+    sees it has what was not trained, from where the run began.
     """
     if trusted:
         return
@@ -92,7 +101,7 @@ def check_places(
             named.add(f"{_CHECKPOINTS}{elsewhere}")
     strange = _strange(run, named)
     if base is None and not any(entry.startswith(_CHECKPOINTS) for entry in strange):
-        strange |= _strange(run, _named_by_model(place))
+        strange |= _strange(run, _named_by_model(place) | (_began_with(run) if exports and run is not None else set()))
     if strange:
         shown = [printable(entry[:300]) for entry in sorted(strange)]
         more = f" and {len(shown) - _MOST_SHOWN} more" if len(shown) > _MOST_SHOWN else ""
@@ -155,10 +164,15 @@ def _is_inside(run: str, place: str) -> bool:
 
 def _mark_in(run: str) -> bytes:
     with suppress(OSError, ValueError):
-        if is_url(run):
-            return ObjectStorage(run).read(MODEL_FILES, MARK_FILE, MOST_BYTES)
-        return read_file(Path(run) / MODEL_FILES / MARK_FILE, limit=MOST_BYTES)
+        return _beside(run, MARK_FILE)
     return b""
+
+
+def _beside(run: str, name: str) -> bytes:
+    """One of the files of a run that travel with its checkpoints."""
+    if is_url(run):
+        return ObjectStorage(run).read(MODEL_FILES, name, MOST_BYTES)
+    return read_file(Path(run) / MODEL_FILES / name, limit=MOST_BYTES)
 
 
 def _named_by_config(run: Path) -> set[str]:
@@ -167,6 +181,17 @@ def _named_by_config(run: Path) -> set[str]:
         return places_in(spelled(parse((run / CONFIG_FILE).read_text(encoding="utf-8"))[0]))
     except (OSError, ValueError, yaml.YAMLError):  # whoever reads it next says what is wrong
         return set()
+
+
+def _began_with(run: str) -> set[str]:
+    """The directory of the model that a run says it began with, if that is one that also sees."""
+    with suppress(OSError, ValueError):
+        if isinstance(_value(parse_json(_beside(run, MODEL_CONFIG_FILE)), ("text_config",)), Mapping):
+            recipe = parse_json(_beside(run, RECIPE_FILE))
+            path = _value(recipe, ("config", "model", "path"))
+            if isinstance(path, str) and path and _value(recipe, ("model_on_hub",)) is not True:
+                return {f"{_BASE}{path}"}
+    return set()
 
 
 def _named_by_model(place: str) -> set[str]:

@@ -166,6 +166,23 @@ def test_the_base_that_a_strangers_checkpoint_names_is_not_opened(
     assert code == 2 and f"base={tmp_path / 'base'}" in line and line.count("\n") == 1, line
 
 
+@pytest.mark.parametrize("command", [("export", "RUN", "out"), ("average", "RUN", "out", "--last", "2")])
+def test_the_model_that_a_strangers_recipe_names_is_not_read(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], command: tuple[object, ...]
+) -> None:
+    """An export of a model that also sees takes from there what was not trained."""
+    config, recipe = run / "model" / "config.json", run / "model" / "recipe.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "text_config": {}}))
+    values = json.loads(recipe.read_text())
+    values["config"]["model"]["path"] = str(tmp_path / "private")
+    recipe.write_text(json.dumps(values))
+    name, *arguments = command
+    code, line = said(capfd, str(name), *with_run(tuple(arguments), run))
+    assert code == 2 and f"base={tmp_path / 'private'}" in line and line.count("\n") == 1, line
+    recipe.write_text(json.dumps({**values, "model_on_hub": True}))
+    assert "--trust-places" not in said(capfd, str(name), *with_run(tuple(arguments), run))[1], "it is the hub's"
+
+
 def test_what_is_on_the_hub_or_in_the_run_is_no_place(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     change(run, ("model", "path"), to=None)
     change(run, ("data", "chat_template"), to="chatml")
@@ -232,6 +249,7 @@ def test_ones_own_run_needs_no_flag_after_training_and_an_unpacked_archive_does(
         data={"eval": [{"path": str(tmp_path / "tokens.jsonl"), "format": {"type": "tokens"}}]},
         checkpoint={"storage": str(tmp_path / "scratch")},
         train={"max_steps": 2},
+        optim={"schedule": {"type": "constant"}},
     )
     run_ranks(train_as, 1, home / ".config", config.model_dump())
     run = tmp_path / "runs" / "run"
