@@ -72,7 +72,8 @@ class _Sum:
             self._count = 1
             return
         self._count += 1
-        if self._kept is None or self._kept.shape != gradient.shape:
+        some_new = any(parameter.grad is None for parameter in self._parameters)
+        if self._kept is None or some_new or self._kept.shape != gradient.shape:
             self._kept = None  # some got no gradient before: theirs are added as everywhere else
             return
         self._kept += gradient.to(self._kept.device)

@@ -105,7 +105,7 @@ def train(parts: Parts, stop: Stop) -> RunState:
         if evaluating:
             _evaluate(parts, step)
         waiting_since = time.perf_counter()
-    return state if parts.early_stop.over is None else _saved(parts, state, parts.early_stop.over["step"])
+    return _saved(parts, state, state.step if parts.early_stop.over is None else parts.early_stop.over["step"])
 
 
 def _log(parts: Parts, step: int, *, last: bool) -> None:
@@ -162,7 +162,7 @@ def _evaluate(parts: Parts, step: int) -> None:
 
 
 def _saved(parts: Parts, state: RunState, step: int) -> RunState:
-    """The state after the step whose evaluation has ended the run, saved unless it is already. Collective."""
+    """The state after the step that the run has ended with, saved unless it is already. Collective."""
     if state.step < step:
         state = _state_after(parts, state, step)
     parts.saves.last(state)

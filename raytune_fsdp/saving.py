@@ -62,12 +62,12 @@ class Saves:
     """Rank 0's, if the clock asks for checkpoints, too."""
     committed: int = 0
     """The newest step that is committed; 0 if none is."""
+    recovery: int = 0
+    """The same, if it is committed as a recovery point only."""
     _due: bool = False
     """A checkpoint was due while the previous one was still being written."""
     _lasting: bool = True
     """Whether the save that begins next is of a step that the clock has not chosen."""
-    _recovery: int = 0
-    """The newest step that is committed as a recovery point only."""
     _told: bool = False
     """That storage has no room for recovery points."""
     _stop: StopReason | None = None
@@ -78,7 +78,7 @@ class Saves:
         ending, busy = self.saver.status()
         ended = 0 if ending is None else 1 + ENDINGS.index(ending)
         asked = dist.get_rank() == 0 and self.requests.waiting()
-        flags = torch.tensor([int(stop or 0), int(asked), int(busy), ended, int(self._by_clock())])
+        flags = torch.tensor([int(stop or 0), int(asked), int(busy), ended, int(not busy and self._by_clock())])
         # One all-reduce per step, of host tensors: it does not wait for the device. The maximum, so that all ranks take
         # the same one of several reasons to stop.
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
@@ -156,7 +156,7 @@ class Saves:
     def _save_last(self, state: RunState) -> None:
         self._finish()
         # It was due there anyway. A run that has come to its end leaves more than a recovery point.
-        if self.committed == state.step and (self._stop is not None or self._recovery != state.step):
+        if self.committed == state.step and (self._stop is not None or self.recovery != state.step):
             return
         self._wait_until_free()
         self._lasting = True
@@ -210,7 +210,7 @@ class Saves:
         if outcome.saved is not None:
             saved = outcome.saved
             self.committed = saved.step
-            self._recovery = 0 if saved.lasting else saved.step
+            self.recovery = 0 if saved.lasting else saved.step
             if self.clock is not None:
                 self.clock.committed(saved.seconds)
             kind = {} if saved.lasting else {"recovery": True}

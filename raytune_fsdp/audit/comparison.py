@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from raytune_fsdp.accumulation import AS_WEIGHTS
 from raytune_fsdp.audit.segment import Segment, steps_of
 from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.checkpoint.compare import TensorDifference, compare_tensors
@@ -145,6 +146,8 @@ MACHINE = ("world_size", "device", "threads", "versions")
 """What is on record of where an attempt was."""
 _SPREAD = ("replicas", "shard_size", "sequence", "tensor")
 _KERNELS = ("attention", "loss", "blocks")
+_GRADIENTS = "gradients"
+"""On record of runs in bf16_pure; those of older versions added them in the type of the weights and did not say so."""
 _DECIDE_BITS = ("parallel.", "run.deterministic", "model.attention", "model.loss")
 """Settings that may change within a run, and change the order of additions."""
 
@@ -153,7 +156,7 @@ def _attempts(place: RunDir, numbers: set[int]) -> list[dict[str, Any]]:
     """What is on record of these attempts."""
     known: dict[int, dict[str, Any]] = {number: {"attempt": number} for number in sorted(numbers)}
     for line in each_event(place.events):
-        keys = {ATTEMPT_STARTED: (*MACHINE, *_SPREAD), KERNELS: _KERNELS}.get(line["event"], ())
+        keys = {ATTEMPT_STARTED: (*MACHINE, *_SPREAD), KERNELS: (*_KERNELS, _GRADIENTS)}.get(line["event"], ())
         if keys and line["attempt"] in known:
             alone: dict[str, int] = {
                 key: 1 for key in ("sequence", "tensor") if key in keys
@@ -172,6 +175,9 @@ def _why_not_exact(found: Audit, config: FinetuneConfig, place: RunDir) -> str:
                 return f"the record does not say the {words} of attempt {number}"
             if attempt[key] != here.get(key):
                 return f"the {words} of attempt {number}: {attempt[key]}; here: {here.get(key)}"
+        added = attempt.get(_GRADIENTS) or (here.get(_GRADIENTS) and AS_WEIGHTS)
+        if added != here.get(_GRADIENTS):
+            return f"the type in which attempt {number} added gradients: {added}; here: {here.get(_GRADIENTS)}"
     first = min(attempt["attempt"] for attempt in found.there)
     for line in each_event(place.events):
         # The config of a run is that of its newest attempt.

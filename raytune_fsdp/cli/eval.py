@@ -92,6 +92,10 @@ def _run_of(model: Path) -> Path | None:
     return None
 
 
+_NO_OTHER_ROWS = ("cache", "bad_rows", "max_row_bytes", "seq_len", "packing", "long_documents", "window")
+"""Fields of `data` with which the same rows are held out, and the same files read."""
+
+
 def _order_of_run(config: FinetuneConfig, own: Path) -> int | None:
     """The version by whose rules the run read its rows; None for other rows than its own, or without a checkpoint."""
     from raytune_fsdp.config.load import load_config
@@ -100,7 +104,8 @@ def _order_of_run(config: FinetuneConfig, own: Path) -> int | None:
 
     with suppress(RaytuneError):
         before = load_config(own)
-        if (before.data, before.eval.tasks) == (config.data, config.eval.tasks):
+        kept = {name: getattr(before.data, name) for name in _NO_OTHER_ROWS}
+        if (before.data, before.eval.tasks) == (config.data.model_copy(update=kept), config.eval.tasks):
             return find_resume(past_place(own.parent), resume="auto").order_version
     return None
 

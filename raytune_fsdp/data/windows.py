@@ -89,8 +89,10 @@ class Windows:
             )
             for dataset, source in zip(datasets, self.sources, strict=True)
         ]  # fmt: skip
-        imported = try_functions(formatters, self.sources, order_of(order_version))
-        self.order_version = max(self.order_version, FOURTH_ORDER if imported else OLDEST_ORDER)
+        if try_functions(formatters, self.sources, order_of(order_version)) and self.order_version < FOURTH_ORDER:
+            self.order_version = FOURTH_ORDER
+            for formatter in formatters:  # one version, one reading: that of the run when it continues
+                formatter.read_by(FOURTH_ORDER)
         self._formatters: list[Formatter] | bytes = formatters
         self.pad_id = pad_id_of(tokenizer, vocab_size)
         rows = [len(source) for source in self.sources]

@@ -52,6 +52,7 @@ def open_saves(
         saved=saved,
         clock=clock,
         committed=standing.state.step,
+        recovery=standing.state.step if standing.checkpoint is not None and not standing.checkpoint.lasting else 0,
     )
 
 

@@ -103,7 +103,9 @@ class Standing:
 
     @property
     def complete(self) -> bool:
-        return not self.steps_left and not self.owes_evaluation
+        # A run that has come to its end leaves more than a recovery point.
+        lasting = self.checkpoint is None or self.checkpoint.lasting
+        return not self.steps_left and not self.owes_evaluation and lasting
 
 
 def stand(

@@ -127,6 +127,10 @@ class Formatter:
             )
         self._eos = int(tokenizer.eos_token_id)
 
+    def read_by(self, order: int) -> None:
+        """Read rows by the rules of another version."""
+        self._given, self._order = (*self._given[:-1], order), order
+
     def __reduce__(self) -> Any:
         # Without the encoder made from the tokenizer: each process makes it once (see encoding._backends).
         function = self.function

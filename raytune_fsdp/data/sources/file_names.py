@@ -131,3 +131,13 @@ def dataset_names(datasets: Sequence[DatasetConfig]) -> tuple[str, ...]:
             )
             raise DataError(f"{count} datasets are called {name!r} ({paths}); give each its own name in data.*.name")
     return names
+
+
+def expand_stars(pattern: str) -> str:
+    """`**.parquet`, which the hub's documentation uses, means `**/*.parquet`. ValueError for what means nothing."""
+    parts: list[str] = []
+    for part in pattern.split("/"):
+        parts += ["**", part[1:]] if part.startswith("**") and part != "**" else [part]
+    if any("**" in part and part != "**" for part in parts):
+        raise ValueError("'**' must stand alone between two slashes, as in data/**/*.jsonl")
+    return "/".join(parts)

@@ -28,10 +28,10 @@ ANY = "*"
 
 # A key ends with a quotation mark and a colon. Few quotation marks have one after them, and few of these keys end as
 # the names above do, so numpy leaves little to look at.
-_QUOTE, _COLON, _SPACE, _BRACKET = b'": ['
+_QUOTE, _COLON, _SPACE, _BRACKET, _BACKSLASH = b'": [\\'
 _ENDS = {name: name[-2:].encode() for name in NAMES}
 _COLON_AFTER = re.compile(rb'"\s*:')
-_OBJECTS_AFTER = re.compile(rb'"\s*:\s*"\[(?:\s|\\[nrt])*\{')
+_OBJECTS_AFTER = re.compile(rb'"\s*:\s*"(?:\s|\\[nrt])*\[(?:\s|\\[nrt])*\{')
 _OVERLAP = 128
 """Bytes that are searched again with those after them: a key may lie across two pieces."""
 _MOST_TEXTS = 16
@@ -93,9 +93,11 @@ class KeySearch:
                     self._names.add(name)
                     break
         next_to = [content[keys + many] for many in range(1, 5)]
-        close = (next_to[1] == _QUOTE) & (next_to[2] == _BRACKET)
-        apart = (next_to[1] == _SPACE) & (next_to[2] == _QUOTE) & (next_to[3] == _BRACKET)
-        for end in keys[(next_to[0] == _COLON) & (close | apart)].tolist():
+        # Space in front of the bracket may be written as it is, or as `\\n`.
+        begins = [(each == _BRACKET) | (each <= _SPACE) | (each == _BACKSLASH) for each in next_to]
+        close = (next_to[1] == _QUOTE) & begins[2]
+        apart = (next_to[1] <= _SPACE) & ((next_to[2] == _QUOTE) & begins[3] | (next_to[2] <= _SPACE))
+        for end in keys[(next_to[0] == _COLON) & (close | apart) | (next_to[0] <= _SPACE)].tolist():
             if len(self._texts) <= _MOST_TEXTS and _OBJECTS_AFTER.match(data, end):
                 self._texts.add(_key(data, end) if len(self._texts) < _MOST_TEXTS else ANY)
 

@@ -19,6 +19,7 @@ from raytune_fsdp.config.data import SourceConfig
 from raytune_fsdp.data.order import OLDEST_ORDER, ORDER_VERSION, THIRD_ORDER
 from raytune_fsdp.data.sources.file_names import (
     compression_of,
+    expand_stars,
     has_wildcard,
     is_hidden,
     is_wanted,
@@ -55,7 +56,10 @@ def find_files(dataset: SourceConfig, *, order: int = ORDER_VERSION) -> Found:
     path = dataset.path.removeprefix("file://")
     if not path or "\0" in path:
         raise DataError(f"path={path!r} is not a path; name a file, a directory, a pattern or a URL with rows")
-    pattern = _expand_stars(path)
+    try:
+        pattern = expand_stars(path)
+    except ValueError as error:
+        raise DataError(f"{without_secrets(path)}: {error}; correct the path") from error
 
     choose = SplitFiles(dataset, without_secrets(path), order)
     if is_url(path):
@@ -236,14 +240,3 @@ def _walk_as_before(top: str, *, shown: str) -> list[str]:
             seen.add(real)
             names += [os.path.relpath(os.path.join(folder, name), top) for name in files]
     return names
-
-
-def _expand_stars(pattern: str) -> str:
-    # `**.parquet`, which the hub's documentation uses, means `**/*.parquet`.
-    parts: list[str] = []
-    for part in pattern.split("/"):
-        parts += ["**", part[1:]] if part.startswith("**") and part != "**" else [part]
-    if any("**" in part and part != "**" for part in parts):
-        shown = without_secrets(pattern)
-        raise DataError(f"{shown}: '**' must stand alone between two slashes, as in data/**/*.jsonl; correct the path")
-    return "/".join(parts)

@@ -20,7 +20,7 @@ from fsspec.utils import glob_translate
 from raytune_fsdp.config.data import EVERY_SPLIT, SourceConfig
 from raytune_fsdp.config.text import parse, problem_line, spelled
 from raytune_fsdp.data.order import FOURTH_ORDER, OLDEST_ORDER
-from raytune_fsdp.data.sources.file_names import data_files, shorten
+from raytune_fsdp.data.sources.file_names import data_files, expand_stars, shorten
 from raytune_fsdp.data.sources.source import reading
 from raytune_fsdp.errors import DataError
 
@@ -188,7 +188,7 @@ def splits_of(files: Sequence[str], names: Sequence[str], read: Callable[[str], 
     folder = posixpath.normpath(str(config.get("data_dir") or ".")) + "/"
     below = {name: name.removeprefix(folder) for name in files if folder == "./" or name.startswith(folder)}
     if (patterns := config.get("data_files")) is not None:
-        found = {split: _matching(some, below) for split, some in _by_split(patterns).items()}
+        found = {split: _matching(some, below, shown=shown) for split, some in _by_split(patterns).items()}
         # Of a directory that was downloaded in part, some are not there; if none is, its README.md is about another.
         if any(found.values()):
             return {split: some for split, some in found.items() if some}
@@ -261,8 +261,12 @@ def _texts(patterns: Any) -> list[str]:
     return [str(each) for each in (patterns if isinstance(patterns, list) else [patterns]) if each is not None]
 
 
-def _matching(patterns: Sequence[str], below: Mapping[str, str]) -> list[str]:
-    matches = [re.compile(glob_translate(posixpath.normpath(pattern))).match for pattern in patterns if pattern]
+def _matching(patterns: Sequence[str], below: Mapping[str, str], *, shown: str) -> list[str]:
+    try:
+        expanded = [expand_stars(posixpath.normpath(pattern)) for pattern in patterns if pattern]
+        matches = [re.compile(glob_translate(pattern)).match for pattern in expanded]
+    except ValueError as error:
+        raise DataError(f"{shown}: a pattern in the `configs` of its {_README}: {error}; {_WAYS_OUT}") from error
     return [name for name, relative in below.items() if any(match(relative) for match in matches)]
 
 
