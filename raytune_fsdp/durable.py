@@ -32,7 +32,7 @@ def take_from_others(path: Path) -> None:
     with suppress(OSError):  # another user's, or storage has no permissions
         mode = path.lstat().st_mode
         if mode & 0o007 and not stat.S_ISLNK(mode):
-            path.chmod(mode & 0o770)
+            path.chmod(stat.S_IMODE(mode) & ~0o007)  # the bit that gives files the directory's group stays
 
 
 def write_durably(path: Path, text: str, *, private: bool = False) -> None:

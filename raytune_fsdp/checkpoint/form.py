@@ -104,9 +104,7 @@ def _base(checkpoint: CommittedCheckpoint, files: Path, moved: str | None) -> Pa
         return locate(moved, None, field="--base", weights=True)
     for _ in range(_MOST_RUNS):
         beside = read_state(checkpoint).base
-        path, revision, on_hub = (
-            (beside["path"], beside["revision"], True) if beside is not None else _began_with(files)
-        )
+        path, revision, on_hub = (beside["path"], beside["revision"], True) if beside is not None else began_with(files)
         if not looks_like_checkpoint(path):
             if not on_hub and not Path(path).expanduser().is_dir():
                 raise ModelError(f"{path}, which the run began with, is not there: say with --base where it is now")
@@ -118,7 +116,7 @@ def _base(checkpoint: CommittedCheckpoint, files: Path, moved: str | None) -> Pa
     raise ModelError(f"{files} is of a run of a run of more than {_MOST_RUNS} runs: say with --base where its base is")
 
 
-def _began_with(files: Path) -> tuple[str, str | None, bool]:
+def began_with(files: Path) -> tuple[str, str | None, bool]:
     """Path and revision of the model that a run of all weights began with, and whether that is a name on the hub."""
     file = files / RECIPE_FILE
     try:

@@ -26,7 +26,10 @@ from raytune_fsdp.untrusted import printable
 
 logger = logging.getLogger(__name__)
 
-_COMPUTED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"\.(attn|attention)\.(masked_)?bias$")
+_COMPUTED = (
+    r"(^|\.)inv_freq$", r"rotary_emb\.(cos|sin)_cached$", r"(^|\.)position_ids$", r"\._float_tensor$",
+    r"\.(attn|attention)\.((masked_)?bias|causal_mask)$",
+)  # fmt: skip
 """Buffers in old checkpoints: frequencies, positions, and the masks of GPT-2 and its like."""
 
 _AGAIN = "Download it again, or export it again"

@@ -86,11 +86,18 @@ def _in_child(request: dict[str, Any]) -> dict[str, Any]:
 
 def _limit(seconds: int, memory: int) -> None:
     """What this process may use from now on."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_CPU, seconds)
     with open("/proc/self/status") as status:
         now = next((int(line.split()[1]) << 10 for line in status if line.startswith("VmData")), 0)
-    resource.setrlimit(resource.RLIMIT_DATA, (now + memory, now + memory))
+    _lower(resource.RLIMIT_DATA, now + memory)
+
+
+def _lower(what: int, most: int) -> None:
+    """Set a limit, which a batch system may have set lower already."""
+    hard = resource.getrlimit(what)[1]
+    if hard == resource.RLIM_INFINITY or most < hard:
+        resource.setrlimit(what, (most, most))
 
 
 def _try(directory: str, seconds: int, memory: int) -> dict[str, Any]:

@@ -12,20 +12,20 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import yaml
-
 from raytune_fsdp.checkpoint.catalogue import as_checkpoint, committed, looks_like_checkpoint
+from raytune_fsdp.checkpoint.form import began_with, sees
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.recorded import recorded
-from raytune_fsdp.config.text import parse, spelled
+from raytune_fsdp.config.load import load_config
 from raytune_fsdp.errors import ConfigError, RaytuneError
-from raytune_fsdp.mark import MOST_BYTES, chosen_in, made_with
+from raytune_fsdp.mark import MOST_BYTES, chosen_by_this_user, chosen_in, made_with
 from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, read_object
 from raytune_fsdp.model.known_files import CONFIG_FILE as MODEL_CONFIG_FILE
+from raytune_fsdp.redaction import redact
 from raytune_fsdp.rundir import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -40,7 +40,7 @@ from raytune_fsdp.rundir import (
     is_run,
     names_checkpoints,
 )
-from raytune_fsdp.untrusted import parse_json, printable, read_file
+from raytune_fsdp.untrusted import printable, read_file
 from raytune_fsdp.urls import is_url
 
 _MODELS = (("model", "path"), ("model", "tokenizer"), ("method", "adapter"))
@@ -65,13 +65,15 @@ def places_in(tree: Any) -> set[str]:
 
 def mark_of(config: FinetuneConfig) -> dict[str, Any] | None:
     """The mark of whoever trains this config; None where this user can have no key."""
-    named, place = places_in(recorded(config.model_dump())), RunDir.of(config)
+    named, place = places_in(config.model_dump()), RunDir.of(config)
     if config.checkpoint.storage is not None:
         named.add(f"{_CHECKPOINTS}{place.checkpoints}")
     if config.model.path is not None and not is_url(config.model.path) and _is_directory(config.model.path):
         # As checkpoints of adapters name it, and as the recipe does.
         named |= {f"{_BASE}{Path(config.model.path).expanduser().absolute()}", f"{_BASE}{config.model.path}"}
-    return made_with(named)
+    # Where the base was before it moved: older checkpoints name that.
+    before = chosen_by_this_user(place.model_files / MARK_FILE)
+    return made_with({_marked(each) for each in named} | {each for each in before if each.startswith(_BASE)})
 
 
 def check_places(
@@ -92,23 +94,33 @@ def check_places(
     if trusted:
         return
     place = str(source) if is_url(str(source)) else str(Path(source).resolve())
-    run = run_of(place)
+    run = run_of(place) if config is None else place
     named: set[str] = set()
     if run is not None and not is_url(run):
         if config is not None:  # not what the command's own arguments have replaced
-            named |= _named_by_config(Path(run)) & places_in(recorded(config.model_dump()))
+            named |= _named_by_config(Path(run)) & places_in(config.model_dump())
         if run == place and (elsewhere := checkpoints_of(Path(run))) != str(Path(run) / CHECKPOINTS):
             named.add(f"{_CHECKPOINTS}{elsewhere}")
     strange = _strange(run, named)
     if base is None and not any(entry.startswith(_CHECKPOINTS) for entry in strange):
-        strange |= _strange(run, _named_by_model(place) | (_began_with(run) if exports and run is not None else set()))
+        began = _began_with(run) if exports and run is not None else None
+        strange |= _strange(run, _named_by_model(place) | ({f"{_BASE}{began}"} if began else set()))
+    else:
+        began = None
     if strange:
-        shown = [printable(entry[:300]) for entry in sorted(strange)]
+        shown = [printable(_marked(entry)[:300]) for entry in sorted(strange)]
         more = f" and {len(shown) - _MOST_SHOWN} more" if len(shown) > _MOST_SHOWN else ""
         raise ConfigError(
             f"{source} names places outside of it that you have not chosen: {', '.join(shown[:_MOST_SHOWN])}{more}; "
             "look at them, then add --trust-places (a run that you train has your mark, and needs it no more)"
         )
+    if began and looks_like_checkpoint(began):  # whose run says where that one began
+        check_places(began, trusted=False, exports=True)
+
+
+def _marked(entry: str) -> str:
+    """A place as a mark has it: without secrets, as the run's config is written."""
+    return str(redact(entry))
 
 
 def run_of(place: str) -> str | None:
@@ -153,13 +165,17 @@ def _is_directory(text: str) -> bool:
 def _strange(run: str | None, named: set[str]) -> set[str]:
     """Those of the places that are outside of the run, and in no mark of this user's."""
     outside = {entry for entry in named if run is None or not _is_inside(run, entry.partition("=")[2])}
-    return outside - chosen_in(_mark_in(run)) if outside and run is not None else outside
+    if not outside or run is None:
+        return outside
+    chosen = chosen_in(_mark_in(run))
+    return {entry for entry in outside if _marked(entry) not in chosen}
 
 
 def _is_inside(run: str, place: str) -> bool:
     if is_url(place) or is_url(run):
-        return place.startswith(f"{run}/")
-    return os.path.abspath(os.path.expanduser(place)).startswith(f"{run}/")
+        return place.startswith(f"{run}/") and "/../" not in f"{place}/"
+    # Where links lead: a stranger's run may have them beside its own files.
+    return os.path.realpath(os.path.expanduser(place)).startswith(f"{os.path.realpath(run)}/")
 
 
 def _mark_in(run: str) -> bytes:
@@ -178,20 +194,25 @@ def _beside(run: str, name: str) -> bytes:
 def _named_by_config(run: Path) -> set[str]:
     """What the run's own config names, whatever of it the command replaces."""
     try:
-        return places_in(spelled(parse((run / CONFIG_FILE).read_text(encoding="utf-8"))[0]))
-    except (OSError, ValueError, yaml.YAMLError):  # whoever reads it next says what is wrong
+        return places_in(load_config(run / CONFIG_FILE).model_dump())
+    except RaytuneError:  # whoever reads it next says what is wrong
         return set()
 
 
-def _began_with(run: str) -> set[str]:
-    """The directory of the model that a run says it began with, if that is one that also sees."""
-    with suppress(OSError, ValueError):
-        if isinstance(_value(parse_json(_beside(run, MODEL_CONFIG_FILE)), ("text_config",)), Mapping):
-            recipe = parse_json(_beside(run, RECIPE_FILE))
-            path = _value(recipe, ("config", "model", "path"))
-            if isinstance(path, str) and path and _value(recipe, ("model_on_hub",)) is not True:
-                return {f"{_BASE}{path}"}
-    return set()
+def _began_with(run: str) -> str | None:
+    """The directory of the model that a run began with, as an export reads it; None if that is none that also sees."""
+    try:
+        if is_url(run):
+            files = {name: _beside(run, name) for name in (MODEL_CONFIG_FILE, RECIPE_FILE)}
+            with TemporaryDirectory(prefix="raytune-model-") as copy:
+                for name, content in files.items():
+                    (Path(copy) / name).write_bytes(content)
+                path = began_with(Path(copy))[0] if sees(Path(copy)) else None
+        else:
+            path = began_with(Path(run) / MODEL_FILES)[0] if sees(Path(run) / MODEL_FILES) else None
+    except (RaytuneError, OSError, ValueError):  # an export cannot read it either
+        return None
+    return path if path is not None and _is_directory(path) else None
 
 
 def _named_by_model(place: str) -> set[str]:

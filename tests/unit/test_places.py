@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ OLDER = Path(__file__).parents[1] / "fixtures" / "aae7294"
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user who has never trained anything."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home" / ".config"))
+    get_temp_dir()  # of the server of ranks: its socket's name must be short
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     return tmp_path / "home"
@@ -133,6 +135,29 @@ def test_a_place_that_a_strangers_config_names_is_listed_and_not_touched(
     assert server[1] == [] and not there.exists() and not (run.parents[1] / "out").exists()
 
 
+@pytest.mark.parametrize("how", ["with the shape of a secret", "export", "checkpoints/step-00000004.a1", "link"])
+def test_no_spelling_of_a_place_or_of_the_run_hides_it(
+    run: Path, tmp_path: Path, server: tuple[str, list[str]], capfd: pytest.CaptureFixture[str], how: str
+) -> None:
+    place = f"{server[0]}/rows.jsonl"
+    if how == "with the shape of a secret":
+        place = f"{server[0]}/hf_{'a' * 24}.jsonl"
+    elif how == "link":
+        (tmp_path / "private").mkdir()
+        shutil.copy(run / "texts.jsonl", tmp_path / "private" / "rows.jsonl")
+        (run / "x").symlink_to(tmp_path / "private")
+        place = str(run / "x" / "rows.jsonl")
+    change(run, ("data", "train", 0, "path"), to=place)
+    if how not in ("with the shape of a secret", "link"):
+        inner = tmp_path / "outer" / how
+        shutil.copytree(run, inner)
+        (tmp_path / "outer" / "plan.json").write_text("{}")
+        run = inner
+    code, line = said(capfd, "step", run, 1)
+    assert code == 2 and "data.train.path=" in line and "--trust-places" in line, line
+    assert "a" * 24 not in line and server[1] == []
+
+
 @pytest.mark.parametrize("where", ["directory", "url"])
 def test_checkpoints_elsewhere_are_not_looked_for(
     run: Path, tmp_path: Path, server: tuple[str, list[str]], capfd: pytest.CaptureFixture[str], where: str
@@ -174,11 +199,12 @@ def test_the_model_that_a_strangers_recipe_names_is_not_read(
     config, recipe = run / "model" / "config.json", run / "model" / "recipe.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "text_config": {}}))
     values = json.loads(recipe.read_text())
-    values["config"]["model"]["path"] = str(tmp_path / "private")
+    values["config"]["model"] |= {"path": str(tmp_path / "private"), "init": "pretrained", "revision": None}
     recipe.write_text(json.dumps(values))
     name, *arguments = command
     code, line = said(capfd, str(name), *with_run(tuple(arguments), run))
     assert code == 2 and f"base={tmp_path / 'private'}" in line and line.count("\n") == 1, line
+    values["config"]["model"]["path"] = "owner/name"
     recipe.write_text(json.dumps({**values, "model_on_hub": True}))
     assert "--trust-places" not in said(capfd, str(name), *with_run(tuple(arguments), run))[1], "it is the hub's"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from raytune_fsdp.durable import take_from_others
 from raytune_fsdp.tracking.jsonl import append_evaluation, append_event
 from raytune_fsdp.tracking.repair import cut
 from tests.ranks import run_ranks
@@ -81,3 +82,11 @@ def test_others_read_nothing_of_what_a_run_writes_about_itself(tmp_path: Path) -
     run_ranks(train_rank, 1, config.model_dump(), None)
     strange = [name for name in open_to_others(run) if not name.startswith(FOR_OTHERS) or name.endswith("recipe.json")]
     assert strange == []
+
+
+def test_a_directory_keeps_the_bit_that_gives_its_group_to_files(tmp_path: Path) -> None:
+    shared = tmp_path / "report"
+    shared.mkdir()
+    shared.chmod(0o2775)
+    take_from_others(shared)
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o2770

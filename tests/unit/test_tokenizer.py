@@ -136,7 +136,7 @@ def test_a_link_of_a_tokenizer_s_file_to_any_file_is_refused(secret: Path, tmp_p
     """Those of the hub's cache, and those that people make of the same file elsewhere, are followed."""
     place = written(tmp_path / "model", {"tokenizer_class": "BertTokenizer"})
     (place / "vocab.txt").symlink_to(secret)
-    with pytest.raises(ModelError, match=r"vocab\.txt is a link to '.*/credentials', .*put the file itself there"):
+    with pytest.raises(ModelError, match=r"vocab\.txt is a link to '/.*put the file itself there"):
         tokenizer_in(place, trust_remote_code=False)
     (place / "vocab.txt").unlink()
     (place / "sub").mkdir()
