@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raytune_fsdp.accumulation import add_in_fp32
+from raytune_fsdp.accumulation import _Sum, add_in_fp32
 from raytune_fsdp.config import ParallelConfig
 from raytune_fsdp.plan import Layout
 
@@ -53,6 +53,17 @@ def test_gradients_of_micro_batches_are_rounded_once() -> None:
         assert torch.equal(found, (first.float() + second.float()).bfloat16())
     for found, wanted in zip(gradients(model, blocks), right, strict=True):
         assert torch.equal(found, wanted)
+
+
+def test_a_parameter_that_gets_its_first_gradient_later_loses_none() -> None:
+    """Two of a unit that are as large, of which each micro-batch uses one: FSDP hands both to the same hook."""
+    first, second = (nn.Parameter(torch.zeros(4).bfloat16()) for _ in range(2))
+    sums = _Sum([first, second], 2)
+    sums.add(torch.ones(4))
+    first.grad = torch.ones(4).bfloat16()
+    later = torch.full((4,), 2.0)
+    sums.add(later)
+    assert first.grad is not None and later.tolist() == [2.0] * 4, "FSDP adds the second's by itself"
 
 
 def test_a_step_of_one_micro_batch_needs_no_sum() -> None:

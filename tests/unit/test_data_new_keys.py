@@ -32,7 +32,7 @@ from raytune_fsdp.data.sources.keys import ANY, Keys, KeySearch
 from raytune_fsdp.errors import RowError
 from raytune_fsdp.identity import named
 from raytune_fsdp.types import IGNORE
-from tests.rows import make_windows
+from tests.rows import all_samples, make_windows
 from tests.runs import make_config
 from tests.unit.made_tokenizers import chat, convert, demo, pieces, refusal
 
@@ -237,6 +237,38 @@ def test_keys_are_found_wherever_the_file_is_cut_into_pieces() -> None:
     search = KeySearch()
     search.update(json.dumps({f"key {i}": "[{}]" for i in range(40)}).encode())
     assert ANY in search.found().texts
+
+
+@pytest.mark.parametrize("between", [":", " : ", ":  ", "\t:\n"])
+@pytest.mark.parametrize("front", ["", " ", "\n"])
+def test_messages_as_text_are_found_however_they_are_spelled(between: str, front: str) -> None:
+    search = KeySearch()
+    search.update(f'{{"other": 1, "messages"{between}{json.dumps(front + json.dumps([{"role": "user"}]))}}}'.encode())
+    assert search.found().texts == {"messages"}
+
+
+def test_one_version_reads_rows_in_one_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run gets its version from a function's module; a key that no search finds is read by it from the beginning."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "helper_of_one.py").write_text("def same(x):\n    return x\n")
+    (tmp_path / "function_of_one.py").write_text(
+        "import helper_of_one\n\n\ndef go(row):\n    return {'text': helper_of_one.same(row['text'])}\n"
+    )
+    row = json.dumps({"messages": [USER, {**ANSWER, "weight": 0}, USER, ANSWER]})
+    hidden = row.replace('"weight"', '"\\u0077eight"')
+    assert hidden != row
+    (tmp_path / "chats.jsonl").write_text(f"{hidden}\n" * 6)
+    (tmp_path / "texts.jsonl").write_text('{"text": "hello you"}\n' * 6)
+    function = PythonFormat(type="python", function="function_of_one:go", then=CompletionFormat(type="completion"))
+    datasets = [
+        DatasetConfig(path=str(tmp_path / "chats.jsonl")),
+        DatasetConfig(path=str(tmp_path / "texts.jsonl"), format=function),
+    ]
+    new = make_windows(datasets, cache=tmp_path / "new", chat_template="chatml", seq_len=128)
+    again = make_windows(datasets, cache=tmp_path / "again", chat_template="chatml", seq_len=128, order_version=4)
+    assert new.order_version == 4 and new.fingerprint == again.fingerprint
+    labels, others = ([each.labels.tolist() for each in all_samples(data)] for data in (new, again))
+    assert labels == others
 
 
 def test_version_decides_the_windows(tmp_path: Path) -> None:

@@ -165,6 +165,13 @@ def test_a_readme_says_which_files_a_split_has(tmp_path: Path) -> None:
         chosen(place, "gone")
     folder = write(tmp_path / "folder", ["x/train.jsonl", "x/test.jsonl", "y.jsonl"], "configs:\n- data_dir: x\n")
     assert chosen(folder, "test")[0] == {"x/test.jsonl"}
+    stars = "configs:\n- data_files:\n  - {split: train, path: 'x/**.jsonl'}\n  - {split: test, path: '*.jsonl'}\n"
+    hub = write(tmp_path / "hub", ["x/a.jsonl", "x/y/b.jsonl", "c.jsonl"], stars)
+    assert chosen(hub, "train")[0] == {"x/a.jsonl", "x/y/b.jsonl"} and len(chosen(hub, order=2)[0]) == 3
+    (hub / "README.md").write_text((hub / "README.md").read_text().replace("x/**.jsonl", "x/a**b.jsonl"))
+    with pytest.raises(DataError, match=r"a pattern in the `configs` of its README\.md: '\*\*' must stand alone"):
+        chosen(hub, "train")
+    assert len(chosen(hub, order=3)[0]) == 3
     other = write(tmp_path / "other", ["x/a.jsonl", "y.jsonl"], "configs:\n- data_dir: x\n")
     assert chosen(other, "train")[0] == {"x/a.jsonl"}
     several = write(tmp_path / "several", ["a.jsonl"], "configs:\n- config_name: en\n- config_name: fr\n")

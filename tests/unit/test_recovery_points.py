@@ -277,3 +277,29 @@ def test_a_mean_of_recovery_points_has_to_be_asked_for(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / name / "manifest.json").touch()
     with pytest.raises(ResumeError, match="has no checkpoint"):
         checkpoints_to_average(str(tmp_path), steps=None, last=2)
+
+
+@pytest.mark.thorough
+def test_a_run_leaves_more_than_a_recovery_point_at_its_end(tmp_path: Path, time: clocks.Clock) -> None:
+    """Shortened to the step of one: no step is left, and a checkpoint is made of it all the same, once."""
+    config = _config(tmp_path, "short", every=None, keep_every=None, keep_best=0)
+    config = config.model_copy(
+        update={
+            "checkpoint": config.checkpoint.model_copy(update={"every": "auto"}),
+            "eval": config.eval.model_copy(update={"every": None}),
+        }
+    )
+    with pytest.raises(RuntimeError, match="a bug"):
+        attempt(config, time, step=1801.0, of=(5,), crash_at=6)
+    place = RunDir.of(config)
+    assert [(each.step, each.lasting) for each in committed(place.checkpoints)] == [(5, False)]
+    shorter = config.model_copy(
+        update={
+            "train": config.train.model_copy(update={"max_steps": 5}),
+            "optim": config.optim.model_copy(update={"schedule_steps": 40}),
+        }
+    )
+    assert not prepare(shorter, 1)[1].complete
+    attempt(shorter, time, step=0.0)
+    assert (5, True) in [(each.step, each.lasting) for each in committed(place.checkpoints)]
+    assert prepare(shorter, 1)[1].complete
