@@ -99,7 +99,8 @@ def test_one_command_trains_exports_and_says_what_it_left(tmp_path: Path, capsys
     said, checked = found["predicted"], found["prediction_checked"]
     assert checked["kept_bytes"] == said["kept_bytes"] > 0 and checked["step"] == 6
     assert 0 < found["saved"]["bytes"] - said["checkpoint_bytes"] < 5e5, "what is in a checkpoint beside tensors"
-    again = run(*job("--config", str(config), "--train.max_steps", "8"), cwd=tmp_path)
+    longer = ("--train.max_steps", "8", "--optim.schedule_steps", "8")
+    again = run(*job("--config", str(config), *longer), cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert [row["step"] for row in read_trajectory(run_dir / "metrics.jsonl")] == list(range(1, 9))
     assert mlflow_runs(tmp_path) == [("run", "FINISHED", 8)], "a continued run is the same MLflow run"

@@ -25,6 +25,7 @@ Started = Mapping[str, tuple[Future[Done], Path]]
 TINY = {
     "startup": "--rounds 1 --workers 1",
     "stream": "--rows 600 --datasets 20 --steps 7",
+    "duplicates": "--rows 64 --rounds 1",
     "end_to_end": "--steps 11 --seq-len 128 --workers 1 --bytes 1000000",
     "load": "--rounds 1 --layers 1 --worlds 2 --ways sharded",
     "fp8": "--rates recipe --seeds 7 --steps 4 --alone",
