@@ -54,6 +54,8 @@ def recipe_of(
         "versions": versions,
         "run_dir": str(run_dir),
         "model_on_hub": on_hub,
+        # As it is found from any directory: an export of a model that also sees reads it again.
+        "model_at": None if path is None or on_hub or is_url(path) else str(Path(path).expanduser().absolute()),
         "parameters": asdict(parameters),
         "config": chosen,
     }

@@ -214,10 +214,23 @@ def test_a_run_that_began_with_a_checkpoint_finds_the_base_of_that(qwen: tuple[P
     later = tmp_path / "later"
     shutil.copytree(directory, later)
     recipe = json.loads((later / "model" / "recipe.json").read_text())
-    recipe["config"]["model"]["path"] = find_checkpoint(directory).path
+    recipe["model_at"] = recipe["config"]["model"]["path"] = find_checkpoint(directory).path
     (later / "model" / "recipe.json").write_text(json.dumps(recipe))
     publish(find_checkpoint(later), tmp_path / "export", WHOLE)
     check_whole(tmp_path / "export", later, base, "qwen3_5")
+
+
+def test_the_base_is_found_from_any_directory(qwen: tuple[Path, Path], tmp_path: Path) -> None:
+    """A config may name it relative to the directory in which the run was started."""
+    directory, base = qwen
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(directory, elsewhere)
+    recipe = json.loads((elsewhere / "model" / "recipe.json").read_text())
+    assert recipe["model_at"] == str(base)
+    recipe["config"]["model"]["path"] = f"bases/{base.name}"
+    (elsewhere / "model" / "recipe.json").write_text(json.dumps(recipe))
+    publish(find_checkpoint(elsewhere), tmp_path / "export", WHOLE)
+    check_whole(tmp_path / "export", elsewhere, base, "qwen3_5")
 
 
 def test_base_of_a_text_model_is_still_refused(tmp_path: Path) -> None:
