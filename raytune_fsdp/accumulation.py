@@ -53,7 +53,7 @@ def add_in_fp32(
 
 
 class _Sum:
-    """Of the gradients of parameters that come together."""
+    """The sum of a step's gradients of parameters that come together."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], micro_batches: int) -> None:
         self._parameters = parameters
@@ -84,7 +84,7 @@ class _Sum:
             self._kept = None  # its memory is for the update
 
     def added(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The same, of a copy: what autograd hands out may be somebody else's, too."""
+        """`add` on a copy: what autograd hands out may be somebody else's, too."""
         gradient = gradient.clone()
         self.add(gradient)
         return gradient

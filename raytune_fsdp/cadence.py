@@ -13,7 +13,7 @@ class PartsOfEpochs:
     """After the steps in which another part of an epoch has been consumed."""
 
     parts: int
-    """Of every epoch."""
+    """How many of them an epoch has."""
     ends: tuple[int, ...]
     """The packed samples up to the end of each epoch; of a single one, all are as long."""
     batch: int

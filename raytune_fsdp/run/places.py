@@ -101,12 +101,10 @@ def check_places(
             named |= _named_by_config(Path(run)) & places_in(config.model_dump())
         if run == place and (elsewhere := checkpoints_of(Path(run))) != str(Path(run) / CHECKPOINTS):
             named.add(f"{_CHECKPOINTS}{elsewhere}")
-    strange = _strange(run, named)
+    strange, began = _strange(run, named), None
     if base is None and not any(entry.startswith(_CHECKPOINTS) for entry in strange):
         began = _began_with(run) if exports and run is not None else None
         strange |= _strange(run, _named_by_model(place) | ({f"{_BASE}{began}"} if began else set()))
-    else:
-        began = None
     if strange:
         shown = [printable(_marked(entry)[:300]) for entry in sorted(strange)]
         more = f" and {len(shown) - _MOST_SHOWN} more" if len(shown) > _MOST_SHOWN else ""
@@ -202,14 +200,11 @@ def _named_by_config(run: Path) -> set[str]:
 def _began_with(run: str) -> str | None:
     """The directory of the model that a run began with, as an export reads it; None if that is none that also sees."""
     try:
-        if is_url(run):
-            files = {name: _beside(run, name) for name in (MODEL_CONFIG_FILE, RECIPE_FILE)}
-            with TemporaryDirectory(prefix="raytune-model-") as copy:
-                for name, content in files.items():
-                    (Path(copy) / name).write_bytes(content)
-                path = began_with(Path(copy))[0] if sees(Path(copy)) else None
-        else:
-            path = began_with(Path(run) / MODEL_FILES)[0] if sees(Path(run) / MODEL_FILES) else None
+        with TemporaryDirectory(prefix="raytune-model-") as copy:
+            files = Path(copy) if is_url(run) else Path(run) / MODEL_FILES
+            for name in (MODEL_CONFIG_FILE, RECIPE_FILE) if is_url(run) else ():
+                (files / name).write_bytes(_beside(run, name))
+            path = began_with(files)[0] if sees(files) else None
     except (RaytuneError, OSError, ValueError):  # an export cannot read it either
         return None
     return path if path is not None and _is_directory(path) else None
