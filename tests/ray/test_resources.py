@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,9 @@ REQUESTS: list[dict[str, Any]] = [
 FEASIBLE = 10
 
 
-def run_alone(name: str) -> Any:
-    """What a function of this module returns in a process that is not connected to Ray yet."""
-    code = f"import json; from tests.ray.test_resources import {name} as f; print('\\n' + json.dumps(f()))"
+def run_alone(work: Callable[[], Any]) -> Any:
+    """What a function returns, as JSON has it, in a process that is not connected to Ray yet."""
+    code = f"import json; from {work.__module__} import {work.__name__} as f; print('\\n' + json.dumps(f()))"
     temporary = tempfile.mkdtemp(prefix="ray-")  # also where a cluster notes itself as the one of this machine
     os.mkdir(os.path.join(temporary, "ray"))
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
@@ -162,7 +162,7 @@ def while_held(asked: Any, before: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
-    result: dict[str, Any] = run_alone("place")
+    result: dict[str, Any] = run_alone(place)
     return result
 
 
@@ -296,7 +296,7 @@ def first_version_runs() -> bool:
 
 @pytest.mark.slow
 def test_an_autoscaler_is_noticed() -> None:
-    assert run_alone("grow") == {
+    assert run_alone(grow) == {
         "second version, nodes of no group": False,
         "declared, as large as it gets": False,
         "declared, may be larger": True,

@@ -11,6 +11,10 @@ On the driver:
     exports           exports during training
     nodes_checked     what `raytune-fsdp doctor` asks a cluster that runs already
 
+On all sides:
+
+    private           what we use of Ray that has no public name
+
 Between the driver and the ranks:
 
     board             an actor: notices to the driver, a stop to rank 0

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import asdict
 
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
-
 from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.errors import (
     HandedOver,
@@ -34,6 +32,7 @@ from raytune_fsdp.launch.ray.failures import (
     is_ours,
     underlying,
 )
+from raytune_fsdp.launch.ray.private import WorkerGroupStartupTimeoutError
 from raytune_fsdp.launch.ray.resources import answering, nodes
 from raytune_fsdp.lease import lease_of
 from raytune_fsdp.rundir import RunDir

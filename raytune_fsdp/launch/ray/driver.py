@@ -20,7 +20,6 @@ from typing import Any
 import ray
 from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig
 from ray.train.torch import TorchConfig, TorchTrainer
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.counts import WindowCounts
@@ -39,6 +38,7 @@ from raytune_fsdp.launch.ray.exports import Exports
 from raytune_fsdp.launch.ray.failures import DIED, ControllerWatch, underlying
 from raytune_fsdp.launch.ray.follow import Follow
 from raytune_fsdp.launch.ray.foresight import Foresight
+from raytune_fsdp.launch.ray.private import WorkerGroupStartupTimeoutError
 from raytune_fsdp.launch.ray.rank import RankJob, train_rank
 from raytune_fsdp.launch.ray.resources import Request, check, gpus_of, may_grow, nodes, request, room, scaling_config
 from raytune_fsdp.launch.ray.session import Session

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import ray
 from ray.exceptions import LocalRayletDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.exceptions import (
-    WorkerGroupStartupFailedError,
-    WorkerHealthCheckFailedError,
-    WorkerHealthCheckTimeoutError,
-)
-
-# The only hook that runs in the controller before it asks for workers; Ray Train has no public one.
-from ray.train.v2._internal.execution.callback import ControllerCallback
 
 from raytune_fsdp.errors import RaytuneError, TrainingError, TransientError, in_one_line
 from raytune_fsdp.launch.ray.board import Board, Controlled
-
-if TYPE_CHECKING:
-    from ray.train.v2._internal.execution.context import TrainRunContext
-
+from raytune_fsdp.launch.ray.private import (
+    ControllerCallback,
+    WorkerGroupStartupFailedError,
+    WorkerHealthCheckFailedError,
+    WorkerHealthCheckTimeoutError,
+    helpers_of_controller,
+)
 
 _ASKING = (WorkerGroupStartupFailedError, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError)
 """What Ray Train raises where ranks do not start, or do not answer."""
@@ -48,13 +40,10 @@ class ControllerWatch(ControllerCallback):  # type: ignore[misc]
     def __init__(self, board: Board) -> None:
         self._board = board
 
-    def after_controller_start(self, train_run_context: TrainRunContext) -> None:
-        # Ray Train keeps the handle of its helper to itself: one of its callbacks in this process has it. By type():
-        # isinstance() fails on proxies whose object has gone.
-        callbacks = [each for each in gc.get_objects() if type(each) is PlacementGroupCleanerCallback]
-        helpers = [each._cleaner for each in callbacks if each._cleaner is not None]
+    def after_controller_start(self, train_run_context: object) -> None:
         this = ray.get_runtime_context()
-        if not self._board.tell_and_ask(Controlled(str(this.get_actor_id()), [this.current_actor, *helpers])):
+        actors = [this.current_actor, *helpers_of_controller()]
+        if not self._board.tell_and_ask(Controlled(str(this.get_actor_id()), actors)):
             raise TrainingError("the driver has given up the run")
 
 

@@ -16,12 +16,11 @@ from typing import Any
 
 import psutil
 import ray
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
-from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 from ray.exceptions import RayError
 
 from raytune_fsdp.errors import in_one_line
 from raytune_fsdp.launch.ray.board import Board, Joined, Line
+from raytune_fsdp.launch.ray.private import drain
 from raytune_fsdp.launch.ray.spot import seconds_left
 from raytune_fsdp.launch.signals import STACKS_SIGNAL
 from raytune_fsdp.machine import ControlGroup, group_of
@@ -105,15 +104,10 @@ class _NodeWatch:
         this = ray.get_runtime_context()
         node_id, gcs_address = this.get_node_id(), this.gcs_address
 
-        def drain(ends_at: float) -> None:
-            reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-            accepted, why = GcsClient(address=gcs_address).drain_node(
-                node_id, reason, f"{cloud} takes it away", int(ends_at * 1000)
-            )
-            if not accepted:
-                raise RuntimeError(f"Ray has refused it: {why}")
+        def drain_this(ends_at: float) -> None:
+            drain(gcs_address, node_id, f"{cloud} takes it away", ends_at)
 
-        in_thread(lambda: _watch(cloud, board, drain), "spot")
+        in_thread(lambda: _watch(cloud, board, drain_this), "spot")
 
     def kill(self, pids: list[int]) -> None:
         self._signal(pids, signal.SIGKILL)

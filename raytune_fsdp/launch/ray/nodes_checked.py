@@ -20,31 +20,21 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.cluster import ClusterConfig
 from raytune_fsdp.errors import TransientError, in_one_line
+from raytune_fsdp.launch.ray.private import KNOCK
 from raytune_fsdp.launch.ray.resources import Node, Request, bundle, local_cpus, nodes, shortage
 from raytune_fsdp.launch.ray.session import check_not_in_a_copy, connect, find
 
 __all__ = ["ask_each", "asks_for_a_token", "check_not_in_a_copy", "connected", "find", "on_ranks", "this_machine"]
 
-_KNOCK = """
-import sys
-from ray._raylet import GcsClient
-from ray.exceptions import AuthenticationError
-try:
-    GcsClient(address=sys.argv[1])
-    print("open")
-except AuthenticationError:
-    print("token")
-"""
 _KNOCK_SECONDS = 8.0
 
 
 def asks_for_a_token(address: str) -> bool | None:
     """Whether the cluster turns away who has no token; None where that cannot be found out."""
-    # In a process of its own: Ray reads the mode and the token once.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _KNOCK, address], capture_output=True, text=True, timeout=_KNOCK_SECONDS,
+            [sys.executable, "-c", KNOCK, address], capture_output=True, text=True, timeout=_KNOCK_SECONDS,
             env={**environment, "RAY_AUTH_MODE": "disabled"},
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal
 
 import ray
-from ray._private import state
-from ray._private.accelerators import get_accelerator_manager_for_resource
-from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
-from ray._private.utils import get_num_cpus
-from ray.autoscaler._private.util import format_readonly_node_type
-from ray.autoscaler.v2.sdk import get_cluster_status
-from ray.experimental.internal_kv import _internal_kv_get
 from ray.util.accelerators import accelerators
 
 from raytune_fsdp.config.cluster import ClusterConfig
 from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.launch.ray import private
 
 if TYPE_CHECKING:
     from ray.train import ScalingConfig
@@ -58,7 +51,7 @@ class Request:
 
 def nodes() -> list[Node]:
     """The living nodes of the connected cluster, but for those that are about to be taken away."""
-    free, leaving = state.available_resources_per_node(), draining()
+    free, leaving = private.free_by_node(), draining()
     return [
         Node(
             id=each["NodeID"],
@@ -91,30 +84,16 @@ def _answers(node: Node) -> bool:
 def draining() -> dict[str, float | None]:
     """The nodes that are about to be taken away, by id, and the seconds that are left, if that is known."""
     now = time.time() * 1000
-    found: dict[str, int] = state.state.get_draining_nodes()
-    return {node: max(0.0, (deadline - now) / 1000) if deadline else None for node, deadline in found.items()}
+    leaving = private.leaving_nodes()
+    return {node: max(0.0, (deadline - now) / 1000) if deadline else None for node, deadline in leaving.items()}
 
 
 def may_grow() -> bool:
     """Whether an autoscaler may add nodes. Ray does not say whether it has reached its limit."""
-    declared = state.state.get_cluster_config()  # as Ray Data does; only some platforms write this
-    groups = declared.node_group_configs if declared else ()
-    if any(group.max_count == -1 or group.max_count > group.min_count for group in groups):
+    if any(most == -1 or most > fewest for fewest, most in private.declared_sizes()):
         return True
-    # Clusters set up by hand appear in the reports too, with a node type of its own for each node.
-    by_hand = {format_readonly_node_type(node["NodeID"]) for node in ray.nodes()}
-    return not by_hand.issuperset(_reported_kinds())
-
-
-def _reported_kinds() -> Iterator[str]:
-    """The node types in the reports that Ray's autoscaler writes for `ray status`."""
-    written = _internal_kv_get(DEBUG_AUTOSCALING_STATUS)
-    report = json.loads(written).get("autoscaler_report", {}) if written else {}
-    yield from {**report.get("active_nodes", {}), **(report.get("idle_nodes") or {})}
-    yield from (report.get("node_type_mapping") or {}).values()  # also of nodes that have not reported yet
-    status = get_cluster_status(ray.get_runtime_context().gcs_address)  # autoscaler version 2
-    if status.stats.autoscaler_version not in (None, "0"):
-        yield from (node.ray_node_type_name for node in [*status.active_nodes, *status.idle_nodes])
+    by_hand = {private.kind_of_node_by_hand(node["NodeID"]) for node in ray.nodes()}
+    return not by_hand.issuperset(private.reported_kinds())
 
 
 def request(config: ClusterConfig, nodes: Sequence[Node], *, growing: bool = False) -> Request:
@@ -302,9 +281,9 @@ def bundle(request: Request) -> dict[str, float]:
 def local_cpus(config: ClusterConfig, workers: int) -> int:
     """Logical CPUs of a Ray started on this machine for this run alone: some are always left for the data."""
     if config.workers == "auto" and config.device != "cpu":
-        workers = max(workers, get_accelerator_manager_for_resource("GPU").get_current_node_num_accelerators())
+        workers = max(workers, private.gpus_of_machine())
     taken = workers * config.cpus_per_worker
-    return taken + max(LOCAL_DATA_CPUS, int(get_num_cpus(override_docker_cpu_warning=True)) - taken)
+    return taken + max(LOCAL_DATA_CPUS, private.cpus_of_machine() - taken)
 
 
 def _with(accelerator: str | None, nodes: Sequence[Node]) -> list[Node]:

@@ -21,16 +21,11 @@ from threading import Event, Thread
 
 import psutil
 import ray
-import ray._private.worker
-
-# Ray's own search for a cluster, as in ray.init() without an address. No public function says what it would find.
-from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
-from ray._private.services import canonicalize_bootstrap_address, parse_address
-from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError
 
 from raytune_fsdp.config import ClusterConfig, FinetuneConfig
 from raytune_fsdp.errors import ConfigError, TrainingError, first_line, in_one_line
+from raytune_fsdp.launch.ray import private
 from raytune_fsdp.launch.ray.resources import local_cpus, nodes
 
 logger = logging.getLogger(__name__)
@@ -47,13 +42,13 @@ _COPIES = "working_dir_files"
 _KNOCK_SECONDS = 15.0  # for a head on a slow network; ray.init() would try for many minutes
 _late: list[Event] = []
 """For each command of this process whose Ray is not closed yet, as it was still starting: set when it is closed."""
-_QUICK = {
+QUICK = {
     "RAY_USAGE_STATS_ENABLED": "0",  # telemetry is not ours to send
     "RAY_enable_metrics_collection": "0",  # useless without a dashboard, and its start takes a second
     "RAY_prestart_worker_first_driver": "0",  # unused: ranks and their tasks have another environment
 }
 """Settings with which a Ray for one run on one machine starts faster."""
-_LIMITS = ("RAY_gcs_server_port_wait_time_s", "RAY_raylet_start_wait_time_s")
+LIMITS = ("RAY_gcs_server_port_wait_time_s", "RAY_raylet_start_wait_time_s")
 """Limits of Ray's on parts of its start, 30 s each. A third one, for its node to be known, cannot be set."""
 _MAKING_SECONDS = 3600.0  # far more than a directory is without its lock
 _NEEDED = ("gcs_server", "raylet")
@@ -75,15 +70,13 @@ class Session:
 
     def lost(self) -> str | None:
         """The process of a Ray of our own without which it cannot go on, if it has ended."""
-        node = ray._private.worker._global_node
-        if self.directory is None or node is None:
+        if self.directory is None:
             return None
-        return next((kind for kind, _ in node.dead_processes() if kind in _NEEDED), None)
+        return next((kind for kind in private.dead_processes() if kind in _NEEDED), None)
 
     def close(self) -> None:
         if self.lost():
-            # At once, before they print what they think of it; ray.shutdown() alone would talk to them for a while.
-            ray._private.worker._global_node.kill_all_processes(check_alive=False, allow_graceful=False)
+            private.kill_processes()  # ray.shutdown() alone would talk to them for a while
         if self.owned:
             ray.shutdown()
         if self.directory is not None:
@@ -146,7 +139,7 @@ def find() -> str | None:
     if ray.is_initialized():
         return None
     try:
-        address: str | None = canonicalize_bootstrap_address(None)
+        address = private.address_of_cluster()
     except (ValueError, ConnectionError) as error:
         raise ConfigError(
             f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}: {first_line(error)}; it must be HOST:PORT of a head, or "
@@ -154,11 +147,9 @@ def find() -> str | None:
         ) from None
     if address is not None:
         with _joining(address):
-            host, port = parse_address(address)
-            socket.create_connection((host, int(port)), timeout=_KNOCK_SECONDS).close()
-            ensure_token_if_auth_enabled(None, create_token_if_missing=False)  # C++ would end this process without one
+            socket.create_connection(private.host_and_port(address), timeout=_KNOCK_SECONDS).close()
             with stderr_muted():  # C++ warns of a wrong token
-                GcsClient(address=address)  # asks for the cluster's id, and with that whether our token is right
+                private.check_token(address)
     return address
 
 
@@ -215,13 +206,12 @@ def _try_to_start(cpus: int, seconds: float) -> Session:
     directory, lock = _own_directory()
     # Other users of this machine must not reach what runs here. Unless RAY_AUTH_MODE is set, Ray asks everyone for a
     # token. It would write one to the home directory; this one is for this run alone.
-    own = {"RAY_AUTH_TOKEN": secrets.token_hex(32), **_QUICK, **dict.fromkeys(_LIMITS, str(math.ceil(seconds)))}
+    own = {"RAY_AUTH_TOKEN": secrets.token_hex(32), **QUICK, **dict.fromkeys(LIMITS, str(math.ceil(seconds)))}
     before = dict(os.environ)
     for name, value in own.items():
         os.environ.setdefault(name, value)
     added = [name for name in (*own, "RAY_AUTH_MODE") if name not in before]
-    # It keeps the first token that it has read for as long as this process lives; a second run here has another one.
-    AuthenticationTokenLoader.instance().reset_cache()
+    private.forget_token()  # a second run of this process has another one
     session = Session("", owned=True, directory=directory, lock=lock, environment=tuple(added))
     try:
         ray.init(

@@ -1,0 +1,198 @@
+"""Whatever we use of Ray that has no public name, and why. Nothing else in the package imports such a name.
+
+tests/ray/test_private.py says for each of them what Ray has to do: it fails first where a new Ray does something else.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray._private.worker
+from ray._private import state
+from ray._private.accelerators import get_accelerator_manager_for_resource
+from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
+from ray._private.services import canonicalize_bootstrap_address, parse_address
+from ray._private.utils import get_num_cpus
+from ray._raylet import AuthenticationTokenLoader, GcsClient, PlacementGroupID  # type: ignore[attr-defined]
+from ray.autoscaler._private.util import format_readonly_node_type
+from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+from ray.core.generated.gcs_pb2 import PlacementGroupTableData
+from ray.experimental.internal_kv import _internal_kv_get
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.exceptions import (
+    WorkerGroupStartupFailedError,
+    WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckFailedError,
+    WorkerHealthCheckTimeoutError,
+)
+from ray.train.v2._internal.execution.callback import ControllerCallback
+from ray.util.placement_group import PlacementGroup
+
+__all__ = [
+    "ControllerCallback",  # the only hook that runs in the controller before it asks for workers
+    "WorkerGroupStartupFailedError",
+    "WorkerGroupStartupTimeoutError",
+    "WorkerHealthCheckFailedError",
+    "WorkerHealthCheckTimeoutError",
+]
+
+
+# ---- the cluster that a command would join ----
+
+
+def address_of_cluster() -> str | None:
+    """What ray.init() would join, None if it would start a Ray; ValueError or ConnectionError for a bad RAY_ADDRESS."""
+    found: str | None = canonicalize_bootstrap_address(None)
+    return found
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    host, port = parse_address(address)
+    return host, int(port)
+
+
+def check_token(address: str) -> None:
+    """AuthenticationError without the cluster's token. C++ would end a process that joins without any."""
+    ensure_token_if_auth_enabled(None, create_token_if_missing=False)
+    GcsClient(address=address)  # asks for the cluster's id, and with that whether the token is right
+
+
+KNOCK = """
+import sys
+from ray._raylet import GcsClient
+from ray.exceptions import AuthenticationError
+try:
+    GcsClient(address=sys.argv[1])
+    print("open")
+except AuthenticationError:
+    print("token")
+"""
+"""The same for a process of its own: Ray reads the mode and the token once."""
+
+
+def forget_token() -> None:
+    """Ray keeps the first token that it has read for as long as a process lives."""
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+# ---- a Ray that was started here ----
+
+
+def dead_processes() -> list[str]:
+    """The kinds of those processes of a Ray that this one has started, which have ended."""
+    node = ray._private.worker._global_node
+    return [] if node is None else [kind for kind, _ in node.dead_processes()]
+
+
+def kill_processes() -> None:
+    """End that Ray at once, before its processes print what they think of each other."""
+    ray._private.worker._global_node.kill_all_processes(check_alive=False, allow_graceful=False)
+
+
+def cpus_of_machine() -> int:
+    """Without Ray's warning where a container's limit decides."""
+    return int(get_num_cpus(override_docker_cpu_warning=True))
+
+
+def gpus_of_machine() -> int:
+    return int(get_accelerator_manager_for_resource("GPU").get_current_node_num_accelerators())
+
+
+# ---- nodes ----
+
+
+def free_by_node() -> dict[str, dict[str, float]]:
+    """What is free on each node, by its id. `ray.available_resources()` has the sum alone."""
+    found: dict[str, dict[str, float]] = state.available_resources_per_node()
+    return found
+
+
+def leaving_nodes() -> dict[str, int]:
+    """The nodes that drain, by id, with when they end in milliseconds since 1970; 0: that is not known."""
+    found: dict[str, int] = state.state.get_draining_nodes()
+    return found
+
+
+def drain(gcs_address: str, node_id: str, why: str, ends_at: float) -> None:
+    """Tell Ray that a node will be taken away at that time, in seconds since 1970."""
+    reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    accepted, refusal = GcsClient(address=gcs_address).drain_node(node_id, reason, why, int(ends_at * 1000))
+    if not accepted:
+        raise RuntimeError(f"Ray has refused it: {refusal}")
+
+
+# ---- the autoscaler ----
+
+
+def declared_sizes() -> list[tuple[int, int]]:
+    """The fewest and the most nodes of each kind, where a platform declares them; -1: as many as are asked for."""
+    declared = state.state.get_cluster_config()  # as Ray Data does
+    return [(group.min_count, group.max_count) for group in (declared.node_group_configs if declared else ())]
+
+
+def kind_of_node_by_hand(node_id: str) -> str:
+    """Nodes that no autoscaler has made appear in its reports, too, each with a type of its own."""
+    return str(format_readonly_node_type(node_id))
+
+
+def reported_kinds() -> Iterator[str]:
+    """The node types in the reports that Ray's autoscaler, of either version, writes for `ray status`."""
+    written = _internal_kv_get(DEBUG_AUTOSCALING_STATUS)
+    report = json.loads(written).get("autoscaler_report", {}) if written else {}
+    yield from {**report.get("active_nodes", {}), **(report.get("idle_nodes") or {})}
+    yield from (report.get("node_type_mapping") or {}).values()  # also of nodes that have not reported yet
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)  # version 2
+    if status.stats.autoscaler_version not in (None, "0"):
+        yield from (node.ray_node_type_name for node in [*status.active_nodes, *status.idle_nodes])
+
+
+# ---- placement groups ----
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A placement group. `ray.util.placement_group_table()` leaves out who made it, and when."""
+
+    id: str
+    state: str
+    maker: str
+    """The id of the actor that made it."""
+
+    def handle(self) -> PlacementGroup:
+        """What `ray.util` takes to remove it."""
+        return PlacementGroup(PlacementGroupID(bytes.fromhex(self.id)))
+
+
+def placement_groups() -> list[Group]:
+    """All that the cluster has, but for removed ones, in the order in which they were made."""
+    accessor = state.state._connect_and_get_accessor()
+    table = [PlacementGroupTableData.FromString(each) for each in accessor.get_placement_group_table()]
+    return [
+        Group(
+            group.placement_group_id.hex(),
+            PlacementGroupTableData.PlacementGroupState.Name(group.state),
+            group.creator_actor_id.hex(),
+        )
+        for group in sorted(table, key=lambda group: group.placement_group_creation_timestamp_ms)
+        if group.state != PlacementGroupTableData.REMOVED
+    ]
+
+
+# ---- Ray Train's controller ----
+
+
+def helpers_of_controller() -> list[Any]:
+    """In the controller's process: the actors that it has started to clean up after it.
+
+    Ray Train keeps their handles to itself: one of its callbacks has them.
+    """
+    # By type(): isinstance() fails on proxies whose object has gone.
+    callbacks = [each for each in gc.get_objects() if type(each) is PlacementGroupCleanerCallback]
+    return [each._cleaner for each in callbacks if each._cleaner is not None]

@@ -1,0 +1,163 @@
+"""What Ray has to do under each of the private names that launch/ray/private.py takes from it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import ray._private.node
+import ray._raylet
+import ray.train.v2._internal.constants as settings_of_train
+from ray._common.usage import usage_constants
+from ray.cluster_utils import Cluster
+from ray.train.constants import RAY_CHDIR_TO_TRIAL_DIR
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.util import placement_group, placement_group_table, remove_placement_group
+
+from raytune_fsdp.launch.ray import private
+from raytune_fsdp.launch.ray.driver import RAY_TRAIN
+from raytune_fsdp.launch.ray.session import LIMITS, QUICK
+from tests.ray.conftest import CPUS
+from tests.ray.test_resources import run_alone
+
+
+def until(condition: Any, seconds: float = 20) -> Any:
+    """What the condition is once it is true."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "not within its time"
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.parametrize(("named", "found"), [("10.0.0.7:6379", "10.0.0.7:6379"), ("local", None)])
+def test_ray_address_names_the_cluster(monkeypatch: pytest.MonkeyPatch, named: str, found: str | None) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", named)
+    assert private.address_of_cluster() == found
+
+
+def test_a_bad_address_is_a_value_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "head")
+    with pytest.raises(ValueError, match="head"):
+        private.address_of_cluster()
+
+
+@pytest.mark.parametrize(("address", "parts"), [("head:6379", ("head", 6379)), ("[::1]:6379", ("::1", 6379))])
+def test_an_address_has_a_host_and_a_port(address: str, parts: tuple[str, int]) -> None:
+    assert private.host_and_port(address) == parts
+
+
+def test_the_settings_of_ray_still_have_these_names() -> None:
+    """Ray ignores a variable that it does not know, without a word."""
+    python = inspect.getsource(ray._private.node) + inspect.getsource(usage_constants)
+    compiled = Path(ray._raylet.__file__).read_bytes()  # where they have no prefix
+    unknown = [n for n in (*QUICK, *LIMITS) if n not in python and n.removeprefix("RAY_").encode() not in compiled]
+    assert not unknown
+    of_train = {value for name, value in vars(settings_of_train).items() if name.endswith("_ENV_VAR")}
+    assert of_train | {RAY_CHDIR_TO_TRIAL_DIR} >= RAY_TRAIN.keys()
+
+
+def test_a_machine_has_as_many_cpus_as_ray_may_use() -> None:
+    assert private.cpus_of_machine() == len(os.sched_getaffinity(0))
+    assert isinstance(private.gpus_of_machine(), int)
+
+
+def test_the_errors_of_a_start_and_of_a_look_at_the_ranks() -> None:
+    """failures.py tells them from others, and takes the rank's own error out of one of them."""
+    cause = ray.exceptions.ActorDiedError()
+    assert private.WorkerHealthCheckFailedError("rank 1", cause).health_check_failure is cause
+    assert "4" in str(private.WorkerGroupStartupTimeoutError(4))
+    kinds = [getattr(private, name) for name in private.__all__ if name.endswith("Error")]
+    assert len(kinds) == 4 and not any(issubclass(one, two) for one in kinds for two in kinds if one is not two)
+
+
+@ray.remote(num_cpus=1)
+class Maker:
+    """An actor, as Ray Train's controller is one."""
+
+    def make(self) -> tuple[str, str]:
+        self.group = placement_group([{"CPU": 1}])
+        ray.get(self.group.ready())
+        return ray.get_runtime_context().get_actor_id(), self.group.id.hex()
+
+    def helpers(self) -> tuple[int, int]:
+        """How many a controller's process has before its callbacks have started, and afterwards."""
+        self.callback = PlacementGroupCleanerCallback()
+        before = len(private.helpers_of_controller())
+        self.callback.after_controller_start(SimpleNamespace(run_id="run"))
+        (helper,) = private.helpers_of_controller()
+        ray.kill(helper)
+        return before, 1
+
+
+def test_on_the_ray_of_these_tests(cluster: None) -> None:
+    address = ray.get_runtime_context().gcs_address
+    private.check_token(address)  # this Ray asks for none
+    private.forget_token()
+    assert private.dead_processes() == []
+    assert private.leaving_nodes() == {} and private.declared_sizes() == []
+    (node,) = ray.nodes()
+    assert set(private.reported_kinds()) <= {private.kind_of_node_by_hand(node["NodeID"])}
+
+    free = private.free_by_node()[node["NodeID"]]["CPU"]
+    assert free == ray.available_resources()["CPU"] <= CPUS
+    maker = Maker.remote()
+    actor, name = ray.get(maker.make.remote())
+    until(lambda: private.free_by_node()[node["NodeID"]].get("CPU", 0) == free - 2)
+    mine = placement_group([{"CPU": 10**6}])  # for which there is no room
+    made = until(lambda: private.placement_groups()[-2:])
+    assert [(group.id, group.state) for group in made] == [(name, "CREATED"), (mine.id.hex(), "PENDING")]
+    assert made[0].maker == actor != made[1].maker
+    remove_placement_group(made[0].handle())
+    remove_placement_group(mine)
+    until(lambda: name not in [group.id for group in private.placement_groups()])
+    assert placement_group_table()[name]["state"] == "REMOVED"  # Ray itself goes on to list it
+
+    assert ray.get(maker.helpers.remote()) == (0, 1)
+    ray.kill(maker)
+
+
+def test_the_controller_calls_its_callbacks_when_it_starts() -> None:
+    """With the one argument that ours takes; what it does there, tests/ray/test_run.py shows."""
+    parameters = inspect.signature(private.ControllerCallback.after_controller_start).parameters
+    assert list(parameters) == ["self", "train_run_context"]
+
+
+def on_two_nodes() -> dict[str, Any]:
+    """In a process of its own: a node that drains, and a Ray that loses a process."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    node = cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+    busy = Maker.options(label_selector={"ray.io/node-id": node.node_id}).remote()  # else it would end at once
+    ray.get(busy.helpers.remote())
+    ends_at = time.time() + 60
+    private.drain(cluster.address, node.node_id, "spot", ends_at)
+    leaving = until(private.leaving_nodes)
+    ray.shutdown()
+    cluster.shutdown()
+
+    ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    processes = psutil.Process().children(recursive=True)
+    (raylet,) = [each for each in processes if each.name() == "raylet"]
+    raylet.kill()
+    dead = until(private.dead_processes)
+    private.kill_processes()
+    _, alive = psutil.wait_procs(processes, 10)
+    servers = [each.name() for each in alive if each.name() in ("gcs_server", "raylet")]
+    ray.shutdown()
+    return {"leaving": leaving, "node": node.node_id, "ends_at": ends_at, "dead": dead, "alive": servers}
+
+
+@pytest.mark.slow
+def test_a_node_that_drains_and_a_ray_that_loses_a_process() -> None:
+    found = run_alone(on_two_nodes)
+    assert found["leaving"] == {found["node"]: int(found["ends_at"] * 1000)}
+    assert found["dead"] == ["raylet"]
+    assert found["alive"] == []
