@@ -11,7 +11,7 @@ pytest.importorskip("ray")
 
 from raytune_fsdp.config.cluster import ClusterConfig
 from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.launch.ray import resources
+from raytune_fsdp.launch.ray import private
 from raytune_fsdp.launch.ray.resources import (
     Node,
     Request,
@@ -308,18 +308,15 @@ def test_the_line_says_what_is_really_waited_for() -> None:
 def test_a_ray_for_this_run_alone_has_cpus_for_the_data(
     monkeypatch: pytest.MonkeyPatch, cores: int, workers: int, each: int, cpus: int
 ) -> None:
-    monkeypatch.setattr(resources, "get_num_cpus", lambda **_: cores)
+    monkeypatch.setattr(private, "cpus_of_machine", lambda: cores)
     config = ClusterConfig(workers=workers, cpus_per_worker=each)
     assert local_cpus(config, workers) == cpus
     check(asked([node(cpus)], workers=workers, cpus_per_worker=each), [node(cpus)], growing=False)
 
 
 def test_a_ray_for_this_run_alone_fits_a_worker_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    class FourGpus:
-        get_current_node_num_accelerators = staticmethod(lambda: 4)
-
-    monkeypatch.setattr(resources, "get_num_cpus", lambda **_: 4)
-    monkeypatch.setattr(resources, "get_accelerator_manager_for_resource", lambda name: FourGpus)
+    monkeypatch.setattr(private, "cpus_of_machine", lambda: 4)
+    monkeypatch.setattr(private, "gpus_of_machine", lambda: 4)
     assert local_cpus(ClusterConfig(), 1) == 4 + 2
     assert local_cpus(ClusterConfig(device="cpu"), 1) == 4
     assert local_cpus(ClusterConfig(workers=1), 1) == 4

@@ -25,7 +25,7 @@ from ray.exceptions import AuthenticationError
 
 from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.errors import ConfigError, TrainingError
-from raytune_fsdp.launch.ray import session
+from raytune_fsdp.launch.ray import private, session
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """An address where something listens, as that of a cluster."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
-        monkeypatch.setattr(session, "canonicalize_bootstrap_address", lambda _: address)
+        monkeypatch.setattr(private, "canonicalize_bootstrap_address", lambda _: address)
         monkeypatch.setattr(ray, "is_initialized", lambda: False)
         yield address
 
@@ -49,8 +49,8 @@ def test_a_token_that_the_cluster_does_not_take_is_one_line_at_once(
     def never(**_: object) -> None:
         raise AssertionError("it would try for a minute, with warnings")
 
-    monkeypatch.setattr(session, "GcsClient", refuse)
-    monkeypatch.setattr(session, "ensure_token_if_auth_enabled", lambda *_, **__: None)
+    monkeypatch.setattr(private, "GcsClient", refuse)
+    monkeypatch.setattr(private, "ensure_token_if_auth_enabled", lambda *_, **__: None)
     monkeypatch.setattr(ray, "init", never)
     monkeypatch.setenv("RAY_AUTH_MODE", mode) if mode else monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with pytest.raises(ConfigError) as refused:
@@ -72,8 +72,8 @@ def test_no_token_where_one_is_to_be_used_is_found_before_ray_ends_the_process(
         assert not create_token_if_missing, "nothing is written into the home directory"
         raise AuthenticationError("Token authentication is enabled but no authentication token was found")
 
-    monkeypatch.setattr(session, "GcsClient", exits)
-    monkeypatch.setattr(session, "ensure_token_if_auth_enabled", lacking)
+    monkeypatch.setattr(private, "GcsClient", exits)
+    monkeypatch.setattr(private, "ensure_token_if_auth_enabled", lacking)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     with pytest.raises(ConfigError, match="the one of this process is missing"):
         session.find()

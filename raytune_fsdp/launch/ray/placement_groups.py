@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ray.util import remove_placement_group
 
-from raytune_fsdp.launch.ray.private import Group, placement_groups
+from raytune_fsdp.launch.ray.private import MadeGroup, placement_groups
 
 
 class Groups:
@@ -33,5 +33,5 @@ class Groups:
         for group in self._live():
             remove_placement_group(group.handle())
 
-    def _live(self) -> list[Group]:
+    def _live(self) -> list[MadeGroup]:
         return [group for group in placement_groups() if group.maker in self._makers] if self._makers else []

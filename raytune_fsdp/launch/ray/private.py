@@ -157,7 +157,7 @@ def reported_kinds() -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class MadeGroup:
     """A placement group. `ray.util.placement_group_table()` leaves out who made it, and when."""
 
     id: str
@@ -170,12 +170,12 @@ class Group:
         return PlacementGroup(PlacementGroupID(bytes.fromhex(self.id)))
 
 
-def placement_groups() -> list[Group]:
+def placement_groups() -> list[MadeGroup]:
     """All that the cluster has, but for removed ones, in the order in which they were made."""
     accessor = state.state._connect_and_get_accessor()
     table = [PlacementGroupTableData.FromString(each) for each in accessor.get_placement_group_table()]
     return [
-        Group(
+        MadeGroup(
             group.placement_group_id.hex(),
             PlacementGroupTableData.PlacementGroupState.Name(group.state),
             group.creator_actor_id.hex(),
