@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
+from raytune_fsdp.launch.ray.placement_groups import ANYWHERE
 from raytune_fsdp.tracking.live import Looks
 from raytune_fsdp.types import StopReason
 
@@ -158,8 +159,8 @@ class Board:
         here = ray.get_runtime_context().get_node_id()
         # Every rank may wait in it at the same time, in `shared`. Ray's default of 1000 concurrent calls would let no
         # further call in, not even the one that the ranks are waiting for.
-        options = {"num_cpus": 0, "max_concurrency": 10_000, "label_selector": {"ray.io/node-id": here}}
-        return ray.remote(**options)(_Board).remote()
+        at, calls = {"label_selector": {"ray.io/node-id": here}, "scheduling_strategy": ANYWHERE}, 10_000
+        return ray.remote(num_cpus=0, max_concurrency=calls, **at)(_Board).remote()
 
     def tell(self, notice: Notice) -> None:
         """Neither waits nor fails if the driver is gone: then this process soon ends, too."""

@@ -207,7 +207,10 @@ def _beside(
     place, trust, work = prepared.place, config.model.trust_remote_code, list[Chore]()
     env = _env(config)
     if config.eval.where == "task":
-        work.append(Evaluations(config, prepared, plan, token, env=env, event=event, say=say))
+        if off := Evaluations.off(config.eval):
+            say(off)
+        else:
+            work.append(Evaluations(config, prepared, plan, token, env=env, event=event, say=say))
     if plan.export_every is not None:
         chosen, every = config.export, plan.export_every
         work.append(Exports(chosen, every, place, token, trust_remote_code=trust, env=env, event=event, say=say))

@@ -10,7 +10,8 @@ import ray
 
 from raytune_fsdp.cadence import passed
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
-from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config import EvalConfig, FinetuneConfig
+from raytune_fsdp.launch.ray.placement_groups import free_for_tasks, group_around, may_ever_fit
 from raytune_fsdp.launch.ray.resources import nodes
 from raytune_fsdp.launch.shared_storage import Token, check_seen
 from raytune_fsdp.plan import Plan
@@ -61,6 +62,18 @@ class Evaluations:
         self._event = event
         self._say = say
 
+    @staticmethod
+    def off(chosen: EvalConfig) -> str | None:
+        """Why there are no such evaluations, where the group around this process has no room for any."""
+        if may_ever_fit({"CPU": chosen.task_cpus, "GPU": chosen.task_gpus}):
+            return None
+        gpus = f" and eval.task_gpus={chosen.task_gpus}" if chosen.task_gpus else ""
+        return (
+            "eval.where=task: evaluations are off, as this process is in a placement group (of a trial, or a caller's) "
+            f"with no room left for eval.task_cpus={chosen.task_cpus}{gpus}: add a bundle to the group, or set "
+            "eval.where=ranks"
+        )
+
     def due(self, checkpoint: CommittedCheckpoint, asked: Sequence[CommittedCheckpoint]) -> bool:
         record = self._prepared.place.evaluations
         there = [step_of(line) for line in each_line(record) if line is not None]
@@ -71,18 +84,19 @@ class Evaluations:
 
     def missing(self, *, beside: bool) -> str | None:
         # A CPU stays free: the data of the ranks is read and tokenized by tasks, and they would wait for their batches.
-        chosen, spare = self._config.eval, int(beside)
-        free = [(int(node.free.get("CPU", 0)), int(node.free.get("GPU", 0))) for node in nodes()]
-        # On one node: a task is not spread. The spare one may be anywhere.
+        chosen, spare = self._config.eval, int(beside and group_around() is None)
+        free = [(int(each.get("CPU", 0)), int(each.get("GPU", 0))) for each in free_for_tasks(nodes())]
+        # On one node: a task is not spread. The spare one may be anywhere, and outside of a group around this process.
         fits = any(cpus >= chosen.task_cpus and gpus >= chosen.task_gpus for cpus, gpus in free)
         if fits and sum(cpus for cpus, _ in free) >= chosen.task_cpus + spare:
             return None
         on = f" and {chosen.task_gpus} GPU(s)" if chosen.task_gpus else ""
         more = ", and one CPU more for the data; it comes when they are free, at the latest after the last step"
         most = max(free, default=(0, 0))
+        place = "node" if group_around() is None else "bundle of the placement group around it"
         return (
-            f"it needs a node with {chosen.task_cpus} free CPU(s){on} (eval.task_cpus, eval.task_gpus); the most that "
-            f"one has is {most[0]} and {most[1]}{more if beside else ''}"
+            f"it needs a {place} with {chosen.task_cpus} free CPU(s){on} (eval.task_cpus, eval.task_gpus); the most "
+            f"that one has is {most[0]} and {most[1]}{more if beside else ''}"
         )
 
     def begin(self, checkpoint: CommittedCheckpoint) -> ObjectRef:

@@ -19,6 +19,7 @@ import ray
 from raytune_fsdp.cadence import Every, passed
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.config import ExportConfig
+from raytune_fsdp.launch.ray.placement_groups import ANYWHERE
 from raytune_fsdp.launch.shared_storage import Token, check_seen
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking import names
@@ -79,7 +80,8 @@ class Exports:
 
     def begin(self, checkpoint: CommittedCheckpoint) -> ObjectRef:
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-        return ray.remote(num_cpus=0, label_selector=here, runtime_env=self._env)(_export).remote(
+        at = {"label_selector": here, "scheduling_strategy": ANYWHERE}
+        return ray.remote(num_cpus=0, runtime_env=self._env, **at)(_export).remote(
             checkpoint, self._place(checkpoint), self._chosen, self._token, self._trust_remote_code, self._run.events
         )
 

@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 
 from raytune_fsdp.errors import in_one_line
 from raytune_fsdp.launch.ray.board import Board, Joined, Line
+from raytune_fsdp.launch.ray.placement_groups import ANYWHERE
 from raytune_fsdp.launch.ray.private import drain
 from raytune_fsdp.launch.ray.spot import seconds_left
 from raytune_fsdp.launch.signals import STACKS_SIGNAL
@@ -130,9 +131,9 @@ class NodeWatches:
     def start(self, ranks: Mapping[int, Joined]) -> None:
         """One on each node of these ranks; their processes start in the background."""
         for node in {rank.node_id for rank in ranks.values()} - self._actors.keys():
-            options = {"num_cpus": 0, "max_concurrency": _CALLS, "label_selector": {"ray.io/node-id": node}}
+            at = {"label_selector": {"ray.io/node-id": node}, "scheduling_strategy": ANYWHERE}
             pids = list(_by_node(ranks)[node].values())
-            self._actors[node] = ray.remote(**options)(_NodeWatch).remote(pids)
+            self._actors[node] = ray.remote(num_cpus=0, max_concurrency=_CALLS, **at)(_NodeWatch).remote(pids)
             if self._cloud != "none":
                 self._actors[node].watch.remote(self._cloud, self._board)
 

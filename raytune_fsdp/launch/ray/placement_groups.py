@@ -1,10 +1,54 @@
-"""The placement groups that hold the resources of this run's workers."""
+"""The placement groups that hold the resources of a run's workers, and the one that its driver may be in."""
 
 from __future__ import annotations
 
-from ray.util import remove_placement_group
+from collections.abc import Mapping, Sequence
 
-from raytune_fsdp.launch.ray.private import MadeGroup, placement_groups
+import ray
+from ray.util import get_current_placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup
+
+from raytune_fsdp.launch.ray.private import MadeGroup, free_in_bundles, placement_groups
+from raytune_fsdp.launch.ray.resources import Node
+
+ANYWHERE = "DEFAULT"
+"""A scheduling strategy for what reserves nothing. Without any, it would be captured by the group around this process,
+and could not come to nodes that the group has no part of."""
+
+
+def group_around() -> PlacementGroup | None:
+    """The placement group that captures the tasks of this process, as that of a trial of Ray Tune does."""
+    captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
+    return get_current_placement_group() if captures else None
+
+
+def free_for_tasks(nodes: Sequence[Node]) -> list[Mapping[str, float]]:
+    """What is free on each of these nodes, or in each bundle of the group around this process."""
+    group = group_around()
+    return [node.free for node in nodes] if group is None else free_in_bundles(group)
+
+
+def may_ever_fit(wanted: Mapping[str, float]) -> bool:
+    """Whether a task has room in the group around this process, whose own bundle is taken in part."""
+    group = group_around()
+    if group is None:
+        return True
+    own = ray.get_runtime_context().get_assigned_resources()
+    bundles: list[dict[str, float]] = group.bundle_specs
+    return any(
+        _has(others, wanted)
+        for index, bundle in enumerate(bundles)
+        if _has(bundle, own)
+        for others in [*bundles[:index], _without(bundle, own), *bundles[index + 1 :]]
+    )
+
+
+def _has(bundle: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
+    return all(bundle.get(name, 0) >= amount for name, amount in wanted.items())
+
+
+def _without(bundle: Mapping[str, float], taken: Mapping[str, float]) -> dict[str, float]:
+    return {name: amount - taken.get(name, 0) for name, amount in bundle.items()}
 
 
 class Groups:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,6 +184,17 @@ def placement_groups() -> list[MadeGroup]:
         for group in sorted(table, key=lambda group: group.placement_group_creation_timestamp_ms)
         if group.state != PlacementGroupTableData.REMOVED
     ]
+
+
+def free_in_bundles(group: PlacementGroup) -> list[Mapping[str, float]]:
+    """What is free in each bundle of a group: for Ray a resource `CPU_group_INDEX_GROUP` of the bundle's node."""
+    names = re.compile(rf"(.+)_group_(\d+)_{group.id.hex()}")
+    found: list[dict[str, float]] = [{} for _ in range(group.bundle_count)]
+    for free in free_by_node().values():
+        for name, amount in free.items():
+            if match := names.fullmatch(name):
+                found[int(match[2])][match[1]] = amount
+    return [*found]
 
 
 # ---- Ray Train's controller ----
