@@ -125,6 +125,11 @@ class Nodes:
         self._process.wait(60)
         shutil.rmtree(self._temporary, ignore_errors=True)
 
+    @property
+    def logs(self) -> Path:
+        """Of Ray, of all nodes."""
+        return Path(self._temporary) / "ray" / "session_latest" / "logs"
+
     def add(self, name: str, cpus: int = 1, gpus: int = 1, metadata: str = "none") -> None:
         self._do(f"add {name} {cpus} {gpus} {metadata}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,12 +21,12 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def three_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a head and two nodes with 2 CPUs each; the two have a logical GPU each."""
+def three_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """A head and two nodes with 2 CPUs each; the two have a logical GPU each."""
     with Nodes(tmp_path_factory.mktemp("cluster"), head_cpus=2) as nodes:
         for name in ("first", "second"):
             nodes.add(name, cpus=2)
-        yield nodes.address
+        yield nodes
 
 
 @contextmanager
@@ -46,16 +47,17 @@ def taken(address: str) -> Iterator[None]:
     process.wait(30)
 
 
-def test_runs_on_several_nodes(tmp_path: Path, three_nodes: str) -> None:
+def test_runs_on_several_nodes(tmp_path: Path, three_nodes: Nodes) -> None:
     """The trajectory is the one without Ray; requests that cannot be met are refused, at once or after the wait."""
     gpus = {"launch": "ray", "workers": 2, "device": "cpu", "gpus_per_worker": 1, "placement": "strict_spread"}
-    config = config_of(tmp_path, cluster=gpus)
+    config = config_of(tmp_path, cluster=gpus, tracking={"console": True, "console_every": 7})
+    address = three_nodes.address
 
     def command(name: str, *arguments: str) -> Command:
         (tmp_path / name).mkdir()
-        return Command(config, tmp_path / name, *arguments, RAY_ADDRESS=three_nodes, RAY_AUTH_MODE="disabled")
+        return Command(config, tmp_path / name, *arguments, RAY_ADDRESS=address, RAY_AUTH_MODE="disabled")
 
-    with taken(three_nodes):
+    with taken(address):
         waiting = command("waiting", "--run.name", "waiting", "--cluster.wait_minutes", "0.1")
         too_many = command("too-many", "--run.name", "too-many", "--cluster.workers", "3", "--train.max_steps", "1")
         whole = trajectory(config_of(tmp_path, run={"name": "whole"}), 2)
@@ -66,11 +68,17 @@ def test_runs_on_several_nodes(tmp_path: Path, three_nodes: str) -> None:
         assert code == 1 and "cluster.wait_minutes=0.1: the workers did not start in that time; waiting for 2" in said
     run = command("run")
     code, said = run.end()
-    assert code == 0 and f"joined the cluster at {three_nodes}, 3 nodes, 6 CPUs, 2 GPUs" in said, said
+    assert code == 0 and f"joined the cluster at {address}, 3 nodes, 6 CPUs, 2 GPUs" in said, said
     assert read_trajectory(run.run_dir / "metrics.jsonl") == whole
     (joined,) = events(run.run_dir, "ranks_joined")
     nodes = {rank["node_id"] for rank in joined["fields"]["ranks"]}
     assert len(joined["fields"]["ranks"]) == len(nodes) == 2
+    for rank in joined["fields"]["ranks"]:  # what it has printed is where the dashboard looks, too
+        (log,) = three_nodes.logs.glob(f"worker-*-{rank['pid']}.out")
+        own = (run.run_dir / "logs" / "attempt-1" / f"rank-{rank['rank']}.log").read_text()
+        assert set(own.splitlines()) <= set(log.read_text().splitlines())
+        steps = re.findall(r"^step +(\d+)", log.read_text(), re.MULTILINE)
+        assert steps == (["1", "7", "14", "21", "28", "30"] if rank["rank"] == 0 else [])
     # A path that each node has for itself.
     unshared = command("unshared", "--run.storage", "/proc/self/cwd/runs", "--run.name", "unshared")
     code, said = unshared.end()

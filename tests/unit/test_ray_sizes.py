@@ -181,6 +181,7 @@ def test_a_size_that_ray_train_has_waited_for_in_vain_is_noted(tmp_path: Path, m
         token=nothing,
         looks=Looks(live=False, colours=False),
         verbose=False,
+        in_ray_log=False,
         forced=False,
     )
     foresight: Any = SimpleNamespace(of=lambda ranks: None)

@@ -171,6 +171,7 @@ def _train(
             token=token,
             looks=Looks.of(sys.stdout),
             verbose=is_verbose(),
+            in_ray_log=session.owned,  # a caller's Ray may print its processes' logs to the caller's screen
             forced=foresight.force,
         )
         try:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +18,6 @@ import ray
 import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
-from raytune_fsdp.durable import make_private, open_private
 from raytune_fsdp.errors import HandedOver, Interrupted
 from raytune_fsdp.launch.ray.board import (
     Beat,
@@ -33,6 +30,7 @@ from raytune_fsdp.launch.ray.board import (
     Started,
     StopFromBoard,
 )
+from raytune_fsdp.launch.ray.rank_log import RankLog
 from raytune_fsdp.launch.signals import answer_with_stacks
 from raytune_fsdp.pulse import pulse
 from raytune_fsdp.threads import in_thread
@@ -73,6 +71,8 @@ class RankJob:
     """Of what the driver prints."""
     verbose: bool
     """Whether libraries may print what they like."""
+    in_ray_log: bool
+    """Whether what the ranks print is also in Ray's logs of them."""
     forced: bool
     """Whether what does not fit is to be started all the same."""
     predicted: Predicted | NotPredicted | None = None
@@ -109,14 +109,32 @@ def _train(job: RankJob, rank: int, world: int) -> None:
         os.environ[VERBOSE] = "1"  # a process of our own, which the driver's variables do not reach
     quiet()
     logging.getLogger("ray.train").setLevel(logging.WARNING)
-    from raytune_fsdp.assemble import LauncherHooks
     from raytune_fsdp.launch.shared_storage import check_shared
-    from raytune_fsdp.launch.worker import work
 
     prepared, first = cast("tuple[Prepared, Standing]", ray.get(job.prepared))
     check_shared(prepared.place.path)
     standing = _agree(job, prepared, first, world)
-    _log_to(prepared.place.log(standing.attempt, rank))
+    log = RankLog(prepared.place.log(standing.attempt, rank), in_ray=job.in_ray_log)
+    try:
+        _work(job, prepared, standing, log, rank=rank, world=world, node=node, reached=reached)
+    finally:
+        log.copy()
+
+
+def _work(
+    job: RankJob,
+    prepared: Prepared,
+    standing: Standing,
+    log: RankLog,
+    *,
+    rank: int,
+    world: int,
+    node: str,
+    reached: Callable[[str], None],
+) -> None:
+    from raytune_fsdp.assemble import LauncherHooks
+    from raytune_fsdp.launch.worker import work
+
     if rank == 0:
         job.board.tell(Started(standing.attempt, str(prepared.place.logs(standing.attempt))))
         _beat(job.board)
@@ -135,7 +153,7 @@ def _train(job: RankJob, rank: int, world: int) -> None:
     hooks = LauncherHooks(
         batches=_batches(job, prepared, standing, rank=rank, reached=reached),
         console=cast(TextIO, BoardStream(job.board, job.looks)),
-        trackers=_trackers(job.config),
+        trackers=_trackers(job.config, log.in_ray),
         saved=saved,
         reached=reached,
         predicted=_as_placed(job.predicted, world),
@@ -149,11 +167,15 @@ def _train(job: RankJob, rank: int, world: int) -> None:
     reports.finish()
 
 
-def _trackers(config: FinetuneConfig) -> list[Tracker]:
+def _trackers(config: FinetuneConfig, ray_log: TextIO | None) -> list[Tracker]:
     """Those that need Ray."""
     from raytune_fsdp.launch.ray.prometheus import PrometheusTracker
+    from raytune_fsdp.tracking.console import ConsoleTracker
 
-    return [PrometheusTracker(config.run.name)] if config.tracking.prometheus.enabled else []
+    found: list[Tracker] = [PrometheusTracker(config.run.name)] if config.tracking.prometheus.enabled else []
+    if ray_log is not None and config.tracking.console:
+        found.append(ConsoleTracker(ray_log, every=config.tracking.console_every))
+    return found
 
 
 def _joined(rank: int, node: str) -> Joined:
@@ -319,15 +341,3 @@ class _Reports:
             ray.train.report({"step": saved.step}, checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
         except Exception:  # Ray's list is a hint, and repaired before every start
             logger.warning("the checkpoint of step %d was not reported to Ray Train", saved.step, exc_info=True)
-
-
-def _log_to(path: Path) -> None:
-    """Redirect all output of this process to a file, also that of C libraries and of crashes."""
-    make_private(path.parent)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    file = open_private(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
-    faulthandler.enable(file=2)
