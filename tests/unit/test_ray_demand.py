@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import pytest
 
@@ -25,15 +26,15 @@ class Group:
 
 
 class Groups:
-    """Ray's placement groups."""
+    """Ray's placement groups, as a module has them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType = demand) -> None:
         self.live: list[Group] = []
-        monkeypatch.setattr(demand, "placement_group", self.ask)
-        monkeypatch.setattr(demand, "placement_group_table", lambda group: {"state": group.state})
-        monkeypatch.setattr(demand, "remove_placement_group", self.live.remove)
+        monkeypatch.setattr(module, "placement_group", self.ask)
+        monkeypatch.setattr(module, "placement_group_table", lambda group: {"state": group.state})
+        monkeypatch.setattr(module, "remove_placement_group", self.live.remove)
 
-    def ask(self, bundles: list[dict[str, float]]) -> Group:
+    def ask(self, bundles: list[dict[str, float]], strategy: str = "PACK") -> Group:
         self.live.append(Group(bundles))
         return self.live[-1]
 

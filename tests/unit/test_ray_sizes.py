@@ -14,7 +14,7 @@ pytest.importorskip("ray")
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2.api.exceptions import ControllerError
 
-from raytune_fsdp.launch.ray import driver, sizes
+from raytune_fsdp.launch.ray import driver, growth, sizes
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Joined
 from raytune_fsdp.launch.ray.rank import RankJob
@@ -24,13 +24,20 @@ from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking.live import Looks
 from tests.clock import Clock
 from tests.runs import make_config
+from tests.unit.test_ray_demand import Groups
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(sizes, "time", found)
+    monkeypatch.setattr(growth, "time", found)
     return found
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> Groups:
+    return Groups(monkeypatch, growth)
 
 
 def asked(placement: str = "pack", **per_worker: float) -> Request:
@@ -82,7 +89,7 @@ def test_what_the_last_ranks_had_may_come_back_for_a_moment(clock: Clock) -> Non
     assert size(known.next(lambda: [node("a", 5, free=4)])) == 3
 
 
-def test_what_does_not_come_is_not_asked_for_again_and_again(clock: Clock) -> None:
+def test_what_does_not_come_is_not_asked_for_again_and_again(clock: Clock, groups: Groups) -> None:
     """Ray says that there is room for four, and does not place them: a hung node, say."""
     known = Sizes(asked(), [1, 2, 4, 5])
     here = [node("a", 3), node("b", 2)]
@@ -109,6 +116,8 @@ def test_what_does_not_come_is_not_asked_for_again_and_again(clock: Clock) -> No
     here.append(node("c", 1))
     assert known.growth(lambda: here, ranks) is None, "it has come just now"
     clock.now += sizes._SETTLED_SECONDS
+    assert known.growth(lambda: here, ranks) is None
+    groups.live[0].state = "CREATED"
     assert known.growth(lambda: here, ranks) == 5
 
 
@@ -126,7 +135,7 @@ def test_what_did_not_come_is_asked_for_again_in_another_cluster(clock: Clock, c
     assert size(known.next(lambda: whole)) == 4
 
 
-def test_a_run_grows_once_the_cluster_has_settled(clock: Clock) -> None:
+def test_a_run_grows_once_the_cluster_has_settled(clock: Clock, groups: Groups) -> None:
     known = Sizes(asked(), [1, 2, 4])
     ranks = {rank: Joined(rank, "a", "a", 7) for rank in range(2)}
     small, one, two = node("a", 3, free=1), node("b", 1), node("c", 1)
@@ -138,10 +147,75 @@ def test_a_run_grows_once_the_cluster_has_settled(clock: Clock) -> None:
     clock.now += sizes._SETTLED_SECONDS
     others = node("c", 1, free=0)
     assert known.growth(lambda: [small, one, others], ranks) is None, "another job has it"
+    assert known.growth(lambda: [small, one, two], ranks) is None
+    assert [len(group.bundles) for group in groups.live] == [2], "what would be added is asked for first"
+    clock.now += 1
+    assert known.growth(lambda: [small, one, two], ranks) is None, "and it is not there yet"
+    groups.live[0].state = "CREATED"
     assert known.growth(lambda: [small, one, two], ranks) == 4
+    clock.now += growth._STANDS_SECONDS - 1
+    known.growing.look()
+    assert len(groups.live) == 1, "nobody takes it while the attempt makes way"
+    known.ended()
+    assert known.next(lambda: [small, one, others]) is None
+    assert not groups.live, "now it is for the next attempt, and free in a second"
+    assert size(known.next(lambda: [node("a", 3), one, two])) == 4
 
 
-def test_resources_of_our_own_count_as_free(clock: Clock) -> None:
+def test_room_that_others_need_again_is_given_back(clock: Clock, groups: Groups) -> None:
+    known = Sizes(asked(), [1, 2])
+    ranks, nodes = {0: Joined(0, "a", "a", 7)}, [node("a", 3, free=2)]
+    known.growth(lambda: nodes, ranks)
+    clock.now = 10.0
+    known.growth(lambda: nodes, ranks)
+    assert groups.live
+    clock.now += growth._STANDS_SECONDS + 1
+    assert known.growth(lambda: nodes, ranks) is None
+    assert not groups.live, "it did not come: the next try is later"
+    clock.now += growth._FIRST_PAUSE - 1
+    known.growth(lambda: nodes, ranks)
+    assert not groups.live
+    clock.now += 1
+    known.growth(lambda: nodes, ranks)
+    groups.live[0].state = "CREATED"
+    assert known.growth(lambda: nodes, ranks) == 2
+    clock.now += growth._STANDS_SECONDS
+    known.growing.look()
+    assert not groups.live, "an attempt that takes long to save keeps nobody waiting"
+
+
+@pytest.mark.parametrize("taken_back", [True, False])
+def test_others_that_are_busy_and_idle_in_turn_do_not_stop_the_training(
+    clock: Clock, groups: Groups, taken_back: bool
+) -> None:
+    """For half a minute they have two of four CPUs, and for three seconds not. They queue: what a group gives back is
+    theirs first, if they are there (`taken_back`)."""
+    known, restart, trained, sizes_begun = Sizes(asked(), [2, 4]), 20, 0, list[int]()
+    ranks = {rank: Joined(rank, "a", "a", 7) for rank in range(2)}
+    while clock.now < 3600:
+        idle = clock.now % 33 >= 30
+        free = 3.0 - 2 * (not idle or bool(groups.live))
+        for group in groups.live:
+            group.state = "CREATED" if idle else group.state
+        nodes = [node("a", 5, free=free)]
+        if known.growth(lambda: nodes, ranks) is not None:  # noqa: B023
+            clock.now += restart
+            known.ended()
+            back = [node("a", 5, free=3.0 if taken_back else 5.0)]
+            while (found := known.next(lambda: back)) is None:  # noqa: B023
+                clock.now += 1
+            sizes_begun.append(found.workers)
+            known.began(found.workers)
+            ranks = {rank: Joined(rank, "a", "a", 7) for rank in range(found.workers)}
+        else:
+            trained += 1
+        clock.now += 1
+    assert trained >= 0.9 * 3600, (trained, sizes_begun)
+    assert 1 + len(sizes_begun) <= 8
+    assert sizes_begun == ([2] * len(sizes_begun) if taken_back else [4])
+
+
+def test_resources_of_our_own_count_as_free(clock: Clock, groups: Groups) -> None:
     known = Sizes(asked(GPU=1.0), [1, 2, 4])
     ranks = {0: Joined(0, "a", "a", 7)}
 
@@ -151,6 +225,8 @@ def test_resources_of_our_own_count_as_free(clock: Clock) -> None:
     nodes: list[Any] = [gpus("a", 0.0), gpus("b", 1.0)]
     assert known.growth(lambda: nodes, ranks) is None
     clock.now = 10
+    known.growth(lambda: nodes, ranks)
+    groups.live[0].state = "CREATED"
     assert known.growth(lambda: nodes, ranks) == 2
 
 

@@ -210,6 +210,7 @@ class Follow:
                 self._controlling[0].abort.remote()
                 wait([self._fit], timeout=_ABORT_SECONDS)
             self._end_controller()
+        self._sizes.growing.let_go()
         with suppress(RayError):
             if self._demand is not None:
                 self._demand.clear()
@@ -295,6 +296,7 @@ class Follow:
     def _check_cluster(self) -> None:
         """Let the attempt make way for another one if a node will be taken away, or if there is room for more ranks."""
         now, ranks = time.monotonic(), self._attempts.ranks
+        self._sizes.growing.look()
         if self._making_way or self._stopping_since is not None or not ranks or now < self._next_look:
             return
         self._next_look = now + _LOOK_SECONDS

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from raytune_fsdp.launch.ray.board import Joined
+from raytune_fsdp.launch.ray.growth import Growth
 from raytune_fsdp.launch.ray.resources import DATA_CPUS, Node, Request, room
 
 _RETURN_SECONDS = 5.0
@@ -37,6 +38,7 @@ class Sizes:
         """What the cluster has room for in total, and since when."""
         self._room = 0
         """What there was room for when the last attempt was asked for."""
+        self.growing = Growth(asked)
         self._in_vain: int | None = None
         """The size that did not come, although there was this room for it."""
 
@@ -44,6 +46,7 @@ class Sizes:
         """What to ask for now; None: wait. `nodes` finds them as they are without the ranks of the last attempt."""
         if len(self._valid) == 1:
             return self.fewest  # Ray Train waits for it
+        self.growing.let_go()
         found = nodes()
         self._see(found)
         room = self._fitting(_free(found))
@@ -76,13 +79,14 @@ class Sizes:
 
     def began(self, size: int) -> None:
         self._hoped_for = size
+        self.growing.began(size)
 
     def ended(self) -> None:
         """The ranks of the attempt are gone: from now on the next one may begin."""
         self._since = time.monotonic()
 
     def growth(self, look: Callable[[], Sequence[Node]], ranks: Mapping[int, Joined]) -> int | None:
-        """The larger number of ranks that there is room for, beside these, and has been for a while; else None."""
+        """The larger number of ranks that there is room for beside these, and that it is kept for; else None."""
         if len(ranks) >= self._valid[-1]:
             return None
         nodes = look()
@@ -92,10 +96,10 @@ class Sizes:
         each = self._asked.per_worker
         taken = {node: {name: count * amount for name, amount in each.items()} for node, count in here.items()}
         size = self._that_may_come(self._fitting(_free(nodes, taken)) or 0)
-        if size <= len(ranks):
-            return None  # others use what has been added, or it does not come
-        self._hoped_for = size
-        return size
+        found = self.growing.to(size, len(ranks))
+        if found is not None:
+            self._hoped_for = found
+        return found
 
     def _fitting(self, nodes: Sequence[Node]) -> int | None:
         cpus = sum(node.total.get("CPU", 0) for node in nodes)
