@@ -31,7 +31,7 @@ class ClusterConfig(Section):
     """`ray`: on the Ray cluster that this process belongs to (`ray job submit`), that RAY_ADDRESS names or that `ray start` started here; if there is none, on one that is started on this machine for the run. `local`: processes on this machine, without Ray. `auto`: `local` under torchrun or where Ray is not installed, else `ray`."""
 
     workers: Annotated[int, Field(ge=1)] | Literal["auto"] | Between = "auto"
-    """Number of ranks. `auto`: one for each GPU of the cluster (with `launch: local`: of this machine), or one if there is no GPU. Under torchrun, torchrun's world size counts. `{min: 2, max: 8}` (Ray): as many as there is room for; when nodes are lost or added the run goes on with fewer or more, and learns the same."""
+    """Number of ranks. `auto`: one for each GPU of the cluster that others do not hold (with `launch: local`: of this machine), or one if there is no GPU. Under torchrun, torchrun's world size counts. `{min: 2, max: 8}` (Ray): as many as there is room for; when nodes are lost or added the run goes on with fewer or more, and learns the same."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: CUDA if there is a GPU for every worker, or if `gpus_per_worker` or `accelerator_type` asks for one; else the CPU, and with too few GPUs the run says so."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -213,6 +215,32 @@ def test_others_that_are_busy_and_idle_in_turn_do_not_stop_the_training(
     assert trained >= 0.9 * 3600, (trained, sizes_begun)
     assert 1 + len(sizes_begun) <= 8
     assert sizes_begun == ([2] * len(sizes_begun) if taken_back else [4])
+
+
+def test_auto_takes_what_others_do_not_hold(clock: Clock) -> None:
+    most, said = replace(asked(), workers=4), list[str]()
+
+    def found(*free: float, possible: Sequence[int] = (1, 2, 3, 4)) -> int:
+        clock.now, answers = 0.0, iter(free)
+        last = [0.0]
+
+        def look() -> list[Node]:
+            last[0] = next(answers, last[0])
+            return [node("a", 4, free=last[0])]
+
+        return sizes.that_are_free(most, possible.__contains__, look, said.append)
+
+    assert found(4) == 4 and clock.now == 0
+    assert found(1, 3, 4) == 4 and clock.now == 1, "another run has just ended"
+    assert not said
+    assert found(3) == 3 and clock.now == sizes._GIVEN_BACK_SECONDS
+    assert said == [
+        "cluster.workers=auto: of the room for 4 workers others hold that of 1, so the run has 3; with "
+        "cluster.workers={min: 3, max: 4} it would grow when that is free"
+    ]
+    assert found(3, possible=(2, 4)) == 2, "three cannot share the mesh, or the memory"
+    assert sizes.that_are_free(most, lambda _: True, lambda: [replace(node("a", 4), free={})], said.append) == 4
+    assert found(1, possible=(4,)) == found(0) == 4, "then it waits for them"
 
 
 def test_resources_of_our_own_count_as_free(clock: Clock, groups: Groups) -> None:

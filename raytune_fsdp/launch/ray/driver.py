@@ -25,7 +25,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.counts import WindowCounts
 from raytune_fsdp.data.census import Places, build_here
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import Interrupted, RaytuneError
+from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError
 from raytune_fsdp.launch.environment import environment, settings_of_nccl
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.preflight import check_attention
@@ -42,7 +42,7 @@ from raytune_fsdp.launch.ray.private import WorkerGroupStartupTimeoutError
 from raytune_fsdp.launch.ray.rank import RankJob, train_rank
 from raytune_fsdp.launch.ray.resources import Request, check, gpus_of, may_grow, nodes, request, room, scaling_config
 from raytune_fsdp.launch.ray.session import Session
-from raytune_fsdp.launch.ray.sizes import Sizes
+from raytune_fsdp.launch.ray.sizes import Sizes, that_are_free
 from raytune_fsdp.launch.ray.stream import build_on_ray
 from raytune_fsdp.launch.ray.train_registry import repair_registry
 from raytune_fsdp.launch.run_lock import is_locked
@@ -116,6 +116,8 @@ def run(
     foresight = Foresight(config, prepared, asked, found, force=force)
     # What cannot fit is refused before any rank is asked for, and no attempt has a number of ranks that cannot.
     valid = foresight.that_fit(valid, None if growing else room(asked, found), say)
+    if config.cluster.workers == "auto" and not growing:
+        valid = [that_are_free(asked, lambda size: _is_possible(config, foresight, size), nodes, say)]
     sizes = Sizes(asked, valid)
     demand = Demand(asked, valid) if growing and len(valid) > 1 else None
     standing = on_world(config, prepared, standing, sizes.fewest.workers)
@@ -125,6 +127,14 @@ def run(
             session=session, signals=signals, phases=phases, say=say,
         )  # fmt: skip
     return prepared, standing
+
+
+def _is_possible(config: FinetuneConfig, foresight: Foresight, size: int) -> bool:
+    try:
+        sizes_of(config, size)
+    except ConfigError:
+        return False
+    return foresight.force or foresight.fits(size)
 
 
 def _builder(connecting: Future[Session]) -> Callable[[Windows, Places], Iterable[tuple[WindowCounts, bool]]]:

@@ -43,9 +43,9 @@ class Foresight:
         most = possible[-1]
         self._check(most, forced=self.force)
         check_room(self._config, self._prepared, self._plan(most), self._predicted(most), forced=self.force, say=say)
-        if self.force or self._fits(possible[0]):
+        if self.force or self.fits(possible[0]):
             return list(sizes)
-        fewest = possible[bisect_left(possible, True, key=self._fits)]  # more ranks keep less each
+        fewest = possible[bisect_left(possible, True, key=self.fits)]  # more ranks keep less each
         logger.warning(
             "cluster.workers.min=%d: the run does not fit on fewer than %d ranks, so it waits for these; set "
             "cluster.workers.min=%d", possible[0], fewest, fewest,
@@ -65,7 +65,7 @@ class Foresight:
             kind=self._kind, memory=self._memory, forced=forced,
         )  # fmt: skip
 
-    def _fits(self, ranks: int) -> bool:
+    def fits(self, ranks: int) -> bool:
         found = self._predicted(ranks)
         return self._memory is None or isinstance(found, NotPredicted) or not is_too_much(found, self._memory)
 

@@ -23,6 +23,39 @@ _SETTLED_SECONDS = 5.0
 """How long a cluster must not have changed before a run grows: nodes come in groups, and each growth is a restart."""
 
 
+_GIVEN_BACK_SECONDS = 10.0
+"""How long a run that takes whatever there is waits for what another one is just giving back."""
+_LOOK_SECONDS = 0.5
+
+
+def that_are_free(
+    most: Request,
+    possible: Callable[[int], bool],
+    look: Callable[[], Sequence[Node]],
+    say: Callable[[str], None],
+) -> int:
+    """The number of workers for `cluster.workers: auto`: as `most`, without those whose places others hold.
+
+    `possible`: whether the run can have a number of workers.
+    """
+
+    def free_now() -> int:
+        found = look()  # of a Ray that has just been started nothing may be known
+        return room(most, _free([node if node.free else replace(node, free=node.total) for node in found]))
+
+    began = time.monotonic()
+    while (free := free_now()) < most.workers and time.monotonic() - began < _GIVEN_BACK_SECONDS:
+        time.sleep(_LOOK_SECONDS)
+    found = next((size for size in range(min(free, most.workers), 0, -1) if possible(size)), None)
+    if found is None or found == most.workers:
+        return most.workers  # waited for, as it always was
+    say(
+        f"cluster.workers=auto: of the room for {most.workers} workers others hold that of {most.workers - free}, so "
+        f"the run has {found}; with cluster.workers={{min: {found}, max: {most.workers}}} it would grow when that is free"
+    )
+    return found
+
+
 class Sizes:
     """Asked between attempts, and while one is running."""
 
