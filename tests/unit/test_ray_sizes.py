@@ -236,7 +236,7 @@ def test_auto_takes_what_others_do_not_hold(clock: Clock) -> None:
     assert found(3) == 3 and clock.now == sizes._GIVEN_BACK_SECONDS
     assert said == [
         "cluster.workers=auto: of the room for 4 workers others hold that of 1, so the run has 3; with "
-        "cluster.workers={min: 3, max: 4} it would grow when that is free"
+        "cluster.workers={min: 3, max: 4} it would grow later"
     ]
     assert found(3, possible=(2, 4)) == 2, "three cannot share the mesh, or the memory"
     assert sizes.that_are_free(most, lambda _: True, lambda: [replace(node("a", 4), free={})], said.append) == 4

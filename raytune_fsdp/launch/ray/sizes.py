@@ -51,7 +51,7 @@ def that_are_free(
         return most.workers  # waited for, as it always was
     say(
         f"cluster.workers=auto: of the room for {most.workers} workers others hold that of {most.workers - free}, so "
-        f"the run has {found}; with cluster.workers={{min: {found}, max: {most.workers}}} it would grow when that is free"
+        f"the run has {found}; with cluster.workers={{min: {found}, max: {most.workers}}} it would grow later"
     )
     return found
 
