@@ -16,7 +16,7 @@
   wandb_run_id, wandb/         its id in Weights & Biases, and how far it is there; what its library spools
   tensorboard/                 curves for TensorBoard
   lock, lock.beat              while a command works on the run: which one, and that it is alive (launch/run_lock.py)
-  order_version                of a run that an audit begins again: how the one that it repeats reads its rows
+  begins_as.json               of a run that an audit begins again: how the one that it repeats was begun
   checkpoint-now.*             requests for a checkpoint now (checkpoint/on_demand.py)
 <run.storage>/cache/           prepared rows and packed windows of all runs
 <run.storage>/mlflow.db        all runs of this storage, unless tracking.mlflow.uri names a server
@@ -117,8 +117,8 @@ class RunDir:
         return self.path / _CHECKPOINTS_AT
 
     @property
-    def order_version(self) -> Path:
-        return self.path / "order_version"
+    def beginning(self) -> Path:
+        return self.path / "begins_as.json"
 
     @property
     def lock(self) -> Path:

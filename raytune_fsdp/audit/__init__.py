@@ -24,6 +24,7 @@ from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.durable import replace_durably
 from raytune_fsdp.errors import OtherRunError
+from raytune_fsdp.run.beginning import put_beginning
 from raytune_fsdp.run.length import plan_on_record
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.types import Progress
@@ -63,10 +64,8 @@ def audit(
     if before is not None:  # else these steps would be taken for more than the run was to have
         replace_durably(again.plan, json.dumps(asdict(plan_on_record(place))))
     found.segment = replace(segment, before=before, after=after)
-    if before is None and (kept := committed(place.checkpoints)):
-        # Else it is what a checkpoint of the run says.
-        again.path.mkdir(parents=True, exist_ok=True)
-        again.order_version.write_text(f"{read_state(kept[-1]).identity.get('data.order_version')}")
+    if before is None and (kept := committed(place.checkpoints)):  # else that checkpoint says how it was begun
+        put_beginning(again, read_state(kept[-1]))
     try:
         finetune(repeat, progress)
     except OtherRunError as error:  # another seed, other data: what decides the trajectory has changed since

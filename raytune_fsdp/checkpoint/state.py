@@ -12,6 +12,7 @@ from typing import Any
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.storage import STATE_BYTES, STATE_FILE
+from raytune_fsdp.data.order import is_known
 from raytune_fsdp.errors import ConfigError, ResumeError, TransientError
 from raytune_fsdp.types import Cursor
 from raytune_fsdp.untrusted import MAX_VALUES, UnsoundError, check_format, is_count, parse_json, reason, shown
@@ -42,6 +43,8 @@ class RunState:
     tracking: Mapping[str, str] = field(default_factory=dict)
     kernels: Mapping[str, str] = field(default_factory=dict)
     """What the run computes with, where there is a choice: attention and loss. Older states lack it."""
+    newest_order: int | None = None
+    """The newest version of the order (data/order.py) that there was when the run was begun. Older states lack it."""
     base: Mapping[str, Any] | None = None
     """Of a run that trains adapters: where the frozen weights are (`path`, `revision`), size and hash of their `files`,
     and the rows of tokens that were `added` to them. They are in no checkpoint."""
@@ -127,6 +130,7 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     "files": partial(_is_map_of, _is_texts),
     "tracking": partial(_is_map_of, _is_text),
     "kernels": partial(_is_map_of, _is_text),
+    "newest_order": lambda value: value is None or is_known(value),
     "base": lambda value: value is None or _is_base(value),
     "attempt": is_count,
     "world_size": is_count,

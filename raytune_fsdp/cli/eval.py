@@ -96,18 +96,22 @@ _NO_OTHER_ROWS = ("cache", "bad_rows", "max_row_bytes", "seq_len", "packing", "l
 """Fields of `data` with which the same rows are held out, and the same files read."""
 
 
-def _order_of_run(config: FinetuneConfig, own: Path) -> int | None:
-    """The version by whose rules the run read its rows; None for other rows than its own, or without a checkpoint."""
+def _orders_of_run(config: FinetuneConfig, own: Path | None) -> dict[str, int | None]:
+    """By which versions of the order the run reads its rows; a new one's for other rows than its own, or without a
+    checkpoint."""
+    from raytune_fsdp.checkpoint.state import RunState
     from raytune_fsdp.config.load import load_config
+    from raytune_fsdp.run.beginning import orders_of
     from raytune_fsdp.run.past import past_place
     from raytune_fsdp.run.resume import find_resume
 
     with suppress(RaytuneError):
-        before = load_config(own)
-        kept = {name: getattr(before.data, name) for name in _NO_OTHER_ROWS}
-        if (before.data, before.eval.tasks) == (config.data.model_copy(update=kept), config.eval.tasks):
-            return find_resume(past_place(own.parent), resume="auto").order_version
-    return None
+        if own is not None:
+            before = load_config(own)
+            kept = {name: getattr(before.data, name) for name in _NO_OTHER_ROWS}
+            if (before.data, before.eval.tasks) == (config.data.model_copy(update=kept), config.eval.tasks):
+                return orders_of(find_resume(past_place(own.parent), resume="auto").state)
+    return orders_of(RunState())
 
 
 def _measure(
@@ -120,6 +124,7 @@ def _measure(
     from raytune_fsdp.answers import check_prompts
     from raytune_fsdp.checkpoint.model_files import load_for_inference
     from raytune_fsdp.data.open_data import open_evals
+    from raytune_fsdp.data.order import Order
     from raytune_fsdp.data.questions import check_names, open_tasks
     from raytune_fsdp.exam import Exam
     from raytune_fsdp.launch.alone import examine
@@ -135,10 +140,11 @@ def _measure(
     set_template(config, tokenizer)
     vocabulary, positions = network.config.get_text_config().vocab_size, positions_of(network.config)
     check_prompts(config, tokenizer, positions)
-    version = None if own is None else _order_of_run(config, own)
+    orders = _orders_of_run(config, own)
+    rules = Order.of(**orders).rules
     with shown() as progress:
-        evals = open_evals(config, tokenizer, vocabulary, progress, order_version=version)
-        tasks = open_tasks(config, tokenizer, vocabulary, positions=positions, progress=progress, order=version)
+        evals = open_evals(config, tokenizer, vocabulary, progress, **orders)
+        tasks = open_tasks(config, tokenizer, vocabulary, positions=positions, progress=progress, order=rules)
     check_names(tasks, evals)
     return examine(config, network, tokenizer, Exam.of(config, evals, tasks), device)
 

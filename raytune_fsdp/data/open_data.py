@@ -12,11 +12,11 @@ import numpy as np
 from raytune_fsdp.config import DatasetConfig, FinetuneConfig, HeldOutConfig
 from raytune_fsdp.data.duplicates import RowReader, groups_of, is_read_cheaply
 from raytune_fsdp.data.left_out import warn_of_measured, without_equal
-from raytune_fsdp.data.order import FOURTH_ORDER, order_of
-from raytune_fsdp.data.sources import Selected, Source, dataset_name, dataset_names, hold_out
+from raytune_fsdp.data.order import FOURTH_ORDER, Order, order_of
+from raytune_fsdp.data.sources import Selected, Source, dataset_name, dataset_names, hold_out, open_sources
 from raytune_fsdp.data.sources.places import find_files
 from raytune_fsdp.data.unread import tell
-from raytune_fsdp.data.windows import Windows, open_sources
+from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import DataError
 from raytune_fsdp.rundir import cache_of
 from raytune_fsdp.types import Progress
@@ -39,17 +39,24 @@ def open_data(
     progress: Progress | None = None,
     *,
     order_version: int | None = None,
+    newest_order: int | None = None,
 ) -> tuple[Windows, dict[str, Windows]]:
-    """The training data, and each evaluation dataset by its name. `order_version`: that of the run, if it continues."""
-    train, evals, warn = _open_data(config, tokenizer, vocab_size, progress, order_version)
-    # The questions of tasks, too, which are opened apart.
-    tasks = [find_files(task).order_version for task in config.eval.tasks if task.path and order_version is None]
-    versions = {*(each.order_version for each in (train, *evals.values())), *tasks}
-    if order_version is None and {train.order_version} != versions:
-        # A run has one, and its evaluations must be of the same rows when it continues.
-        train, evals, warn = _open_data(config, tokenizer, vocab_size, progress, max(versions))
+    """The training data, and each evaluation dataset by its name.
+
+    `order_version`: that of the run, if it continues. `newest_order`: the newest that there was when it was begun, by
+    which evaluations are read that it has gained since; None: that is not known, and they are read as the rest.
+    """
+    train, evals, warn = _open_data(config, tokenizer, vocab_size, progress, order_version, newest_order)
+    opened = [train, *evals.values()]
+    if order_version is None:
+        # A run has one version, and its evaluations must be of the same rows when it continues: also the questions of
+        # tasks, which are opened apart.
+        tasks = [find_files(task).order_version for task in config.eval.tasks if task.path]
+        version = max([*(each.order_version for each in opened), *tasks])
+        for windows in opened:
+            windows.raise_order(version)
     warn()
-    tell([column for windows in (train, *evals.values()) for column in windows.unread])
+    tell([column for windows in opened for column in windows.unread])
     return train, evals
 
 
@@ -60,12 +67,13 @@ def open_evals(
     progress: Progress | None = None,
     *,
     order_version: int | None = None,
+    newest_order: int | None = None,
 ) -> dict[str, Windows]:
-    """The evaluation datasets alone, as a run of this version reads them. The training data need not be there, unless
-    they are rows held out of it."""
+    """The evaluation datasets alone, as a run with these versions (see `open_data`) reads them. The training data need
+    not be there, unless they are rows held out of it."""
     if isinstance(config.data.eval, HeldOutConfig):
         return open_data(config, tokenizer, vocab_size, progress, order_version=order_version)[1]
-    evals = _named(config.data.eval, _opener(config, tokenizer, vocab_size, progress, order_version))
+    evals = _named(config.data.eval, _opener(config, tokenizer, vocab_size, progress, order_version, newest_order))
     tell([column for windows in evals.values() for column in windows.unread])
     return evals
 
@@ -76,24 +84,22 @@ def _open_data(
     vocab_size: int,
     progress: Progress | None,
     order_version: int | None,
+    newest_order: int | None = None,
 ) -> tuple[Windows, dict[str, Windows], Callable[[], None]]:
     """The data, and what says what there is to warn of."""
-    windows, data, datasets = (
-        _opener(config, tokenizer, vocab_size, progress, order_version),
-        config.data,
-        config.data.train,
-    )
+    windows = _opener(config, tokenizer, vocab_size, progress, order_version)
+    data, datasets, order = config.data, config.data.train, order_of(order_version)
     names, trained = dataset_names(datasets), [i for i, dataset in enumerate(datasets) if _is_trained(dataset)]
-    sources: Sequence[Source] = open_sources(datasets, data, cache_of(config), progress, order_version)
-    evals, compared = {}, [(datasets[i], sources[i]) for i in trained]
+    sources: Sequence[Source] = open_sources(datasets, data, cache_of(config), progress, order)
+    evals, compared = {}, [(datasets[i], sources[i], order) for i in trained]
     if not isinstance(data.eval, HeldOutConfig):
-        evals = _named(data.eval, windows)
-        compared += [(dataset, each.sources[0]) for dataset, each in zip(data.eval, evals.values(), strict=True)]
-    groups = _groups(compared, config, tokenizer, vocab_size, progress, order_of(order_version))
+        evals = _named(data.eval, _opener(config, tokenizer, vocab_size, progress, order_version, newest_order))
+        rules = Order.of(order_version, newest_order).rules
+        compared += [(dataset, each.sources[0], rules) for dataset, each in zip(data.eval, evals.values(), strict=True)]
+    groups = _groups(compared, config, tokenizer, vocab_size, progress)
     own, measured = dict(zip(trained, groups, strict=False)), dict(zip(evals, groups[len(trained) :], strict=True))
     if isinstance(data.eval, HeldOutConfig):
-        whole = order_of(order_version) >= FOURTH_ORDER
-        pairs = _hold_out(data.eval, datasets, sources, own if whole else None)
+        pairs = _hold_out(data.eval, datasets, sources, own if order >= FOURTH_ORDER else None)
         sources = [rest for rest, _ in pairs]
         # Measured once each, however often they would be trained on.
         some = [i for i, (_, out) in enumerate(pairs) if len(out)]
@@ -116,27 +122,30 @@ def _is_trained(dataset: DatasetConfig) -> bool:
 
 
 def _groups(
-    compared: Sequence[tuple[DatasetConfig, Source]],
+    compared: Sequence[tuple[DatasetConfig, Source, int]],
     config: FinetuneConfig,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int,
     progress: Progress | None,
-    order: int,
 ) -> list[Int64Array]:
-    """Of each of these, the groups of equal rows (`groups_of`); as if there were none where nothing asks for them."""
+    """Of each of these, read by the rules of its version, the groups of equal rows (`groups_of`); as if there were none
+    where nothing asks for them."""
     data = config.data
     asked = data.drop_eval_duplicates or data.drop_duplicates
-    found = [np.full(len(source), -1, dtype=np.int64) for _, source in compared]
+    found = [np.full(len(source), -1, dtype=np.int64) for _, source, _ in compared]
     if not (data.eval or asked):
         return found
-    some = [i for i, (dataset, source) in enumerate(compared) if asked or is_read_cheaply(dataset, data, source)]
+    some = [i for i, (dataset, source, _) in enumerate(compared) if asked or is_read_cheaply(dataset, data, source)]
     if len(some) < len(compared):
-        left = ", ".join(source.label for i, (_, source) in enumerate(compared) if i not in some)
+        left = ", ".join(source.label for i, (_, source, _) in enumerate(compared) if i not in some)
         logger.warning(
             "%s: not compared with the evaluations, as its rows are fetched from a store whenever they are needed; set "
             "data.drop_eval_duplicates=true or data.drop_duplicates=true to have them read once more for it", left,
         )  # fmt: skip
-    readers = [RowReader.of(*compared[i], data, tokenizer, vocab_size, order) for i in some]
+    readers = [
+        RowReader.of(dataset, source, data, tokenizer, vocab_size, order)
+        for dataset, source, order in (compared[i] for i in some)
+    ]
     for i, own in zip(some, groups_of(readers, cache_of(config), progress), strict=True):
         found[i] = own
     return found
@@ -151,11 +160,12 @@ def _opener(
     vocab_size: int,
     progress: Progress | None,
     order_version: int | None,
+    newest_order: int | None = None,
 ) -> _Opener:
     cache = cache_of(config)
     return lambda datasets, sources: Windows(
         datasets, config.data, seed=config.run.seed, tokenizer=tokenizer, vocab_size=vocab_size, cache=cache,
-        progress=progress, order_version=order_version, sources=sources,
+        progress=progress, order_version=order_version, newest_order=newest_order, sources=sources,
     )  # fmt: skip
 
 

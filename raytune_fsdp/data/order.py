@@ -22,10 +22,14 @@ again, their samples. All of that belongs to a version of the order, as do the r
 
 A run keeps the version that it was begun with. A new run, and windows in the cache, have the lowest that gives them
 their rows in their order: most data is the same under all, and so keeps its runs and its cache.
+
+That version says nothing about an evaluation which a run gains later, and which may need a higher one. It is read as it
+would have been at the beginning: by the newest version that there was then, which a run keeps, too (`Order`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeGuard
 
 from raytune_fsdp.keyed import mix64
@@ -44,13 +48,36 @@ _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def is_known(version: int | None) -> TypeGuard[int]:
-    return version is not None and OLDEST_ORDER <= version <= ORDER_VERSION
+def is_known(version: object) -> TypeGuard[int]:
+    # A checkpoint may be a stranger's, and name anything.
+    return type(version) is int and OLDEST_ORDER <= version <= ORDER_VERSION
 
 
 def order_of(begun_with: int | None) -> int:
     """The version by whose rules data is read: that of the run which continues, or the newest."""
     return begun_with if is_known(begun_with) else ORDER_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """By which version rows are read, and which one they have."""
+
+    rules: int
+    """They are read by the rules of this one."""
+    least: int
+    """They have the lowest that gives them, but not a lower one than this."""
+
+    @classmethod
+    def of(cls, order_version: int | None, newest_order: int | None = None) -> Order:
+        """That of a run with this version, or of a new one. `newest_order`: the newest that there was at its beginning,
+        for what it may have gained since. What it had then needs no more than the run's version, and stays the same."""
+        if not is_known(order_version):
+            return cls(ORDER_VERSION, OLDEST_ORDER)
+        return cls(max(order_version, newest_order) if is_known(newest_order) else order_version, order_version)
+
+    def version(self, lowest: int) -> int:
+        """The version of rows which `lowest` gives as the rules do."""
+        return min(max(lowest, self.least), self.rules)
 
 
 class Permutation:

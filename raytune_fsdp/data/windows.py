@@ -13,6 +13,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +24,13 @@ from raytune_fsdp.counts import DatasetCount, SkippedRow, WindowCounts
 from raytune_fsdp.data.cache import WindowCache
 from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows
 from raytune_fsdp.data.mixture import Mixture, weights_of
-from raytune_fsdp.data.order import FOURTH_ORDER, OLDEST_ORDER, THIRD_ORDER, Permutation, is_known, order_of
+from raytune_fsdp.data.order import FOURTH_ORDER, OLDEST_ORDER, THIRD_ORDER, Order, Permutation
 from raytune_fsdp.data.origins import Gathered, RowOrigin, origins
 from raytune_fsdp.data.packed_window import Window, finish_counts
 from raytune_fsdp.data.packing import Arrangement, arrange, fill_samples
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.templates import load_template
-from raytune_fsdp.data.sources import Source, dataset_names, open_source
+from raytune_fsdp.data.sources import Source, dataset_names, open_sources
 from raytune_fsdp.data.trial import try_functions
 from raytune_fsdp.data.unread import unread_columns
 from raytune_fsdp.errors import ConfigError, DataError, RowError
@@ -67,18 +68,22 @@ class Windows:
         cache: Path,
         progress: Progress | None = None,
         order_version: int | None = None,
+        newest_order: int | None = None,
         sources: Sequence[Source] | None = None,
     ) -> None:
         """`order_version` is that of the run which continues; None, or one that there is not here: the run is new.
+        `newest_order`: the newest at its beginning, if the run may have gained these datasets since.
 
         `sources` are those of the datasets, if they are open already.
         """
+        order = Order.of(order_version, newest_order)
+        self._datasets = datasets
         self.data = data
         self.seed = seed
         self.names = dataset_names(datasets)
         """Names of the datasets; a source id is an index into them."""
-        self.sources = sources or open_sources(datasets, data, cache, progress, order_version)
-        self.order_version = order_version if is_known(order_version) else self._lowest_order()
+        self.sources = sources or open_sources(datasets, data, cache, progress, order.rules)
+        self.order_version = order.version(self._lowest_order())
         self.unread = unread_columns(datasets, self.sources, self.order_version)
         """Well-known columns that are not read."""
         template = None if data.chat_template is None else load_template(data.chat_template)
@@ -89,11 +94,8 @@ class Windows:
             )
             for dataset, source in zip(datasets, self.sources, strict=True)
         ]  # fmt: skip
-        if try_functions(formatters, self.sources, order_of(order_version)) and self.order_version < FOURTH_ORDER:
-            self.order_version = FOURTH_ORDER
-            for formatter in formatters:  # one version, one reading: that of the run when it continues
-                formatter.read_by(FOURTH_ORDER)
         self._formatters: list[Formatter] | bytes = formatters
+        with_modules = try_functions(formatters, self.sources, order.rules)
         self.pad_id = pad_id_of(tokenizer, vocab_size)
         rows = [len(source) for source in self.sources]
         weights = weights_of([each.weight for each in datasets], [each.share for each in datasets], rows)
@@ -109,12 +111,28 @@ class Windows:
             order_version=self.order_version, functions=[formatter.function for formatter in formatters],
         )  # fmt: skip
         """Everything that decides the windows, by name."""
-        self.fingerprint = fingerprint_of(self.identity)
         about = {"datasets": self.names, "sources": [source.label for source in self.sources], "seq_len": self.seq_len}
-        self.cache = WindowCache(cache, self.fingerprint, int(data.cache.max_gb * 1e9), about)
+        self.cache = WindowCache(cache, fingerprint_of(self.identity), int(data.cache.max_gb * 1e9), about)
+        if with_modules:
+            self.raise_order(FOURTH_ORDER)
         self._memory: OrderedDict[tuple[int, int], Window] = OrderedDict()
-        self._warned_of_size = False
-        self._warned_of_cache = False
+        self._warned_of_size = self._warned_of_cache = False
+
+    def raise_order(self, version: int) -> None:
+        """Give all of them this version, if theirs is lower: a run has one, and this is how it reads them later."""
+        if version <= self.order_version:
+            return
+        assert isinstance(self._formatters, list), "not in another process"
+        self.order_version = version
+        for formatter in self._formatters:
+            formatter.read_by(version)
+        self.unread = unread_columns(self._datasets, self.sources, version)
+        self.identity = {**self.identity, "order_version": version}
+        self.cache = replace(self.cache, fingerprint=fingerprint_of(self.identity))
+
+    @property
+    def fingerprint(self) -> str:
+        return self.cache.fingerprint
 
     def _lowest_order(self) -> int:
         """The lowest version that gives these rows in their order."""
@@ -359,24 +377,6 @@ class Windows:
         made = self._formatters
         packed = made if isinstance(made, bytes) else pickle.dumps(made)
         return {**self.__dict__, "_memory": OrderedDict(), "_formatters": packed}
-
-
-def open_sources(
-    datasets: Sequence[DatasetConfig],
-    data: DataConfig,
-    cache: Path,
-    progress: Progress | None = None,
-    order_version: int | None = None,
-) -> list[Source]:
-    """The rows of each dataset."""
-    order, in_place = order_of(order_version), data.shuffle != "rows"
-    return [
-        open_source(
-            dataset, cache=cache, in_place=in_place, progress=progress, order=order,
-            max_row_bytes=data.max_row_bytes,
-        )
-        for dataset in datasets
-    ]  # fmt: skip
 
 
 def pad_id_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:

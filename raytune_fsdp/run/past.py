@@ -30,6 +30,7 @@ from raytune_fsdp.identity import check_identity
 from raytune_fsdp.model.known_files import CONFIG_FILE, travelling
 from raytune_fsdp.model.network import load_architecture
 from raytune_fsdp.report.data import documents_of
+from raytune_fsdp.run.beginning import orders_of
 from raytune_fsdp.run.length import PlanOnRecord, plan_on_record
 from raytune_fsdp.run.prepare import load_tokenizer
 from raytune_fsdp.run.resume import data_identity_of, files_of
@@ -181,8 +182,7 @@ def _own_data(
     vocab_size = load_architecture(model, own).get_text_config().vocab_size
     if not config.data.eval_decides_training:  # its files need not be there
         config = config.model_copy(update={"data": config.data.model_copy(update={"eval": []})})
-    version = None if newest is None else newest.identity.get("data.order_version")
-    windows, _ = open_data(config, tokenizer, vocab_size, progress, order_version=version)
+    windows, _ = open_data(config, tokenizer, vocab_size, progress, **orders_of(newest or RunState()))
     return tokenizer, windows
 
 

@@ -23,6 +23,7 @@ from raytune_fsdp.config.method import LoraMethod, QloraMethod
 from raytune_fsdp.counts import Census
 from raytune_fsdp.data.census import Builder, build_here, census
 from raytune_fsdp.data.open_data import open_data
+from raytune_fsdp.data.order import Order
 from raytune_fsdp.data.questions import Questions, check_names, open_tasks
 from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.stream import Stream
@@ -56,6 +57,7 @@ from raytune_fsdp.parallel import describe, is_wrapped, units_of
 from raytune_fsdp.plan import layout_of
 from raytune_fsdp.run.added_tokens import add_tokens
 from raytune_fsdp.run.base import Base, begun_with, check_base
+from raytune_fsdp.run.beginning import orders_of
 from raytune_fsdp.run.checks import (
     check_best,
     check_early_stop,
@@ -108,8 +110,9 @@ def prepare(
     origin = _origin(config, network, added, found.state.base) if own is None or is_adapted(network) else None
     check_prompts(config, tokenizer, positions := positions_of(hf_config))
     vocabulary = hf_config.get_text_config().vocab_size
-    train, evals = open_data(config, tokenizer, vocabulary, progress, order_version=found.order_version)
-    tasks = open_tasks(config, tokenizer, vocabulary, positions=positions, progress=progress, order=train.order_version)
+    train, evals = open_data(config, tokenizer, vocabulary, progress, **orders_of(found.state))
+    rules = Order.of(train.order_version, found.state.newest_order).rules
+    tasks = open_tasks(config, tokenizer, vocabulary, positions=positions, progress=progress, order=rules)
     check_names(tasks, evals)
     identity, files_of_data = identity_of(config, hf_config, train), files_of(train)
     # Before the census, which may take an hour, so that a run that cannot continue is refused in seconds.
@@ -218,15 +221,15 @@ def prepare_data(
     config: FinetuneConfig, progress: Progress | None = None
 ) -> tuple[PreTrainedTokenizerBase, Windows, dict[str, Windows]]:
     """The tokenizer and the data of a config, in the order of its run; no weights are fetched."""
-    place, order_version, commit = RunDir.of(config), None, None
+    place, orders, commit = RunDir.of(config), orders_of(RunState()), None
     check_links(place.path)
     if not is_url(place.checkpoints):  # else what looks at the data would have to wait for a store
         with suppress(RaytuneError):
             found = find_resume(place, resume="auto")
-            order_version, commit = found.order_version, begun_with(config, found.state.base)
+            orders, commit = orders_of(found.state), begun_with(config, found.state.base)
     hf_config, tokenizer, _ = _fitted(config, model_directory(config, weights=False, commit=commit))
     vocab_size = hf_config.get_text_config().vocab_size
-    train, evals = open_data(config, tokenizer, vocab_size, progress, order_version=order_version)
+    train, evals = open_data(config, tokenizer, vocab_size, progress, **orders)
     return tokenizer, train, evals
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,6 +23,7 @@ from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ResumeError, TransientError, in_one_line
 from raytune_fsdp.identity import ABSENT, check_identity, named
 from raytune_fsdp.redaction import redact_shapes
+from raytune_fsdp.run.beginning import beginning_of
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import read_events
@@ -107,13 +107,6 @@ class Resumed:
     checkpoint: CommittedCheckpoint | None = None
     state: RunState
     damaged: Damaged
-    begins_with: int | None = None
-    """Without a checkpoint: the version of the order that it has to have."""
-
-    @property
-    def order_version(self) -> int | None:
-        """The version of the order that the run was begun with; None for a new run."""
-        return self.begins_with if self.checkpoint is None else self.state.identity.get("data.order_version")
 
 
 def find_resume(
@@ -137,9 +130,7 @@ def find_resume(
                 f"run.resume=always, but {checkpoints} has no complete checkpoint: check run.storage and run.name, "
                 "or set run.resume=auto to start anew"
             )
-        with suppress(OSError, ValueError):
-            return Resumed(state=RunState(), damaged={}, begins_with=int(read_file(place.order_version, limit=16)))
-        return Resumed(state=RunState(), damaged={})
+        return Resumed(state=beginning_of(place), damaged={})
     if resume == "never":
         raise ResumeError(
             f"run.resume=never, but {checkpoints} has a checkpoint of step {found.step}: choose another run.name, "

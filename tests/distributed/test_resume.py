@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from raytune_fsdp.cli.main import main
-from raytune_fsdp.run.prepare import prepare_data
+from raytune_fsdp.run.prepare import prepare, prepare_data
 from raytune_fsdp.tracking.jsonl import read_evaluations, read_events, read_metrics, read_trajectory
 from tests.checkpoints import checkpoints, pieces_of
+from tests.forgeries import with_hashes
 from tests.ranks import run_ranks
 from tests.runs import (
     GPT2,
@@ -134,6 +135,55 @@ def test_a_run_begun_before_directories_had_splits_goes_on_with_every_file(
     torch.set_num_threads(1)  # as the ranks of tests have
     for first in ("0", "4"):
         assert main(["audit", str(run_dir(whole)), "--from", first, "--to", "8"]) == 0, capsys.readouterr()
+
+
+def test_what_a_run_gains_is_read_as_a_run_begun_with_it_reads_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Evaluations and tasks, of a run whose own rows need no new version; a run of an older tree goes on as ever."""
+    for split, rows in (("train", 30), ("test", 10)):
+        write_tokens(tmp_path / "measured" / f"{split}.jsonl", rows=rows, seed=rows)
+        questions = [{"question": "w3 w4", "choices": ["w5", "w6"], "answer": row % 2} for row in range(rows)]
+        (tmp_path / "asked").mkdir(exist_ok=True)
+        (tmp_path / "asked" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    sections: Any = {
+        "train": {**TRAIN, "max_steps": 4},
+        "parallel": {"precision": "fp32"},
+        "checkpoint": {"every": 2, "keep_last": None},
+    }
+    gained = {
+        "data": {"eval": [{"path": f"{tmp_path}/measured", "format": {"type": "tokens"}, "split": "test"}]},
+        "eval": {"every": 4, "tasks": [{"type": "choices", "path": f"{tmp_path}/asked", "style": "plain"}]},
+    }
+    measured = {}
+    for name in ("now", "older"):
+        config = make_config(tmp_path, run={"name": name}, **sections)
+        trajectory(config, 1, stop_after=2)
+        if name == "older":
+            for kept in checkpoints(run_dir(config)):
+                state = Path(kept.path) / "state.json"
+                values = json.loads(state.read_text())
+                assert values.pop("newest_order") == 4 and values["identity"]["data.order_version"] == 2
+                state.write_text(json.dumps(values))
+                with_hashes(Path(kept.path))
+        values = config.model_dump()
+        for section, changes in gained.items():
+            values[section] |= changes
+        config = config.model_validate(values)
+        caplog.clear()
+        (windows,) = prepare_data(config)[2].values()
+        prepared = prepare(config, 1)[0]
+        assert caplog.text.count("goes on with all of its splits") == (0 if name == "now" else 3)
+        trajectory(config, 1)
+        capsys.readouterr()
+        rows = 10 if name == "now" else 40
+        assert windows.rows(0) == prepared.evals["measured"].rows(0) == len(prepared.tasks[0].subjects) == rows
+        ((step, measured[name]),) = read_evaluations(run_dir(config) / "metrics.jsonl", 4).items()
+        assert main(["eval", str(run_dir(config)), "--json"]) == 0
+        again = json.loads(capsys.readouterr().out)
+        assert step == 4 and again["eval/measured/loss"] == pytest.approx(measured[name]["eval/measured/loss"], 1e-6)
+    assert abs(measured["now"]["eval/measured/loss"] - measured["older"]["eval/measured/loss"]) > 1e-3
+    assert order_version(tmp_path / "runs" / "now") == {2}
 
 
 def test_a_run_in_steps_leaves_equal_rows_out_and_goes_on_without_them(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raytune_fsdp.data.open_data import open_data
+from raytune_fsdp.data.open_data import open_data, open_evals
 from raytune_fsdp.errors import ConfigError, DataError
 from raytune_fsdp.rundir import cache_of
 from tests.rows import VOCABULARY, demo_tokenizer
@@ -46,6 +47,62 @@ def test_the_evaluations_of_a_run_have_its_order(tmp_path: Path) -> None:
     (measured,) = evals.values()
     assert [len(source) for source in measured.sources] == [1]
     assert train.order_version == measured.order_version == 3
+
+
+def run_of_rows(directory: Path, evals: list[dict[str, Any]]) -> Any:
+    """A run of plain rows, which has version 2 of the order, with these evaluations."""
+    make_config(directory)
+    data = {"train": [{"path": str(directory / "tokens.jsonl"), "format": TOKENS}], "eval": evals}
+    return make_config(directory, data=data)
+
+
+def test_an_evaluation_that_a_run_gains_is_read_as_at_its_beginning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the newest version that there was then; what the run had keeps its version, and so its windows."""
+    for name, many in (("gained/train", 3), ("gained/test", 2), ("had/only", 4)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        row = {"input_ids": [3, 4, 5], "labels": [3, 4, 5]}
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({**row, "n": n}) + "\n" for n in range(many)))
+    had = {"path": f"{tmp_path}/had", "format": TOKENS}
+    gained = {"path": f"{tmp_path}/gained", "format": TOKENS, "split": "test"}
+    begun, begun_evals = open_data(run_of_rows(tmp_path, [had]), demo_tokenizer(), VOCABULARY)
+    assert begun.order_version == 2
+    config = run_of_rows(tmp_path, [had, gained])
+
+    def rows(newest: int | None) -> int:
+        train, evals = open_data(config, demo_tokenizer(), VOCABULARY, order_version=2, newest_order=newest)
+        assert train.fingerprint == begun.fingerprint
+        assert evals["had"].fingerprint == begun_evals["had"].fingerprint
+        alone = open_evals(config, demo_tokenizer(), VOCABULARY, order_version=2, newest_order=newest)
+        assert {name: each.fingerprint for name, each in alone.items()} == {
+            name: each.fingerprint for name, each in evals.items()
+        }
+        return evals["gained"].rows(0)
+
+    caplog.clear()
+    assert rows(4) == 2 and not caplog.records, "its split alone, and nothing to warn of"
+    for older in (None, 3):
+        caplog.clear()
+        assert rows(older) == 5 and "goes on with all of its splits" in caplog.text
+
+
+def test_data_of_several_versions_is_opened_once(tmp_path: Path) -> None:
+    """The highest is then the version of all, as if all had been opened by it."""
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval/e.jsonl").write_text('{"input_ids": [3, 4, 5], "labels": [3, 4, 5]}\n')
+    (tmp_path / "eval/again").symlink_to(".")
+    config = run_of_rows(tmp_path, [{"path": f"{tmp_path}/eval/**/*.jsonl", "format": TOKENS}])
+    read: list[str] = []
+    train, evals = open_data(config, demo_tokenizer(), VOCABULARY, lambda what, done, total: read.append(what))
+    compared = [what for what in read if what.startswith("comparing the rows of ")]
+    assert len(compared) == len(set(compared)) == 2
+    again, evals_again = open_data(config, demo_tokenizer(), VOCABULARY, order_version=3)
+    (measured,), (measured_again,) = evals.values(), evals_again.values()
+    assert train.order_version == measured.order_version == again.order_version == 3
+    assert train.identity == again.identity and train.fingerprint == again.fingerprint
+    assert measured.fingerprint == measured_again.fingerprint
+    assert train.cache.directory == again.cache.directory
 
 
 def test_two_of_one_name(tmp_path: Path) -> None:

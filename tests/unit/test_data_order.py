@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytune_fsdp.data.order import OLDEST_ORDER, ORDER_VERSION, THIRD_ORDER, Permutation
+from raytune_fsdp.data.order import OLDEST_ORDER, ORDER_VERSION, THIRD_ORDER, Order, Permutation, order_of
 from raytune_fsdp.keyed import derive_key, mix64
 
 
@@ -49,3 +50,22 @@ def test_parts_of_a_key_do_not_run_together() -> None:
 def test_outside_of_the_range(index: int) -> None:
     with pytest.raises(IndexError, match=rf"{index} is not in range\(10\)"):
         Permutation(10, key=1)(index)
+
+
+def test_what_a_run_gains_is_read_by_the_newest_version_of_its_beginning() -> None:
+    for begun_with, newest, rules, versions in (
+        (None, None, 4, [2, 3, 4]),  # a new run: the lowest that gives its rows
+        (2, None, 2, [2, 2, 2]),  # of an older tree, which did not say what it knew
+        (2, 3, 3, [2, 3, 3]),
+        (2, 4, 4, [2, 3, 4]),
+        (3, 4, 4, [3, 3, 4]),  # what it had then may need less than the run as a whole
+        (4, 3, 4, [4, 4, 4]),
+        (99, 4, 4, [2, 3, 4]),  # one that there is not here: refused by its identity
+    ):
+        order = Order.of(begun_with, newest)
+        assert (order.rules, [order.version(lowest) for lowest in (2, 3, 4)]) == (rules, versions), (begun_with, newest)
+
+
+@pytest.mark.parametrize("version", ["4", 3.0, True, None, [2], 1, 5, 10**30])
+def test_a_version_that_a_checkpoint_may_not_name_is_none(version: Any) -> None:
+    assert order_of(version) == ORDER_VERSION

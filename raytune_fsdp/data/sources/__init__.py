@@ -24,8 +24,18 @@ cache. So a source can be sent to other processes and nodes, which open what the
 """
 
 from raytune_fsdp.data.sources.file_names import dataset_name, dataset_names, shorten
-from raytune_fsdp.data.sources.opening import columns_of, open_source
+from raytune_fsdp.data.sources.opening import columns_of, open_source, open_sources
 from raytune_fsdp.data.sources.selection import Selected, hold_out
 from raytune_fsdp.data.sources.source import Source
 
-__all__ = ["Selected", "Source", "columns_of", "dataset_name", "dataset_names", "hold_out", "open_source", "shorten"]
+__all__ = [
+    "Selected",
+    "Source",
+    "columns_of",
+    "dataset_name",
+    "dataset_names",
+    "hold_out",
+    "open_source",
+    "open_sources",
+    "shorten",
+]

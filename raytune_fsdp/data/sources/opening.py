@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from raytune_fsdp.config.data import DatasetConfig, SourceConfig
+from raytune_fsdp.config.data import DataConfig, DatasetConfig, SourceConfig
 from raytune_fsdp.config.formats import (
     COLUMNS,
     FUNCTIONS,
@@ -86,6 +86,19 @@ def open_source(
     if not len(source):
         raise DataError(f"{label}: has no rows; correct the dataset's path, hub name or split")
     return some_rows(source, dataset.rows)
+
+
+def open_sources(
+    datasets: Sequence[DatasetConfig], data: DataConfig, cache: Path, progress: Progress | None, order: int
+) -> list[Source]:
+    """The rows of each dataset, in the order that the data is read in."""
+    return [
+        open_source(
+            dataset, cache=cache, in_place=data.shuffle != "rows", progress=progress, order=order,
+            max_row_bytes=data.max_row_bytes,
+        )
+        for dataset in datasets
+    ]  # fmt: skip
 
 
 def columns_of(format: Format, order: int) -> Columns:

@@ -1,0 +1,61 @@
+"""How a run begins, or was begun, where no checkpoint says it: by which versions of what older trees did otherwise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from raytune_fsdp.checkpoint.state import RunState
+from raytune_fsdp.data.order import is_known, order_of
+from raytune_fsdp.durable import replace_durably
+from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.untrusted import UnsoundError, check_format, read_json, reason, shown
+
+_BYTES = 1 << 10
+_RULES: dict[str, Callable[[Any], bool]] = {
+    "order_version": lambda value: value is None or is_known(value),
+    "newest_order": lambda value: value is None or is_known(value),
+}
+
+
+def put_beginning(place: RunDir, state: RunState) -> None:
+    """Have a run that is not there yet begin as the one that has saved this state."""
+    values = {"format": 1, **orders_of(state)}
+    place.path.mkdir(parents=True, exist_ok=True)
+    replace_durably(place.beginning, json.dumps(values))
+
+
+def beginning_of(place: RunDir) -> RunState:
+    """The state in which a run without a checkpoint begins."""
+    try:
+        values = _checked(read_json(place.beginning, limit=_BYTES))
+    except FileNotFoundError:
+        return RunState(newest_order=order_of(None))
+    except (OSError, ValueError) as error:
+        raise ResumeError(
+            f"{place.beginning} does not say how this run begins ({reason(error)}): an audit wrote it of a run of "
+            "another version; use that version, or remove the file"
+        ) from error
+    return RunState(
+        identity={"data.order_version": values["order_version"]},
+        newest_order=values["newest_order"],
+    )
+
+
+def orders_of(state: RunState) -> dict[str, int | None]:
+    """By which versions of the order a run with this state reads its rows, as `open_data` takes them."""
+    return {"order_version": state.identity.get("data.order_version"), "newest_order": state.newest_order}
+
+
+def _checked(values: Any) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise UnsoundError("is not a JSON object")
+    check_format(values.pop("format", None))
+    if values.keys() != _RULES.keys():
+        raise UnsoundError(f"has the entries {shown(sorted(values))}")
+    for key, value in values.items():
+        if not _RULES[key](value):
+            raise UnsoundError(f"has the {key} {shown(value)}")
+    return values
