@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from raytune_fsdp.accumulation import AS_WEIGHTS, FP32
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.data.order import is_known, order_of
 from raytune_fsdp.durable import replace_durably
@@ -17,12 +18,18 @@ _BYTES = 1 << 10
 _RULES: dict[str, Callable[[Any], bool]] = {
     "order_version": lambda value: value is None or is_known(value),
     "newest_order": lambda value: value is None or is_known(value),
+    "gradients": lambda value: value in (AS_WEIGHTS, FP32),
 }
+
+
+def gradients_of(state: RunState) -> str:
+    """In which type a run that has saved this state adds the gradients of micro-batches, where it has a choice."""
+    return state.kernels.get("gradients", AS_WEIGHTS)  # before there was one, states named none
 
 
 def put_beginning(place: RunDir, state: RunState) -> None:
     """Have a run that is not there yet begin as the one that has saved this state."""
-    values = {"format": 1, **orders_of(state)}
+    values = {"format": 1, **orders_of(state), "gradients": gradients_of(state)}
     place.path.mkdir(parents=True, exist_ok=True)
     replace_durably(place.beginning, json.dumps(values))
 
@@ -41,6 +48,7 @@ def beginning_of(place: RunDir) -> RunState:
     return RunState(
         identity={"data.order_version": values["order_version"]},
         newest_order=values["newest_order"],
+        kernels={"gradients": values["gradients"]},
     )
 
 

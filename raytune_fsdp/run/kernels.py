@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from transformers import PreTrainedModel
 
-from raytune_fsdp.accumulation import AS_WEIGHTS, FP32
+from raytune_fsdp.accumulation import FP32
 from raytune_fsdp.collectives import why_on_any_rank
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError
@@ -19,6 +19,7 @@ from raytune_fsdp.model.routers import why_routers_forbid
 from raytune_fsdp.model.sequence import check_attention_in_parts
 from raytune_fsdp.model.trial import why_kernel_fails
 from raytune_fsdp.precision import computes_in
+from raytune_fsdp.run.beginning import gradients_of
 from raytune_fsdp.run.standing import Prepared, Standing
 
 
@@ -33,15 +34,15 @@ def kernels_of(
 ) -> Mapping[str, Choice]:
     """Give the network its attention and its loss, and say whether its blocks are to be compiled."""
     # States from before there was a choice name none: those runs have transformers' attention, the plain loss, and
-    # compiled nothing that they were not told to compile. Gradients were then added in the type of the weights.
+    # compiled nothing that they were not told to compile.
     before = {
         "attention": model.config._attn_implementation,
         "loss": "plain",
         "blocks": EAGER,
-        "gradients": AS_WEIGHTS,
+        "gradients": gradients_of(standing.state),
         **standing.state.kernels,
     }
-    kept = before if standing.checkpoint is not None else {}
+    kept = before if standing.checkpoint is not None else standing.state.kernels
     chosen, dtype = config.model, computes_in(config.parallel.precision)
     attention = choose(
         chosen.attention, prepared.needs, kept=kept.get("attention"), device=device, dtype=dtype,

@@ -74,6 +74,24 @@ def test_steps_after_the_end_of_the_schedule(audit: Callable[..., tuple[int, str
     assert code == 0 and "the same to the bit" in said, said
 
 
+def test_a_run_that_added_gradients_in_16_bits_is_audited_as_it_was_trained(
+    audit: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    """From its beginning, too, where no checkpoint says so; to the bit."""
+    run_ranks(_train_as_before, 1, _config(tmp_path, parallel={"precision": "bf16_pure"}).model_dump())
+    code, said = audit(tmp_path, "--from", "0")
+    assert code == 0 and "the same to the bit" in said, said
+
+
+def _train_as_before(values: dict[str, Any]) -> bool:
+    """A rank of a tree that knew no other type than that of the weights, and said nothing of it."""
+    from raytune_fsdp import assemble
+
+    kernels_of = assemble.kernels_of
+    assemble.kernels_of = lambda *given: {k: v for k, v in kernels_of(*given).items() if k != "gradients"}
+    return train_rank(values)
+
+
 def test_another_world_is_within_the_bounds(honest: Path, audit: Callable[..., tuple[int, str]]) -> None:
     code, said = audit(honest, "--workers", "2")
     assert code == 0 and "within the bounds" in said and "world size of attempt 1: 1; here: 2" in said, said

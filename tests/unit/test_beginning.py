@@ -18,8 +18,8 @@ def test_a_run_that_repeats_another_begins_as_that_was_begun(tmp_path: Path) -> 
     assert beginning_of(place) == RunState(newest_order=4), "a new one"
     older = RunState(step=9, identity={"data.order_version": 2}, kernels={"attention": "sdpa"})
     put_beginning(place, older)
-    assert beginning_of(place) == RunState(identity={"data.order_version": 2})
-    later = RunState(identity={"data.order_version": 3}, newest_order=4)
+    assert beginning_of(place) == RunState(identity={"data.order_version": 2}, kernels={"gradients": "bf16"})
+    later = RunState(identity={"data.order_version": 3}, newest_order=4, kernels={"gradients": "fp32"})
     put_beginning(place, later)
     assert beginning_of(place) == later
 
@@ -27,12 +27,12 @@ def test_a_run_that_repeats_another_begins_as_that_was_begun(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "content",
     [
-        "", "[]", "{}", '{"format": 2}', '{"format": 1, "order_version": 2, "newest_order": null, "more": 1}',
+        "", "[]", "{}", '{"format": 2}', '{"format": 1, "order_version": 2, "newest_order": null}',
         *(
-            json.dumps({"format": 1, "order_version": 2, "newest_order": 4} | change)
+            json.dumps({"format": 1, "order_version": 2, "newest_order": 4, "gradients": "bf16"} | change)
             for change in (
                 {"order_version": "2"}, {"order_version": 99}, {"newest_order": True}, {"newest_order": 1},
-                {"base": {}}, {"format": 1.0},
+                {"gradients": "fp8"}, {"gradients": None}, {"base": {}}, {"format": 1.0},
             )
         ),
     ],
