@@ -12,9 +12,11 @@ from raytune_fsdp.data.order import is_known, order_of
 from raytune_fsdp.durable import replace_durably
 from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.tracking import names
+from raytune_fsdp.tracking.jsonl import each_event
 from raytune_fsdp.untrusted import UnsoundError, check_format, read_json, reason, shown
 
-_BYTES = 1 << 10
+_BYTES, _PLAN_BYTES = 1 << 10, 1 << 20
 _RULES: dict[str, Callable[[Any], bool]] = {
     "order_version": lambda value: value is None or is_known(value),
     "newest_order": lambda value: value is None or is_known(value),
@@ -55,6 +57,27 @@ def beginning_of(place: RunDir) -> RunState:
 def orders_of(state: RunState) -> dict[str, int | None]:
     """By which versions of the order a run with this state reads its rows, as `open_data` takes them."""
     return {"order_version": state.identity.get("data.order_version"), "newest_order": state.newest_order}
+
+
+def orders_on_record(place: RunDir) -> dict[str, int | None]:
+    """The same by the record of the run. None of a run that has saved nothing, and so begins again as a new one, or of
+    which only its checkpoints say it."""
+    known: dict[str, int | None] = {"order_version": None, "newest_order": None}
+    if not any(each["event"] == names.SAVED for each in each_event(place.events)):
+        return known
+    try:
+        plan = read_json(place.plan, limit=_PLAN_BYTES)
+        for key in known:
+            known[key] = plan.get(key) if isinstance(plan, dict) else None
+            if not (known[key] is None or is_known(known[key])):
+                raise UnsoundError(f"has the {key} {shown(known[key])}, which this version does not know")
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise ResumeError(
+            f"{place.plan} does not say how the run reads its rows ({reason(error)}); use the version that wrote it"
+        ) from error
+    return known
 
 
 def _checked(values: Any) -> dict[str, Any]:

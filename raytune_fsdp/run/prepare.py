@@ -57,7 +57,7 @@ from raytune_fsdp.parallel import describe, is_wrapped, units_of
 from raytune_fsdp.plan import layout_of
 from raytune_fsdp.run.added_tokens import add_tokens
 from raytune_fsdp.run.base import Base, begun_with, check_base
-from raytune_fsdp.run.beginning import orders_of
+from raytune_fsdp.run.beginning import orders_of, orders_on_record
 from raytune_fsdp.run.checks import (
     check_best,
     check_early_stop,
@@ -223,7 +223,9 @@ def prepare_data(
     """The tokenizer and the data of a config, in the order of its run; no weights are fetched."""
     place, orders, commit = RunDir.of(config), orders_of(RunState()), None
     check_links(place.path)
-    if not is_url(place.checkpoints):  # else what looks at the data would have to wait for a store
+    if is_url(place.checkpoints):  # what looks at the data would have to wait for a store
+        orders = orders_on_record(place)
+    else:
         with suppress(RaytuneError):
             found = find_resume(place, resume="auto")
             orders, commit = orders_of(found.state), begun_with(config, found.state.base)

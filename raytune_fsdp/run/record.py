@@ -339,8 +339,13 @@ def register_export(config: FinetuneConfig, place: RunDir, step: int) -> str | N
 
 
 def _plan_in_full(prepared: Prepared, standing: Standing) -> dict[str, Any]:
-    """The plan, and what of the network a plan, which reads no path, cannot know."""
-    return {**standing.plan.to_dict(), "parameters": asdict(prepared.parameters)}
+    """The plan, and what of network and data a plan, which reads no path, cannot know."""
+    return {
+        **standing.plan.to_dict(),
+        "parameters": asdict(prepared.parameters),
+        "order_version": prepared.train.order_version,
+        "newest_order": standing.state.newest_order,
+    }
 
 
 def _report_lost_rows(tracker: Tracker, census: Census) -> None:

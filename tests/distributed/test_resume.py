@@ -84,6 +84,9 @@ def test_a_run_begun_with_the_older_order_goes_on_with_it(tmp_path: Path) -> Non
     stopped = make_config(tmp_path, run={"name": "stopped"}, **sections)
     run_ranks(train_in_the_older_order, 1, stopped.model_dump(), 5)
     assert prepare_data(stopped)[1].order_version == 2, "a preview shows what the run will take"
+    kept = stopped.checkpoint.model_copy(update={"storage": "s3://nowhere/that-is-asked"})
+    stored = stopped.model_copy(update={"checkpoint": kept})
+    assert prepare_data(stored)[1].order_version == 2, "also if its checkpoints are in a store"
     assert trajectory(stopped, 1) == old
     orders = {name: order_version(tmp_path / "runs" / name) for name in ("new", "whole", "stopped")}
     assert orders == {"new": {3}, "whole": {2}, "stopped": {2}}

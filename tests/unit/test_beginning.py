@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.errors import ResumeError
-from raytune_fsdp.run.beginning import beginning_of, put_beginning
+from raytune_fsdp.run.beginning import beginning_of, orders_on_record, put_beginning
 from raytune_fsdp.rundir import RunDir
+
+SAVED = {"time": "", "attempt": 1, "event": "saved", "fields": {"step": 1, "path": "s3://bucket/x"}}
+
+
+def run_in(directory: Path, plan: Any, *events: dict[str, Any]) -> RunDir:
+    (directory / "plan.json").write_text(plan if isinstance(plan, str) else json.dumps(plan))
+    (directory / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
+    return RunDir(directory, "s3://bucket/run/checkpoints")
 
 
 def test_a_run_that_repeats_another_begins_as_that_was_begun(tmp_path: Path) -> None:
@@ -42,3 +51,23 @@ def test_a_forged_beginning_is_refused(tmp_path: Path, content: str) -> None:
     with pytest.raises(ResumeError, match=r"begins_as\.json does not say how this run begins \(.*remove the file") as e:
         beginning_of(RunDir(tmp_path, ""))
     assert str(e.value).isprintable()
+
+
+def test_the_record_of_a_run_says_how_it_reads_its_rows(tmp_path: Path) -> None:
+    known = {"order_version": 2, "newest_order": 4}
+    assert orders_on_record(run_in(tmp_path, {"steps": 3, **known}, SAVED)) == known
+    nothing = dict.fromkeys(known)
+    assert orders_on_record(run_in(tmp_path, known)) == nothing, "it has saved nothing, and begins again"
+    assert orders_on_record(run_in(tmp_path, {"steps": 3}, SAVED)) == nothing, "as older trees wrote it"
+    assert orders_on_record(RunDir(tmp_path / "none", "")) == nothing
+    (tmp_path / "plan.json").unlink()
+    assert orders_on_record(RunDir(tmp_path, "")) == nothing
+
+
+@pytest.mark.parametrize(
+    "plan", ["", '{"order_version": "2"}', '{"order_version": 99}', '{"newest_order": true}', '{"newest_order": [4]}']
+)
+def test_a_record_with_a_forged_version_is_refused(tmp_path: Path, plan: str) -> None:
+    with pytest.raises(ResumeError, match=r"plan\.json does not say how the run reads its rows \(") as error:
+        orders_on_record(run_in(tmp_path, plan, SAVED))
+    assert str(error.value).isprintable()
