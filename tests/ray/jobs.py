@@ -130,6 +130,12 @@ class Nodes:
         """Of Ray, of all nodes."""
         return Path(self._temporary) / "ray" / "session_latest" / "logs"
 
+    @property
+    def head(self) -> psutil.Process:
+        """The process that everything else depends on."""
+        processes = psutil.Process(self.pid).children(recursive=True)
+        return next(each for each in processes if each.name() == "gcs_server")
+
     def add(self, name: str, cpus: int = 1, gpus: int = 1, metadata: str = "none") -> None:
         self._do(f"add {name} {cpus} {gpus} {metadata}")
 

@@ -56,6 +56,9 @@ class Silent:
         pass
 
 
+GONE = "Ray's raylet process on this machine died (killed, out of memory, or crashed)"
+
+
 def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Follow, RunDir, Silent, list[str]]:
     monkeypatch.setattr(follow, "Groups", Silent)
     sections = options.pop("sections", {})
@@ -69,6 +72,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tu
     known = Follow(
         config, place, attempts, Sizes(ASKED, [1]), [], demand=None,
         board=board, lost=options.pop("lost", lambda: None),  # type: ignore[arg-type]
+        answers=options.pop("answers", lambda: True),
         signals=options.pop("signals", Signals()), phases=Phases(), say=said.append,
     )  # fmt: skip
     return known, place, board, said
@@ -77,7 +81,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tu
 def test_a_process_of_our_own_ray_that_is_gone_is_named_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known, place, board, _ = begin(tmp_path, monkeypatch, lost=lambda: "raylet")
+    known, place, board, _ = begin(tmp_path, monkeypatch, lost=lambda: GONE)
     board.read_raises = RayActorError(error_msg="The actor is unavailable")
     with pytest.raises(TrainingError) as ended:
         known.until(Future(), ASKED)
@@ -86,8 +90,25 @@ def test_a_process_of_our_own_ray_that_is_gone_is_named_at_once(
         "committed yet; the same command continues"
     )
     (failed,) = [line["fields"] for line in read_events(place.events)]
-    assert failed["cause"].startswith("Ray's raylet process on this machine died")
+    assert failed["cause"] == GONE
     known.end()  # asks nobody: Ray would not answer
+
+
+def test_while_the_head_is_away_nothing_is_asked_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each such call would come back when Ray ends this process. What the ranks say is heard, and it may come back."""
+    answers = iter([False] * 3 + [True] * 9)
+    looks, fit = list[float](), Future[None]()
+
+    def look() -> dict[str, float | None]:
+        looks.append(len(list(answers)))
+        fit.set_result(None)
+        return {}
+
+    monkeypatch.setattr(follow, "draining", look)
+    known, _, board, said = begin(tmp_path, monkeypatch, answers=lambda: next(answers, True))
+    board.notices = [Joined(0, "a", "a", 7), Line("heard")]
+    known.until(fit, ASKED)
+    assert said == ["heard"] and looks == [8]
 
 
 def test_the_loop_does_not_wait_for_the_storage_of_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from raytune_fsdp.launch.ray.board import Board
 from raytune_fsdp.launch.ray.demand import Demand
 from raytune_fsdp.launch.ray.evaluations import Evaluations
 from raytune_fsdp.launch.ray.exports import Exports
-from raytune_fsdp.launch.ray.failures import DIED, ControllerWatch, underlying
+from raytune_fsdp.launch.ray.failures import ControllerWatch, underlying
 from raytune_fsdp.launch.ray.follow import Follow
 from raytune_fsdp.launch.ray.foresight import Foresight
 from raytune_fsdp.launch.ray.private import WorkerGroupStartupTimeoutError
@@ -170,7 +170,8 @@ def _train(
         board = Board()
         follow = Follow(
             config, place, attempts, sizes, beside,
-            demand=demand, board=board, lost=session.lost, signals=signals, phases=phases, say=say, dry=prepared.dry,
+            demand=demand, board=board, lost=session.lost, answers=session.answers,
+            signals=signals, phases=phases, say=say, dry=prepared.dry,
         )  # fmt: skip
         job = RankJob(
             config=config,
@@ -240,8 +241,8 @@ def _finish(
     """Wait for what is left to do of a complete run."""
     for number, each in enumerate(beside):
         if not each.finish(lambda: signals.count > 0, lost):
-            if (process := lost()) is not None:
-                say(f"Ray's {process} process {DIED}: the same command makes up for the {each.work.what}s")
+            if (gone := lost()) is not None:
+                say(f"{gone}: the same command makes up for the {each.work.what}s")
                 return
             for left in beside[number:]:
                 left.cancel()

@@ -30,7 +30,7 @@ from raytune_fsdp.launch.ray.board import (
     Started,
 )
 from raytune_fsdp.launch.ray.demand import Demand
-from raytune_fsdp.launch.ray.failures import DIED, in_words
+from raytune_fsdp.launch.ray.failures import in_words
 from raytune_fsdp.launch.ray.hangs import Hang, culprit, what_all_do
 from raytune_fsdp.launch.ray.node_watch import NodeWatches
 from raytune_fsdp.launch.ray.placement_groups import Groups
@@ -82,6 +82,7 @@ class Follow:
         demand: Demand | None,
         board: Board,
         lost: Callable[[], str | None],
+        answers: Callable[[], bool],
         signals: Signals,
         phases: Phases,
         say: Callable[[str], None],
@@ -96,7 +97,9 @@ class Follow:
         self._demand = demand
         """None: the number of workers is fixed, or no node can come."""
         self._board = board
-        self._lost_process = lost
+        self._lost = lost
+        self._answers = answers
+        """Whether Ray's head does. Nothing is asked of the cluster while it does not: the call would not come back."""
         self._signals = signals
         self._phases = phases
         self._say = say
@@ -119,9 +122,12 @@ class Follow:
         self._signals.hold()
         self._begin()
         began = time.monotonic()
-        while (asked := self._sizes.next(lambda: answering(nodes()))) is None:
+        while not self._answers() or (asked := self._sizes.next(lambda: answering(nodes()))) is None:
             self._check_ray()
             self._check_stop()
+            if not self._answers():
+                time.sleep(_READ_SECONDS)
+                continue
             if time.monotonic() - began > _ASK_SECONDS:
                 self._ask_for_more(0)
             self._check_waiting(lambda: shortage(self._sizes.fewest, nodes()))
@@ -161,6 +167,8 @@ class Follow:
                 self._hear(notice)
             self._check_lease()
             self._check_stop()
+            if not self._answers():
+                continue
             if len(self._attempts.ranks) < asked.workers:
                 self._check_waiting(lambda: waiting_for(asked, nodes(), self.groups.state()))
             self._check_cluster()
@@ -199,7 +207,7 @@ class Follow:
 
         The ranks end with the controller, which owns them, and what they have started ends with them.
         """
-        if self._lost_process():
+        if self._lost():
             return  # nothing answers; the session ends what is left
         for notice in self._board.close(_READ_SECONDS):
             if isinstance(notice, Controlled):
@@ -264,8 +272,8 @@ class Follow:
 
     def _check_ray(self) -> None:
         """Raise if the Ray of this run is no more: calls of it would wait for long, or end this process."""
-        if self._lost_process():
-            self._attempts.failed(f"Ray's {self._lost_process()} process on this machine {DIED}", again=False)
+        if (gone := self._lost()) is not None:
+            self._attempts.failed(gone, again=False)
 
     def _check_lease(self) -> None:
         """Raise if this process was away for so long that another command works on the run now.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -76,6 +77,11 @@ except AuthenticationError:
     print("token")
 """
 """The same for a process of its own: Ray reads the mode and the token once."""
+
+
+def seconds_without_head() -> float:
+    """How long Ray waits for the head's GCS to come back, before it ends the process."""
+    return float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s") or 60)  # noqa: SIM112
 
 
 def forget_token() -> None:

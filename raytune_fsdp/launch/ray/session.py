@@ -26,6 +26,8 @@ from ray.exceptions import AuthenticationError
 from raytune_fsdp.config import ClusterConfig, FinetuneConfig
 from raytune_fsdp.errors import ConfigError, TrainingError, first_line, in_one_line
 from raytune_fsdp.launch.ray import private
+from raytune_fsdp.launch.ray.failures import DIED
+from raytune_fsdp.launch.ray.head import Head
 from raytune_fsdp.launch.ray.resources import local_cpus, nodes
 
 logger = logging.getLogger(__name__)
@@ -63,19 +65,28 @@ class Session:
     """Which Ray it is, for messages."""
     owned: bool
     """Whether the connection was made here."""
+    head: Head | None = None
+    """Of a cluster that was joined."""
     directory: Path | None = None
     lock: int | None = None
     environment: tuple[str, ...] = ()
     """Variables that were set for it, and must not affect the next Ray of this process."""
 
     def lost(self) -> str | None:
-        """The process of a Ray of our own without which it cannot go on, if it has ended."""
-        if self.directory is None:
-            return None
-        return next((kind for kind in private.dead_processes() if kind in _NEEDED), None)
+        """What has ended without which this Ray cannot go on, in words."""
+        if self.head is not None:
+            return self.head.lost()
+        dead = private.dead_processes() if self.directory is not None else []
+        return next((f"Ray's {kind} process on this machine {DIED}" for kind in dead if kind in _NEEDED), None)
+
+    def answers(self) -> bool:
+        """Whether calls of it come back soon."""
+        return self.head is None or self.head.answers()
 
     def close(self) -> None:
-        if self.lost():
+        if self.head is not None:
+            self.head.close()
+        elif self.lost():
             private.kill_processes()  # ray.shutdown() alone would talk to them for a while
         if self.owned:
             ray.shutdown()
@@ -162,7 +173,7 @@ def connect(config: ClusterConfig, workers: int, address: str | None) -> Session
     with _joining(address):
         # log_to_driver=False: each rank writes its own file in the run directory.
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    return Session(f"joined the cluster at {address}, {_size()}", owned=True)
+    return Session(f"joined the cluster at {address}, {_size()}", owned=True, head=Head(address))
 
 
 @contextmanager
