@@ -37,6 +37,7 @@ from raytune_fsdp.step import train_step
 from raytune_fsdp.types import StepBatches
 
 VOCABULARY, MEAN, WARMUP_STEPS = 8192, 400, 2
+LENGTHS = (2048, 4096)
 NONE: Mapping[str, Any] = {}
 WAYS = {"borders": "documents", "mask": "sdpa"}
 ARCHITECTURE = {
@@ -46,11 +47,11 @@ ARCHITECTURE = {
 }  # fmt: skip
 
 
-def write_rows(path: Path, tokens: int) -> None:
+def write_rows(path: Path, tokens: int, longest: int = 2048) -> None:
     rng = np.random.default_rng(0)
     with path.open("w") as file:
         while tokens > 0:
-            length = int(np.clip(rng.lognormal(np.log(MEAN) - 0.5, 1.0), 8, 2048))
+            length = int(np.clip(rng.lognormal(np.log(MEAN) - 0.5, 1.0), 8, longest))
             file.write(json.dumps({"input_ids": rng.integers(3, VOCABULARY, length).tolist()}) + "\n")
             tokens -= length
 
@@ -118,13 +119,15 @@ def measure(directory: Path, seq_len: int, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of samples (default: 2048 4096)")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     join(torch.device("cpu"), alone=True)
     with tempfile.TemporaryDirectory() as name:
-        write_rows(Path(name) / "rows.jsonl", 4096 * (arguments.rounds + WARMUP_STEPS + 2))
-        rows = [measure(Path(name), seq_len, arguments.rounds) for seq_len in (2048, 4096)]
+        tokens = max(arguments.lengths) * (arguments.rounds + WARMUP_STEPS + 2)
+        write_rows(Path(name) / "rows.jsonl", tokens, longest=min(arguments.lengths))
+        rows = [measure(Path(name), seq_len, arguments.rounds) for seq_len in arguments.lengths]
     dist.destroy_process_group()
     if arguments.out:
         what = "processor time per token of a step, one thread, fp32; llama h256 l4 v8192, documents of mean 400"

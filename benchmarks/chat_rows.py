@@ -25,7 +25,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROWS = 512
 WORDS = ("what", "is", "sharding", "the", "GPU", "memory", "of", "a", "parameter")
 
 
@@ -33,18 +32,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, help="the root of another tree")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
-        print(json.dumps(measure()))
+        print(json.dumps(measure(options.rows)))
         return
     trees = {"ours": Path(__file__).resolve().parents[1], **({"base": options.base} if options.base else {})}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
     for _ in range(options.rounds):
         for name, tree in trees.items():
             environment = {**os.environ, "PYTHONPATH": str(tree.resolve()), "RAYON_NUM_THREADS": "1"}
-            command = [sys.executable, str(Path(__file__).resolve()), "--measure"]
+            command = [sys.executable, str(Path(__file__).resolve()), "--measure", "--rows", str(options.rows)]
             done = subprocess.run(command, env=environment, cwd=tree, capture_output=True, text=True, check=True)
             found[name].append(json.loads(done.stdout.splitlines()[-1]))
     table = {}
@@ -61,7 +61,7 @@ def main() -> None:
         write_result(options.out, {"rows_per_second": table})
 
 
-def measure() -> dict[str, Any]:
+def measure(many: int) -> dict[str, Any]:
     """Rows a second of processor time, and a hash of the documents, by template."""
     import xxhash
     from transformers import AutoTokenizer
@@ -72,28 +72,28 @@ def measure() -> dict[str, Any]:
     from raytune_fsdp.demo import TOKENIZER
 
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
-    rows, results = _rows(), {}
+    rows, results = _rows(many), {}
     for name in ("chatml", "openassistant"):
         tagged = load_template(name)
         bare = re.sub(r"{%-? *(end)?generation *-?%}", "", tagged)
         for label, template in ((name, tagged), (f"{name} without tags", bare)):
             formatter = Formatter(ChatFormat(), tokenizer=tokenizer, vocab_size=len(tokenizer), template=template)
             digest = xxhash.xxh3_128()
-            for document in formatter.documents(rows, ["row"] * ROWS):
+            for document in formatter.documents(rows, ["row"] * many):
                 assert isinstance(document, Document), document
                 digest.update(document.input_ids.tobytes() + document.labels.tobytes())
             texts = [formatter._read(row, "row").text for row in rows]
             encode = tokenizer.backend_tokenizer.encode_batch_fast
             results[label] = {
                 "hash": digest.hexdigest(),
-                "rendering": _rate(lambda f=formatter: [f._read(row, "row") for row in rows]),
-                "rows": _rate(lambda f=formatter: f.documents(rows, ["row"] * ROWS)),
-                "tokenizer": _rate(lambda t=texts, e=encode: e(t, add_special_tokens=False)),
+                "rendering": _rate(many, lambda f=formatter: [f._read(row, "row") for row in rows]),
+                "rows": _rate(many, lambda f=formatter: f.documents(rows, ["row"] * many)),
+                "tokenizer": _rate(many, lambda t=texts, e=encode: e(t, add_special_tokens=False)),
             }
     return results
 
 
-def _rows() -> list[dict[str, Any]]:
+def _rows(many: int) -> list[dict[str, Any]]:
     drawn = random.Random(1)
 
     def words(low: int, high: int) -> str:
@@ -102,17 +102,17 @@ def _rows() -> list[dict[str, Any]]:
     roles = (("user", 5, 60), ("assistant", 20, 150))
     return [
         {"messages": [{"role": role, "content": words(low, high)} for _ in range(turns) for role, low, high in roles]}
-        for turns in drawn.choices((1, 2, 3, 5), k=ROWS)
+        for turns in drawn.choices((1, 2, 3, 5), k=many)
     ]
 
 
-def _rate(work: Callable[[], Any]) -> float:
+def _rate(rows: int, work: Callable[[], Any]) -> float:
     seconds = []
     for _ in range(3):
         start = time.process_time()
         work()
         seconds.append(time.process_time() - start)
-    return ROWS / min(seconds)
+    return rows / min(seconds)
 
 
 if __name__ == "__main__":

@@ -166,13 +166,15 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=512, help="of a packed sample")
     parser.add_argument("--workers", type=int, nargs="+", choices=(1, 2), default=[1, 2])
     parser.add_argument("--bytes", type=int, default=BYTES, help="of text")
+    parser.add_argument("--warm", action="store_true", help="what both sides import is in the file cache already")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="ray-"))
     try:
         rows = directory / "rows.jsonl"
         write_rows(rows, options.bytes)
-        warm_up()
+        if not options.warm:
+            warm_up()
         print("  ".join(f"{name:>8}" for name in COLUMNS))
         lines = []
         for number in range(options.rounds):

@@ -23,7 +23,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -58,14 +57,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     found = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
-        run_ranks(measure, WORLD, Path(directory), found)
+        times = Path(directory) / "times.json"
+        run_ranks(measure, WORLD, times, found.layers, found.rounds)
+        report(**json.loads(times.read_text()), peak=peak_of_export(Path(directory)), out=found.out)
 
 
-def measure(directory: Path, found: Any) -> None:
-    bench = Bench(directory, found.layers)
-    rows = [bench.round(number) for number in range(found.rounds)]
+def measure(times: Path, layers: int, rounds: int) -> None:
+    bench = Bench(times.parent, layers)
+    rows = [bench.round(number) for number in range(rounds)]
     if dist.get_rank() == 0:
-        report(rows, bench.about, peak_of_export(directory), found.out)
+        times.write_text(json.dumps({"rows": rows, "about": bench.about}))
 
 
 class Bench:
@@ -152,15 +153,11 @@ class Bench:
 def peak_of_export(directory: Path) -> int:
     """Of an export in a new process."""
     out = directory / "peak.json"
-    process = get_context("spawn").Process(target=_measure, args=(directory, out))
-    process.start()
-    process.join()
-    assert process.exitcode == 0, "the export failed"
+    run_ranks(_measure, 1, directory, out)
     return int(json.loads(out.read_text()))
 
 
 def _measure(directory: Path, out: Path) -> None:
-    torch.set_num_threads(1)
     (checkpoint,) = committed(str(directory / "run" / "checkpoints"))
     peak = Peak()
     with peak:

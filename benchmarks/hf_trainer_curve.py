@@ -55,7 +55,7 @@ def write_model(directory: Path) -> None:
     ).save_pretrained(directory)
 
 
-def our_config(directory: Path, steps: int, workers: int) -> FinetuneConfig:
+def our_config(directory: Path, steps: int, workers: int, launch: str) -> FinetuneConfig:
     return FinetuneConfig.model_validate(
         {
             "run": {"name": f"ranks-{workers}", "storage": str(directory)},
@@ -65,21 +65,21 @@ def our_config(directory: Path, steps: int, workers: int) -> FinetuneConfig:
             "optim": {"lr": LR, "beta2": BETA2, "eps": EPSILON, "weight_decay": 0.0, "warmup_steps": 0},
             "train": {"global_batch": GLOBAL_BATCH, "micro_batch": MICRO_BATCH, "max_steps": steps},
             "tracking": {"console": False, "mlflow": {"enabled": False}},
-            "cluster": {"workers": workers, "device": "cpu"},
+            "cluster": {"launch": launch, "workers": workers, "device": "cpu"},
             "export": {"at_end": False},
         }
     )
 
 
-def ours(directory: Path, steps: int, workers: int) -> Curve:
-    result = finetune(our_config(directory, steps, workers))
+def ours(directory: Path, steps: int, workers: int, launch: str) -> Curve:
+    result = finetune(our_config(directory, steps, workers, launch))
     lines = read_trajectory(result.run_dir / "metrics.jsonl")
     return [{key: line[key] for key in QUANTITIES} for line in lines]
 
 
 def packed_rows(directory: Path, steps: int) -> list[dict[str, list[int]]]:
     """The rows of every micro-batch, one after the other, as one rank of ours gets them."""
-    prepared, standing = prepare(our_config(directory, steps, workers=1), world=1)
+    prepared, standing = prepare(our_config(directory, steps, workers=1, launch="local"), world=1)
     batches = rank_batches(
         Stream(prepared.train, seed=0), standing.plan.division, range(1, steps + 1),
         cursor=standing.state.cursor, data_rank=0,
@@ -171,6 +171,7 @@ def main() -> int:
     here = Path(__file__).parent
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--launch", choices=("auto", "ray", "local"), default="auto", help="who starts our ranks")
     parser.add_argument("--out", type=Path, default=here / "results" / "hf_trainer_curve.json")
     parser.add_argument("--plot", type=Path, default=here.parent / "docs" / "images" / "hf_trainer_curve.png")
     arguments = parser.parse_args()
@@ -180,8 +181,8 @@ def main() -> int:
         directory = Path(name)
         write_model(directory / "model")
         curves["HF Trainer"] = trainer(directory, arguments.steps)
-        curves["ours, 1 rank"] = ours(directory, arguments.steps, workers=1)
-        curves["ours, 2 ranks"] = ours(directory, arguments.steps, workers=2)
+        curves["ours, 1 rank"] = ours(directory, arguments.steps, 1, arguments.launch)
+        curves["ours, 2 ranks"] = ours(directory, arguments.steps, 2, arguments.launch)
     found: dict[str, Any] = {
         name: differences(curves["HF Trainer"], curve) for name, curve in curves.items() if name != "HF Trainer"
     }

@@ -133,16 +133,20 @@ def of_180b() -> dict[str, Any]:
     return {"fits 8": found.fits, "gib": found.needed / 2**30}
 
 
+FIGURES = {each.__name__: each for each in (of_article, of_traffic, of_40b, of_zero, of_deepspeed, of_180b)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=FIGURES, default=[*FIGURES])
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     found = {}
-    for each in (of_article, of_traffic, of_40b, of_zero, of_deepspeed, of_180b):
-        found[each.__name__] = values = each()
-        print(each.__name__)
-        for name, value in values.items():
-            print(f"    {name}: {_shown(value)}", flush=True)
+    for name in arguments.only:
+        found[name] = figures = FIGURES[name]()
+        print(name)
+        for what, value in figures.items():
+            print(f"    {what}: {_shown(value)}", flush=True)
     if arguments.out:
         write_result(arguments.out, {"what": "figures of others and the planner's", **found})
 

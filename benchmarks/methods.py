@@ -41,6 +41,7 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.ranks import IMPORTED
 from benchmarks.record import installed, write_result
 from benchmarks.step import Clock, Turns
 from raytune_fsdp.assemble import assemble
@@ -304,7 +305,8 @@ def summarize(found: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 def apart(function: Callable[..., T], *arguments: Any) -> T:
     """Call it in a process of its own, whose memory is free again afterwards."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
         return pool.apply(function, arguments)
 
 

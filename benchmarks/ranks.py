@@ -1,7 +1,8 @@
-"""Ranks over gloo on this machine, for benchmarks that do without Ray."""
+"""Ranks over gloo on this machine, for benchmarks that do without Ray: forked from a server that has the imports."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import warnings
@@ -15,13 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from raytune_fsdp.parallel import make_mesh
 from raytune_fsdp.plan import Layout
 
+IMPORTED = ["torch.distributed.checkpoint", "transformers.models.llama.modeling_llama", "raytune_fsdp.assemble"]
+"""By the server, once. None of them starts a thread."""
+
 
 def run_ranks(function: Callable[..., None], world: int, *arguments: Any) -> None:
     """Call `function(*arguments)` in new processes, one for each rank, with one thread each. Waits for their end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (world, port, function, arguments), nprocs=world)
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    given = (world, port, function, arguments)
+    torch.multiprocessing.start_processes(_rank, given, nprocs=world, start_method="forkserver")
 
 
 def _rank(rank: int, world: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:

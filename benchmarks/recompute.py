@@ -25,7 +25,6 @@ from benchmarks.attention import WARMUP_STEPS, learner, step, write_rows
 from benchmarks.record import write_result
 from raytune_fsdp.launch.worker import join
 
-LENGTH = 2048
 MODES: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"activation_checkpointing": "selective"},
@@ -37,15 +36,16 @@ MODES: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--length", type=int, default=2048, help="of samples (default: 2048)")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     join(torch.device("cpu"), alone=True)
-    steps = WARMUP_STEPS + arguments.rounds
+    length, steps = arguments.length, WARMUP_STEPS + arguments.rounds
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     with tempfile.TemporaryDirectory() as name:
-        write_rows(Path(name) / "rows.jsonl", LENGTH * (steps + 2))
-        learners = {mode: learner(Path(name), mode, LENGTH, steps, **fields) for mode, fields in MODES.items()}
+        write_rows(Path(name) / "rows.jsonl", length * (steps + 2), longest=length)
+        learners = {mode: learner(Path(name), mode, length, steps, **fields) for mode, fields in MODES.items()}
         for number, batches in enumerate(islice(learners["none"].batches, steps)):
             losses = set()
             for mode in (list(MODES), list(reversed(MODES)))[number % 2]:
@@ -59,11 +59,11 @@ def main() -> None:
     for mode, values in seconds.items():
         ratios = [value / none for value, none in zip(values, seconds["none"], strict=True)]
         table[mode] = {"ratio": median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)}
-        table[mode]["us_per_token"] = 1e6 * median(values) / LENGTH
+        table[mode]["us_per_token"] = 1e6 * median(values) / length
         print(f"{mode:10} {table[mode]['us_per_token']:.0f} us a token, {median(ratios):.3f} of none's")
     print(f"load {os.getloadavg()[0]:.1f}")
     if arguments.out:
-        what = "processor time per token of a step, one thread, fp32; llama h256 l4 v8192, samples of 2048"
+        what = f"processor time per token of a step, one thread, fp32; llama h256 l4 v8192, samples of {length}"
         write_result(arguments.out, {"what": what, "rounds": arguments.rounds, "modes": table})
 
 

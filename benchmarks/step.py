@@ -51,7 +51,7 @@ from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import read_trajectory
 
-SEQ_LEN, BATCH, VOCABULARY, LR = 512, 4, 8192, 1e-4
+BATCH, VOCABULARY, LR = 4, 8192, 1e-4
 WARMUP_STEPS = 2
 BARE, BARE_AGAIN, OURS, TRAINER = "bare", "bare, again", "ours", "HF Trainer"
 OURS_MLFLOW, OURS_DOCUMENTS, EVERYTHING = "ours, MLflow", "ours, documents", "ours, everything"
@@ -95,15 +95,16 @@ class Clock:
         self._since = time.process_time()
         return False  # as `stop` of loop.train: go on
 
-    def per_token(self) -> float:
-        return fmean(self.seconds[WARMUP_STEPS:]) / (SEQ_LEN * BATCH)
+    def per_token(self, tokens: int) -> float:
+        """Of steps with so many tokens."""
+        return fmean(self.seconds[WARMUP_STEPS:]) / tokens
 
 
 Variant = Callable[[Callable[[], bool]], list[float]]
 """Trains, calls what it is given at the start of every step, and returns the loss of every step."""
 
 
-def make_inputs(directory: Path, total_steps: int) -> np.ndarray:
+def make_inputs(directory: Path, total_steps: int, seq_len: int) -> np.ndarray:
     """Write the weights and the rows that all variants use; the rows also as an array."""
     torch.manual_seed(0)
     LlamaForCausalLM(
@@ -119,7 +120,7 @@ def make_inputs(directory: Path, total_steps: int) -> np.ndarray:
             use_cache=False,
         )
     ).save_pretrained(directory / "model")
-    ids = np.random.default_rng(0).integers(3, VOCABULARY, (total_steps * BATCH, SEQ_LEN))
+    ids = np.random.default_rng(0).integers(3, VOCABULARY, (total_steps * BATCH, seq_len))
     with (directory / "rows.jsonl").open("w") as file:
         file.writelines(json.dumps({"input_ids": row.tolist()}) + "\n" for row in ids)
     return ids
@@ -130,7 +131,7 @@ def bare(directory: Path, ids: np.ndarray, on_step: Callable[[], bool]) -> list[
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    batches = torch.from_numpy(ids).reshape(-1, BATCH, SEQ_LEN)
+    batches = torch.from_numpy(ids).reshape(-1, BATCH, ids.shape[1])
     losses = []
     for batch in batches:
         on_step()
@@ -154,7 +155,7 @@ def ours(
             "run": {"name": "step", "storage": str(storage)},
             "model": {"path": str(directory / "model"), "tokenizer": str(TOKENIZER)},
             # A window a step: the work of building them falls into the measured time at its true rate.
-            "data": {"train": [rows], "seq_len": SEQ_LEN, "packing": "none", "shuffle": "none", "window": BATCH},
+            "data": {"train": [rows], "seq_len": ids.shape[1], "packing": "none", "shuffle": "none", "window": BATCH},
             "parallel": {"precision": "fp32"},
             "optim": {"lr": LR, "weight_decay": 0.0, "warmup_steps": 0, "schedule": {"type": "constant"}},
             "train": {"global_batch": BATCH, "micro_batch": BATCH, "max_steps": len(ids) // BATCH},
@@ -218,7 +219,7 @@ def variants(directory: Path, ids: np.ndarray) -> dict[str, Variant]:
     return found
 
 
-def run_round(chosen: dict[str, Variant]) -> dict[str, float]:
+def run_round(chosen: dict[str, Variant], tokens: int) -> dict[str, float]:
     """Seconds per token of every variant, taking turns."""
     turns = Turns([*chosen])
     clocks = {name: Clock(partial(turns.next, name)) for name in chosen}
@@ -234,7 +235,7 @@ def run_round(chosen: dict[str, Variant]) -> dict[str, float]:
         losses = dict(zip(chosen, pool.map(run, chosen), strict=True))
     for name, values in losses.items():
         np.testing.assert_allclose(values, losses[BARE], rtol=1e-5, err_msg=f"{name} trains something else")
-    return {name: clock.per_token() for name, clock in clocks.items()}
+    return {name: clock.per_token(tokens) for name, clock in clocks.items()}
 
 
 def tracker_seconds(directory: Path, ids: np.ndarray) -> dict[str, float]:
@@ -255,22 +256,23 @@ def tracker_seconds(directory: Path, ids: np.ndarray) -> dict[str, float]:
     ours(directory, ids, look, trackers=True)
     measured = {name: seconds[WARMUP_STEPS:] for name, seconds in at.items()}
     return {
-        name: (seconds[-1] - seconds[0]) / ((len(seconds) - 1) * SEQ_LEN * BATCH) for name, seconds in measured.items()
+        name: (seconds[-1] - seconds[0]) / ((len(seconds) - 1) * BATCH * ids.shape[1])
+        for name, seconds in measured.items()
     }
 
 
-def measure(rounds: int, steps: int) -> dict[str, list[float]]:
+def measure(rounds: int, steps: int, seq_len: int) -> dict[str, list[float]]:
     """Seconds per token of every variant in every round."""
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        ids = make_inputs(directory, WARMUP_STEPS + steps + 1)  # a last step, whose start ends the measurement
+        ids = make_inputs(directory, WARMUP_STEPS + steps + 1, seq_len)  # a last step, whose start ends the measurement
         chosen = variants(directory, ids)
         for number in range(rounds):
             turn = number % len(chosen)
             order = [*chosen][turn:] + [*chosen][:turn]
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-                values = run_round({name: chosen[name] for name in order})
+                values = run_round({name: chosen[name] for name in order}, BATCH * seq_len)
                 threads = tracker_seconds(directory, ids)
                 values[OURS_MLFLOW] = values[OURS] + threads["mlflow"]
                 values[EVERYTHING] = values[OURS_DOCUMENTS] + sum(threads.values())
@@ -296,11 +298,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=10, help="measured steps of a variant in a round")
+    parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "step.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     join(torch.device("cpu"), alone=True)
-    found = measure(arguments.rounds, arguments.steps)
+    found = measure(arguments.rounds, arguments.steps, arguments.seq_len)
     dist.destroy_process_group()
     table = summarize(found)
     noise = [b / a - 1 for a, b in zip(found[BARE], found[BARE_AGAIN], strict=True)]
@@ -312,7 +315,8 @@ def main() -> None:
     write_result(
         arguments.out,
         {
-            "what": "processor time per token of one process, one thread, fp32; llama h256 l4 v8192, 4 x 512 tokens",
+            "what": "processor time per token of one process, one thread, fp32; llama h256 l4 v8192, "
+            f"{BATCH} x {arguments.seq_len} tokens",
             "rounds": arguments.rounds,
             "measured_steps": arguments.steps,
             "table": table,

@@ -89,11 +89,12 @@ class Rank:
         return {"first": first, "seconds": seconds, "waited": sum(waited[UNMEASURED_STEPS:]), "built": built}
 
 
-def measure(windows: Windows, *, ranks: int, micro_batch: int, steps: int, step_seconds: float = 0.0) -> dict[str, Any]:
+def measure(
+    actors: list[Any], windows: Windows, *, micro_batch: int, steps: int, step_seconds: float = 0.0
+) -> dict[str, Any]:
+    ranks = len(actors)
     batch = ranks * micro_batch
     division = Division(total_samples=None, global_batch=batch, micro_batch=micro_batch, data_ranks=ranks)
-    actors = [Rank.remote() for _ in range(ranks)]
-    ray.get([actor.__ray_ready__.remote() for actor in actors])
     start = time.time()
     dataset = stream_dataset(Stream(windows, seed=SEED), Cursor(), micro_batch=micro_batch, samples=steps * batch)
     shards = split(dataset, ranks)
@@ -132,13 +133,17 @@ def run(directory: Path, rows: int, datasets: int, steps: int) -> dict[str, Any]
     print(f"census: {counted.windows} windows, {counted.total.rows / seconds:.0f} rows/s of text")
     print("  ".join(f"{name:>8}" for name in COLUMNS))
     lines = []
+    actors = [Rank.remote() for _ in range(2)]
+    ray.get([actor.__ray_ready__.remote() for actor in actors])
 
     def add(windows: Windows, *, cached: bool, ranks: int, micro_batch: int, most: int, ms: int = 0) -> None:
-        taken = measure(windows, ranks=ranks, micro_batch=micro_batch, steps=min(steps, most), step_seconds=ms / 1000)
+        taken = measure(
+            actors[:ranks], windows, micro_batch=micro_batch, steps=min(steps, most), step_seconds=ms / 1000
+        )
         lines.append({**taken, "cached": cached})
         show(lines[-1])
 
-    measure(cached, ranks=2, micro_batch=8, steps=min(steps, 20))  # processes start
+    measure(actors, cached, micro_batch=8, steps=min(steps, 20))  # processes start
     for micro_batch, most in ((1, 400), (8, 120)):
         for ranks in (1, 2):
             add(cached, cached=True, ranks=ranks, micro_batch=micro_batch, most=most)
