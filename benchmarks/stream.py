@@ -43,6 +43,8 @@ from raytune_fsdp.types import Cursor
 
 SEQ_LEN, WINDOW, WORDS, SEED = 2048, 1024, 220, 7
 UNMEASURED_STEPS = 5
+MOST_STEPS = {1: 400, 8: 120}
+"""Of throughput, by micro-batch."""
 COLUMNS = (
     "datasets", "ranks", "micro_batch", "cached", "step_ms", "rows_s", "tokens_s", "wait_percent", "of_bare", "first_s",
     "built",
@@ -124,7 +126,7 @@ def show(line: dict[str, Any]) -> None:
     print("  ".join(f"{line[name]!s:>{max(8, len(name))}}" for name in COLUMNS), flush=True)
 
 
-def run(directory: Path, rows: int, datasets: int, steps: int) -> dict[str, Any]:
+def run(directory: Path, rows: int, datasets: int, steps: int, micro_batches: list[int]) -> dict[str, Any]:
     files = write_rows(directory / "one", rows, 1)
     cached = open_windows(files, directory / "cached")
     start = time.perf_counter()
@@ -144,10 +146,10 @@ def run(directory: Path, rows: int, datasets: int, steps: int) -> dict[str, Any]
         show(lines[-1])
 
     measure(actors, cached, micro_batch=8, steps=min(steps, 20))  # processes start
-    for micro_batch, most in ((1, 400), (8, 120)):
+    for micro_batch in micro_batches:
         for ranks in (1, 2):
-            add(cached, cached=True, ranks=ranks, micro_batch=micro_batch, most=most)
-    for micro_batch in (1, 8):
+            add(cached, cached=True, ranks=ranks, micro_batch=micro_batch, most=MOST_STEPS[micro_batch])
+    for micro_batch in micro_batches:
         fresh = open_windows(files, directory / f"fresh-{micro_batch}")
         add(fresh, cached=False, ranks=2, micro_batch=micro_batch, most=150, ms=100)
     mixture = open_windows(write_rows(directory / "many", rows, datasets), directory / "mixture")
@@ -162,6 +164,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32768, help="of text (default: 32768)")
     parser.add_argument("--datasets", type=int, default=2000, help="of the mixture (default: 2000)")
     parser.add_argument("--steps", type=int, default=400, help="of a measurement, at most (default: 400)")
+    parser.add_argument("--micro-batches", type=int, nargs="+", choices=MOST_STEPS, default=[*MOST_STEPS])
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="ray-"))  # short: the names of sockets have a limit
@@ -172,7 +175,7 @@ def main() -> None:
             num_cpus=os.cpu_count(), include_dashboard=False, object_store_memory=1 << 30,
             _temp_dir=str(directory / "ray"), logging_level="ERROR", log_to_driver=False,
         )  # fmt: skip
-        values = run(directory, arguments.rows, arguments.datasets, arguments.steps)
+        values = run(directory, arguments.rows, arguments.datasets, arguments.steps, arguments.micro_batches)
     finally:
         ray.shutdown()
         shutil.rmtree(directory, ignore_errors=True)
