@@ -1,14 +1,20 @@
 """Time from the command to the first step, and from the death of a rank to the next step: ours beside bare Ray Train.
 
-    python -m benchmarks.startup [--rounds 3] [--workers 2] [--out benchmarks/results/startup.json]
+    python -m benchmarks.startup [--rounds 7] [--workers 2] [--out benchmarks/results/startup.json]
 
 Both sides are fresh processes that start their own Ray, with equally many logical CPUs and without a dashboard, and
 train the same small Llama on the same stream of the demo's conversations, nothing of it in a cache. In turn, and each
-round begins with the other side. What counts is the wall clock:
+round begins with the other side.
 
 - start: from the start of the process to the end of the first step
 - recovery: once the run is five steps past its first checkpoint, the last rank's process is killed (SIGKILL); from then
   to the end of the next step that is trained
+
+Of both, the wall clock (`total`) and the processor time (`processor`) of the command and of all processes below it:
+Ray's, the ranks, those that have ended. Before a round begins the script waits up to three minutes for the machine's
+load (of the last minute) to fall below 1, and records it. The ratio that counts is that of the wall clock if every
+round began below 1, else that of processor time, since other work then decides what the clock says. A ratio is the
+median over the rounds of ours by bare in the same round; with it come the lowest and the highest.
 
 The end of a step is when the side has written that into its file, at which this script looks 50 times a second. `bare`
 is benchmarks/bare_ray_train.py, with Ray Train's own settings. The phases are each side's own; one that is done while
@@ -43,7 +49,11 @@ from raytune_fsdp.demo import CONVERSATIONS, TOKENIZER
 from raytune_fsdp.launch.ray.resources import local_cpus
 
 SAVE_EVERY, KILL_AT, STEPS = 20, 25, 50
+CALM, SETTLE_SECONDS = 1.0, 180
+"""The load above which the clock does not count, and how long a round waits for it to fall."""
 PHASES = ("start", "checks", "Ray", "noticed", "workers", "imports", "model", "data", "step")
+MEASURED = ("total", "processor")
+COLUMNS = (*PHASES, *MEASURED)
 Seconds = dict[str, float]
 
 
@@ -146,21 +156,28 @@ def measure(side: Side, name: str, directory: Path) -> dict[str, Seconds]:
         env["RAY_AUTH_MODE"] = "disabled"  # else Ray writes a token into the home directory
     with Command(side.command(), directory / f"{name}.log", env) as command:
         _, first = command.wait_for(lambda: side.steps()[:1] or None, "first step")
+        until_first = command.processor.seconds()
         command.wait_for(lambda: side.steps()[-1][1] >= KILL_AT or None, f"step {KILL_AT}")
         attempt = side.steps()[-1][0]
         victim = side.process_of(ranks - 1, command)
+        until_kill = command.processor.seconds()
         os.kill(victim, signal.SIGKILL)
         killed = time.time()
         steps, recovered = command.wait_for(
             lambda: [step for which, step in side.steps() if which != attempt and step > SAVE_EVERY] or None,
             "step after the kill",
         )
+        since_kill = command.processor.seconds() - until_kill
         assert steps[0] == SAVE_EVERY + 1, f"{name}: goes on with step {steps[0]}"
         command.finish()
     assert side.steps()[-1][1] == STEPS, f"{name}: last step {side.steps()[-1][1]}"
     return {
-        "start": {**side.phases(command.started, again=False), "total": first - command.started},
-        "recovery": {**side.phases(killed, again=True), "total": recovered - killed},
+        "start": {
+            **side.phases(command.started, again=False),
+            "total": first - command.started,
+            "processor": until_first,
+        },
+        "recovery": {**side.phases(killed, again=True), "total": recovered - killed, "processor": since_kill},
     }
 
 
@@ -178,26 +195,52 @@ def table(found: dict[str, list[dict[str, Seconds]]], part: str) -> dict[str, Se
     """Medians by side and phase. The phases' medians need not add up to the median of their sums."""
     rows: dict[str, Seconds] = {}
     for kind, rounds in found.items():
-        names = [name for name in (*PHASES, "total") if name in rounds[0][part]]
+        names = [name for name in COLUMNS if name in rounds[0][part]]
         rows[kind] = {name: round(median(each[part][name] for each in rounds), 2) for name in names}
     return rows
 
 
-def show(part: str, rows: dict[str, Seconds], ratios: list[float]) -> None:
-    names = [name for name in (*PHASES, "total") if any(name in row for row in rows.values())]
-    print(f"\n{part:10}" + "".join(f"{name:>9}" for name in names))
+def ratios_of(found: dict[str, list[dict[str, Seconds]]], part: str) -> dict[str, dict[str, Any]]:
+    """Ours by bare, of the wall clock and of processor time."""
+    ratios = {}
+    for what in MEASURED:
+        pairs = zip(found["ours"], found["bare"], strict=True)
+        each = [ours[part][what] / bare[part][what] for ours, bare in pairs]
+        ratios[what] = {"ratio": median(each), "lowest": min(each), "highest": max(each), "rounds": each}
+    return ratios
+
+
+def show(part: str, rows: dict[str, Seconds], ratios: dict[str, dict[str, Any]], counts: str) -> None:
+    names = [name for name in COLUMNS if any(name in row for row in rows.values())]
+    print(f"\n{part:10}" + "".join(f"{name:>10}" for name in names))
     for kind, row in rows.items():
-        print(f"{kind:10}" + "".join(f"{row[name]:9.2f}" if name in row else f"{'-':>9}" for name in names))
-    print(
-        f"ours / bare: {rows['ours']['total'] / rows['bare']['total']:.2f} "
-        f"({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} rounds)"
-    )
+        print(f"{kind:10}" + "".join(f"{row[name]:10.2f}" if name in row else f"{'-':>10}" for name in names))
+    for what, found in ratios.items():
+        print(
+            f"ours / bare, {what}: {found['ratio']:.2f} ({found['lowest']:.2f} to {found['highest']:.2f} in "
+            f"{len(found['rounds'])} rounds){', which counts' * (what == counts)}"
+        )
+
+
+def which_counts(loads: list[float]) -> str:
+    return "total" if max(loads) < CALM else "processor"
+
+
+def settle(seconds: float) -> float:
+    """Wait for a calm machine, for so long at most. Returns the load."""
+    until = time.monotonic() + seconds
+    while (load := os.getloadavg()[0]) >= CALM and time.monotonic() < until:
+        time.sleep(1)
+    return round(load, 2)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument(
+        "--settle", type=float, default=SETTLE_SECONDS, help="seconds that a round waits for a calm load"
+    )
     parser.add_argument("--dashboard", action="store_true", help="bare Ray starts its dashboard, as it does by default")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -205,24 +248,27 @@ def main() -> None:
     found: dict[str, list[dict[str, Seconds]]] = {"ours": [], "bare": []}
     loads: list[float] = []
     for number in range(1, options.rounds + 1):
+        loads.append(settle(options.settle))
         for kind in ("ours", "bare") if number % 2 else ("bare", "ours"):
             values = run_once(kind, number, options)
             found[kind].append(values)
-            loads.append(round(os.getloadavg()[0], 1))
-            totals = ", ".join(f"{part} {phases['total']:.1f} s" for part, phases in values.items())
-            print(f"round {number}, {kind}: {totals} (load {loads[-1]})", flush=True)
+            totals = ", ".join(
+                f"{part} {phases['total']:.1f} s ({phases['processor']:.1f} s of processor time)"
+                for part, phases in values.items()
+            )
+            print(f"round {number}, which began at a load of {loads[-1]}, {kind}: {totals}", flush=True)
+    counts = which_counts(loads)
     result: dict[str, Any] = {
         "workers": options.workers,
         "dashboard_of_bare": options.dashboard,
         "loads": loads,
+        "counts": counts,
         "rounds": found,
     }
     for part in ("start", "recovery"):
-        rows = table(found, part)
-        pairs = zip(found["ours"], found["bare"], strict=True)
-        ratios = [ours[part]["total"] / bare[part]["total"] for ours, bare in pairs]
-        show(part, rows, ratios)
-        result[part] = {**rows, "ratio": rows["ours"]["total"] / rows["bare"]["total"], "ratios": ratios}
+        rows, ratios = table(found, part), ratios_of(found, part)
+        show(part, rows, ratios, counts)
+        result[part] = {**rows, "ratios": ratios}
     if options.out is not None:
         write_result(options.out, result)
 
