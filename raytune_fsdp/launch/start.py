@@ -88,11 +88,12 @@ def _run_on_ray(config: FinetuneConfig, progress: Progress | None, dry: bool, fo
     sizes = sizes_of(config)
     place = check_first(config, sizes[0])
     phases = Phases()
+    from raytune_fsdp.launch.ray.apart import apart_from_ray
     from raytune_fsdp.launch.ray.session import check_not_in_a_copy, connecting
 
     check_not_in_a_copy(config, place.path)
     with Signals() as signals:
-        with connecting(config.cluster, sizes[-1]) as session:
+        with apart_from_ray(place.path / "logs", _say), connecting(config.cluster, sizes[-1]) as session:
             # Imported while Ray starts, which is mostly waiting for its processes.
             from raytune_fsdp.launch.ray import driver
 

@@ -6,6 +6,7 @@ import inspect
 import os
 import time
 from pathlib import Path
+from threading import enumerate as enumerate_threads
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 from ray.util import placement_group, placement_group_table, remove_placement_group
 
 from raytune_fsdp.launch.ray import private
+from raytune_fsdp.launch.ray.apart import RAYS_THREAD
 from raytune_fsdp.launch.ray.driver import RAY_TRAIN
 from raytune_fsdp.launch.ray.session import LIMITS, QUICK
 from tests.ray.conftest import CPUS
@@ -102,6 +104,7 @@ def test_on_the_ray_of_these_tests(cluster: None) -> None:
     private.check_token(address)  # this Ray asks for none
     private.forget_token()
     assert private.dead_processes() == []
+    assert RAYS_THREAD in [thread.name for thread in enumerate_threads()], "what it prints is kept from the screen"
     assert private.leaving_nodes() == {} and private.declared_sizes() == []
     (node,) = ray.nodes()
     assert set(private.reported_kinds()) <= {private.kind_of_node_by_hand(node["NodeID"])}

@@ -1,0 +1,50 @@
+"""What Ray prints into the driver's output of its own, "(raylet) ..." and many lines after it: in a file instead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
+from threading import current_thread
+from typing import Any, TextIO, cast
+
+from raytune_fsdp.durable import make_private, open_private
+from raytune_fsdp.redaction import redact_text
+from raytune_fsdp.untrusted import printable
+
+RAYS_THREAD = "ray_listen_error_messages"
+"""The thread of Ray's that prints. No setting keeps it from that."""
+FILE = "ray.log"
+
+
+@contextmanager
+def apart_from_ray(logs: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """While the block runs, those lines are in `logs`, and one line says so."""
+    with redirect_stdout(cast(TextIO, _Output(sys.stdout, logs / FILE, say))):
+        yield
+
+
+class _Output:
+    """Standard output, but for one thread."""
+
+    def __init__(self, stream: TextIO, path: Path, say: Callable[[str], None]) -> None:
+        self._stream = stream
+        self._path = path
+        self._say = say
+        self._said = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        if current_thread().name != RAYS_THREAD:
+            return self._stream.write(text)
+        with suppress(OSError):
+            make_private(self._path.parent)
+            with open(self._path, "a", opener=open_private) as file:
+                file.write(printable(redact_text(text), keep="\n\t"))
+        if not self._said:
+            self._said = True
+            self._say(f"what Ray says of this is in {self._path}")
+        return len(text)
