@@ -16,6 +16,7 @@ from raytune_fsdp.checkpoint.room import storage_without_room
 from raytune_fsdp.checkpoint.save_in_flight import ENDINGS, Outcome
 from raytune_fsdp.checkpoint.saver import Saver
 from raytune_fsdp.checkpoint.state import RunState
+from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.errors import HandedOver, Interrupted, RaytuneError, TrainingError, TransientError
 from raytune_fsdp.pulse import beat, waiting
 from raytune_fsdp.tracking import names
@@ -70,6 +71,10 @@ class Saves:
     """Whether the save that begins next is of a step that the clock has not chosen."""
     _told: bool = False
     """That storage has no room for recovery points."""
+    _ends_run: bool = False
+    """Whether the save that has begun is the run's last one."""
+    _room_made: bool = False
+    """Whether the last save lacked room, and would find it now."""
     _stop: StopReason | None = None
     """Why the run stops after this step."""
 
@@ -95,6 +100,8 @@ class Saves:
         if self.clock is None or not self.clock.due():
             return False
         cramped = storage_without_room(self.saver.storage.location, self.saver.nbytes)
+        if cramped is not None and self._make_room():  # something else has filled it since the last save
+            cramped = storage_without_room(self.saver.storage.location, self.saver.nbytes)
         if cramped is None:
             return True
         self.clock.put_off()
@@ -102,6 +109,15 @@ class Saves:
             self.tracker.event(names.NO_ROOM_TO_SAVE, **cramped)
             self._told = True
         return False
+
+    def _make_room(self) -> bool:
+        """Whether recovery points were removed for the next save. On rank 0."""
+        with waiting(self.saver.seconds):
+            self.tracker.sync()  # raises if the run, with its checkpoints, is another command's by now
+            removed = self.saver.make_room(for_last=self._ends_run)
+        if removed:
+            self.tracker.event(names.ROOM_MADE, removed=", ".join(removed))
+        return bool(removed)
 
     def due(self, boundary: Boundary, planned: bool, step: int) -> bool:
         """Whether to save after this step. A save that is due while another is being written begins after that one."""
@@ -158,15 +174,23 @@ class Saves:
         # It was due there anyway. A run that has come to its end leaves more than a recovery point.
         if self.committed == state.step and (self._stop is not None or self.recovery != state.step):
             return
-        self._wait_until_free()
-        self._lasting = True
-        self._start(state)
-        outcome = self._finish()
+        self._lasting, self._ends_run = True, self._stop is None
+        outcome = self._tried(state)
+        left = ""
+        if self._room_made:  # as much as a checkpoint has taken, so one more try is enough
+            self._ends_run = False  # what is left now stays
+            outcome, left = self._tried(state), ", if there is one besides those that were removed to make room"
         if outcome is None or outcome.saved is None:
             raise TransientError(
                 f"the checkpoint of step {state.step} could not be written: {outcome and outcome.problem}; free space "
-                "or repair the storage, then run the same command to continue from the previous checkpoint"
+                f"or repair the storage, then run the same command to continue from the previous checkpoint{left}"
             )
+
+    def _tried(self, state: RunState) -> Outcome | None:
+        self._wait_until_free()
+        self._room_made = False
+        self._start(state)
+        return self._finish()
 
     def leave(self) -> None:
         """Wait for the writer of this rank, before its process ends."""
@@ -225,6 +249,11 @@ class Saves:
             )
         else:
             self.tracker.event(names.SAVE_FAILED, step=outcome.step, problem=outcome.problem)
+            if outcome.ending == "no_room":
+                with waiting(self.saver.seconds):
+                    self._room_made = on_rank0(self._make_room, what="make room for a checkpoint")
+                if self._room_made and self.clock is not None:
+                    self.clock.room_made()
 
 
 class NothingSaved(Saves):

@@ -55,6 +55,10 @@ class Clock:
         """There is no room: look again as late as after a save."""
         self._tried = time.monotonic()
 
+    def room_made(self) -> None:
+        """The save that was tried last lacked room, and would find it now: do not wait with the next."""
+        self._tried = -math.inf
+
     def begins(self) -> None:
         """A save begins, of whatever kind."""
         self._tried = self._began = time.monotonic()

@@ -120,6 +120,8 @@ class Keep:
     best: int = 0
     """Also this number of those that scored best."""
     lower_is_better: bool = True
+    recovery: int = 2
+    """The number of recovery points, as long as there is nothing else to go back to."""
 
 
 def to_remove(
@@ -127,7 +129,8 @@ def to_remove(
 ) -> list[CommittedCheckpoint]:
     """The checkpoints that are not kept, oldest first. `found` is sorted; `scores` are by step.
 
-    Recovery points push nothing out, and nothing is kept because of the step that one happens to have.
+    Recovery points push nothing out, and nothing is kept because of the step that one happens to have. They stay only
+    while a run would go on from them, and besides another checkpoint only the newest.
     """
     lasting = [each for each in found if each.lasting]
     # Two: if the newest is damaged, a run falls back to the one before.
@@ -138,9 +141,19 @@ def to_remove(
     scored = [each for each in lasting if each.step in scores]
     scored.sort(key=lambda each: (sign * scores[each.step], -each.step))  # the later of equals
     kept |= set(scored[: keep.best])
-    # Of recovery points the newest, as long as a run would go on from it: so a save finds the room of the one before.
-    kept |= {each for each in found[-1:] if not lasting or each.step > lasting[-1].step}
+    count = 1 if lasting else max(1, keep.recovery)
+    kept |= {each for each in found[-count:] if not lasting or each.step > lasting[-1].step}
     return [each for each in found if each not in kept]
+
+
+def in_the_way(found: Sequence[CommittedCheckpoint], *, of_last: bool) -> list[CommittedCheckpoint]:
+    """What may be removed where storage has no room for another checkpoint. `found` is sorted.
+
+    Recovery points, but not the newest checkpoint, from which the run would go on. `of_last`: it is the run's last one
+    that lacks room, after which nothing has to go on: then that, too, if there is no other recovery point.
+    """
+    older = [each for each in found[:-1] if not each.lasting]
+    return older or [each for each in found[-1:] if of_last and not each.lasting]
 
 
 def way_out(root: str, step: int) -> str:

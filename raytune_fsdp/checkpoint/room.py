@@ -3,6 +3,7 @@ whether storage has room for a checkpoint that is made for safety alone."""
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections import defaultdict
 from collections.abc import Sequence
@@ -33,6 +34,11 @@ def _worst(everyone: Sequence[tuple[tuple[str, str], int, int]]) -> dict[str, An
     if wanted[worst] <= free[worst]:
         return None
     return {"node": worst[0], "wanted": wanted[worst], "free": free[worst]}
+
+
+def lacks_room(error: BaseException) -> bool:
+    """Whether a write has failed because storage, or the quota on it, is full. Not all storage shows a quota before."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def storage_without_room(location: str, size: int) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from raytune_fsdp.checkpoint.layout import METADATA_FILE, PieceLayout
 from raytune_fsdp.checkpoint.manifest import PIECES, make_manifest
 from raytune_fsdp.checkpoint.messages import Messages
+from raytune_fsdp.checkpoint.room import lacks_room
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, STATE_FILE, Draft
 from raytune_fsdp.checkpoint.writing import NotFiniteError, Sum, write_pieces, write_small
 from raytune_fsdp.errors import TransientError, in_one_line
@@ -25,8 +26,9 @@ from raytune_fsdp.types import Saved
 
 logger = logging.getLogger(__name__)
 
-Ending = Literal["committed", "failed", "not_finite"]
-"""How a save ends. `not_finite`: the state has an infinity or a NaN, so another save would end the same way."""
+Ending = Literal["committed", "failed", "not_finite", "no_room"]
+"""How a save ends. `not_finite`: the state has an infinity or a NaN, so another save would end the same way. `no_room`:
+storage is full."""
 ENDINGS: tuple[Ending, ...] = get_args(Ending)
 
 _GRACE_SECONDS = 120
@@ -86,7 +88,7 @@ class SaveInFlight:
 
         begun       the constructor starts this rank's writer, a thread
         written     the writer has sent rank 0 a message about this rank's file
-        ended       rank 0's writer knows the `outcome`: committed, failed or not_finite
+        ended       rank 0's writer knows the `outcome`: committed, failed, not_finite or no_room
         reported    `report` (or `finish`, which waits) has brought the outcome to training on all ranks
 
     Training calls every method, at the same step on all ranks; nothing but the writers runs beside it.
@@ -218,7 +220,7 @@ class SaveInFlight:
         except NotFiniteError as error:
             return {"problem": f"{error} is not finite", "not_finite": True}
         except Exception as error:  # whatever a storage raises, training goes on
-            return {"problem": in_one_line(error)}
+            return {"problem": in_one_line(error), "no_room": lacks_room(error)}
         return {"file": file, "sum": asdict(written.sum), "spans": written.spans}
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -234,12 +236,13 @@ class SaveInFlight:
             if problems:
                 job.draft.discard()
                 more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-                not_finite = any(each.get("not_finite") for each in messages)
-                return self._failed(problems[0] + more, "not_finite" if not_finite else "failed")
+                kinds: tuple[Ending, ...] = ("not_finite", "no_room")
+                ending: Ending = next((kind for kind in kinds if any(each.get(kind) for each in messages)), "failed")
+                return self._failed(problems[0] + more, ending)
             size = self._commit(messages)
         except Exception as error:
             job.draft.discard()
-            return self._failed(f"rank 0: {in_one_line(error)}")
+            return self._failed(f"rank 0: {in_one_line(error)}", "no_room" if lacks_room(error) else "failed")
         seconds = time.monotonic() - self._started
         saved = Saved(step=job.step, path=job.path, seconds=seconds, bytes=size, lasting=job.lasting)
         return Outcome(step=job.step, ending="committed", saved=saved)

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from raytune_fsdp.checkpoint.catalogue import Keep, prune
+from raytune_fsdp.checkpoint.catalogue import Keep, committed, in_the_way, prune
 from raytune_fsdp.checkpoint.layout import PieceLayout, make_layout
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.messages import Messages, open_messages
+from raytune_fsdp.checkpoint.room import storage_without_room
 from raytune_fsdp.checkpoint.save_in_flight import Ending, Outcome, SaveInFlight, SaveJob
 from raytune_fsdp.checkpoint.staging import Staging, UpdatesAfterCopies
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.checkpoint.storage import Draft, Storage, at_once, directory_name
 from raytune_fsdp.checkpoint.tensors import tensors_of
+from raytune_fsdp.errors import in_one_line
 from raytune_fsdp.optim import Optimizer, local_piece
+
+logger = logging.getLogger(__name__)
 
 _LEAVE_SECONDS = 30  # storage that hangs for longer does not keep the process from ending
 
@@ -47,6 +52,8 @@ class Saver:
     _save: SaveInFlight | None = None
     """The last one that was begun."""
     _failed: list[Draft] = field(default_factory=list)
+    _all_kept: bool = False
+    """After the last save that was begun nothing is removed."""
 
     @property
     def asynchronous(self) -> bool:
@@ -127,12 +134,35 @@ class Saver:
 
     def _pruning(self, state: RunState) -> Callable[[], None]:
         """What removes older checkpoints once this state is committed."""
-        keep, scores = self.keep, dict(self.scores)
-        if state.skipped_in_row:
-            # Whatever has made the values infinite may be in the weights of this checkpoint, and of the ones before.
-            # The run may have to be begun again from one before that, so none is removed until an update is done again.
+        keep, scores, size = self.keep, dict(self.scores), self.nbytes
+        # Whatever has made the values infinite may be in the weights of this checkpoint, and of the ones before. The
+        # run may have to be begun again from one before that, so none is removed until an update is done again.
+        self._all_kept = bool(state.skipped_in_row)
+        if self._all_kept:
             return at_once
-        return lambda: prune(self.storage, keep, scores)
+
+        def prune_all() -> None:
+            prune(self.storage, keep, scores)
+            # The older of two recovery points must not take the room of the saves that follow.
+            if keep.recovery > 1 and storage_without_room(self.storage.location, size) is not None:
+                prune(self.storage, replace(keep, recovery=1), scores)
+
+        return prune_all
+
+    def make_room(self, *, for_last: bool) -> list[str]:
+        """Remove recovery points that the run does not need for going on, because storage has no room for another
+        checkpoint, and keep one at a time from now on. Returns their names. On rank 0, while no save is being written.
+
+        `for_last`: for the run's last checkpoint, see `in_the_way`.
+        """
+        self.keep, gone = replace(self.keep, recovery=1), []
+        try:
+            for each in () if self._all_kept else in_the_way(committed(self.storage.location), of_last=for_last):
+                self.storage.remove(each.name)
+                gone.append(each.name)
+        except OSError as error:  # as after a commit: training goes on
+            logger.warning("older checkpoints could not be removed: %s", in_one_line(error))
+        return gone
 
     def report(self, ending: Ending) -> Outcome:
         """The outcome of the last save, after rank 0 has announced this `ending`. Collective."""

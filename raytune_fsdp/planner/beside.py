@@ -29,6 +29,8 @@ class Beside:
     checkpoint: int
     kept: Mapping[str, int]
     """Of checkpoints at a time: those that stay, and the one that is being written."""
+    by_clock: int
+    """As many more there may be at a time because of the clock, which only asks for them where there is room."""
 
     @property
     def storage(self) -> int:
@@ -52,12 +54,13 @@ def beside(config: FinetuneConfig, found: Prediction) -> Beside:
         naive=ranks * (PROCESS + 4 * found.parameters.total),
         checkpoint=found.checkpoint,
         kept=kept_at_once(config.checkpoint, found.plan),
+        by_clock=more_by_clock(config.checkpoint, found.plan),
     )
 
 
 def kept_at_once(chosen: CheckpointConfig, plan: Plan) -> dict[str, int]:
-    """How many checkpoints a run has at a time at most, by what they are kept for."""
-    saves = plan.saves  # others, by the clock, only come where there is room for them
+    """How many checkpoints a run needs room for: those it has at a time at most, by what they are kept for."""
+    saves = plan.saves  # others, by the clock: see more_by_clock
     kept = {"newest": min(saves, chosen.keep_last or saves), "best": chosen.keep_best}
     if chosen.keep_every and chosen.keep_last:
         kept["every"] = plan.steps // chosen.keep_every
@@ -67,3 +70,11 @@ def kept_at_once(chosen: CheckpointConfig, plan: Plan) -> dict[str, int]:
         left -= kept[name]
     # An older one is only removed once a newer one is complete.
     return {**{name: count for name, count in kept.items() if count}, **({"being written": 1} if left else {})}
+
+
+def more_by_clock(chosen: CheckpointConfig, plan: Plan) -> int:
+    """How many more a run has at a time at most where there is room: recovery points."""
+    if not chosen.by_clock:
+        return 0
+    # Two until there is a planned one, and the next is written. Of the others one stays until the next is complete.
+    return 2 if plan.saves == 1 else 1

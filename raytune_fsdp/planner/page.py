@@ -132,13 +132,14 @@ def _beside(planned: Planned) -> list[str]:
     each = planned.beside
     kept = ", ".join(f"{count} {name}" for name, count in each.kept.items())
     free = "" if planned.free is None else f"; {_gib(planned.free)} are free at its place on this machine"
+    clock = f", and up to {each.by_clock} more by the clock where there is room" if each.by_clock else ""
     return [
         *_row(
             "host memory",
             f"a machine: {_gib(each.loading)} while loading (every rank with a copy of its own: {_gib(each.naive)}), "
             f"{_gib(each.training)} while training, {_gib(each.saving)} while saving; {_gib(each.exporting)} to export",
         ),
-        *_row("storage", f"{_gib(each.checkpoint)} a checkpoint, {_gib(each.storage)} at a time ({kept}){free}"),
+        *_row("storage", f"{_gib(each.checkpoint)} a checkpoint, {_gib(each.storage)} at a time ({kept}){clock}{free}"),
     ]
 
 
@@ -304,7 +305,12 @@ def point_as_data(found: Prediction, each: Beside, notes: Iterable[Advice], pric
             "exporting": each.exporting,
             "naive": each.naive,
         },
-        "storage": {"checkpoint": each.checkpoint, "kept": dict(each.kept), "total": each.storage},
+        "storage": {
+            "checkpoint": each.checkpoint,
+            "kept": dict(each.kept),
+            "total": each.storage,
+            "by_clock": each.by_clock,
+        },
         "advice": [{"id": note.id, "text": note.text, "source": note.source} for note in notes],
     }
 

@@ -34,6 +34,7 @@ _WORDS = {
     names.SAVE_POSTPONED: "checkpoint of step {step} is postponed: the previous one is still being written",
     names.NO_ROOM_TO_SAVE: "nothing is saved by the clock: storage has {free} bytes left, and that and the next save "
     "take {wanted}",
+    names.ROOM_MADE: "storage has no room for another checkpoint, so recovery points were removed: {removed}",
     names.CHECKPOINT_DAMAGED: "checkpoint {path} is damaged ({problem}), so an older one is used",
     names.EXPORTED_ALONE: "{path} has the language model alone, a {model} without the parts that see: {because}",
     names.WINDOWS_BUILT: "tokenized {windows} windows of data",

@@ -71,6 +71,9 @@ SAVED = "saved"
 NO_ROOM_TO_SAVE = "no_room_to_save"
 """The clock asks for a checkpoint, and storage has no room for it and the next one, so there is none. Once in an
 attempt. Fields: wanted and free (bytes)."""
+ROOM_MADE = "room_made"
+"""Storage had no room for another checkpoint, so recovery points were removed that the run does not need for going on.
+Fields: removed (their names, with commas)."""
 MEMORY_SHORT = "memory_short"
 """A node has less memory than the copies that a save of its ranks makes. Fields: node, wanted and free (bytes)."""
 SAVE_FAILED = "save_failed"

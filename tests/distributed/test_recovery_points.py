@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -16,12 +20,14 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import read_events, read_trajectory
+from tests.quota import with_quota
 from tests.ranks import run_ranks
 from tests.runs import make_config, trajectory
 
 ASKED = (7, 15)
 """Steps after which the clock asks, each right before a planned save."""
 _WRITES_SECONDS = 0.7
+_NEWNS, _PRIVATE = 0x20000, 0x4000 | 0x40000
 
 
 def rank(values: Mapping[str, Any]) -> None:
@@ -53,6 +59,96 @@ def rank(values: Mapping[str, Any]) -> None:
         clock.now += 1801.0 if (step in ASKED) == (dist.get_rank() == 0) else 0.0
 
     work(config, prepared, standing, torch.device("cpu"), stop)
+
+
+def on_small_disk(values: Mapping[str, Any], size: int, left: int) -> list[tuple[str, Any]]:
+    """The only rank of a run whose checkpoints have a disk of their own, which something fills up to some bytes once
+    the clock has asked for one."""
+    from raytune_fsdp.checkpoint import by_clock
+    from raytune_fsdp.launch.local import prepare_on_rank0
+    from raytune_fsdp.launch.worker import work
+    from tests.clock import Clock
+
+    config, clock, step = FinetuneConfig.model_validate(values), Clock(), 0
+    by_clock.time = clock  # type: ignore[assignment]
+    libc, home = ctypes.CDLL(None, use_errno=True), str(config.checkpoint.storage)
+    assert libc.unshare(_NEWNS) == 0 and libc.mount(None, b"/", None, _PRIVATE, None) == 0
+    assert libc.mount(b"disk", home.encode(), b"tmpfs", 0, f"size={size}".encode()) == 0, ctypes.get_errno()
+
+    def stop() -> None:
+        nonlocal step
+        step += 1
+        clock.now += 1801.0 if step == 3 else 0.0
+        if step == 6:
+            free = shutil.disk_usage(home).free
+            (Path(home) / "somebody-else").write_bytes(b"0" * (free - left))
+
+    work(config, *prepare_on_rank0(config), torch.device("cpu"), stop)
+    place = RunDir.of(config)
+    return [*outcomes(place), ("there", [each.name for each in committed(place.checkpoints)])]
+
+
+def outcomes(place: RunDir) -> list[tuple[str, Any]]:
+    """What has become of saves, and what was removed for them."""
+    events = [each for each in read_events(place.events) if each["event"] in ("saved", "save_failed", "room_made")]
+    return [(each["event"], each["fields"].get("step", each["fields"].get("removed"))) for each in events]
+
+
+def _may_mount() -> bool:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if ctypes.CDLL(None).unshare(_NEWNS) == 0 else 1)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def test_the_last_save_takes_the_room_of_the_only_recovery_point_on_a_full_disk(tmp_path: Path) -> None:
+    if not _may_mount():
+        pytest.skip("only root may give a process a disk of its own")
+    (tmp_path / "disk").mkdir()
+    config = make_config(
+        tmp_path, train={"global_batch": 4, "max_steps": 9}, parallel={"precision": "fp32"},
+        checkpoint={"storage": str(tmp_path / "disk")},
+    )  # fmt: skip
+    (found,) = run_ranks(on_small_disk, 1, config.model_dump(), 2_000_000, 100_000)
+    assert found == [
+        ("saved", 3), ("save_failed", 9), ("room_made", "step-00000003.a1.r"), ("saved", 9),
+        ("there", ["step-00000009.a1"]),
+    ]  # fmt: skip
+
+
+def within_quota(values: Mapping[str, Any]) -> None:
+    """A rank of a run with a quota for one checkpoint, in which the clock asks for two."""
+    from raytune_fsdp.checkpoint import by_clock, posix
+    from raytune_fsdp.launch.local import prepare_on_rank0
+    from raytune_fsdp.launch.worker import work
+    from tests.clock import Clock
+
+    config, clock, step = FinetuneConfig.model_validate(values), Clock(), 0
+    by_clock.time = clock  # type: ignore[assignment]
+    posix.PosixDraft.create = with_quota(lambda: 1.4)  # type: ignore[method-assign,assignment]
+
+    def stop() -> None:
+        nonlocal step
+        step += 1
+        clock.now += 1801.0 if step in ASKED else 0.0
+
+    work(config, *prepare_on_rank0(config), torch.device("cpu"), stop)
+
+
+def test_all_ranks_try_the_last_save_again_when_room_is_made_for_it(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "train": {"global_batch": 8, "micro_batch": 2, "max_steps": 20},
+        "parallel": {"precision": "fp32"},
+    }
+    plain = trajectory(make_config(tmp_path, run={"name": "plain"}, **sections), 2)
+    config = make_config(tmp_path, **sections, checkpoint={"asynchronous": False})
+    place = RunDir.of(config)
+    run_ranks(within_quota, 2, config.model_dump())
+    assert outcomes(place) == [
+        ("saved", 7), ("save_failed", 15), ("save_failed", 20), ("room_made", "step-00000007.a1.r"), ("saved", 20),
+    ]  # fmt: skip
+    assert [each.name for each in committed(place.checkpoints)] == ["step-00000020.a1"]
+    assert read_trajectory(place.metrics) == plain
 
 
 def test_planned_saves_are_where_they_would_be(tmp_path: Path) -> None:

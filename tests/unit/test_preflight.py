@@ -22,7 +22,7 @@ from raytune_fsdp.launch import preflight
 from raytune_fsdp.launch.preflight import check_memory, check_room, predict
 from raytune_fsdp.plan import Plan, resolve
 from raytune_fsdp.planner import prediction
-from raytune_fsdp.planner.beside import kept_at_once
+from raytune_fsdp.planner.beside import kept_at_once, more_by_clock
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.standing import Prepared
 from tests.clock import Clock
@@ -253,3 +253,19 @@ def test_how_many_checkpoints_there_are_at_a_time(
 ) -> None:
     config = make_config(tmp_path, train={"max_steps": steps}, checkpoint=checkpoint)
     assert kept_at_once(config.checkpoint, resolve(config, 1)) == kept
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "more"),
+    [
+        ({"every": 5}, 0),
+        ({"every": None}, 0),
+        ({}, 2),  # two, and one that is being written: it or the last one, which counts as planned
+        ({"every": {"minutes": 5}}, 2),
+        ({"keep_best": 1}, 1),  # evaluations plan saves; of recovery points one stays until the next is complete
+    ],
+)
+def test_how_many_more_checkpoints_the_clock_may_bring(tmp_path: Path, checkpoint: dict[str, Any], more: int) -> None:
+    data = make_config(tmp_path).model_dump()["data"]
+    config = make_config(tmp_path, data={**data, "eval": data["train"]}, eval={"every": 8}, checkpoint=checkpoint)
+    assert more_by_clock(config.checkpoint, resolve(config, 1)) == more

@@ -16,9 +16,10 @@ from raytune_fsdp.audit import choose_segment
 from raytune_fsdp.checkpoint import by_clock, room
 from raytune_fsdp.checkpoint.by_clock import Clock, Intervals
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Keep, committed, to_remove
+from raytune_fsdp.checkpoint.posix import PosixDraft
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.config import CheckpointConfig, FinetuneConfig
-from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.errors import Interrupted, ResumeError, TransientError
 from raytune_fsdp.launch.worker import alone, work
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import checkpoints_to_average
@@ -27,7 +28,10 @@ from raytune_fsdp.run.standing import agree
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import read_evaluations, read_events, read_trajectory
+from raytune_fsdp.types import StopReason
 from tests import clock as clocks
+from tests.checkpoints import pieces_of
+from tests.quota import with_quota
 from tests.runs import make_config, write_tokens
 
 CPU = torch.device("cpu")
@@ -126,7 +130,7 @@ def _found(lasting: Sequence[int], recovery: Sequence[int]) -> list[CommittedChe
     st.sets(st.integers(1, 40)), st.sets(st.integers(1, 40)), st.one_of(st.none(), st.integers(2, 5)),
     st.one_of(st.none(), st.integers(1, 10)), st.integers(0, 3), st.dictionaries(st.integers(1, 40), st.floats(0, 1)),
 )  # fmt: skip
-def test_recovery_points_push_nothing_out_and_only_the_newest_stays(
+def test_recovery_points_push_nothing_out_and_two_stay_only_while_there_is_nothing_else(
     lasting: set[int], recovery: set[int], last: int | None, every: int | None, best: int, scores: dict[int, float]
 ) -> None:
     keep = Keep(last=last, every=every, best=best)
@@ -134,8 +138,8 @@ def test_recovery_points_push_nothing_out_and_only_the_newest_stays(
     found = _found(sorted(lasting), sorted(recovery))
     removed = set(to_remove(found, keep, scores))
     assert {each for each in removed if each.lasting} == without
-    newest = max(recovery, default=0)
-    stays = {newest} if newest > max(lasting, default=0) else set()
+    newest = sorted(recovery)[-1:] if lasting else sorted(recovery)[-2:]
+    stays = {step for step in newest if step > max(lasting, default=0)}
     assert {each.step for each in found if not each.lasting and each not in removed} == stays
 
 
@@ -146,17 +150,20 @@ def attempt(
     step: float,
     of: Container[int] = range(100),
     crash_at: int | None = None,
+    stop_at: int | None = None,
 ) -> RunDir:
-    """An attempt in which these steps take so many seconds of the clock; it crashes after a step, as by a bug."""
+    """An attempt in which these steps take so many seconds of the clock; it crashes after a step, as by a bug, or is
+    stopped."""
     prepared, standing = prepare(config, 1)
     begun = standing.state.step
 
-    def stop() -> None:
+    def stop() -> StopReason | None:
         nonlocal begun
         if begun == crash_at:
             raise RuntimeError("a bug")
         begun += 1
         time.now += step if begun in of else 0.0
+        return StopReason.SIGNAL if begun == stop_at else None
 
     with alone(CPU):
         work(config, prepared, agree(config, prepared, lambda: standing), CPU, stop)
@@ -269,6 +276,151 @@ def test_storage_without_room_is_left_to_the_last_save(
     said = [each["fields"] for each in read_events(place.events) if each["event"] == names.NO_ROOM_TO_SAVE]
     assert said == [{"wanted": said[0]["wanted"], "free": 300_000}] and len(asked) > 5
     assert 150_000 < said[0]["wanted"] / 2 <= size, "the numbers of a checkpoint, without what stands beside them"
+
+
+def there(place: RunDir) -> list[tuple[int, bool]]:
+    return [(each.step, each.lasting) for each in committed(place.checkpoints)]
+
+
+def said(place: RunDir, *kinds: str) -> list[tuple[str, Any]]:
+    """What has become of saves, and what was removed for them."""
+    events = [each for each in read_events(place.events) if each["event"] in kinds]
+    return [(each["event"], each["fields"].get("step", each["fields"].get("removed"))) for each in events]
+
+
+def _short(home: Path, **sections: Any) -> FinetuneConfig:
+    """Of 12 steps, with nothing planned."""
+    return make_config(
+        home, train={"global_batch": 4, "max_steps": 12}, parallel={"precision": "fp32"},
+        checkpoint={"asynchronous": False}, **sections,
+    )  # fmt: skip
+
+
+@pytest.mark.thorough
+def test_a_damaged_recovery_point_leaves_one_to_go_back_to(tmp_path: Path, time: clocks.Clock) -> None:
+    config, clean = _short(tmp_path), _short(tmp_path, run={"name": "clean"})
+    place, plain = RunDir.of(config), attempt(clean, time, step=0.0)
+    with pytest.raises(RuntimeError, match="a bug"):
+        attempt(config, time, step=1801.0, of=(3, 6, 9), crash_at=10)
+    assert there(place) == [(6, False), (9, False)], "the third has taken the place of the first"
+    pieces_of(committed(place.checkpoints)[-1])[0].write_bytes(b"")
+    attempt(config, time, step=0.0)
+    started = [each["fields"] for each in read_events(place.events) if each["event"] == names.ATTEMPT_STARTED]
+    assert started[-1]["resumed_from"] == 6
+    assert read_trajectory(place.metrics) == read_trajectory(plain.metrics)
+    assert there(place) == [(12, True)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("room_for", "by_clock", "at_crash"),
+    [
+        (2, [2], [2]),  # it and the last one
+        (3, [2, 4, 6, 8], [8]),  # of another one, too, there would be no room for the next
+        (4, [2, 4, 6, 8], [6, 8]),
+    ],
+)
+def test_the_older_recovery_point_gives_way_to_saves_that_follow(
+    tmp_path: Path,
+    time: clocks.Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    room_for: int,
+    by_clock: list[int],
+    at_crash: list[int],
+) -> None:
+    """On a disk on which as many checkpoints fit, which says so."""
+    config = _short(tmp_path)
+    place = RunDir.of(config)
+    size = 200_000
+
+    def disk(path: Path) -> Any:
+        return SimpleNamespace(free=(room_for - len(there(place))) * size)
+
+    monkeypatch.setattr(room.shutil, "disk_usage", disk)
+    monkeypatch.setattr("raytune_fsdp.checkpoint.saver.Saver.nbytes", size)
+    with pytest.raises(RuntimeError, match="a bug"):
+        attempt(config, time, step=1801.0, of=(2, 4, 6, 8), crash_at=9)
+    assert saved(place, recovery=True) == by_clock
+    assert there(place) == [(step, False) for step in at_crash]
+    attempt(config, time, step=1801.0, of=(10,))
+    assert there(place) == [(12, True)]
+
+
+@pytest.mark.thorough
+def test_room_that_was_filled_since_is_taken_from_the_older_recovery_point(
+    tmp_path: Path, time: clocks.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something else fills the disk while there are two: the clock's next save finds room, and one stays from then."""
+    config = _short(tmp_path)
+    place, size, filled = RunDir.of(config), 200_000, 0
+
+    def disk(path: Path) -> Any:
+        return SimpleNamespace(free=(5 - filled - len(there(place))) * size)
+
+    monkeypatch.setattr(room.shutil, "disk_usage", disk)
+    monkeypatch.setattr("raytune_fsdp.checkpoint.saver.Saver.nbytes", size)
+    with pytest.raises(RuntimeError, match="a bug"):
+        attempt(config, time, step=1801.0, of=(2, 4), crash_at=5)
+    assert there(place) == [(2, False), (4, False)]
+    filled = 2
+    with pytest.raises(RuntimeError, match="a bug"):
+        attempt(config, time, step=1801.0, of=(6, 8), crash_at=9)
+    assert there(place) == [(8, False)]
+    assert said(place, names.NO_ROOM_TO_SAVE, names.ROOM_MADE) == [(names.ROOM_MADE, "step-00000002.a1.r")]
+
+
+OUTCOMES = (names.SAVED, names.SAVE_FAILED, names.ROOM_MADE)
+
+
+@pytest.mark.thorough
+def test_a_quota_with_room_for_two_takes_the_older_recovery_point(
+    tmp_path: Path, time: clocks.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save that has met it is made up for at once, and from then on one recovery point is kept."""
+    monkeypatch.setattr(PosixDraft, "create", with_quota(lambda: 2.4))
+    place = attempt(_short(tmp_path), time, step=1801.0, of=(2, 4, 6, 9))
+    assert said(place, *OUTCOMES) == [
+        ("saved", 2), ("saved", 4), ("save_failed", 6), ("room_made", "step-00000002.a1.r"), ("saved", 7),
+        ("saved", 9), ("saved", 12),
+    ]  # fmt: skip
+    assert there(place) == [(12, True)]
+
+
+@pytest.mark.thorough
+def test_the_last_save_finds_room_within_a_quota_for_one(
+    tmp_path: Path, time: clocks.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the only way back stays, whatever fails."""
+    monkeypatch.setattr(PosixDraft, "create", with_quota(lambda: 1.4))
+    config = _short(tmp_path)
+    place = RunDir.of(config)
+    with pytest.raises(Interrupted, match=r"stopped by a signal after step 8, but the checkpoint of step 8 could not"):
+        attempt(config, time, step=1801.0, of=(2, 5), stop_at=8)
+    assert there(place) == [(2, False)], "a run that is stopped has to go on from it"
+    attempt(config, time, step=0.0)
+    assert said(place, *OUTCOMES) == [
+        ("saved", 2), ("save_failed", 5), ("save_failed", 8),
+        ("save_failed", 12), ("room_made", "step-00000002.a1.r"), ("saved", 12),
+    ]  # fmt: skip
+    assert there(place) == [(12, True)]
+
+
+@pytest.mark.thorough
+def test_the_last_save_is_tried_twice_and_leaves_the_newest_recovery_point(
+    tmp_path: Path, time: clocks.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where room that was made for it is taken by something else."""
+    fits = 3.4
+    monkeypatch.setattr(PosixDraft, "create", with_quota(lambda: fits))
+    config = _short(tmp_path)
+    place = RunDir.of(config)
+    with pytest.raises(RuntimeError, match="a bug"):
+        attempt(config, time, step=1801.0, of=(2, 5), crash_at=6)
+    fits = 0.4
+    with pytest.raises(TransientError, match="previous checkpoint, if there is one besides those that were removed"):
+        attempt(config, time, step=0.0)
+    assert said(place, *OUTCOMES)[2:] == [("save_failed", 12), ("room_made", "step-00000002.a1.r"), ("save_failed", 12)]
+    assert there(place) == [(5, False)]
 
 
 def test_a_mean_of_recovery_points_has_to_be_asked_for(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ function show(answer) {
 
 function factsOf(point) {
   const [low, high] = point.step_seconds_between, cost = price(point), { host, storage } = point;
-  const kept = storage.total === undefined ? "weights that are trained, and optimizer" : `${bytes(storage.total)} at a time at most`;
+  const kept = storage.total === undefined ? "weights that are trained, and optimizer" : `${bytes(storage.total)} at a time at most${storage.by_clock ? `, and ${storage.by_clock} more by the clock where there is room` : ""}`;
   const found = [
     ["Tokens a second and GPU", number(point.tokens_per_second_per_gpu), `MFU ${number(100 * point.mfu, 1)} %, ${point.bound}-bound`],
     ["A step", seconds(point.step_seconds), `${seconds(low)} to ${seconds(high)} in half of published runs`],
