@@ -208,7 +208,13 @@ def _rank_main(
         if dist.get_rank() == 0:
             phases.finished("workers")
             hooks = LauncherHooks(reached=phases.finished, predicted=predicted)
-        step = work(config, prepared, agree(config, prepared, lambda: standing), device, stop, hooks)
+        try:
+            step = work(config, prepared, agree(config, prepared, lambda: standing), device, stop, hooks)
+        except Interrupted:
+            # All ranks have agreed to stop, so none waits for another one. Where threads of the group are left, the end of
+            # the interpreter may be an abort ("terminate called without an active exception").
+            dist.destroy_process_group()
+            raise
         dist.destroy_process_group()
         return step
 
