@@ -211,8 +211,8 @@ def _rank_main(
         try:
             step = work(config, prepared, agree(config, prepared, lambda: standing), device, stop, hooks)
         except Interrupted:
-            # All ranks have agreed to stop, so none waits for another one. Where threads of the group are left, the end of
-            # the interpreter may be an abort ("terminate called without an active exception").
+            # All ranks have agreed to stop, so none waits for another one. Where threads of the group are left, the end
+            # of the interpreter may be an abort ("terminate called without an active exception").
             dist.destroy_process_group()
             raise
         dist.destroy_process_group()
