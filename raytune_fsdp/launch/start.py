@@ -93,7 +93,7 @@ def _run_on_ray(config: FinetuneConfig, progress: Progress | None, dry: bool, fo
 
     check_not_in_a_copy(config, place.path)
     with Signals() as signals:
-        with apart_from_ray(place.path / "logs", _say), connecting(config.cluster, sizes[-1]) as session:
+        with apart_from_ray(place.path / "logs"), connecting(config.cluster, sizes[-1]) as session:
             # Imported while Ray starts, which is mostly waiting for its processes.
             from raytune_fsdp.launch.ray import driver
 

@@ -19,7 +19,7 @@ def prints(text: str, name: str) -> None:
 
 def test_what_ray_prints_is_in_a_file_that_is_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logs = tmp_path / "logs"
-    with apart_from_ray(logs, print):
+    with apart_from_ray(logs):
         assert not logs.exists()
         prints("ours", "another")
         prints("(raylet) a worker died, \x1b[33mHF_TOKEN=hf_" + "a" * 34, RAYS_THREAD)
@@ -28,7 +28,7 @@ def test_what_ray_prints_is_in_a_file_that_is_named_once(tmp_path: Path, capsys:
         assert sys.stdout.isatty() is False
     print("afterwards")
     said = capsys.readouterr().out.splitlines()
-    assert said == ["ours", f"what Ray says of this is in {logs / FILE}", "ours, too", "afterwards"]
+    assert said == ["ours", f"what Ray says of it is in {logs / FILE}", "ours, too", "afterwards"]
     kept = (logs / FILE).read_text()
     assert "a worker died" in kept and "and its stack" in kept
     assert "hf_aaaa" not in kept and "\x1b" not in kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from threading import current_thread
@@ -19,19 +19,18 @@ FILE = "ray.log"
 
 
 @contextmanager
-def apart_from_ray(logs: Path, say: Callable[[str], None]) -> Iterator[None]:
+def apart_from_ray(logs: Path) -> Iterator[None]:
     """While the block runs, those lines are in `logs`, and one line says so."""
-    with redirect_stdout(cast(TextIO, _Output(sys.stdout, logs / FILE, say))):
+    with redirect_stdout(cast(TextIO, _Output(sys.stdout, logs / FILE))):
         yield
 
 
 class _Output:
     """Standard output, but for one thread."""
 
-    def __init__(self, stream: TextIO, path: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, stream: TextIO, path: Path) -> None:
         self._stream = stream
         self._path = path
-        self._say = say
         self._said = False
 
     def __getattr__(self, name: str) -> Any:
@@ -46,5 +45,7 @@ class _Output:
                 file.write(printable(redact_text(text), keep="\n\t"))
         if not self._said:
             self._said = True
-            self._say(f"what Ray says of this is in {self._path}")
+            with suppress(OSError):
+                self._stream.write(f"what Ray says of it is in {self._path}\n")
+                self._stream.flush()
         return len(text)
