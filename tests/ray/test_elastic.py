@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -17,6 +21,9 @@ pytestmark = pytest.mark.slow
 
 ON_NODES = {"launch": "ray", "device": "cpu", "gpus_per_worker": 1}
 """Ranks on the nodes that are added, which have a logical GPU each, and not on the head."""
+
+
+OPEN = {**os.environ, "RAY_AUTH_MODE": "disabled"}
 
 
 def test_nodes_are_lost_and_added(tmp_path: Path) -> None:
@@ -120,3 +127,47 @@ def test_nodes_are_taken_away(tmp_path: Path) -> None:
     assert [line["fields"]["resumed_from"] for line in events(run.run_dir, "attempt_started")] == [0, *commits]
     steps = [step["step"] for step in read_trajectory(run.run_dir / "metrics.jsonl")]
     assert steps == list(range(1, 61))
+
+
+OTHERS = """
+import sys, time, ray
+ray.init(sys.argv[1], logging_level=40)
+@ray.remote(num_cpus=0, num_gpus=1)
+def busy(seconds):
+    time.sleep(seconds)
+while True:
+    ray.get([busy.remote(20), busy.remote(20)])
+    time.sleep(3)
+"""
+"""Two GPUs are busy for twenty seconds and idle for three, again and again."""
+
+
+def test_work_of_others_that_comes_and_goes_does_not_stop_the_training(tmp_path: Path) -> None:
+    """Five seconds of room in total were enough for a growth, and each of them ended where it began."""
+    config = config_of(
+        tmp_path,
+        train={"global_batch": 10, "micro_batch": 2, "max_steps": 100_000},
+        cluster={**ON_NODES, "workers": {"min": 2, "max": 4}, "max_failures": 0},
+        tracking={"console": True, "mlflow": {"enabled": False}},
+    )
+    with Nodes(tmp_path, head_cpus=3) as nodes:
+        for name in "abcd":
+            nodes.add(name)
+        others = subprocess.Popen([sys.executable, "-c", OTHERS, nodes.address], env=OPEN, start_new_session=True)
+        try:
+            time.sleep(8)  # they have begun
+            run = Command(config, tmp_path, RAY_ADDRESS=nodes.address, RAY_AUTH_MODE="disabled")
+            (run.faults / "pace").write_text("0.5")
+            run.until(lambda: run.steps() >= 1)
+            began, reached = time.monotonic(), run.steps()
+            run.until(lambda: time.monotonic() - began > 180)
+            run.process.send_signal(signal.SIGINT)
+            code, said = run.end()
+        finally:
+            os.killpg(others.pid, signal.SIGKILL)
+            others.wait()
+    assert code == 130, said
+    attempts = events(run.run_dir, "attempt_started")
+    sizes = [len(each["fields"]["ranks"]) for each in events(run.run_dir, "ranks_joined")]
+    print(sizes, run.steps() - reached, "steps")
+    assert len(attempts) <= 3, said  # one that may grow at once, and after that none for two minutes
