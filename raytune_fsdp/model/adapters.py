@@ -20,9 +20,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from raytune_fsdp.config.method import ALL_LINEAR, AdapterMethod, Ia3Method, LoraMethod
+from raytune_fsdp.config.method import AdapterMethod, Ia3Method, LoraMethod
 from raytune_fsdp.errors import ConfigError, ModelError, first_line, pip_install
 from raytune_fsdp.keyed import derive_key
+from raytune_fsdp.model.adapter_targets import is_expression, targets_of
 from raytune_fsdp.model.added_rows import ROWS, weights_with_rows
 from raytune_fsdp.model.keys import owned_tensors
 from raytune_fsdp.model.weights import Weights
@@ -82,36 +83,11 @@ def peft_config_of(network: PreTrainedModel, method: AdapterMethod) -> PeftConfi
         lora_dropout=method.dropout,
         use_rslora=method.rank_stabilized,
         use_dora=method.dora,
-        target_modules=(_linear_names(network) if method.target_modules == ALL_LINEAR else method.target_modules)
-        or None,
+        target_modules=targets_of(network, method) or None,
         target_parameters=method.target_parameters or None,
         modules_to_save=method.modules_to_save or None,
         task_type="CAUSAL_LM",
     )
-
-
-def _linear_names(network: PreTrainedModel) -> list[str]:
-    """What all linear layers but the head are called, the last part of their names.
-
-    Not in PEFT's word for it: where experts were linear layers in transformers 4, that word and those names stand for
-    the experts, which take no dropout. So the names are left out that PEFT would take for experts.
-    """
-    from peft import LoraConfig
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-
-    head = network.get_output_embeddings()
-    linear = (nn.Linear, Conv1D)
-    modules = dict(network.named_modules())
-    names = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, linear)}
-    # Some routers are linear layers that return two tensors (Llama 4's), of which an adapter knows nothing.
-    kept = {
-        name.rpartition(".")[2]
-        for name, module in modules.items()
-        if module is head or (isinstance(module, linear) and type(module).__name__.endswith("Router"))
-    }
-    probe = LoraConfig(target_modules=sorted(names - kept))
-    convert_peft_config_for_transformers(probe, model=network, conversions=None)
-    return sorted(probe.target_modules or ())
 
 
 def _check_tied(network: PreTrainedModel, saved: list[str]) -> None:
@@ -164,8 +140,7 @@ def _check_each(network: PreTrainedModel, method: AdapterMethod) -> None:
         for name, module in network.named_modules()
         if is_adapter_layer(module) and type(module).__name__ != "ParamWrapper"
     }
-    is_expression = isinstance(targets, str) and targets.lower() != ALL_LINEAR
-    if is_expression and not any(re.fullmatch(str(targets), name) for name in own):
+    if is_expression(targets) and not any(re.fullmatch(str(targets), name) for name in own):
         raise ConfigError(
             f"method.target_modules={shown(targets)}: the expression matches the whole name of no module of a {kind} "
             f"that can have an adapter: correct it, or name modules in a list; {_nearest(network, [str(targets)])}"

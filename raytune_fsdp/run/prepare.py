@@ -72,7 +72,7 @@ from raytune_fsdp.run.length import warn_of_schedule
 from raytune_fsdp.run.needs import network_needs
 from raytune_fsdp.run.places import mark_of
 from raytune_fsdp.run.probe import check_step
-from raytune_fsdp.run.resume import check_same_run, files_of, find_resume, identity_of
+from raytune_fsdp.run.resume import check_same_adapters, check_same_run, files_of, find_resume, identity_of
 from raytune_fsdp.run.standing import Prepared, Standing, confirm_complete, stand
 from raytune_fsdp.rundir import RunDir, check_links
 from raytune_fsdp.tasks import metrics_of
@@ -118,6 +118,7 @@ def prepare(
     # Before the census, which may take an hour, so that a run that cannot continue is refused in seconds.
     check_size(RunState(identity=identity, files=files_of_data))
     check_same_run(found, identity, files_of_data)
+    check_same_adapters(found, config, network)
     counted, built = _counted(config, train, {} if dry else evals, found.state.cursor, progress, build)
     prepared = Prepared(
         place=place,

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import yaml
 from pydantic import ValidationError
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, newest
 from raytune_fsdp.checkpoint.state import RunState, read_state
+from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import FinetuneConfig, OptimConfig, ParallelConfig
 from raytune_fsdp.config.method import unordered
 from raytune_fsdp.config.recorded import recorded
 from raytune_fsdp.config.text import MAX_BYTES, parse, problem_line, spelled
 from raytune_fsdp.data.identity import files_by_key
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import ResumeError, TransientError, in_one_line
+from raytune_fsdp.errors import RaytuneError, ResumeError, TransientError, in_one_line
 from raytune_fsdp.identity import ABSENT, check_identity, named
+from raytune_fsdp.model.adapter_targets import is_expression
+from raytune_fsdp.model.adapters import adapter_tensors, base_name
 from raytune_fsdp.redaction import redact_shapes
 from raytune_fsdp.run.beginning import beginning_of
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.tracking import names
 from raytune_fsdp.tracking.jsonl import read_events
 from raytune_fsdp.tracking.tracker import flatten
-from raytune_fsdp.untrusted import read_file
+from raytune_fsdp.untrusted import read_file, shown
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +153,31 @@ def check_same_run(found: Resumed, identity: Mapping[str, Any], files: Mapping[s
             before["method"] = {key: unordered(key, value) for key, value in before["method"].items()}
         where = found.checkpoint.path
         check_identity(before, identity, where, files_before=found.state.files, files_now=files)
+
+
+def check_same_adapters(found: Resumed, config: FinetuneConfig, network: PreTrainedModel) -> None:
+    """Refuse to go on with fewer adapters than a run has: older versions let PEFT take an expression for last names."""
+    targets = getattr(config.method, "target_modules", None)
+    if found.checkpoint is None or not is_expression(targets):
+        return
+    try:
+        held = CheckpointWeights(found.checkpoint).shapes().keys()
+    except RaytuneError:  # damaged: the ranks look for another one together
+        return
+    left = sorted({_module_of(name) for name in held - adapter_tensors(network).keys()})
+    if left:
+        ends = {name.rpartition(".")[2] for name in map(_module_of, held) if re.fullmatch(str(targets), name)}
+        raise ResumeError(
+            f"method.target_modules={shown(targets)}: this run adapts {left[0]} (and {len(left) - 1} more that the "
+            "expression does not match), as an older version took it for last names: to train all of them on, export "
+            "the run, and begin another run.name with method.adapter=EXPORT and "
+            f"method.target_modules=[{', '.join(sorted(ends))}]; to train what it says, begin another run.name"
+        )
+
+
+def _module_of(name: str) -> str:
+    """The module that a tensor of LoRA adapts."""
+    return base_name(name.partition(".lora_")[0])
 
 
 def _check_never_saved(place: RunDir) -> None:

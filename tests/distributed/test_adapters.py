@@ -21,6 +21,7 @@ from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import publish
 from raytune_fsdp.tracking.jsonl import read_trajectory
 from tests.checkpoints import checkpoints, pieces_of, tensors_in
+from tests.forgeries import put, with_hashes
 from tests.models import save_checkpoint
 from tests.ranks import run_ranks
 from tests.runs import largest_difference, make_config, train_rank, trajectory
@@ -387,6 +388,22 @@ def test_a_run_whose_names_were_written_in_another_order_goes_on(tmp_path: Path)
     other = {**before, "method": {**before["method"], "target_modules": ["v_proj", "k_proj"]}}
     with pytest.raises(ResumeError, match="method: was"):
         check_same_run(replace(found, state=RunState(identity=other)), prepared.identity, {})
+
+
+def test_a_run_that_has_adapters_which_its_expression_does_not_match_is_refused_with_a_way_over(tmp_path: Path) -> None:
+    """Older versions let PEFT take it for last names where experts were linear layers."""
+    expression, sections = r"model\.layers\.1\..*q_proj", {"parallel": {"precision": "fp32"}}
+    as_it_was = config_of(tmp_path, "mixtral", {**LORA, "target_modules": ["q_proj"]}, **sections)
+    trajectory(as_it_was, 1, stop_after=4)
+    state = Path(checkpoints(run_dir(as_it_was))[-1].path) / "state.json"
+    put("state.json", "identity", "method", "target_modules", to=expression)(state.parent)
+    with_hashes(state.parent)
+    with pytest.raises(ResumeError, match=r"adapts model\.layers\.0\.self_attn\.q_proj .*=\[q_proj\]; to train"):
+        prepare(config_of(tmp_path, "mixtral", {**LORA, "target_modules": expression}, **sections), 1)
+    publish(find_checkpoint(run_dir(as_it_was)), tmp_path / "export", ExportConfig())
+    method = {**LORA, "target_modules": ["q_proj"], "adapter": str(tmp_path / "export")}
+    prepared, _ = prepare(config_of(tmp_path, "mixtral", method, name="over", **sections), 1)
+    assert prepared.adapter is not None and len(prepared.adapter.key_of) == 4
 
 
 def test_a_checkpoint_is_as_large_as_the_adapters_and_their_state(tmp_path: Path) -> None:

@@ -105,6 +105,24 @@ def test_experts_are_adapted_beside_what_an_expression_matches(targets: Any) -> 
     network("llama", {"type": "lora", "target_modules": "All-Linear"})  # as PEFT reads it
 
 
+@pytest.mark.parametrize("model", ["llama", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("experts", [[], ["mlp.experts.gate_up_proj"]])
+def test_an_expression_adapts_what_it_matches_and_nothing_else(model: str, experts: list[str]) -> None:
+    """PEFT takes it for last names where experts were linear layers, and adapts the layers that it leaves out."""
+    expression = r"model\.layers\.1\..*(q|k)_proj"
+    method = {"type": "lora", "target_modules": expression, "target_parameters": experts if model != "llama" else []}
+    adapted = {name.partition(".lora_")[0] for name in adapter_tensors(network(model, method))}
+    alone = {name for name in adapted if not name.endswith("experts")}
+    assert alone == {"model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.k_proj"}
+    assert (adapted - alone != set()) == bool(method["target_parameters"])
+
+
+@pytest.mark.parametrize("expression", [r".*\.(w1|w2|w3|q_proj)", r".*layers\.1\.mlp\.gate"])
+def test_an_expression_that_names_experts_as_they_were_is_refused_still(expression: str) -> None:
+    with pytest.raises(ConfigError, match="takes some of these names for the experts"):
+        network("mixtral", {"type": "lora", "target_modules": expression})
+
+
 @pytest.mark.parametrize("text", ["[q_proj, v_proj]", ' ["q_proj", "v_proj"] ', "[v_proj, q_proj,]"])
 def test_text_of_the_form_of_a_list_is_no_expression(text: str) -> None:
     method = settings("llama", {"type": "lora", "target_modules": text}).method

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -139,7 +140,13 @@ def theirs(base: Path, model: str, place: Path) -> tuple[Any, Any]:
     return loaded, report
 
 
-QUICK = [("qwen3_5", "linear"), ("gemma3", "linear"), ("llama4", "experts"), ("qwen3_5_moe", "rows")]
+QUICK = [
+    ("qwen3_5", "linear"),
+    ("gemma3", "linear"),
+    ("llama4", "experts"),
+    ("qwen3_5_moe", "rows"),
+    ("mixtral", "expression"),
+]
 WIDE = [
     (model, kind)
     for model in ("llama", "qwen3", "qwen3_5_text", "gemma3_text", *SEEING_CLASSES, "mixtral", "gpt_oss")
@@ -161,6 +168,8 @@ def test_peft_on_the_class_that_the_base_names_computes_what_the_run_does(
     assert not report.missing_keys and not report.unexpected_keys, report
     adapters = [name for name, _ in found.named_parameters() if ".default" in name]
     assert adapters and not any("vis" in name for name in adapters), "no part that sees has one"
+    if kind == "expression":
+        assert all(re.search(r"layers\.1\..*[ko]_proj", name) for name in adapters), adapters
     wanted = ours(base, held, method)
     with found.disable_adapter():
         assert (logits(found) - wanted).abs().max() > 1e-4, "the adapter acts"
