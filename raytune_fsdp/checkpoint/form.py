@@ -76,7 +76,8 @@ def written_of(
         base = beside or find_weights(_base(checkpoint, files, moved))
         named = find_named(network, files, base.directory)
         if not whole and named.is_own:
-            raise ModelError(f"{base.directory} is a {type(network).__name__}, which is the language model alone")
+            alone = f"{base.directory} is a {type(network).__name__}, which is the language model alone"
+            raise ModelError(named.unbuilt or alone)
         match = match_keys(named.network, base)
         rest = matched_weights(base, match, named.network)
         _check_same(named, rest, source, str(base.directory))

@@ -108,7 +108,8 @@ def weights_of_adapter(directory: Path, moved: str | None) -> tuple[WholeWeights
     keys = keys_held(network, named, files.file_of)
     differ = sorted(files.file_of.keys() ^ set(keys.values()))
     if differ:
-        raise ModelError(f"{directory}: {differ[0]} is in its file or in its config, not in both: export it again")
+        why = f" ({named.unbuilt})" if named.unbuilt else ""
+        raise ModelError(f"{directory}: {differ[0]} is in its file or in its config, not in both{why}: export it again")
     adapter = FileWeights(files, keys)
     return _merged(base_weights(find_weights(base), plain, {}), adapter, network, str(directory)), base
 

@@ -92,6 +92,12 @@ def export_adapter(
     if initial.shapes():
         adapter = PlainAdapter(adapter, initial, network)
         config |= adapter.config
+    if named.unbuilt is not None:
+        logger.warning(
+            "%s, so the adapter has the names of a %s: what builds the other class, such as vLLM, may load none of it; "
+            "merge it (export.merge=true, or raytune-fsdp export --merge), or export it where the class can be built",
+            named.unbuilt, type(named.network).__name__,
+        )  # fmt: skip
     if special := _not_served(network):
         logger.warning(
             "inference servers such as vLLM load plain LoRA only, and this adapter has %s: for them, merge it "

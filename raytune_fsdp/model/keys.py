@@ -99,6 +99,8 @@ def _without_other_parts(model: PreTrainedModel, directory: Path, extra: list[st
     if not (directory / CONFIG_FILE).is_file():
         return extra
     named = find_named(model, directory, directory)
+    if named.unbuilt is not None:
+        raise ModelError(f"{named.unbuilt}, so nothing says whether {extra[0]} is a part of it")
     name_of, names = _naming(named.network)[0], named.network.state_dict()
     return [key for key in extra if not (name_of(key)[0] in names and named.sees(name_of(key)[0]))]
 

@@ -63,6 +63,8 @@ class Named:
     """Names of modules there, by the names of the same ones in the run's network; of all others follows."""
     outside: tuple[str, ...]
     """The parts there that see or hear, by name: a text never reaches them."""
+    unbuilt: str | None = None
+    """Why it is the run's own class, although the base's config names another one."""
 
     @property
     def is_own(self) -> bool:
@@ -108,15 +110,20 @@ def find_named(network: PreTrainedModel, files: Path, base: Path | None = None) 
     """The class that the base's config names, with the sizes of the config in `files`, around the run's network.
 
     `network`: the run's, without adapters. `base`: the directory of the base, if it can be read. Without it, the class
-    is the one that transformers has for this kind of config. Where that has no place for the network, it is its own.
+    is the one that transformers has for this kind of config. Where that has no place for the network, or cannot be
+    built here (its tower may need a package of its own), it is its own.
     """
-    kind = _kind(read_config(base or files), base is not None)
+    kind, unbuilt = _kind(read_config(base or files), base is not None), None
     if kind is not None and kind is not type(network):
-        there = network_of(files, kind)
-        places = _places(network, there)
-        if places is not None:
-            return Named(network=there, files=files, places=places, outside=_outside(there))
-    return Named(network=network, files=files, places={"": ""}, outside=_outside(network))
+        try:
+            there = network_of(files, kind)
+        except ModelError as error:
+            unbuilt = f"a {kind.__name__}, the class that the base's config names, cannot be built here ({error})"
+        else:
+            places = _places(network, there)
+            if places is not None:
+                return Named(network=there, files=files, places=places, outside=_outside(there))
+    return Named(network=network, files=files, places={"": ""}, outside=_outside(network), unbuilt=unbuilt)
 
 
 def _kind(values: Mapping[str, Any], of_base: bool) -> Kind | None:

@@ -202,6 +202,7 @@ def find_adapter(config: FinetuneConfig, network: PreTrainedModel, base: Path | 
             f"method.adapter={path} is not an adapter of this method: {unknown[0]} is "
             f"{'in its file only' if unknown[0] in files.file_of else 'not in its file'}"
             + (f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else "")
+            + (f" ({named.unbuilt})" if named.unbuilt else "")
             + "; set method.target_modules and the rest as in its adapter_config.json"
         )
     check_adapter_shapes(network, found.weights(), path, found.key_of)

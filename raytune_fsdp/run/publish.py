@@ -184,9 +184,11 @@ def _bases(checkpoint: CommittedCheckpoint, files: Path, base: str | None) -> tu
 
 def _beside_which(named: Named) -> str | None:
     """For the card of an adapter."""
+    kind = type(named.network).__name__
+    if named.unbuilt is not None:
+        return f"Its names are those of a `{kind}`, the language model alone: load it beside that one."
     if named.is_own:
         return None
-    kind = type(named.network).__name__
     return f"Its names are those of a `{kind}`, the class that the base's config names: load it beside that one."
 
 

@@ -302,6 +302,27 @@ def test_a_base_whose_config_names_the_text_class_is_taken_at_its_word(tmp_path:
     assert (logits(found) - ours(base, held, ATTENTION)).abs().max() <= 1e-6
 
 
+def test_a_class_that_cannot_be_built_here_ends_no_export(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its tower may need a package that is not installed. The adapter is then written for the class that was trained,
+    one line says what that means, and it is read here."""
+    from peft import PeftModel
+
+    base = save_checkpoint(tmp_path / "base", "qwen3_5")
+    config = json.loads((base / "config.json").read_text())
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    (base / "config.json").write_text(
+        json.dumps({**config, "vision_config": {**config["vision_config"], "hidden_act": "of another package"}})
+    )
+    held, place = exported(tmp_path, base, ATTENTION)
+    (line,) = [each.message for each in caplog.records if "cannot be built here" in each.message]
+    assert "a Qwen3_5ForConditionalGeneration, the class" in line and "names of a Qwen3_5ForCausalLM" in line
+    assert "\n" not in line and "merge it" in line
+    assert not any("language_model" in key for key in load_file(place / "adapter_model.safetensors"))
+    found = PeftModel.from_pretrained(whole, place, autocast_adapter_dtype=False)
+    assert (logits(found) - ours(base, held, ATTENTION)).abs().max() <= 1e-6
+    assert _merged(place)
+
+
 def test_mistral_3_is_refused_by_name(tmp_path: Path) -> None:
     """transformers has no class for its language model alone."""
     base = save_checkpoint(tmp_path / "base", "llama")
