@@ -49,12 +49,14 @@ def finetune(
     *,
     wait_for_tracking: float = WAIT_FOR_TRACKING,
     force: bool = False,
+    trust_places: bool = False,
 ) -> FinetuneResult:
     """Train to the end, from the newest checkpoint if there is one, export, and make the report. Raises RaytuneError.
 
     `progress(what, done, total)` is called while the data is prepared and counted, and while this waits for MLflow to
     take what it has missed: at most `wait_for_tracking` seconds. `force` starts also what does not fit the devices or
-    the storage. Under torchrun every rank calls this.
+    the storage. `trust_places`: `model.path` may be a checkpoint that names places which you have not chosen. Under
+    torchrun every rank calls this.
     """
     from raytune_fsdp.launch.environment import environment
     from raytune_fsdp.launch.quiet import ignoring_warnings, quieting
@@ -66,7 +68,7 @@ def finetune(
         with Signals():  # before the imports, which take seconds; and transformers reads its variables in them
             from raytune_fsdp.launch.start import run
 
-            prepared, before = run(config, progress, force=force)
+            prepared, before = run(config, progress, force=force, trust_places=trust_places)
         return _result(config, prepared, before, wait_for_tracking, progress)
 
 

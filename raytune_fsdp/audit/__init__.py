@@ -43,7 +43,8 @@ def audit(
 ) -> Audit:
     """Train the segment again in `directory`, which is empty, and compare. `config` is the run's, read from it.
 
-    `use_cache`: take tokenized rows from the run's cache instead of its data. Raises what keeps it from being trained
+    `use_cache`: take tokenized rows from the run's cache instead of its data. Whoever calls this has checked the places
+    that the run leads to. Raises what keeps it from being trained
     at all, such as a model that is not there; all else is a finding.
     """
     found = Audit(segment=segment, use_cache=use_cache)
@@ -67,7 +68,7 @@ def audit(
     if before is None and (kept := committed(place.checkpoints)):  # else that checkpoint says how it was begun
         put_beginning(again, read_state(kept[-1]))
     try:
-        finetune(repeat, progress)
+        finetune(repeat, progress, trust_places=True)
     except OtherRunError as error:  # another seed, other data: what decides the trajectory has changed since
         found.difference = str(error)
         return found

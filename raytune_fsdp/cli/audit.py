@@ -58,7 +58,7 @@ def _audit(parser: ConfigParser, arguments: list[str]) -> int:
         config = config.model_copy(update={"cluster": type(config.cluster).model_validate(cluster)})
     from raytune_fsdp.audit import audit, choose_segment, report
     from raytune_fsdp.run.past import check_code, past_place, placed
-    from raytune_fsdp.run.places import check_places
+    from raytune_fsdp.run.places import check_beginning, check_places
 
     check_code(config, trusted=found.trust_remote_code, ranks=True)
     check_places(found.run, trusted=found.trust_places, config=config if found.config is None else None)
@@ -66,6 +66,7 @@ def _audit(parser: ConfigParser, arguments: list[str]) -> int:
         raise ConfigError(f"--out {found.out}: its directory does not exist; create it, or name another file")
     place = past_place(found.run)
     config = placed(config, place)
+    check_beginning(config, trusted=found.trust_places)
     segment = choose_segment(place, found.first, found.last)
     scratch = place.path.parent if found.scratch is None else found.scratch
     try:

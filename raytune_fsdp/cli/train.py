@@ -12,7 +12,7 @@ from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytune_fsdp.cli.common import ConfigParser, exit_code, say
+from raytune_fsdp.cli.common import ConfigParser, add_trust_places, exit_code, say
 from raytune_fsdp.cli.progress import shown
 from raytune_fsdp.talkative import VERBOSE, speak
 
@@ -65,6 +65,7 @@ def _parser(prog: str, default_config: str | Path | None) -> ConfigParser:
         help="start also where weights and what is kept of them are more than a device has, or storage has no room for "
         "a checkpoint",
     )
+    add_trust_places(parser)
     parser.add_argument("--verbose", action="store_true", help="show what libraries print and warn of, on every rank")
     return parser
 
@@ -80,8 +81,9 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
         speak()
     if not (sys.stdout.isatty() and sys.stderr.isatty()) or "NO_COLOR" in os.environ:
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colours `(raylet)` in files, too
+    allowed = {"force": found.force, "trust_places": found.trust_places}
     if found.dry_run:
-        return _dry_run(config, as_json=found.json, force=found.force)
+        return _dry_run(config, as_json=found.json, **allowed)
     # Not before the config is valid: importing torch and transformers takes about three seconds (docs/results.md).
     from raytune_fsdp.api import finetune
     from raytune_fsdp.doctor.at_start import look_around
@@ -90,7 +92,7 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
     if is_rank0():
         look_around()
     with shown(quiet=not is_rank0()) as progress:
-        result = finetune(config, progress, wait_for_tracking=found.wait_for_tracking, force=found.force)
+        result = finetune(config, progress, wait_for_tracking=found.wait_for_tracking, **allowed)
     if is_rank0():
         from raytune_fsdp.report.summary import next_commands, summary
         from raytune_fsdp.rundir import mlflow_database
@@ -129,7 +131,7 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _dry_run(config: FinetuneConfig, *, as_json: bool, force: bool) -> int:
+def _dry_run(config: FinetuneConfig, *, as_json: bool, force: bool, trust_places: bool) -> int:
     began = time.time()  # the imports are of the time to load
     from raytune_fsdp.dry_run import dry_run, in_words, to_json
     from raytune_fsdp.launch.torchrun import is_rank0
@@ -137,7 +139,7 @@ def _dry_run(config: FinetuneConfig, *, as_json: bool, force: bool) -> int:
     if as_json:  # nothing else is to stand on stdout, also of what ranks print there
         config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"console": False})})
     with shown(quiet=as_json or not is_rank0()) as progress, redirect_stdout(sys.stderr) if as_json else nullcontext():
-        found = dry_run(config, progress, began=began, force=force)
+        found = dry_run(config, progress, began=began, force=force, trust_places=trust_places)
     if found is not None:
         print(to_json(found) if as_json else "\n".join(("", *in_words(found))))
     return 0

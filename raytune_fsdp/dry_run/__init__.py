@@ -31,12 +31,17 @@ __all__ = ["DryRun", "dry_run", "in_words", "to_json"]
 
 
 def dry_run(
-    config: FinetuneConfig, progress: Progress | None = None, *, began: float | None = None, force: bool = False
+    config: FinetuneConfig,
+    progress: Progress | None = None,
+    *,
+    began: float | None = None,
+    force: bool = False,
+    trust_places: bool = False,
 ) -> DryRun | None:
     """Train two steps as the run would, and measure them. None on ranks other than 0 of torchrun.
 
-    `began`: when the command did (seconds since 1970); None: now. `force`: try also what does not fit. Raises what
-    keeps the run from being trained, its memory included.
+    `began`: when the command did (seconds since 1970); None: now. `force`: try also what does not fit.
+    `trust_places`: as in `finetune`. Raises what keeps the run from being trained, its memory included.
     """
     check_config(config, None)  # the trial's config no longer has all of it
     began, storage = began or time.time(), storage_of(config)
@@ -44,7 +49,7 @@ def dry_run(
     here = scratch(storage, f"dry-run-{config.run.name}-") if is_rank0() else nullcontext(storage / "dry-run")
     try:
         with here as directory:
-            return _tried(config, directory, began, progress, force)
+            return _tried(config, directory, began, progress, force, trust_places)
     except Interrupted:
         # Training says that what it has saved is there to go on from: not here.
         raise Interrupted("the dry run was stopped, and what it has written is removed") from None
@@ -54,12 +59,12 @@ def dry_run(
 
 
 def _tried(
-    config: FinetuneConfig, directory: Path, began: float, progress: Progress | None, force: bool
+    config: FinetuneConfig, directory: Path, began: float, progress: Progress | None, force: bool, trust_places: bool
 ) -> DryRun | None:
     trial = trial_of(config, directory)
     with environment(quieting()), ignoring_warnings(), locked(trial) if is_rank0() else nullcontext():
         with Signals():  # before the imports, which take seconds
             from raytune_fsdp.launch.start import run
 
-            prepared, _ = run(trial, progress, dry=True, force=force)
+            prepared, _ = run(trial, progress, dry=True, force=force, trust_places=trust_places)
         return measured(config, trial, prepared, began) if is_rank0() else None

@@ -73,11 +73,12 @@ def run(
     *,
     dry: bool = False,
     force: bool = False,
+    trust_places: bool = False,
     say: Callable[[str], None] = print,
 ) -> tuple[Prepared, Standing]:
     """Prepare and train. Returns the run, and where it stood before, once it is complete; raises what stopped it."""
     if under_torchrun():
-        return _run_rank(config, dry, force, say)
+        return _run_rank(config, dry, force, say, trust_places=trust_places)
     world = world_size(config)
     device = choose_device(config.cluster.device, world)
     check_device(config, device.type)
@@ -85,7 +86,7 @@ def run(
         say("; ".join(idle))
     phases = Phases(HERE if world == 1 else TOGETHER)
     with Signals():
-        prepared, standing = prepare(config, world, progress, dry=dry)
+        prepared, standing = prepare(config, world, progress, dry=dry, trust_places=trust_places)
         if not standing.complete:
             predicted = _preflight(config, prepared, standing, device, ranks=world, force=force, say=say)
     phases.finished("checks")
@@ -221,7 +222,12 @@ def _rank_main(
 
 @stacks_at_signal()
 def _run_rank(
-    config: FinetuneConfig, dry: bool = False, force: bool = False, say: Callable[[str], None] = print
+    config: FinetuneConfig,
+    dry: bool = False,
+    force: bool = False,
+    say: Callable[[str], None] = print,
+    *,
+    trust_places: bool = False,
 ) -> tuple[Prepared, Standing]:
     """Run in a process that torchrun started: rank 0 prepares for all."""
     device = choose_device(config.cluster.device, ranks_here())
@@ -229,7 +235,7 @@ def _run_rank(
     stop = StopFlag(insist=False)
 
     def look() -> tuple[Prepared, Standing, Predicted | NotPredicted | None]:
-        prepared, standing = prepare(config, world_of_torchrun(), dry=dry)
+        prepared, standing = prepare(config, world_of_torchrun(), dry=dry, trust_places=trust_places)
         if standing.complete:
             return prepared, standing, None
         ranks = ranks_here()

@@ -22,11 +22,17 @@ if TYPE_CHECKING:
 
 
 def run(
-    config: FinetuneConfig, progress: Progress | None = None, *, dry: bool = False, force: bool = False
+    config: FinetuneConfig,
+    progress: Progress | None = None,
+    *,
+    dry: bool = False,
+    force: bool = False,
+    trust_places: bool = False,
 ) -> tuple[Prepared, Standing]:
     """Prepare and train, following `cluster.launch`. Returns the run, and where it stood before, once it is complete.
 
     Raises what stopped it. `dry`: without saving or evaluating anything. `force`: also what is known not to fit.
+    `trust_places`: as in `prepare`.
     """
     launch = config.cluster.launch
     if launch == "auto":
@@ -35,14 +41,14 @@ def run(
         _check_local(config)
         from raytune_fsdp.launch import local
 
-        return local.run(config, progress, dry=dry, force=force, say=_say)
+        return local.run(config, progress, dry=dry, force=force, trust_places=trust_places, say=_say)
     if under_torchrun():
         raise ConfigError("cluster.launch=ray under torchrun: both would start the ranks; use only one of them")
     if find_spec("ray") is None:
         raise ConfigError(
             "cluster.launch=ray, but Ray is not installed: pip install 'ray[data,train]', or set it to local"
         )
-    return _run_on_ray(config, progress, dry, force)
+    return _run_on_ray(config, progress, dry, force, trust_places)
 
 
 def _say(text: str) -> None:
@@ -84,7 +90,9 @@ def _check_local(config: FinetuneConfig) -> None:
         check_first(config, None if wanted == "auto" else wanted)
 
 
-def _run_on_ray(config: FinetuneConfig, progress: Progress | None, dry: bool, force: bool) -> tuple[Prepared, Standing]:
+def _run_on_ray(
+    config: FinetuneConfig, progress: Progress | None, dry: bool, force: bool, trust_places: bool
+) -> tuple[Prepared, Standing]:
     sizes = sizes_of(config)
     place = check_first(config, sizes[0])
     phases = Phases()
@@ -98,7 +106,8 @@ def _run_on_ray(config: FinetuneConfig, progress: Progress | None, dry: bool, fo
             from raytune_fsdp.launch.ray import driver
 
             found = driver.run(
-                config, session, signals=signals, phases=phases, progress=progress, say=_say, dry=dry, force=force
-            )
+                config, session, signals=signals, phases=phases, progress=progress, say=_say, dry=dry, force=force,
+                trust_places=trust_places,
+            )  # fmt: skip
         signals.check_export(config.export.at_end)
     return found

@@ -9,7 +9,7 @@ unless the command says so (`--trust-places`).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,7 +49,7 @@ _OTHERS = (
     ("data", "cache", "path"), ("data", "chat_template"), ("checkpoint", "storage"), ("tracking", "mlflow", "uri"),
 )  # fmt: skip
 _CHECKPOINTS, _BASE = "checkpoints_at=", "base="
-_MOST_SHOWN = 10
+_MOST_SHOWN, _MOST_RUNS = 10, 100
 
 
 def places_in(tree: Any) -> set[str]:
@@ -63,14 +63,19 @@ def places_in(tree: Any) -> set[str]:
     return {f"{field}={text}" for field, text in named if isinstance(text, str) and _is_place(field, text)}
 
 
-def mark_of(config: FinetuneConfig) -> dict[str, Any] | None:
-    """The mark of whoever trains this config; None where this user can have no key."""
+def mark_of(config: FinetuneConfig, *, begins: bool = False) -> dict[str, Any] | None:
+    """The mark of whoever trains this config; None where this user can have no key.
+
+    `begins`: `check_beginning` has let it begin with `model.path`, and so with the places that this leads to.
+    """
     named, place = places_in(config.model_dump()), RunDir.of(config)
     if config.checkpoint.storage is not None:
         named.add(f"{_CHECKPOINTS}{place.checkpoints}")
     if config.model.path is not None and not is_url(config.model.path) and _is_directory(config.model.path):
         # As checkpoints of adapters name it, and as the recipe does.
         named |= {f"{_BASE}{Path(config.model.path).expanduser().absolute()}", f"{_BASE}{config.model.path}"}
+    if begins and config.model.init == "pretrained" and config.model.path is not None:
+        named |= {entry for _, _, led in _led_by(config.model.path) for entry in led}
     # Where the base was before it moved: older checkpoints name that.
     before = chosen_by_this_user(place.model_files / MARK_FILE)
     return made_with({_marked(each) for each in named} | {each for each in before if each.startswith(_BASE)})
@@ -101,10 +106,42 @@ def check_places(
             named |= _named_by_config(Path(run)) & places_in(config.model_dump())
         if run == place and (elsewhere := checkpoints_of(Path(run))) != str(Path(run) / CHECKPOINTS):
             named.add(f"{_CHECKPOINTS}{elsewhere}")
-    strange, began = _strange(run, named), None
+    chosen = _chosen_in(run)
+    strange, began = _strange(run, named, chosen), None
     if base is None and not any(entry.startswith(_CHECKPOINTS) for entry in strange):
         began = _began_with(run) if exports and run is not None else None
-        strange |= _strange(run, _named_by_model(place) | ({f"{_BASE}{began}"} if began else set()))
+        strange |= _strange(run, _named_by_model(place) | ({f"{_BASE}{began}"} if began else set()), chosen)
+    _refuse(str(source), strange)
+    if began:
+        _check_led(began, chosen)
+
+
+def check_beginning(config: FinetuneConfig, *, trusted: bool) -> None:
+    """Refuse to begin with a checkpoint whose files lead to places that this user has not chosen: the base that it is
+    beside, and for the export of a model that also sees, what its run began with. Touches none of them."""
+    if not trusted and config.model.init == "pretrained" and config.model.path is not None:
+        _check_led(config.model.path, chosen_by_this_user(RunDir.of(config).model_files / MARK_FILE))
+
+
+def _check_led(checkpoint: str, chosen: set[str]) -> None:
+    for place, run, led in _led_by(checkpoint):
+        _refuse(place, _strange(run, led, chosen | _chosen_in(run)))
+
+
+def _led_by(checkpoint: str) -> Iterator[tuple[str, str | None, set[str]]]:
+    """A checkpoint that a run begins with, and each that the run of the one before began with: with its run, and the
+    places that it leads to. Those of one are touched when the next is asked for."""
+    for _ in range(_MOST_RUNS):  # a stranger's run may say that it began with itself
+        if not looks_like_checkpoint(checkpoint):
+            return
+        place = checkpoint if is_url(checkpoint) else str(Path(checkpoint).expanduser().resolve())
+        run = run_of(place)
+        began = _began_with(run) if run is not None else None
+        yield place, run, _named_by_model(place) | ({f"{_BASE}{began}"} if began else set())
+        checkpoint = began or ""
+
+
+def _refuse(source: str, strange: set[str]) -> None:
     if strange:
         shown = [printable(_marked(entry)[:300]) for entry in sorted(strange)]
         more = f" and {len(shown) - _MOST_SHOWN} more" if len(shown) > _MOST_SHOWN else ""
@@ -112,8 +149,6 @@ def check_places(
             f"{source} names places outside of it that you have not chosen: {', '.join(shown[:_MOST_SHOWN])}{more}; "
             "look at them, then add --trust-places (a run that you train has your mark, and needs it no more)"
         )
-    if began and looks_like_checkpoint(began):  # whose run says where that one began
-        check_places(began, trusted=False, exports=True)
 
 
 def _marked(entry: str) -> str:
@@ -160,12 +195,9 @@ def _is_directory(text: str) -> bool:
     return is_local(text)
 
 
-def _strange(run: str | None, named: set[str]) -> set[str]:
-    """Those of the places that are outside of the run, and in no mark of this user's."""
+def _strange(run: str | None, named: set[str], chosen: set[str]) -> set[str]:
+    """Those of the places that are outside of the run, and that this user has not chosen."""
     outside = {entry for entry in named if run is None or not _is_inside(run, entry.partition("=")[2])}
-    if not outside or run is None:
-        return outside
-    chosen = chosen_in(_mark_in(run))
     return {entry for entry in outside if _marked(entry) not in chosen}
 
 
@@ -176,10 +208,11 @@ def _is_inside(run: str, place: str) -> bool:
     return os.path.realpath(os.path.expanduser(place)).startswith(f"{os.path.realpath(run)}/")
 
 
-def _mark_in(run: str) -> bytes:
+def _chosen_in(run: str | None) -> set[str]:
+    """The places in this user's mark on a run."""
     with suppress(OSError, ValueError):
-        return _beside(run, MARK_FILE)
-    return b""
+        return set() if run is None else chosen_in(_beside(run, MARK_FILE))
+    return set()
 
 
 def _beside(run: str, name: str) -> bytes:

@@ -32,7 +32,7 @@ from raytune_fsdp.errors import ConfigError, ModelError, RaytuneError, first_lin
 from raytune_fsdp.lease import lease_of
 from raytune_fsdp.model.adapters import base_name, frozen_experts, is_adapted, left_out
 from raytune_fsdp.model.added_rows import why_not_alone
-from raytune_fsdp.model.attention import positions_of, takes_position_ids
+from raytune_fsdp.model.attention import Needs, positions_of, takes_position_ids
 from raytune_fsdp.model.cuts import check_cut, sharing_heads
 from raytune_fsdp.model.files import locate
 from raytune_fsdp.model.fp8 import check_fp8, layers_in_fp8, left_in_bf16
@@ -70,7 +70,7 @@ from raytune_fsdp.run.described import commit_here
 from raytune_fsdp.run.initial_weights import Origin, find_adapter, find_origin, model_directory, own_model_files
 from raytune_fsdp.run.length import warn_of_schedule
 from raytune_fsdp.run.needs import network_needs
-from raytune_fsdp.run.places import mark_of
+from raytune_fsdp.run.places import check_beginning, mark_of
 from raytune_fsdp.run.probe import check_step
 from raytune_fsdp.run.resume import check_same_adapters, check_same_run, files_of, find_resume, identity_of
 from raytune_fsdp.run.standing import Prepared, Standing, confirm_complete, stand
@@ -90,10 +90,12 @@ def prepare(
     *,
     build: Builder = build_here,
     dry: bool = False,
+    trust_places: bool = False,
 ) -> tuple[Prepared, Standing]:
     """Check everything, count the data, and find out where the run stands. Writes only caches (data, hub).
 
-    `build` builds the windows to count. `dry`: for a run that saves and evaluates nothing.
+    `build` builds the windows to count. `dry`: for a run that saves and evaluates nothing. `trust_places`: also where a
+    checkpoint that it begins with leads, whether or not this user has chosen that.
     """
     place = _checked_place(config, world)
     own, found = own_model_files(config, place), find_resume(place, resume=config.run.resume)
@@ -102,12 +104,10 @@ def prepare(
     network = build_network(hf_config, config, added)
     _name_class(hf_config, network)
     init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
-    _check_network(config, network, world)
-    needs = network_needs(config, hf_config, network)
-    check_cut(config.parallel.mesh.tensor, network, needs)
-    check_sequence(config.parallel.mesh.sequence, needs, sharing=sharing_heads(network, config.parallel.mesh.tensor))
-    check_step(config, hf_config, network, needs)
-    origin = _origin(config, network, added, found.state.base) if own is None or is_adapted(network) else None
+    needs = _checked_needs(config, hf_config, network, world)
+    if begins := own is None or is_adapted(network):
+        check_beginning(config, trusted=trust_places)
+    origin = _origin(config, network, added, found.state.base) if begins else None
     check_prompts(config, tokenizer, positions := positions_of(hf_config))
     vocabulary = hf_config.get_text_config().vocab_size
     train, evals = open_data(config, tokenizer, vocabulary, progress, **orders_of(found.state))
@@ -138,12 +138,22 @@ def prepare(
         lease=lease_of(place.lock),
         added=tuple(added),
         dry=dry,
-        mark=None if dry else mark_of(config),
+        mark=None if dry else mark_of(config, begins=begins),
         commit=commit_here(),
     )
     standing = stand(config, prepared, world, found, windows_built=built)
     _check_plan(config, standing, evals, tasks, new=found.checkpoint is None and not dry)
     return prepared, confirm_complete(config, prepared, standing)
+
+
+def _checked_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel, world: int) -> Needs:
+    """What the network takes to be cut and shared, after checking what it can do."""
+    _check_network(config, network, world)
+    needs, mesh = network_needs(config, hf_config, network), config.parallel.mesh
+    check_cut(mesh.tensor, network, needs)
+    check_sequence(mesh.sequence, needs, sharing=sharing_heads(network, mesh.tensor))
+    check_step(config, hf_config, network, needs)
+    return needs
 
 
 def _checked_place(config: FinetuneConfig, world: int) -> RunDir:

@@ -10,6 +10,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -19,8 +20,9 @@ import pytest
 import yaml
 
 from raytune_fsdp.config.load import load_config
+from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.mark import chosen_in, made_with, with_mark
-from raytune_fsdp.run.places import check_places, mark_of, places_in
+from raytune_fsdp.run.places import check_beginning, check_places, mark_of, places_in
 from tests.forgeries import with_hashes
 from tests.ranks import run_ranks
 from tests.runs import make_config, train_rank
@@ -207,6 +209,68 @@ def test_the_model_that_a_strangers_recipe_names_is_not_read(
     values["config"]["model"]["path"] = "owner/name"
     recipe.write_text(json.dumps({**values, "model_on_hub": True}))
     assert "--trust-places" not in said(capfd, str(name), *with_run(tuple(arguments), run))[1], "it is the hub's"
+
+
+def of_adapters(run: Path, base: Path) -> Path:
+    """A checkpoint of the run that says that it is beside this base."""
+    state = run / "checkpoints" / "step-00000006.a1" / "state.json"
+    values = json.loads(state.read_text())
+    beside = {"path": str(base), "revision": None, "files": {}, "added": {}}
+    state.write_text(json.dumps({**values, "base": beside}))
+    with_hashes(state.parent)
+    return state.parent
+
+
+@pytest.mark.parametrize("how", [(), ("--dry-run",)])
+def test_training_from_a_strangers_checkpoint_does_not_open_the_base_that_it_names(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], how: tuple[str, ...]
+) -> None:
+    checkpoint = of_adapters(run, tmp_path / "private")
+    train = (
+        "--config", run / "config.yaml", "--run.name", "mine", "--model.path", checkpoint, *how,
+        "--model.architecture", "null", "--model.init", "pretrained", "--model.tokenizer", run / "model",
+    )  # fmt: skip
+    code, line = said(capfd, "train", *train)
+    assert code == 2 and line.count("\n") == 1, line
+    assert f"{checkpoint} names places" in line and f"base={tmp_path / 'private'}" in line and "--trust-places" in line
+    code, line = said(capfd, "train", *train, "--trust-places")
+    assert code == 2 and f"{tmp_path / 'private'}: there is no such directory" in line, "it goes there now"
+
+
+def began_with(run: Path, path: Path) -> None:
+    """Let a run say that it began with a model that also sees."""
+    config, recipe = run / "model" / "config.json", run / "model" / "recipe.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "text_config": {}}))
+    values = json.loads(recipe.read_text())
+    values["config"]["model"] |= {"path": str(path), "init": "pretrained", "revision": None}
+    recipe.write_text(json.dumps(values))
+
+
+def test_what_one_has_trusted_to_begin_with_is_ones_choice_in_later_exports(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = of_adapters(run, tmp_path / "private")
+    mine = shutil.copytree(run.parent / "epochs", run.parent / "mine")
+    began_with(mine, checkpoint)
+    change(mine, ("model",), to={"path": str(checkpoint)})
+    config = load_config(mine / "config.yaml")
+    for begins, code in ((False, 2), (True, 0)):
+        (mine / "model" / "places.json").write_text(with_mark(b"", mark_of(config, begins=begins) or {}))
+        with nullcontext() if code == 0 else pytest.raises(ConfigError, match=f"base={tmp_path / 'private'}"):
+            check_places(mine, trusted=False, exports=True)
+            check_beginning(
+                config.model_copy(update={"run": config.run.model_copy(update={"name": "mine"})}), trusted=False
+            )
+
+
+def test_runs_that_say_they_began_with_each_other_end(run: Path) -> None:
+    first, second = run, shutil.copytree(run, run.parent / "second")
+    for one, other in ((first, second), (second, first)):
+        began_with(one, other / "checkpoints" / "step-00000006.a1")
+    with pytest.raises(ConfigError, match=r"base=.*/second/checkpoints/step-00000006\.a1"):
+        check_places(first, trusted=False, exports=True)
+    began_with(first, first / "checkpoints" / "step-00000006.a1")
+    check_places(first, trusted=False, exports=True)
 
 
 def test_what_is_on_the_hub_or_in_the_run_is_no_place(run: Path, capfd: pytest.CaptureFixture[str]) -> None:

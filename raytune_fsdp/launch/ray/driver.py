@@ -91,10 +91,12 @@ def run(
     say: Callable[[str], None],
     dry: bool = False,
     force: bool = False,
+    trust_places: bool = False,
 ) -> tuple[Prepared, Standing]:
     """Prepare and train. Returns the run, and where it stood before, once it is complete; raises what stopped it."""
     phases.finished("start")
-    prepared, standing = prepare(config, sizes_of(config)[0], progress, build=_builder(connecting), dry=dry)
+    world, build = sizes_of(config)[0], _builder(connecting)
+    prepared, standing = prepare(config, world, progress, build=build, dry=dry, trust_places=trust_places)
     phases.finished("checks")
     session = connecting.result()
     signals.take()  # Ray has installed a SIGTERM handler that prints a stack and aborts
