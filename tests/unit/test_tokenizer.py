@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +242,21 @@ def test_tokens_may_be_any_text_and_code_that_is_trusted_has_arguments_of_its_ow
         assert without_files(known, trusted=trusted) == (
             {"sp_model_kwargs": {"alpha": 1}}, ["vocab_file", "sp_model_kwargs.model_file", "vocab", "merges"],
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_CPU", "RLIMIT_DATA"])
+def test_a_limit_of_a_batch_system_is_kept_and_ends_no_trial(tmp_path: Path, limit: str) -> None:
+    """It sets hard limits below those that a tokenizer is tried with, which nobody may raise."""
+    demo().save_pretrained(tmp_path / "tokenizer")
+    hard = {"RLIMIT_CPU": 40, "RLIMIT_DATA": 8 << 30}[limit]
+    code = f"""
+import json, resource, sys
+from raytune_fsdp.model import tokenizer_child as child
+sys.modules["torch"] = None
+resource.setrlimit(resource.{limit}, ({hard}, {hard}))
+answer = child._in_child({{"directory": {str(tmp_path / "tokenizer")!r}, "seconds": 60, "bytes": 1 << 40}})
+child._limit(60, 1 << 40)
+print(json.dumps([answer, resource.getrlimit(resource.{limit})]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert json.loads(done.stdout) == [{"stage": "done"}, [hard, hard]], done.stderr
