@@ -123,7 +123,8 @@ def began_with(files: Path) -> tuple[str, str | None, bool]:
     try:
         recipe: Any = read_json(file, limit=_RECIPE_BYTES)
         model, on_hub = recipe["config"]["model"], recipe["model_on_hub"]
-        path, revision, init = recipe.get("model_at") or model.get("path"), model.get("revision"), model.get("init")
+        path, init = recipe.get("model_at") or model.get("path"), model.get("init")
+        revision = recipe.get("model_commit") or model.get("revision")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{file} does not say what the run began with: say it with --base") from error
     if init != "pretrained" or not isinstance(path, str) or not isinstance(revision, str | None):

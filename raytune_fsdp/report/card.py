@@ -41,9 +41,16 @@ RECIPE = ("run", "model", "data", "method", "parallel", "optim", "train")
 
 
 def recipe_of(
-    config: Mapping[str, Any], versions: Mapping[str, str | None], run_dir: Path, parameters: ParameterCount
+    config: Mapping[str, Any],
+    versions: Mapping[str, str | None],
+    run_dir: Path,
+    parameters: ParameterCount,
+    commit: str | None = None,
 ) -> str:
-    """What a card will say about the run, as JSON to store beside its config and tokenizer. `config` has no secrets."""
+    """What a card will say about the run, as JSON to store beside its config and tokenizer. `config` has no secrets.
+
+    `commit`: the hub's, of the model that the run has begun with.
+    """
     chosen = {section: config[section] for section in RECIPE if section in config}
     chosen["run"] = {key: config["run"][key] for key in ("name", "seed")}
     path = config["model"]["path"]
@@ -56,6 +63,8 @@ def recipe_of(
         "model_on_hub": on_hub,
         # As it is found from any directory: an export of a model that also sees reads it again.
         "model_at": None if path is None or on_hub or is_url(path) else str(Path(path).expanduser().absolute()),
+        # Later, the hub may have another model under the name and the branch.
+        "model_commit": commit if on_hub else None,
         "parameters": asdict(parameters),
         "config": chosen,
     }

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from raytune_fsdp.checkpoint.catalogue import set_aside
+from raytune_fsdp.checkpoint.form import began_with
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.model_files import put_model_files
 from raytune_fsdp.config import FinetuneConfig, HeldOutConfig
@@ -30,10 +31,11 @@ from raytune_fsdp.data.left_out import left_out_of
 from raytune_fsdp.data.open_data import HELD_OUT
 from raytune_fsdp.data.skipped import events_of_rows
 from raytune_fsdp.durable import replace_durably, take_from_others
-from raytune_fsdp.errors import in_one_line, pip_install
+from raytune_fsdp.errors import RaytuneError, in_one_line, pip_install
 from raytune_fsdp.mark import MOST_BYTES, with_mark
 from raytune_fsdp.model.adapter_config import put_adapter_config
 from raytune_fsdp.model.attention import Choice
+from raytune_fsdp.model.files import WeightFiles, commit_of
 from raytune_fsdp.model.network import build_network
 from raytune_fsdp.redaction import redact, redact_text
 from raytune_fsdp.report.card import recipe_of
@@ -107,11 +109,23 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
     if prepared.generation_config is not None:
         # Not save_pretrained: it refuses combinations of settings that well-known models ship with.
         prepared.generation_config.to_json_file(place.model_files / "generation_config.json")
-    recipe = recipe_of(redact(config.model_dump(mode="json")), _versions(), place.path, prepared.parameters)
+    shown, commit = redact(config.model_dump(mode="json")), _commit_of_model(config, prepared, standing)
+    recipe = recipe_of(shown, _versions(), place.path, prepared.parameters, commit)
     replace_durably(place.model_files / RECIPE_FILE, recipe, private=True)
     put_mark(prepared)
     put_model_files(place.model_files, place.checkpoints)
     return Opened(changed=changed, aside=aside, lost=lost)
+
+
+def _commit_of_model(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> str | None:
+    """The hub's commit of the model that the run has begun with; None if it is not the hub's, or is not known."""
+    if standing.checkpoint is None:
+        stored = None if prepared.origin is None else prepared.origin.stored
+        return commit_of(stored.directory) if isinstance(stored, WeightFiles) else None
+    with suppress(RaytuneError):
+        path, revision, _ = began_with(prepared.place.model_files)
+        return revision if path == config.model.path else None
+    return None
 
 
 def put_mark(prepared: Prepared) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from raytune_fsdp.checkpoint.form import began_with
 from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
 from raytune_fsdp.config import ExportConfig
 from raytune_fsdp.errors import ModelError
 from raytune_fsdp.run.publish import average, checkpoints_to_average, publish
-from tests.models import SEEING_CLASSES, save_checkpoint
+from tests.models import SEEING_CLASSES, build_seeing, save_checkpoint
 from tests.ranks import run_ranks
 from tests.runs import make_config, train_rank
 
@@ -231,6 +235,73 @@ def test_the_base_is_found_from_any_directory(qwen: tuple[Path, Path], tmp_path:
     (elsewhere / "model" / "recipe.json").write_text(json.dumps(recipe))
     publish(find_checkpoint(elsewhere), tmp_path / "export", WHOLE)
     check_whole(tmp_path / "export", elsewhere, base, "qwen3_5")
+
+
+HUB = """
+import json, sys
+from pathlib import Path
+from raytune_fsdp.api import finetune
+from raytune_fsdp.checkpoint.model_files import find_checkpoint
+from raytune_fsdp.config import ExportConfig, FinetuneConfig
+from raytune_fsdp.run.publish import publish
+
+if __name__ == "__main__":
+    config, export = FinetuneConfig.model_validate(json.loads(Path(sys.argv[1]).read_text())), sys.argv[2]
+    if export:
+        run = Path(config.run.storage) / config.run.name
+        publish(find_checkpoint(run), Path(export), ExportConfig(dtype="fp32"))
+    else:
+        finetune(config, wait_for_tracking=0)
+"""
+
+
+def test_a_recipe_that_names_the_hubs_commit_is_taken_at_its_word(qwen: tuple[Path, Path], tmp_path: Path) -> None:
+    """Older recipes name the branch at most."""
+    files = shutil.copytree(qwen[0] / "model", tmp_path / "model")
+    recipe = json.loads((files / "recipe.json").read_text())
+    assert recipe["model_commit"] is None, "a directory has none"
+    model = {**recipe["config"]["model"], "path": "someone/seeing", "revision": "main"}
+    recipe |= {"config": {**recipe["config"], "model": model}, "model_on_hub": True, "model_at": None}
+    for commit, wanted in (("f" * 40, "f" * 40), (None, "main")):
+        (files / "recipe.json").write_text(json.dumps({**recipe, "model_commit": commit}))
+        assert began_with(files) == ("someone/seeing", wanted, True)
+
+
+@SLOW
+def test_a_base_of_the_hub_is_that_of_the_commit_that_the_run_began_with(tmp_path: Path) -> None:
+    """Whatever the hub, or its cache here, has under the name by now; also after the run has gone on since."""
+    repository = tmp_path / "hf" / "hub" / "models--someone--seeing"
+
+    def commit(number: int, seed: int) -> Path:
+        (repository / "refs").mkdir(parents=True, exist_ok=True)
+        (repository / "refs" / "main").write_text(f"{number:040x}")
+        build_seeing("qwen3_5", seed=seed).save_pretrained(repository / "snapshots" / f"{number:040x}")
+        return repository / "snapshots" / f"{number:040x}"
+
+    def do(steps: int, export: str = "") -> None:
+        model = {"path": "someone/seeing", "init": "pretrained", "architecture": None}
+        config = make_config(
+            tmp_path, model=model, data={"packing": "none"}, parallel={"precision": "fp32"},
+            train={"global_batch": 2, "micro_batch": 2, "max_steps": steps}, optim={"schedule": {"type": "constant"}},
+        )  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        place = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1"}
+        command = [sys.executable, "-c", HUB, str(tmp_path / "config.json"), export]
+        done = subprocess.run(command, env={**kept, **place}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    first = commit(1, seed=1)
+    do(1)
+    commit(2, seed=2)
+    recipe = tmp_path / "runs" / "run" / "model" / "recipe.json"
+    assert json.loads(recipe.read_text())["model_commit"] == first.name
+    do(2)
+    assert json.loads(recipe.read_text())["model_commit"] == first.name, "it goes on from a checkpoint of its own"
+    do(2, str(tmp_path / "export"))
+    there, wanted = load_file(tmp_path / "export" / "model.safetensors"), load_file(first / "model.safetensors")
+    towers = [key for key in wanted if "visual" in key]
+    assert towers and all(torch.equal(there[key], wanted[key]) for key in towers)
 
 
 def test_base_of_a_text_model_is_still_refused(tmp_path: Path) -> None:
