@@ -6,15 +6,11 @@ value, a traceback, or a wait for something that does not come.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 import shutil
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +18,7 @@ import pytest
 
 from tests import forgeries
 from tests.forgeries import Forge
+from tests.measured import Ending, measured
 from tests.models import save_checkpoint
 from tests.ranks import run_ranks
 
@@ -29,24 +26,11 @@ pytestmark = pytest.mark.thorough
 
 RUN = Path(__file__).parents[1] / "fixtures" / "aae7294" / "runs" / "steps"
 CHECKPOINT = "checkpoints/step-00000006.a1"
-SECONDS, BYTES, LINE = 5.0, 500 << 20, 3000
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How reading a forgery has ended."""
-
-    code: int | None
-    """None: it was read, and had the right values."""
-    said: list[str]
-    seconds: float
-    """Of the processor, as other tests may run beside this one."""
-    grown: int
 
 
 def endings(kind: str, good: Path) -> dict[str, Ending]:
-    """On a process of its own: forge copies of a good directory, one after the other, and read them."""
-    from raytune_fsdp.cli.common import exit_code
+    """On a process of its own: forge copies of a good directory, one after the other, and read them. An exit code of
+    None: it was read, and had the right values."""
     from raytune_fsdp.launch.quiet import quiet
 
     quiet()
@@ -64,57 +48,20 @@ def endings(kind: str, good: Path) -> dict[str, Ending]:
                 read.append(1)
                 return 0
 
-            Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-            before, start = memory("VmRSS"), time.process_time()
-            with printed() as said:
-                try:
-                    code = exit_code(work)
-                except BaseException as error:  # what Rust panics with is no Exception
-                    code = -1
-                    print(repr(error), file=sys.stderr)
-            seconds, grown = time.process_time() - start, memory("VmHWM") - before
-            found[name] = Ending(None if read else code, said, seconds, grown)
+            ending = measured(work)
+            found[name] = replace(ending, code=None) if read else ending
     genuine = found.pop("")
     assert genuine.code is None, f"every refusal would prove nothing: {genuine}"
     return found
 
 
-def memory(what: str) -> int:
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what)]
-    return int(line.split()[1]) * 1024
-
-
-@contextlib.contextmanager
-def printed() -> Iterator[list[str]]:
-    """The lines that reach standard error, also those of libraries that are not Python's."""
-    lines: list[str] = []
-    sys.stderr.flush()
-    before = os.dup(2)
-    with tempfile.TemporaryFile("w+", errors="replace") as file:
-        os.dup2(file.fileno(), 2)
-        try:
-            yield lines
-        finally:
-            sys.stderr.flush()
-            os.dup2(before, 2)
-            os.close(before)
-            file.seek(0)
-            lines += file.read().splitlines()
-
-
 def all_of(kind: str, good: Path, code: int | None, lines: tuple[int, ...]) -> None:
     """Every forgery of this kind ends so, within its time and memory."""
     (found,) = run_ranks(endings, 1, kind, good, seconds=500)
-    wrong = [
-        f"{name}: {each}"
-        for name, each in found.items()
-        if each.code != code
-        or len(each.said) not in lines
-        or any(not line.isprintable() or len(line) > LINE for line in each.said)
-        or each.seconds > SECONDS
-        or each.grown > BYTES
-    ]
-    assert not wrong, "\n".join(wrong)
+    wrong = {name: (each.problems(code, lines), each) for name, each in found.items()}
+    assert not any(problems for problems, _ in wrong.values()), "\n".join(
+        f"{name}: {problems} {each}" for name, (problems, each) in wrong.items() if problems
+    )
 
 
 @functools.cache
