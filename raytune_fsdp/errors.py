@@ -22,9 +22,12 @@ from importlib.metadata import PackageNotFoundError, distribution
 
 
 class RaytuneError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base of everything this package raises on purpose. Each of its arguments is a problem, and one line."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
 
 class UserError(RaytuneError):

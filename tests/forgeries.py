@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +309,25 @@ def with_hashes(checkpoint: Path) -> None:
     }
     before = json.loads((checkpoint / _MANIFEST).read_text())["files"]
     (checkpoint / _MANIFEST).write_text(json.dumps({"format": 1, "files": {**before, **files}}))
+
+
+GOOD_CHECKPOINT = "checkpoints/step-00000006.a1"
+
+
+def inside(folder: str, table: Mapping[str, Forge], *, fit: bool) -> dict[str, Forge]:
+    """The same forgeries of a checkpoint in a run; `fit`: with a manifest that fits them."""
+
+    def forged(forge: Forge) -> Forge:
+        def work(place: Path) -> None:
+            if not (place / folder).exists():
+                shutil.copytree(place / GOOD_CHECKPOINT, place / folder)
+            forge(place / folder)
+            if fit:
+                with_hashes(place / folder)
+
+        return work
+
+    return {name: forged(forge) for name, forge in table.items()}
 
 
 # ---- a Hugging Face model of two files ----

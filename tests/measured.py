@@ -13,7 +13,6 @@ import os
 import struct
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -42,10 +41,10 @@ class Ending:
     touched: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
 
-    def problems(self, code: int | None, lines: Sequence[int]) -> list[str]:
-        """What is wrong with it, if it should have ended with this exit code and so many lines."""
+    def problems(self, codes: Sequence[int | None], lines: Sequence[int]) -> list[str]:
+        """What is wrong with it, if it should have ended with one of these exit codes and so many lines."""
         found = {
-            f"exit code {self.code}": self.code != code,
+            f"exit code {self.code}": self.code not in codes,
             f"{len(self.said)} lines": len(self.said) not in lines,
             "control characters": not all(char.isprintable() or char in "\n\t" for char in self.printed)
             or not all(line.isprintable() for line in self.said),
@@ -87,7 +86,7 @@ def captured(handle: int) -> Iterator[list[str]]:
     stream = {1: sys.stdout, 2: sys.stderr}[handle]
     stream.flush()
     before = os.dup(handle)
-    with tempfile.TemporaryFile("w+", errors="backslashreplace", newline="") as file:
+    with open(os.memfd_create("captured"), "w+", errors="backslashreplace", newline="") as file:
         os.dup2(file.fileno(), handle)
         try:
             yield text
@@ -132,7 +131,16 @@ def _own() -> tuple[str, ...]:
     """What every Python reads: its own files, this package's, the system's word on itself."""
     import raytune_fsdp
 
-    places = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), *raytune_fsdp.__path__}
+    (package,) = raytune_fsdp.__path__
+    top = os.path.dirname(package)  # of a tree that it runs from: its version and its recipes are read there
+    places = {
+        sys.prefix,
+        sys.base_prefix,
+        *sysconfig.get_paths().values(),
+        package,
+        f"{top}/pyproject.toml",
+        f"{top}/jobs",
+    }
     return (*(os.path.realpath(each) for each in places), "/proc", "/sys", "/dev/null", "/dev/urandom")
 
 

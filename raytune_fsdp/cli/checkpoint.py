@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from raytune_fsdp.cli.common import Parser, add_trust_places, exit_code, say
 from raytune_fsdp.cli.runs import check_run
 from raytune_fsdp.errors import ResumeError, TrainingError
+from raytune_fsdp.untrusted import printable
 
 if TYPE_CHECKING:
     from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
@@ -53,7 +54,9 @@ def _now(found: Namespace) -> int:
     try:
         answer = _answer(asking, place, found.wait)
     except OSError as error:
-        raise TrainingError(f"{found.run}: cannot leave a request there ({error}); ask as a user who may") from error
+        raise TrainingError(
+            f"{printable(str(found.run))}: cannot leave a request there ({error}); ask as a user who may"
+        ) from error
     finally:
         asking.leave()  # also after Ctrl-C: a question that nobody waits for must not be answered later
     if answer["path"] is None:
@@ -77,7 +80,7 @@ def _answer(asking: Asking, place: RunDir, wait: float) -> dict[str, object]:
             raise TrainingError(f"{_why_silent(place)}; nothing was changed")
         if now - began > wait:
             state = "began it but has not finished" if taken else "does not answer: is it training?"
-            raise TrainingError(f"{place.path} {state} (--wait {wait:g}); nothing was changed")
+            raise TrainingError(f"{printable(str(place.path))} {state} (--wait {wait:g}); nothing was changed")
         time.sleep(_POLL_SECONDS)
     return answer
 
@@ -87,14 +90,14 @@ def _why_silent(place: RunDir) -> str:
     from raytune_fsdp.launch.run_lock import holder_of
     from raytune_fsdp.report.overview import overview
 
-    seen = overview(place.path)
+    seen, path = overview(place.path), printable(str(place.path))
     at = f"step {seen.step:,}" + (f" of {seen.steps:,}" if seen.steps is not None else "")
     if seen.ended == "finished":
-        return f"{place.path} is finished, at {at}: it makes no more checkpoints (`checkpoint list` shows those it has)"
+        return f"{path} is finished, at {at}: it makes no more checkpoints (`checkpoint list` shows those it has)"
     if not place.lock.exists():
-        return f"no command works on {place.path}, which is at {at}: the command that trained it continues it"
+        return f"no command works on {path}, which is at {at}: the command that trained it continues it"
     return (
-        f"{holder_of(place) or 'the command'}, which works on {place.path}, gives no sign of life, at {at}: if it was "
+        f"{holder_of(place) or 'the command'}, which works on {path}, gives no sign of life, at {at}: if it was "
         "killed, or its machine is lost, the same command continues it"
     )
 

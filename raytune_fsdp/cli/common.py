@@ -46,8 +46,14 @@ def add_trust_places(parser: argparse.ArgumentParser) -> None:
 
 
 def say(text: object) -> None:
-    """Print lines that may hold a stranger's names: of directories, files and datasets."""
-    print(printable(str(text), keep="\n\t"), flush=True)
+    """Print a line that may hold a stranger's names: of directories, files and datasets."""
+    print(printable(str(text)), flush=True)
+
+
+def say_lines(text: str) -> None:
+    """The same of several lines, where names have no line ends any more."""
+    for line in text.split("\n"):
+        say(line)
 
 
 def exit_code(work: Callable[[], int]) -> int:
@@ -58,9 +64,9 @@ def exit_code(work: Callable[[], int]) -> int:
     except RaytuneError as error:
         # Under torchrun every rank finds the same mistake of the user; what fails in training may be one rank's alone.
         speaks = is_rank0() or not isinstance(error, UserError)
-        for line in (str(error) or type(error).__name__).splitlines() if speaks else ():
+        for line in _lines_of(error) if speaks else ():
             # Libraries quote addresses in their errors, with all that is in them; and we, what strangers have written.
-            print("error:", printable(redact_shapes(line), keep="\t"), file=sys.stderr)
+            print("error:", printable(redact_shapes(line)), file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         if _output_is_read():  # another pipe: of a process that has died, or a socket
@@ -71,6 +77,14 @@ def exit_code(work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return Interrupted.exit_code
+
+
+def _lines_of(error: RaytuneError) -> list[str]:
+    """One for every problem of a user's, as a stranger's names may have line ends; what failed in training may be the
+    words of many ranks."""
+    if isinstance(error, UserError) and any(error.args):
+        return [str(problem) for problem in error.args]
+    return (str(error) or type(error).__name__).splitlines()
 
 
 def _output_is_read() -> bool:

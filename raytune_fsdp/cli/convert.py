@@ -51,7 +51,7 @@ def _run(parser: Parser, arguments: Sequence[str]) -> int:
     converted = convert(file, project=found.project, gpus=found.gpus, drop=drop)
     print(converted.report(), file=sys.stderr)
     if converted.problems:
-        raise ConfigError("\n".join(converted.problems))
+        raise ConfigError(*converted.problems)
     text = converted.config(file)
     if found.out is None:
         print(text, end="")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.cadence import in_words
 from raytune_fsdp.cli import plan_as_page, plan_calibrate
-from raytune_fsdp.cli.common import ConfigParser, exit_code, say
+from raytune_fsdp.cli.common import ConfigParser, exit_code, say_lines
 from raytune_fsdp.cli.plan_on_gpus import add_flags, check, plan_on_gpus
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
         data = on_gpus.data if on_gpus else {}
         print(json.dumps({**plan.to_dict(), "layout": plan.spread(), **units, **data}, indent=2))
         return 0
-    say(plan_in_words(config, plan, place.path))
+    say_lines(plan_in_words(config, plan, place.path))
     if on_gpus:
         print(f"\n{on_gpus.page}")
     if found.units:

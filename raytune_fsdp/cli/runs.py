@@ -60,7 +60,7 @@ def _runs(parser: Parser, arguments: Sequence[str]) -> int:
     elif not refused:
         say(f"{found.storage} has no runs")
     if refused:
-        raise ResumeError("\n".join(refused))
+        raise ResumeError(*refused)
     return 0
 
 

@@ -12,7 +12,7 @@ from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytune_fsdp.cli.common import ConfigParser, add_trust_places, exit_code, say
+from raytune_fsdp.cli.common import ConfigParser, add_trust_places, exit_code, say, say_lines
 from raytune_fsdp.cli.progress import shown
 from raytune_fsdp.talkative import VERBOSE, speak
 
@@ -112,7 +112,7 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
                 "optim.schedule_steps for a learning rate until the last of them"
             )
         print()
-        say(
+        say_lines(
             summary(
                 result.run_dir,
                 checkpoint=result.checkpoint,
@@ -124,7 +124,7 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
             )
         )
         print()
-        say(next_commands(result.run_dir, export=result.export, mlflow_uri=uri))
+        say_lines(next_commands(result.run_dir, export=result.export, mlflow_uri=uri))
         if result.unsent is not None:
             print()
             say(result.unsent)

@@ -20,6 +20,7 @@ from raytune_fsdp.tracking.lines import metrics_of, step_of
 from raytune_fsdp.tracking.live import tell
 from raytune_fsdp.tracking.tail import EventFollower, RecordFollower
 from raytune_fsdp.types import StepMetrics
+from raytune_fsdp.untrusted import printable
 
 if TYPE_CHECKING:
     from raytune_fsdp.report.overview import Overview
@@ -63,12 +64,17 @@ def _watch(parser: Parser, arguments: Sequence[str]) -> int:
 
 
 def _say_how_it_ended(found: Overview, *, stale: bool) -> int:
-    name, step = found.path.name, f"step {found.step:,}" + (f" of {found.steps:,}" if found.steps is not None else "")
+    name, step = (
+        printable(found.path.name),
+        f"step {found.step:,}" + (f" of {found.steps:,}" if found.steps is not None else ""),
+    )
     if stale:
         why = "its command was killed, or its machine is lost; the same command continues it"
         raise TrainingError(f"{name} gives no sign of life, at {step}: {why}")
     if found.ended == "failed":
-        raise TrainingError(f"{name} has failed, at {step}; what its ranks said: raytune-fsdp logs {found.path}")
+        raise TrainingError(
+            f"{name} has failed, at {step}; what its ranks said: raytune-fsdp logs {printable(str(found.path))}"
+        )
     if found.ended == "interrupted":
         raise Interrupted(f"{name} was stopped, at {step}; the same command continues it")
     say(f"{name} is finished: {step}" + (f", loss {found.loss:.4f}" if found.loss is not None else ""))

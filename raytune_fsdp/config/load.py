@@ -39,7 +39,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Finet
     except ValidationError as error:
         problems += explain(error, settled, ROOT, sources)
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError(*problems)
     return config
 
 

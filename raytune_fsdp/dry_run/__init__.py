@@ -55,7 +55,7 @@ def dry_run(
         raise Interrupted("the dry run was stopped, and what it has written is removed") from None
     except TrainingError as error:
         left = "this was a dry run: nothing is left of it, neither logs nor a snapshot that the line above may name"
-        raise TrainingError(f"{error}\n{left}") from error
+        raise TrainingError(str(error), left) from error
 
 
 def _tried(

@@ -58,7 +58,7 @@ def endings(kind: str, good: Path) -> dict[str, Ending]:
 def all_of(kind: str, good: Path, code: int | None, lines: tuple[int, ...]) -> None:
     """Every forgery of this kind ends so, within its time and memory."""
     (found,) = run_ranks(endings, 1, kind, good, seconds=500)
-    wrong = {name: (each.problems(code, lines), each) for name, each in found.items()}
+    wrong = {name: (each.problems((code,), lines), each) for name, each in found.items()}
     assert not any(problems for problems, _ in wrong.values()), "\n".join(
         f"{name}: {problems} {each}" for name, (problems, each) in wrong.items() if problems
     )
@@ -230,22 +230,6 @@ def read_card(place: Path, good: Path) -> None:
     assert "fine-tuned" in model_card(found, place / "model", dtype="bf16")
 
 
-def inside(folder: str, table: Mapping[str, Forge], *, fit: bool) -> dict[str, Forge]:
-    """The same forgeries of a checkpoint in a run; `fit`: with a manifest that fits them."""
-
-    def forged(forge: Forge) -> Forge:
-        def work(place: Path) -> None:
-            if not (place / folder).exists():
-                shutil.copytree(place / CHECKPOINT, place / folder)
-            forge(place / folder)
-            if fit:
-                forgeries.with_hashes(place / folder)
-
-        return work
-
-    return {name: forged(forge) for name, forge in table.items()}
-
-
 TO_ASK = [
     "ten million layers",
     "a width of a billion",
@@ -256,12 +240,12 @@ TO_ASK = [
 NEWER = "checkpoints/step-00000007.a1"
 Reader = Callable[[Path, Path], None]
 KINDS: dict[str, tuple[Mapping[str, Forge], Reader]] = {
-    "index": (inside(CHECKPOINT, forgeries.INDEX, fit=True), read_checkpoint),
-    "state": (inside(CHECKPOINT, forgeries.STATE, fit=True), read_checkpoint),
-    "files": (inside(CHECKPOINT, forgeries.FILES, fit=True), read_checkpoint),
-    "manifest": (inside(CHECKPOINT, forgeries.MANIFEST, fit=False), read_checkpoint),
-    "newer files": (inside(NEWER, forgeries.FILES, fit=False), read_newest),
-    "newer manifest": (inside(NEWER, forgeries.MANIFEST, fit=False), read_newest),
+    "index": (forgeries.inside(CHECKPOINT, forgeries.INDEX, fit=True), read_checkpoint),
+    "state": (forgeries.inside(CHECKPOINT, forgeries.STATE, fit=True), read_checkpoint),
+    "files": (forgeries.inside(CHECKPOINT, forgeries.FILES, fit=True), read_checkpoint),
+    "manifest": (forgeries.inside(CHECKPOINT, forgeries.MANIFEST, fit=False), read_checkpoint),
+    "newer files": (forgeries.inside(NEWER, forgeries.FILES, fit=False), read_newest),
+    "newer manifest": (forgeries.inside(NEWER, forgeries.MANIFEST, fit=False), read_newest),
     "config": (forgeries.CONFIG, read_model),
     "config to ask": ({name: forgeries.CONFIG[name] for name in TO_ASK}, ask_model),
     "weights": (forgeries.WEIGHTS, read_model),

@@ -19,21 +19,7 @@ from raytune_fsdp.durable import replace_durably
 from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.model.exported import new_export
 from raytune_fsdp.rundir import check_links
-
-OLDER = Path(__file__).parents[1] / "fixtures" / "aae7294"
-CHECKPOINT = "checkpoints/step-00000006.a1"
-
-DIRECTORIES = ("report", "checkpoints", "model", "exports", "export", "logs", "documents", "profile", "tensorboard")
-FILES = (
-    "config.yaml", "plan.json", "data.json", "metrics.jsonl", "events.jsonl", "evaluations.jsonl", "checkpoints_at",
-    "metrics.jsonl.tmp", "config.yaml.tmp", "metrics.jsonl.a2.damaged",
-    "checkpoint_manager_snapshot.json", ".validate_storage_marker",
-)  # fmt: skip
-INNER = (
-    "checkpoints/step-00000006.a1", "checkpoints/step-00000009.a1.1.tmp", "exports/step-00000006", "report/index.html",
-    "report/loss.png", "model/config.json", "model/additional_chat_templates/x.jinja", "logs/attempt-1",
-    "logs/attempt-1/rank-0.log", "documents/attempt-1.jsonl", "profile/memory.pickle",
-)  # fmt: skip
+from tests.hostile_runs import CHECKPOINT, NOT_OURS, OLDER, check_all, linked
 
 
 @pytest.fixture
@@ -44,29 +30,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "project" / "runs" / "steps"
 
 
-def linked(run: Path, name: str) -> Path:
-    """Move what has this name elsewhere, and leave a link to it. What is there besides must not be touched."""
-    link, elsewhere = run / name, run.parents[2] / "elsewhere"
-    link.parent.mkdir(parents=True, exist_ok=True)
-    if link.exists():
-        link.rename(elsewhere)
-    elif "." in link.name.removesuffix(".tmp") and not link.name.startswith("step-"):
-        elsewhere.write_text("mine")
-    else:
-        elsewhere.mkdir()
-    if elsewhere.is_dir():
-        for mine in ("notes.tmp", "step-00000001.a1.1.tmp", ".step-00000006.export-host-1-abcdef"):
-            (elsewhere / mine).mkdir()
-            (elsewhere / mine / "thesis").write_text("mine")
-    link.symlink_to(elsewhere)
-    return elsewhere
-
-
-def content(place: Path) -> dict[str, bytes]:
-    files = [place] if place.is_file() else [file for file in sorted(place.rglob("*")) if file.is_file()]
-    return {str(file): file.read_bytes() for file in files}
-
-
 def said(capsys: pytest.CaptureFixture[str], command: str, *arguments: object) -> str:
     """The one line in which a command refuses."""
     code = importlib.import_module(f"raytune_fsdp.cli.{command}").main([*map(str, arguments)])
@@ -75,27 +38,15 @@ def said(capsys: pytest.CaptureFixture[str], command: str, *arguments: object) -
     return lines[0]
 
 
-@pytest.mark.parametrize("name", [*DIRECTORIES, *FILES, *INNER])
-def test_a_link_in_a_run_is_refused_by_name_and_nothing_is_touched_behind_it(
-    run: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    config = run.parent / "mine.yaml"
-    shutil.copy(run / "config.yaml", config)
-    elsewhere = linked(run, name)
-    before = content(elsewhere)
-    commands: list[tuple[object, ...]] = [
-        ("train", "--config", config), ("report", run), ("step", run, 1), ("audit", run),
-        ("checkpoint", "list", run), ("checkpoint", "verify", run), ("runs", run.parent),
-        ("diff", run, run.parent / "epochs"), ("export", run, run.parent / "out"), ("generate", run, "w1"),
-        ("eval", run), ("average", run, run.parent / "out"),
-    ]  # fmt: skip
-    if name != "plan.json":
-        commands += [("logs", run), ("watch", run)]
-    for command, *arguments in commands:
-        line = said(capsys, str(command), *arguments)
-        assert f"{run / name} is a link to {elsewhere}, and a run writes" in line, (command, line)
-    assert content(elsewhere) == before
-    assert not (run.parent / "out").exists()
+@pytest.mark.thorough
+def test_a_link_in_a_run_is_refused_by_name_and_nothing_is_touched_behind_it(tmp_path: Path) -> None:
+    """By every command: in one line, at once, and without a look at what is there."""
+    assert check_all("links", tmp_path) > 500
+
+
+@pytest.mark.thorough
+def test_a_listing_names_the_run_with_a_link_and_shows_the_others(tmp_path: Path) -> None:
+    assert check_all("listed", tmp_path) > 60
 
 
 def test_a_listing_shows_the_other_runs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,13 +111,6 @@ def test_links_at_and_above_a_run_stay_allowed(run: Path, tmp_path: Path, capsys
     (run / "notes").symlink_to(tmp_path)  # no name of ours
     assert checkpoint.main(["verify", str(run)]) == 0 and report.main([str(run)]) == 0
     assert "intact" in capsys.readouterr().out and (tmp_path / "far" / "report" / "index.html").is_file()
-
-
-NOT_OURS = [
-    "step-00000099.a01", "step-000000099.a1", "step-\u0660\u0660\u0660\u0660\u0660\u0660\u0669\u0669.a1",
-    "step-00000099.a\u0661", "step-00000099.a", "step-00000099.a1\n", "step-00000099.a1 ", "Step-00000099.a1",
-    "step-99.a1", "step-+0000099.a1", "step-" + "9" * 200 + ".a1",
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NOT_OURS)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from raytune_fsdp.untrusted import printable_json, without_controls
+from tests.hostile_runs import OLDER, check_all
 
-OLDER = Path(__file__).parents[1] / "fixtures" / "aae7294"
 NAME = "st\u202eeps\u2066\x1b]0;owned\x07\x9b31m"
 """It reverses what follows, gives the window a title, and colours the rest."""
 
@@ -44,6 +44,12 @@ def test_no_command_prints_the_control_characters_of_a_name(run: Path, capfd: py
         ("step", run, 7, "--json", "--trust-places"), ("eval", run), ("convert", f"{out}.yaml"),
     ):  # fmt: skip
         assert printed(capfd, str(command), *arguments).strip(), command
+
+
+@pytest.mark.thorough
+def test_every_command_says_in_one_line_what_it_has_to_say_of_a_name(tmp_path: Path) -> None:
+    """Of runs whose names have line ends, too, which would begin a line of their own, and of checkpoints."""
+    assert check_all("names", tmp_path) > 200
 
 
 def test_data_commands_print_no_control_characters_of_datasets(run: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import shutil
 import stat
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing.util import get_temp_dir
@@ -24,10 +24,9 @@ from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.mark import chosen_in, made_with, with_mark
 from raytune_fsdp.run.places import check_beginning, check_places, mark_of, places_in
 from tests.forgeries import with_hashes
+from tests.hostile_runs import OLDER, OPENERS, READERS, change, check_all, without_places
 from tests.ranks import run_ranks
 from tests.runs import make_config, train_rank
-
-OLDER = Path(__file__).parents[1] / "fixtures" / "aae7294"
 
 
 @pytest.fixture
@@ -46,9 +45,7 @@ def run(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(OLDER, tmp_path / "project")
     monkeypatch.chdir(tmp_path / "project")
     run = tmp_path / "project" / "runs" / "steps"
-    shutil.copy(tmp_path / "project" / "data" / "texts.jsonl", run / "texts.jsonl")
-    change(run, ("data", "train", 0, "path"), to="runs/steps/texts.jsonl")
-    change(run, ("model", "tokenizer"), to="owner/name")
+    without_places(run)
     return run
 
 
@@ -74,15 +71,6 @@ def server() -> Iterator[tuple[str, list[str]]]:
     found.server_close()
 
 
-def change(run: Path, keys: tuple[str | int, ...], to: Any) -> None:
-    tree = yaml.safe_load((run / "config.yaml").read_text())
-    inner = tree
-    for key in keys[:-1]:
-        inner = inner.setdefault(key, {}) if isinstance(inner, dict) else inner[key]
-    inner[keys[-1]] = to
-    (run / "config.yaml").write_text(yaml.safe_dump(tree))
-
-
 def said(capfd: pytest.CaptureFixture[str], command: str, *arguments: object) -> tuple[int, str]:
     code = importlib.import_module(f"raytune_fsdp.cli.{command}").main([*map(str, arguments)])
     err = capfd.readouterr().err
@@ -90,51 +78,14 @@ def said(capfd: pytest.CaptureFixture[str], command: str, *arguments: object) ->
     return code, err
 
 
-READERS: tuple[tuple[object, ...], ...] = (
-    ("eval", "RUN"), ("step", "RUN", 1), ("audit", "RUN"), ("data", "preview", "--config", "RUN/config.yaml"),
-    ("data", "stats", "--config", "RUN/config.yaml"),
-)  # fmt: skip
-"""Commands that go by the config of a run."""
-OPENERS: tuple[tuple[object, ...], ...] = (
-    ("export", "RUN", "out"), ("average", "RUN", "out"), ("generate", "RUN", "w1"), ("chat", "RUN"),
-    ("checkpoint", "list", "RUN"), ("checkpoint", "verify", "RUN"),
-)  # fmt: skip
-"""And those that look for its checkpoints."""
-
-
 def with_run(arguments: tuple[object, ...], run: Path) -> list[str]:
     return [str(each).replace("RUN", str(run)) for each in arguments]
 
 
-NAMED: dict[str, tuple[tuple[str | int, ...], Callable[[Path, str], Any]]] = {
-    "data.train.path": (("data", "train", 0, "path"), lambda there, url: f"{url}/rows.jsonl"),
-    "data.eval.hub": (("data", "eval"), lambda there, url: [{"hub": str(there)}]),
-    "data.eval.path": (("data", "eval"), lambda there, url: [{"path": f"{there}/*.jsonl"}]),
-    "eval.tasks.path": (
-        ("eval",),
-        lambda there, url: {"tasks": [{"type": "exact", "name": "x", "path": str(there / "q.jsonl")}]},
-    ),
-    "data.cache.path": (("data", "cache", "path"), lambda there, url: str(there / "cache")),
-    "data.chat_template": (("data", "chat_template"), lambda there, url: str(there / "template.jinja")),
-    "model.path": (("model",), lambda there, url: {"path": str(there / "model")}),
-    "model.tokenizer": (("model", "tokenizer"), lambda there, url: "../tokenizer"),
-    "checkpoint.storage": (("checkpoint", "storage"), lambda there, url: url),
-    "tracking.mlflow.uri": (("tracking", "mlflow"), lambda there, url: {"enabled": True, "uri": url}),
-    "method.adapter": (("method",), lambda there, url: {"type": "lora", "adapter": "~/adapter"}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("field", NAMED)
-def test_a_place_that_a_strangers_config_names_is_listed_and_not_touched(
-    run: Path, tmp_path: Path, server: tuple[str, list[str]], capfd: pytest.CaptureFixture[str], field: str
-) -> None:
-    keys, value = NAMED[field]
-    there = tmp_path / "there"
-    change(run, keys, to=value(there, server[0]))
-    for command, *arguments in READERS:
-        code, line = said(capfd, str(command), *with_run(tuple(arguments), run))
-        assert code == 2 and line.count("\n") == 1 and f"{field}=" in line and "--trust-places" in line, (command, line)
-    assert server[1] == [] and not there.exists() and not (run.parents[1] / "out").exists()
+@pytest.mark.thorough
+def test_a_place_that_a_strangers_config_names_is_listed_and_not_touched(tmp_path: Path) -> None:
+    """By every command that goes by it: in one line, at once, and nothing is opened, made or asked there."""
+    assert check_all("places", tmp_path) > 130
 
 
 @pytest.mark.parametrize("how", ["with the shape of a secret", "export", "checkpoints/step-00000004.a1", "link"])
