@@ -360,9 +360,16 @@ def endings(kind: str, sandbox: Path, names: Iterable[str]) -> dict[str, tuple[E
         says = hostile.make(run)
         if not run.exists():  # it has another name now
             (run,) = (each for each in run.parent.iterdir() if each.is_dir() and each.name != "epochs")
-        for command in hostile.commands:
-            ending = ending_of(in_place(command, run), place)
-            found[f"{name}: {' '.join(map(str, command))}"] = ending, wrong_with(ending, command, hostile, says, run)
+        outside = [each for each in (place / "elsewhere", place / "there") if each.exists()]
+        with opening(*outside) as opened:
+            before = snapshot(place)
+            for command in hostile.commands:
+                opened()
+                ending, before = ending_of(in_place(command, run), place, before, opened)
+                found[f"{name}: {' '.join(map(str, command))}"] = (
+                    ending,
+                    wrong_with(ending, command, hostile, says, run),
+                )
         os.chdir(sandbox)
         shutil.rmtree(place)
     return found
@@ -372,19 +379,19 @@ def in_place(command: Command, run: Path) -> list[str]:
     return [str(each).replace("RUNS", str(run.parent)).replace("RUN", str(run)) for each in command]
 
 
-def ending_of(arguments: list[str], sandbox: Path) -> Ending:
-    """How a command ends, and what it does outside of the project's directory, or changes anywhere."""
+def ending_of(
+    arguments: list[str], sandbox: Path, before: dict[str, str], opened: Callable[[], list[str]]
+) -> tuple[Ending, dict[str, str]]:
+    """How a command ends, and what it does outside of the project's directory, or changes anywhere; and what is there
+    then."""
     from raytune_fsdp.cli.main import main
 
-    before = snapshot(sandbox)
-    outside = [each for each in (sandbox / "elsewhere", sandbox / "there") if each.exists()]
-    own = (sandbox / "project", sandbox / "home", sandbox / "temporary")
-    with opening(*outside) as opened, touching(own) as touched:
+    with touching([sandbox / name for name in ("project", "home", "temporary")]) as touched:
         ending = measured(lambda: main(arguments))
-    changed = changes(before, snapshot(sandbox))
-    # What is made there and removed again is nobody's.
-    changed = [each for each in changed if each != str(sandbox / "temporary")]
-    return replace(ending, touched=touched + opened, changed=changed)
+    seen, after = opened(), snapshot(sandbox)
+    # What is made among temporary files and removed again is nobody's.
+    changed = [each for each in changes(before, after) if each != str(sandbox / "temporary")]
+    return replace(ending, touched=touched + seen, changed=changed), after
 
 
 def wrong_with(ending: Ending, command: Command, hostile: Hostile, says: str | None, run: Path) -> list[str]:

@@ -170,13 +170,13 @@ _OPEN, _MODIFY, _CREATE, _DELETE = 0x20, 0x2, 0x100, 0x200
 
 
 @contextlib.contextmanager
-def opening(*places: Path) -> Iterator[list[str]]:
-    """What is opened, changed, made or removed at and below these places, by whomever. Filled at the end."""
+def opening(*places: Path) -> Iterator[Callable[[], list[str]]]:
+    """A function that says what was opened, changed, made or removed at and below these places since the last call, by
+    whomever."""
     libc = ctypes.CDLL(None, use_errno=True)
     handle = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     assert handle >= 0, os.strerror(ctypes.get_errno())
     names: dict[int, Path] = {}
-    found: list[str] = []
     try:
         for place in places:
             below = [each for each in place.rglob("*") if each.is_dir()] if place.is_dir() else []
@@ -184,19 +184,23 @@ def opening(*places: Path) -> Iterator[list[str]]:
                 watch = libc.inotify_add_watch(handle, os.fsencode(each), _OPEN | _MODIFY | _CREATE | _DELETE)
                 assert watch >= 0, os.strerror(ctypes.get_errno())
                 names[watch] = each
-        yield found
+        yield lambda: _opened(handle, names)
     finally:
-        content = b""
-        with contextlib.suppress(BlockingIOError):
-            while read := os.read(handle, 1 << 16):
-                content += read
-        os.close(handle)
-        while content:
-            watch, mask, _, length = struct.unpack("iIII", content[:16])
-            name = content[16 : 16 + length].rstrip(b"\0")
-            what = {_OPEN: "opened", _MODIFY: "changed", _CREATE: "made", _DELETE: "removed"}.get(mask & 0x322, "left")
-            found.append(f"{what} {names[watch] / os.fsdecode(name)}")
-            content = content[16 + length :]
+        os.close(handle)  # takes milliseconds: not once a command
+
+
+def _opened(handle: int, names: dict[int, Path]) -> list[str]:
+    content, found = b"", []
+    with contextlib.suppress(BlockingIOError):
+        while read := os.read(handle, 1 << 16):
+            content += read
+    while content:
+        watch, mask, _, length = struct.unpack("iIII", content[:16])
+        name = content[16 : 16 + length].rstrip(b"\0")
+        what = {_OPEN: "opened", _MODIFY: "changed", _CREATE: "made", _DELETE: "removed"}.get(mask & 0x322, "left")
+        found.append(f"{what} {names[watch] / os.fsdecode(name)}")
+        content = content[16 + length :]
+    return found
 
 
 def snapshot(place: Path) -> dict[str, str]:

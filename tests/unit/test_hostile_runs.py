@@ -52,13 +52,15 @@ def looked_at(sandbox: Path) -> tuple[list[str], ...]:
     (run / "texts.jsonl").rename(there / "rows.jsonl")
     change(run, ("data", "train", 0, "path"), to=str(there / "rows.jsonl"))
     before = snapshot(sandbox)
-    with opening(there) as opened, touching([sandbox / "project", sandbox / "home", sandbox / "temporary"]) as touched:
+    with opening(there) as seen, touching([sandbox / name for name in ("project", "home", "temporary")]) as touched:
         ending = measured(lambda: main(["step", str(run), "1", "--trust-places"]))
+        opened = seen()
         with socket.socket() as other:
             other.connect_ex(("127.0.0.1", 9))
     assert ending.code == 0, ending
-    with opening(there) as by_another:
+    with opening(there) as seen:
         subprocess.run([sys.executable, "-c", f"open({str(there / 'rows.jsonl')!r}).read()"], check=True)
+        by_another = seen()
     return opened, touched, by_another, changes(before, snapshot(sandbox))
 
 
