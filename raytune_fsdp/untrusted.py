@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import stat
@@ -231,6 +232,13 @@ def check_format(version: object) -> None:
 def printable(text: str, keep: str = "") -> str:
     """A stranger's text as a terminal may have it: nothing in it moves the cursor, or ends a line but what is kept."""
     return "".join(char if char.isprintable() or char in keep else "\N{MIDDLE DOT}" for char in text)
+
+
+class Printable(logging.Formatter):
+    """Warnings name files, and their names are a stranger's."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), keep="\n\t")
 
 
 def without_controls(text: str) -> str:

@@ -76,9 +76,10 @@ def newest(
             continue
         problem = verify(found, hashes=hashes, threads=threads)
         if problem is None:
+            for each in known.keys() - (damaged or {}).keys():  # if all are damaged, the error says so
+                logger.warning("checkpoint %s is damaged (%s); looking for an older one", each.path, known[each])
             return found, known
         known[found] = problem
-        logger.warning("checkpoint %s is damaged (%s); looking for an older one", found.path, problem)
     if known or storage_at(root).has_damaged():
         why = "; ".join(f"{found.name}: {problem}" for found, problem in known.items()) or "they were set aside"
         raise ResumeError(

@@ -6,6 +6,7 @@ Imports nothing heavy.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import select
 import shutil
@@ -20,7 +21,7 @@ from raytune_fsdp.launch.torchrun import is_rank0
 from raytune_fsdp.redaction import redact_shapes
 from raytune_fsdp.rundir import CONFIG_FILE, check_links
 from raytune_fsdp.talkative import hush
-from raytune_fsdp.untrusted import printable
+from raytune_fsdp.untrusted import Printable, printable
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +61,8 @@ def exit_code(work: Callable[[], int]) -> int:
     """Do the work; errors meant for users become one line per problem on stderr and the exit code they carry."""
     try:
         hush()
+        if logging.lastResort is not None:  # which prints warnings where nobody has set up logging, as in most commands
+            logging.lastResort.setFormatter(Printable())
         return work()
     except RaytuneError as error:
         # Under torchrun every rank finds the same mistake of the user; what fails in training may be one rank's alone.

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from raytune_fsdp.talkative import HUSHED, hush, is_verbose, set_levels
 from raytune_fsdp.tracking.mlflow_run import ENVIRONMENT
-from raytune_fsdp.untrusted import printable
+from raytune_fsdp.untrusted import Printable
 
 _LIBRARIES = r"(transformers|tokenizers|huggingface_hub|torch|datasets|raytune_fsdp)(\.|$)"
 """Whose warnings are not shown. Ours are lines of a log; what is warned of in our name is how we call the others."""
@@ -77,16 +77,9 @@ def log_warnings(*, for_all: bool) -> None:
         return
     level = logging.INFO if is_verbose() else logging.WARNING if for_all else logging.ERROR
     logging.basicConfig(level=level)
-    logging.root.handlers[0].setFormatter(_Printable("%(levelname)s %(name)s: %(message)s"))
+    logging.root.handlers[0].setFormatter(Printable("%(levelname)s %(name)s: %(message)s"))
     if not is_verbose():
         logging.root.handlers[0].addFilter(_Once())
-
-
-class _Printable(logging.Formatter):
-    """Warnings name files, and their names are a stranger's."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record), keep="\n\t")
 
 
 class _Once(logging.Filter):

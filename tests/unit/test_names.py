@@ -6,12 +6,14 @@ import importlib
 import json
 import logging
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from raytune_fsdp.untrusted import printable_json, without_controls
-from tests.hostile_runs import OLDER, check_all
+from tests.hostile_runs import CHECKPOINT, OLDER, check_all
 
 NAME = "st\u202eeps\u2066\x1b]0;owned\x07\x9b31m"
 """It reverses what follows, gives the window a title, and colours the rest."""
@@ -75,6 +77,18 @@ def test_warnings_print_no_control_characters(
     logging.root.handlers[:] = before
     said = capfd.readouterr().err
     assert said.startswith("WARNING x: st") and said.endswith(" is damaged\n") and said.rstrip("\n").isprintable()
+
+
+def test_a_command_that_sets_up_no_logging_prints_no_control_characters_in_warnings(run: Path) -> None:
+    """Of a run that goes back to an older checkpoint, as a process of its own: pytest has set up logging here."""
+    newer = Path(shutil.copytree(run / CHECKPOINT, run / "checkpoints" / "step-00000007.a1"))
+    (newer / "state.json").write_text("{}")
+    found = "from raytune_fsdp.checkpoint.catalogue import newest; import sys; newest(sys.argv[1], hashes=True)"
+    program = f"from raytune_fsdp.cli.common import exit_code\ndef work():\n  {found}\n  return 0\nexit_code(work)"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(run / "checkpoints")], capture_output=True, text=True, check=True
+    )
+    assert "is damaged" in done.stderr and done.stderr.rstrip("\n").isprintable(), done.stderr
 
 
 def test_a_line_of_json_says_the_same() -> None:
