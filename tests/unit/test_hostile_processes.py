@@ -65,6 +65,8 @@ class Case:
     command: Command
     code: int = 2
     shows: str = ""
+    said_before: int = 0
+    """Lines before that of the error: what of a tokenizer's config is left out is said once."""
 
 
 def _of(kind: str, name: str) -> Callable[[Path], object]:
@@ -103,7 +105,7 @@ CASES = {
     "ten million layers": Case(forgeries.CONFIG["ten million layers"], _ASK),
     "a config that is a pipe": Case(forgeries.CONFIG["the config is a pipe"], _ASK),
     "a header of 900,000 tensors": Case(forgeries.WEIGHTS["weights of 900,000 tensors"], _ASK),
-    "a vocabulary that is a device": Case(_device_as_vocabulary, _ASK),
+    "a vocabulary that is a device": Case(_device_as_vocabulary, _ASK, said_before=1),
     "a tokenizer of 1 GB": Case(forgeries.TOKENIZER["a tokenizer of 1 GB"], _ASK),
     **{name: Case(forgeries.TOO_MUCH[name], _ASK) for name in forgeries.TOO_MUCH},
 }
@@ -151,7 +153,7 @@ def test_a_command_ends_in_one_line_and_in_bounds(
         peaks[kind] = good.peak
     found = ended(case, case.command, tmp_path / "bad", model, monkeypatch)
     lines = found.err.splitlines()
-    assert (found.code, len(lines)) == (case.code, int(case.code != 0)), found
+    assert (found.code, len(lines)) == (case.code, case.said_before + int(case.code != 0)), found
     assert all(line.isprintable() for line in [*lines, *found.out.splitlines()]) and case.shows in found.out, found
     assert found.seconds <= SECONDS and found.peak - peaks[kind] <= BYTES, found
     print(f"{name}: {found.seconds:.1f} s, {found.peak >> 20} MB, {(found.peak - peaks[kind]) >> 20} MB above the base")
