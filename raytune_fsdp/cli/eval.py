@@ -131,7 +131,8 @@ def _measure(
     from raytune_fsdp.launch.local import check_gpus
     from raytune_fsdp.launch.worker import choose_device
     from raytune_fsdp.model.attention import positions_of
-    from raytune_fsdp.run.prepare import check_lengths, set_template
+    from raytune_fsdp.run.network_checks import check_lengths
+    from raytune_fsdp.run.prepare import set_template
 
     check_gpus(config)
     device = choose_device(config.cluster.device, 1)

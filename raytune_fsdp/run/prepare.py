@@ -19,7 +19,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from raytune_fsdp.answers import check_prompts
 from raytune_fsdp.checkpoint.state import RunState, check_size
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.method import LoraMethod, QloraMethod
+from raytune_fsdp.config.method import QloraMethod
 from raytune_fsdp.counts import Census
 from raytune_fsdp.data.census import Builder, build_here, census
 from raytune_fsdp.data.open_data import open_data
@@ -30,29 +30,23 @@ from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ConfigError, ModelError, RaytuneError, first_line, is_panic
 from raytune_fsdp.lease import lease_of
-from raytune_fsdp.model.adapters import base_name, frozen_experts, is_adapted, left_out
-from raytune_fsdp.model.added_rows import why_not_alone
-from raytune_fsdp.model.attention import Needs, positions_of, takes_position_ids
+from raytune_fsdp.model.adapters import is_adapted
+from raytune_fsdp.model.attention import Needs, positions_of
 from raytune_fsdp.model.cuts import check_cut, sharing_heads
 from raytune_fsdp.model.files import locate
-from raytune_fsdp.model.fp8 import check_fp8, layers_in_fp8, left_in_bf16
 from raytune_fsdp.model.hub import check_push
 from raytune_fsdp.model.network import (
     build_network,
     count_parameters,
     fit_vocabulary,
-    fp32_in_bf16,
     init_buffers,
     load_architecture,
 )
-from raytune_fsdp.model.principal import check_ranks
-from raytune_fsdp.model.quantized import check_torch, quantize_layers
+from raytune_fsdp.model.quantized import quantize_layers
 from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
-from raytune_fsdp.model.routers import check_routers
 from raytune_fsdp.model.sequence import check_sequence
 from raytune_fsdp.model.tensor import cut_shapes
 from raytune_fsdp.model.tokenizer import tokenizer_in, vocabulary_of
-from raytune_fsdp.optim import check_groups, check_matrices
 from raytune_fsdp.parallel import describe, is_wrapped, units_of
 from raytune_fsdp.plan import layout_of
 from raytune_fsdp.run.added_tokens import add_tokens
@@ -63,13 +57,13 @@ from raytune_fsdp.run.checks import (
     check_early_stop,
     check_export,
     check_first,
-    warn_of_method,
     warn_of_saves,
 )
 from raytune_fsdp.run.described import commit_here
 from raytune_fsdp.run.initial_weights import Origin, find_adapter, find_origin, model_directory, own_model_files
 from raytune_fsdp.run.length import warn_of_schedule
 from raytune_fsdp.run.needs import network_needs
+from raytune_fsdp.run.network_checks import check_network, warn_of_tokens
 from raytune_fsdp.run.places import check_beginning, mark_of
 from raytune_fsdp.run.probe import check_step
 from raytune_fsdp.run.resume import check_same_adapters, check_same_run, files_of, find_resume, identity_of
@@ -105,9 +99,8 @@ def prepare(
     _name_class(hf_config, network)
     init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
     needs = _checked_needs(config, hf_config, network, world)
-    if begins := own is None or is_adapted(network):
-        check_beginning(config, trusted=trust_places)
-    origin = _origin(config, network, added, found.state.base) if begins else None
+    begins = own is None or is_adapted(network)
+    origin = _origin(config, network, added, found.state.base, trusted=trust_places) if begins else None
     check_prompts(config, tokenizer, positions := positions_of(hf_config))
     vocabulary = hf_config.get_text_config().vocab_size
     train, evals = open_data(config, tokenizer, vocabulary, progress, **orders_of(found.state))
@@ -148,7 +141,7 @@ def prepare(
 
 def _checked_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel, world: int) -> Needs:
     """What the network takes to be cut and shared, after checking what it can do."""
-    _check_network(config, network, world)
+    check_network(config, network, world)
     needs, mesh = network_needs(config, hf_config, network), config.parallel.mesh
     check_cut(mesh.tensor, network, needs)
     check_sequence(mesh.sequence, needs, sharing=sharing_heads(network, mesh.tensor))
@@ -197,12 +190,18 @@ def _check_plan(
 
 
 def _origin(
-    config: FinetuneConfig, network: PreTrainedModel, added: Mapping[int, Sequence[int]], before: Base | None
+    config: FinetuneConfig,
+    network: PreTrainedModel,
+    added: Mapping[int, Sequence[int]],
+    before: Base | None,
+    *,
+    trusted: bool,
 ) -> Origin | None:
     """The stored weights that the run begins with, or that its adapters are beside."""
+    check_beginning(config, trusted=trusted)
     origin = find_origin(config, network, added, begun_with(config, before))
     if origin is not None and config.method.type != "full":
-        _warn_of_tokens(config, network, origin)
+        warn_of_tokens(config, network, origin)
     if is_adapted(network):
         check_base(config, network, origin, before)
     return origin
@@ -311,95 +310,3 @@ def _name_class(hf_config: PretrainedConfig, network: PreTrainedModel) -> None:
     hf_config.architectures = [type(network).__name__]  # missing in configs written by hand or of the bare decoder
     if type(network).__module__.startswith("transformers.") and hasattr(hf_config, "auto_map"):
         del hf_config.auto_map  # it would load other code; this network is transformers' own
-
-
-def check_lengths(config: FinetuneConfig, network: PreTrainedModel) -> None:
-    """Refuse samples that are longer than the model knows positions, and packing where it takes none."""
-    positions = positions_of(network.config)
-    if config.data.seq_len > positions:
-        raise ConfigError(
-            f"data.seq_len={config.data.seq_len} is more than the model's {positions} positions "
-            f"(max_position_embeddings or max_seq_len in its config): set data.seq_len to at most {positions}"
-        )
-    if config.data.packing != "none" and not takes_position_ids(network):
-        raise ConfigError(
-            f"data.packing={config.data.packing}: {type(network).__name__} takes no position_ids, so documents packed "
-            "together would see each other; set data.packing=none"
-        )
-
-
-def _warn_of_tokens(config: FinetuneConfig, network: PreTrainedModel, origin: Origin) -> None:
-    """Say which rows of new tokens stay as they begin, and what trains them: whole weights, or none."""
-    trained = [base_name(name) for name, parameter in network.named_parameters() if parameter.requires_grad]
-    known = {base_name(name) for name, _ in network.named_parameters()}
-    rows = sorted(name for name in {*origin.added, *origin.grown} if name in known)
-    owners = {name: name.rpartition(".")[0] for name in rows}
-    frozen = [name for name in rows if not any(each.startswith(f"{owners[name]}.") for each in trained)]
-    if not frozen:
-        return
-    names = ", ".join(sorted({owners[name].rpartition(".")[2] for name in frozen}))
-    inputs, outputs = network.get_input_embeddings(), network.get_output_embeddings()
-    if not is_adapted(network):
-        way_out = f"name them in method.trained ([{names}])"
-    elif outputs is not None and getattr(outputs, "weight", None) is getattr(inputs, "weight", inputs):
-        way_out = (
-            "embedding and head are one weight here, which adapters cannot train: use method.type=freeze with "
-            f"method.trained=[{names}], or let each token begin as one that it is like (model.add_tokens.N.like)"
-        )
-    else:
-        way_out = f"name their modules in method.modules_to_save ([{names}])"
-    if isinstance(config.method, LoraMethod) and origin.added and why_not_alone(network) is None:
-        way_out = f"set method.train_added_tokens=true; for all rows, {way_out}"
-    logger.warning(
-        "%s: with method.type=%s the rows of new tokens stay as they begin (%s); to train them, %s",
-        "model.add_tokens" if origin.added else "model.resize_embeddings=true", config.method.type,
-        ", ".join(frozen), way_out,
-    )  # fmt: skip
-
-
-def _warn_of_experts(network: PreTrainedModel) -> None:
-    """Say which weights qlora leaves as they are."""
-    if stacked := frozen_experts(network):
-        share = stacked.total() / sum(p.numel() for p in network.parameters() if not p.requires_grad)
-        logger.warning(
-            "method.type=qlora: the experts are not quantized (%s), which are %.0f %% of the frozen weights",
-            ", ".join(sorted(stacked)), 100 * share,
-        )  # fmt: skip
-
-
-def _warn_of_bf16(network: PreTrainedModel) -> None:
-    """Say which linear layers of the blocks fp8 leaves as they are."""
-    if left := left_in_bf16(network):
-        name, why = next(iter(left.items()))
-        logger.warning(
-            "parallel.precision=fp8: %d of %d linear layers of the blocks are computed in bf16 (%s: %s)",
-            len(left), len(left) + len(layers_in_fp8(network)), name, why,
-        )  # fmt: skip
-
-
-def _check_network(config: FinetuneConfig, network: PreTrainedModel, world: int) -> None:
-    """Refuse what this architecture cannot do, and say what may not be meant."""
-    warn_of_method(config)
-    if isinstance(config.method, LoraMethod) and config.method.init != "zero":
-        check_ranks(network, config.method.init)
-    check_groups(network, config.optim)
-    check_matrices(network, config.optim)
-    if is_adapted(network) and (experts := left_out(network)):
-        logger.warning("the experts get no adapter: name their weights in method.target_parameters (%s)", experts)
-    if isinstance(config.method, QloraMethod):
-        check_torch()
-        _warn_of_experts(network)
-    if config.parallel.precision == "fp8":
-        check_fp8(network)
-        _warn_of_bf16(network)
-    check_lengths(config, network)
-    check_routers(network, config.train)
-    if config.parallel.activation_checkpointing != "none" and not network.supports_gradient_checkpointing:
-        raise ConfigError(
-            f"parallel.activation_checkpointing={config.parallel.activation_checkpointing}: {type(network).__name__} "
-            "does not support it; set it to none"
-        )
-    wide = [name for name, parameter in network.named_parameters() if parameter.dtype == torch.float32]
-    # One rank alone is not wrapped, and may mix types.
-    if config.parallel.precision == "bf16_pure" and wide and world > 1:
-        raise fp32_in_bf16(network, wide)
