@@ -131,13 +131,17 @@ def test_nodes_are_taken_away(tmp_path: Path) -> None:
 
 OTHERS = """
 import sys, time, ray
+from pathlib import Path
 ray.init(sys.argv[1], logging_level=40)
 @ray.remote(num_cpus=0, num_gpus=1)
-def busy(seconds):
+def busy(place, number, seconds):
+    Path(place, f"busy-{number}").touch()
     time.sleep(seconds)
+seconds = 60  # the run begins beside them
 while True:
-    ray.get([busy.remote(20), busy.remote(20)])
+    ray.get([busy.remote(sys.argv[2], number, seconds) for number in range(2)])
     time.sleep(3)
+    seconds = 20
 """
 """Two GPUs are busy for twenty seconds and idle for three, again and again."""
 
@@ -153,9 +157,12 @@ def test_work_of_others_that_comes_and_goes_does_not_stop_the_training(tmp_path:
     with Nodes(tmp_path, head_cpus=3) as nodes:
         for name in "abcd":
             nodes.add(name)
-        others = subprocess.Popen([sys.executable, "-c", OTHERS, nodes.address], env=OPEN, start_new_session=True)
+        others = subprocess.Popen(
+            [sys.executable, "-c", OTHERS, nodes.address, str(tmp_path)], env=OPEN, start_new_session=True
+        )
         try:
-            time.sleep(8)  # they have begun
+            while len(list(tmp_path.glob("busy-*"))) < 2:
+                time.sleep(0.1)
             run = Command(config, tmp_path, RAY_ADDRESS=nodes.address, RAY_AUTH_MODE="disabled")
             (run.faults / "pace").write_text("0.5")
             run.until(lambda: run.steps() >= 1)
