@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TextIO, cast
 
@@ -107,6 +107,8 @@ class LauncherHooks:
     """Called with the name of each phase before the first step, when this rank has finished it."""
     predicted: Predicted | NotPredicted | None = None
     """What was predicted of a rank. None: nobody asked."""
+    notices: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that what may end the run leaves it for a last checkpoint."""
 
 
 def assemble(
@@ -132,8 +134,9 @@ def assemble(
     batches = _batches(hooks, standing, stream, learner.groups.together)
     exam = exam_of(config, prepared.evals, prepared.tasks, dry=prepared.dry)
     saves = open_saves(
-        config, prepared, standing, learner.model, learner.optimizer, tracker, saved=hooks.saved, lost=opened.lost
-    )
+        config, prepared, standing, learner.model, learner.optimizer, tracker,
+        saved=hooks.saved, lost=opened.lost, notices=hooks.notices,
+    )  # fmt: skip
     _report(tracker, learner, saves.saver, hooks.predicted)
     own = OwnTime(learner.units, device, storage=lambda: saves.saver.own_seconds) if plan.layout.world > 1 else None
     return Parts(

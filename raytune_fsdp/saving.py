@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,8 @@ class Saves:
     """Called on every rank for every committed checkpoint."""
     clock: Clock | None = None
     """Rank 0's, if the clock asks for checkpoints, too."""
+    notices: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that what may end the run leaves it, if saves are still to be compared with them."""
     committed: int = 0
     """The newest step that is committed; 0 if none is."""
     recovery: int = 0
@@ -241,6 +243,7 @@ class Saves:
             self.tracker.event(
                 names.SAVED, step=saved.step, path=saved.path, seconds=saved.seconds, bytes=saved.bytes, **kind
             )
+            self._compare(saved)
             self.saved(saved)
         elif outcome.ending == "not_finite":
             raise TrainingError(
@@ -254,6 +257,15 @@ class Saves:
                     self._room_made = on_rank0(self._make_room, what="make room for a checkpoint")
                 if self._room_made and self.clock is not None:
                     self.clock.room_made()
+
+    def _compare(self, saved: Saved) -> None:
+        """Say so, once, if a save takes longer than it would be given at the end."""
+        short = {what: seconds for what, seconds in self.notices.items() if seconds < saved.seconds}
+        if short:
+            self.notices = {}
+            self.tracker.event(
+                names.NOTICE_SHORT, step=saved.step, seconds=saved.seconds, bytes=saved.bytes, notices=short
+            )
 
 
 class NothingSaved(Saves):

@@ -9,6 +9,9 @@ from pydantic import AfterValidator, Field, model_validator
 from raytune_fsdp.config.base import Section
 from raytune_fsdp.config.recorded import filled_from_environment
 
+SPOT_NOTICE_SECONDS = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
+"""How long before it takes a machine away a cloud says so."""
+
 
 class Between(Section):
     """A number of ranks that may change during the run."""
@@ -67,7 +70,7 @@ class ClusterConfig(Section):
     """Ray: minutes without progress in training, evaluation or a save after which the stacks of all ranks are written to `logs/attempt-N/stacks` and another attempt begins. By default 20 times as long as a step takes, and 5 at least. It comes into force with the second step of an attempt."""
 
     spot_notice: Literal["aws", "gcp", "azure", "none"] = "none"
-    """Ray: ask this cloud's metadata service on every node of the run whether the machine is about to be taken away (spot, preemptible). If it is, the node is drained: the run commits a checkpoint and goes on elsewhere."""
+    """Ray: ask this cloud's metadata service on every node of the run whether the machine is about to be taken away (spot, preemptible). If it is, the node is drained: the run commits a checkpoint and goes on elsewhere. AWS gives two minutes, the others half a minute: if a save takes longer, the run says so after its first one."""
 
     wait_minutes: float = Field(default=30.0, gt=0)
     """Ray: minutes to wait for the workers' resources, at the start and after a failure."""

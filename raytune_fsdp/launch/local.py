@@ -24,6 +24,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, TrainingError
 from raytune_fsdp.estimate.predicted import NotPredicted, Predicted
 from raytune_fsdp.launch.environment import environment, settings_of_nccl
+from raytune_fsdp.launch.notices import notices_of
 from raytune_fsdp.launch.phases import HERE, TOGETHER, Phases
 from raytune_fsdp.launch.preflight import preflight
 from raytune_fsdp.launch.shared_storage import check_shared
@@ -125,7 +126,8 @@ def _alone(
     stop = StopFlag()
     with stop:
         with alone(device):
-            hooks = LauncherHooks(reached=phases.finished, predicted=predicted)
+            notices = notices_of(config.cluster, os.environ, ray=False)
+            hooks = LauncherHooks(reached=phases.finished, predicted=predicted, notices=notices)
             work(config, prepared, agree(config, prepared, lambda: standing), device, stop, hooks)
         stop.check_export(config.export.at_end)
 
@@ -208,7 +210,8 @@ def _rank_main(
         hooks = None
         if dist.get_rank() == 0:
             phases.finished("workers")
-            hooks = LauncherHooks(reached=phases.finished, predicted=predicted)
+            notices = {**notices_of(config.cluster, os.environ, ray=False), "ranks": SHUTDOWN_SECONDS}
+            hooks = LauncherHooks(reached=phases.finished, predicted=predicted, notices=notices)
         try:
             step = work(config, prepared, agree(config, prepared, lambda: standing), device, stop, hooks)
         except Interrupted:
@@ -250,7 +253,8 @@ def _run_rank(
             standing = agree(config, prepared, lambda: standing)
             if not standing.complete:
                 check_shared(prepared.place.path)
-                work(config, prepared, standing, device, stop, LauncherHooks(predicted=predicted))
+                hooks = LauncherHooks(predicted=predicted, notices=notices_of(config.cluster, os.environ, ray=False))
+                work(config, prepared, standing, device, stop, hooks)
         except BaseException:
             if device.type == "cpu":  # NCCL would wait for ranks that have not failed, and torchrun for this one
                 dist.destroy_process_group()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -40,8 +40,10 @@ def open_saves(
     *,
     saved: Callable[[Saved], None],
     lost: float,
+    notices: Mapping[str, float],
 ) -> Saves:
-    """Collective. `lost`: the seconds that earlier attempts have trained since the newest checkpoint."""
+    """Collective. `lost`: the seconds that earlier attempts have trained since the newest checkpoint. `notices`: those
+    that what may end the run leaves it."""
     clock, intervals = None, intervals_of(config.checkpoint)
     if intervals is not None and dist.get_rank() == 0 and not prepared.dry:
         clock = Clock(intervals, fresh=standing.checkpoint is None, lost=lost)
@@ -51,9 +53,19 @@ def open_saves(
         requests=Requests(prepared.place.path),
         saved=saved,
         clock=clock,
+        notices=_not_said(prepared.place, notices) if dist.get_rank() == 0 else {},
         committed=standing.state.step,
         recovery=standing.state.step if standing.checkpoint is not None and not standing.checkpoint.lasting else 0,
     )
+
+
+def _not_said(place: RunDir, notices: Mapping[str, float]) -> dict[str, float]:
+    """Those that no attempt has said to be too short."""
+    said = [
+        event["fields"].get("notices") for event in each_event(place.events) if event["event"] == names.NOTICE_SHORT
+    ]
+    known = [each for each in said if isinstance(each, dict)]
+    return {what: each for what, each in notices.items() if not any(one.get(what) == each for one in known)}
 
 
 def lost_seconds(place: RunDir, step: int) -> float:

@@ -218,8 +218,8 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
                 f"node {get('node')} has {free} of free memory, and saves copy {wanted} there: it may run out at the "
                 "first one; give it more, or set checkpoint.asynchronous=false, which copies nothing"
             )
-        case names.PREDICTED | names.PREDICTION_CHECKED:
-            return (_predicted if name == names.PREDICTED else _checked)(fields)
+        case names.PREDICTED | names.PREDICTION_CHECKED | names.NOTICE_SHORT:
+            return _IN_WORDS[name](fields)
         case names.SLOW_RANK:
             mine, others = (f"{n:.3f}" if isinstance(n := get(key), float) else n for key in ("seconds", "others"))
             return (
@@ -261,6 +261,31 @@ def _checked(fields: Mapping[str, object]) -> str:
         if isinstance(off := fields.get(f"{name}_error"), int | float)
     ]
     return f"predicted, beside what is measured at step {fields.get('step')}: {', '.join(found) or 'nothing'}"
+
+
+def _notice_short(fields: Mapping[str, object]) -> str:
+    notices = fields.get("notices")
+    listed = [
+        f"the {seconds:g} s {_NOTICES.get(what, what)}"
+        for what, seconds in (notices.items() if isinstance(notices, dict) else ())
+        if isinstance(seconds, int | float)
+    ]
+    took = f"{seconds:.0f} s" if isinstance(seconds := fields.get("seconds"), int | float) else "?"
+    return (
+        f"a save takes {took}, longer than {' and '.join(listed) or '?'}: a run that is ended so may lose what it has "
+        "trained since its last checkpoint. Make that time longer where you can, save more often (checkpoint.every), "
+        "or write to faster storage"
+    )
+
+
+_IN_WORDS = {names.PREDICTED: _predicted, names.PREDICTION_CHECKED: _checked, names.NOTICE_SHORT: _notice_short}
+_NOTICES = {
+    "spot": "between a spot machine's notice and its end",
+    "job_stop": "that `ray job stop` waits (RAY_JOB_STOP_WAIT_TIME_S where the head was started)",
+    "pod": "that Ray gives a pod that is to end (RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S in every pod)",
+    "scheduler": "that its scheduler gives (RAYTUNE_FSDP_STOP_SECONDS)",
+    "ranks": "that ranks have after a signal without Ray",
+}
 
 
 def _unit(unit: object) -> str:

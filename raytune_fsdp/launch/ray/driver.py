@@ -27,6 +27,7 @@ from raytune_fsdp.data.census import Places, build_here
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError
 from raytune_fsdp.launch.environment import environment, settings_of_nccl
+from raytune_fsdp.launch.notices import notices_of
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.preflight import check_attention
 from raytune_fsdp.launch.ray.after_commit import AfterCommit, Chore
@@ -186,6 +187,7 @@ def _train(
             verbose=is_verbose(),
             in_ray_log=session.owned,  # a caller's Ray may print its processes' logs to the caller's screen
             forced=foresight.force,
+            notices=notices_of(config.cluster, os.environ, ray=True),
         )
         try:
             _fit(job, run_dir, follow, attempts, sizes, foresight)

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
@@ -75,6 +75,8 @@ class RankJob:
     """Whether what the ranks print is also in Ray's logs of them."""
     forced: bool
     """Whether what does not fit is to be started all the same."""
+    notices: Mapping[str, float]
+    """Seconds that what may end the run leaves it."""
     predicted: Predicted | NotPredicted | None = None
     """What a rank of this attempt needs."""
 
@@ -157,6 +159,7 @@ def _work(
         saved=saved,
         reached=reached,
         predicted=_as_placed(job.predicted, world),
+        notices=job.notices,
     )
     stop: Stop = StopFromBoard(job.board) if rank == 0 else lambda: None
     try:

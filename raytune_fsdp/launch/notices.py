@@ -1,0 +1,45 @@
+"""How long whatever may end a run leaves it for a last checkpoint, as far as this process can know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from raytune_fsdp.config import ClusterConfig
+from raytune_fsdp.config.cluster import SPOT_NOTICE_SECONDS
+from raytune_fsdp.errors import ConfigError
+
+STOP_SECONDS = "RAYTUNE_FSDP_STOP_SECONDS"
+"""Environment variable: the seconds that a scheduler gives between its signal and the end. Only whoever writes its
+script knows them."""
+
+_IN_A_JOB, _IN_A_POD = "RAY_JOB_CONFIG_JSON_ENV_VAR", "KUBERNETES_SERVICE_HOST"
+_JOB_STOP = ("RAY_JOB_STOP_WAIT_TIME_S", 3.0)
+_DRAIN = ("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", 30.0)
+"""Variables of Ray's, with what it takes where they are missing (tests/unit/test_notices.py asks it)."""
+
+
+def notices_of(cluster: ClusterConfig, environment: Mapping[str, str], *, ray: bool) -> dict[str, float]:
+    """Seconds, by what ends the run: `spot`, `job_stop`, `pod` or `scheduler`."""
+    found = dict[str, float]()
+    if ray and cluster.spot_notice != "none":
+        found["spot"] = SPOT_NOTICE_SECONDS[cluster.spot_notice]
+    if ray and _IN_A_JOB in environment:
+        found["job_stop"] = _number(environment, *_JOB_STOP)
+    if STOP_SECONDS in environment:
+        found["scheduler"] = _number(environment, STOP_SECONDS, 0.0)
+    elif ray and _IN_A_POD in environment:
+        found["pod"] = _number(environment, *_DRAIN)
+    return found
+
+
+def _number(environment: Mapping[str, str], name: str, otherwise: float) -> float:
+    text = environment.get(name, "")
+    try:
+        found = float(text or otherwise)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise ConfigError(
+            f"the environment variable {name}={text} is not a number of seconds: set it to one, or unset it"
+        )
+    return found
