@@ -22,6 +22,7 @@ import ray
 import yaml
 from botocore import xform_name
 from botocore.validate import ParamValidator
+from ray._private import utils as ray_utils
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from raytune_fsdp.config.load import recipes
@@ -313,6 +314,57 @@ def test_one_version_of_ray() -> None:
     (locked,) = re.findall(r"^ray==([\d.]+)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
     job = yaml.safe_load((CLUSTER / "kuberay-rayjob.yaml").read_text())
     assert pin == locked == job["spec"]["rayClusterSpec"]["rayVersion"]
+
+
+UBUNTU_PYTHON = "3.12.3"
+"""What `apt-get install python3.12` brings in Ubuntu 24.04."""
+
+
+def pythons() -> dict[str, str]:
+    """The Python of each stage of the Dockerfile: of its base, or what is copied or installed there."""
+    arguments: dict[str, str] = {}
+    found: dict[str, str] = {}
+    stage = ""
+    for line in (ROOT / "docker" / "Dockerfile").read_text().replace("\\\n", " ").splitlines():
+        for name, value in arguments.items():
+            line = line.replace(f"${{{name}}}", value)
+        words = line.split()
+        match words:
+            case ["ARG", argument] if not stage:
+                arguments |= dict([argument.split("=")])
+            case ["FROM", base, "AS", stage]:
+                tag = re.fullmatch(r"python:([\d.]+)-.*", base)
+                found[stage] = tag[1] if tag else found.get(base, "none")
+            case ["COPY", origin, "/usr/local/bin", "/usr/local/bin"]:
+                found[stage] = found[origin.removeprefix("--from=")]
+            case ["RUN", *installed] if "apt-get" in installed and any(map(re.compile("python3").match, installed)):
+                found[stage] = UBUNTU_PYTHON
+    return found
+
+
+def test_every_pod_has_the_python_and_the_ray_of_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself is asked, as it asks when a node joins."""
+    (locked,) = re.findall(r"^ray==([\d.]+)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    cluster = yaml.safe_load((CLUSTER / "kuberay-rayjob.yaml").read_text())["spec"]["rayClusterSpec"]
+    of_stage = pythons()
+
+    def joins(head: str, node: str) -> None:
+        monkeypatch.setattr(ray_utils, "compute_version_info", lambda: (locked, node))
+        metadata = {"ray_version": cluster["rayVersion"], "python_version": head}
+        ray_utils.check_version_info(metadata, "this node", python_version_match_level=None)
+
+    def python_of(group: Mapping[str, Any]) -> str:
+        (container,) = group["template"]["spec"]["containers"]
+        return of_stage[container["image"].rpartition(":")[2]]
+
+    monkeypatch.delenv("RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL", raising=False)
+    head = python_of(cluster["headGroupSpec"])
+    assert {group["groupName"] for group in cluster["workerGroupSpecs"]} == {"a100", "data"}
+    for group in cluster["workerGroupSpecs"]:
+        joins(head, python_of(group))
+    assert {*of_stage.values()} == {head}, "environments are built where the same Python is that runs them"
+    with pytest.raises(RuntimeError, match=r"3\.12\.3\b"):
+        joins("3.12.12", "3.12.3")
 
 
 def test_the_mlflow_server_has_our_mlflow_and_no_password() -> None:
