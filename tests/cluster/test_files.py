@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import copy
 import gzip
 import json
+import os
 import re
 import subprocess
 import sys
@@ -23,7 +25,9 @@ import yaml
 from botocore import xform_name
 from botocore.validate import ParamValidator
 from ray._private import utils as ray_utils
+from ray._private.runtime_env import packaging
 from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.runtime_env import RuntimeEnv
 
 from raytune_fsdp.config.load import recipes
 
@@ -420,7 +424,103 @@ def test_recipes_named_in_these_files_exist() -> None:
     assert named and named <= recipes().keys()
 
 
-@pytest.mark.parametrize("path", ["cluster/slurm.sh", "docker/install.sh"])
+CLOUD = """#!{python}
+import json, sys
+from pathlib import Path
+
+place = Path("{world}")
+world = json.loads(place.read_text())
+
+def end(code):
+    place.write_text(json.dumps(world))
+    sys.exit(code)
+
+def goes_on(job):
+    outcome = world["outcomes"].pop(0)
+    if outcome == "head lost":
+        world["head"], world["jobs"] = False, {{}}
+        end(1)
+    world["jobs"][job] = outcome
+    end(outcome != "SUCCEEDED 0")
+
+program, *words = Path(sys.argv[0]).name, *sys.argv[1:]
+if program == "python":
+    found = world["jobs"].get(words[-1]) if world["head"] else None
+    if found is None:
+        sys.exit(1)
+    print(found)
+    sys.exit(0)
+if words[0] == "dashboard":  # beside the others: it must not write
+    sys.exit(0)
+world["said"].append(words)
+match words:
+    case ["job", "list"]:
+        end(not world["head"])
+    case ["up", *_]:
+        world["head"] = world["head"] or world["cloud"]
+        end(not world["cloud"])
+    case ["job", "submit", "--submission-id", job, *_] | ["job", "logs", "--follow", job]:
+        goes_on(job)
+end(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code", "submitted", "made"),
+    [
+        pytest.param(["SUCCEEDED 0"], 0, 1, 1, id="done"),
+        pytest.param(["FAILED -9", "FAILED 1", "SUCCEEDED 0"], 0, 3, 1, id="driver killed, then failed"),
+        pytest.param(["head lost", "SUCCEEDED 0"], 0, 2, 2, id="head lost"),
+        pytest.param(["RUNNING None", "RUNNING None", "SUCCEEDED 0"], 0, 1, 1, id="connection lost"),
+        pytest.param(["RUNNING None", "head lost", "FAILED None", "SUCCEEDED 0"], 0, 3, 2, id="one after the other"),
+        pytest.param(["FAILED 2"], 2, 1, 1, id="refused"),
+        pytest.param(["FAILED -9", "FAILED 3"], 3, 2, 1, id="the same failure again and again"),
+        pytest.param(["STOPPED None"], 130, 1, 1, id="stopped"),
+        pytest.param(["FAILED 1"] * 4, 1, 4, 1, id="failing"),
+        pytest.param([], 1, 0, 4, id="no cloud"),
+    ],
+)
+def test_a_run_whose_driver_or_head_is_lost_is_submitted_again(
+    outcomes: list[str], code: int, submitted: int, made: int, tmp_path: Path
+) -> None:
+    """The loop itself, with a cloud that cannot be had here: `ray` and `python` are stand-ins."""
+    world = tmp_path / "world"
+    world.write_text(json.dumps({"outcomes": outcomes, "jobs": {}, "said": [], "head": False, "cloud": bool(outcomes)}))
+    for program in ("ray", "python"):
+        (tmp_path / program).write_text(CLOUD.format(python=sys.executable, world=world))
+        (tmp_path / program).chmod(0o755)
+    command = ["python", "jobs/finetune.py", "--run.name", "a run"]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PAUSE": "0", "TRIES": "4"}
+    done = subprocess.run(
+        [CLUSTER / "again.sh", "the.yaml", *command], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == code, done.stderr
+    found = json.loads(world.read_text())
+    assert found["outcomes"] == []
+    jobs = [words for words in found["said"] if words[:2] == ["job", "submit"]]
+    assert [words[4:] for words in jobs] == [["--working-dir", ".", "--", *command]] * submitted
+    assert len({words[3] for words in jobs}) == submitted, "Ray takes an id only once"
+    ups = [words for words in found["said"] if words[0] == "up"]
+    assert ups == [["up", "--yes", "--no-restart", "the.yaml"]] * made, "a restart would end a run that goes on"
+
+
+def test_a_wheel_brings_its_dependencies_and_what_the_page_says_instead_does_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(packaging, "exec_cmd_stream_to_logger", lambda command, _: ran.append(command) or (0, ""))
+    asyncio.run(packaging.install_wheel_package("our.whl", str(tmp_path)))
+    assert ran == [["pip", "install", "our.whl", f"--target={tmp_path}"]], "else the page may say otherwise"
+    page = (ROOT / "docs" / "operations.md").read_text()
+    environments = [json.loads(each) for each in re.findall(r"""[`'](\{"(?:py_modules|pip)": .*\})['`]""", page)]
+    assert [[*each] for each in environments] == [["py_modules"], ["pip"]]
+    for each in environments:
+        RuntimeEnv(**each)  # Ray's own validation
+    assert (ROOT / environments[0]["py_modules"][0]).is_dir()
+    assert environments[1]["pip"]["pip_install_options"] == ["--no-deps"]
+
+
+@pytest.mark.parametrize("path", ["cluster/slurm.sh", "cluster/again.sh", "docker/install.sh"])
 def test_shellcheck_has_nothing_to_say(path: str) -> None:
     done = subprocess.run([TOOLS / "shellcheck", path], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
