@@ -5,7 +5,7 @@
 #     --data.eval.0.path /shared/data/eval.jsonl --run.name llama2-70b --run.storage /shared/runs \
 #     --cluster.device cuda --model.attention auto
 #
-# Everything after the file's name goes to the run. Ten minutes before its time is up the job asks the run to stop; the
+# Everything after the file's name goes to the run. Forty minutes before its time is up the job asks the run to stop; the
 # run commits a checkpoint, and the job queues again and goes on from there. `scancel` ends it for good.
 #
 # Edit what is marked EDIT. Not run under Slurm by us: tests/cluster runs it with real Ray and an srun of our own.
@@ -18,13 +18,22 @@
 #SBATCH --mem=0
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
-#SBATCH --signal=B:USR1@600
+#SBATCH --signal=B:USR1@2400
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 # EDIT: #SBATCH --partition, --account
 
 set -euo pipefail
+
+# EDIT, here and in --signal above: the save that is being written, and then the last one. For 828 GB at 1.2 GB/s that is
+# 1400 s; `raytune-fsdp plan --storage SPEED` says it of yours. The run warns if its saves take longer.
+export RAYTUNE_STOP_SECONDS=2400
+# EDIT: where models from the hub go, on storage that all nodes share. Its token comes from your environment, or from the
+# file that `hf auth login` writes.
+export HF_HOME="${HF_HOME:-$HOME/.cache/huggingface}"
+HF_TOKEN="${HF_TOKEN:-$(cat "$HOME/.cache/huggingface/token" 2> /dev/null || true)}"
+export HF_TOKEN
 
 # EDIT: the environment that has raytune-fsdp, in the same place on all nodes.
 # shellcheck disable=SC1091

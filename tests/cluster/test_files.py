@@ -9,6 +9,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -24,11 +25,15 @@ import ray
 import yaml
 from botocore import xform_name
 from botocore.validate import ParamValidator
+from ray._private import ray_constants
 from ray._private import utils as ray_utils
 from ray._private.runtime_env import packaging
 from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.dashboard.modules.job.job_supervisor import JobSupervisor
 from ray.runtime_env import RuntimeEnv
 
+from raytune_fsdp.config import CheckpointConfig
+from raytune_fsdp.config.cluster import SPOT_NOTICE_SECONDS
 from raytune_fsdp.config.load import recipes
 
 ROOT = Path(__file__).parents[2]
@@ -210,7 +215,8 @@ def test_a_node_is_logged_in_and_its_storage_is_the_containers(name: str) -> Non
     registry = config["docker"]["image"].partition("/")[0]
     assert any(registry in each and re.search("docker login|configure-docker", each) for each in first)
     (shared,) = [each.split()[1].partition(":")[0] for each in config["docker"]["run_options"] if "--volume" in each]
-    assert first[-1] == f"mountpoint -q {shared} && sudo install -d -o 1000 -g 1000 {shared}/data {shared}/runs"
+    made = f"{shared}/data {shared}/runs {shared}/hf"
+    assert first[-1] == f"mountpoint -q {shared} && sudo install -d -o 1000 -g 1000 {made}"
     assert "USER 1000" in (ROOT / "docker" / "Dockerfile").read_text()
 
 
@@ -225,7 +231,10 @@ def test_drivers_are_new_enough_for_torch() -> None:
 @pytest.mark.parametrize("name", CLOUDS)
 def test_clusters_are_closed(name: str) -> None:
     text, config = (CLUSTER / f"{name}.yaml").read_text(), cluster(name)
-    assert config["file_mounts"] == {"/home/ray/.ray/auth_token": "~/.ray/auth_token"}
+    assert config["file_mounts"] == {
+        "/home/ray/.ray/auth_token": "~/.ray/auth_token",
+        "/home/ray/.hf-token": "~/.cache/huggingface/token",
+    }
     assert "--env RAY_AUTH_MODE=token" in config["docker"]["run_options"]
     (start,) = [line for line in config["head_start_ray_commands"] if "ray start" in line]
     assert "--dashboard-host 127.0.0.1" in start
@@ -369,6 +378,125 @@ def test_every_pod_has_the_python_and_the_ray_of_its_head(monkeypatch: pytest.Mo
     assert {*of_stage.values()} == {head}, "environments are built where the same Python is that runs them"
     with pytest.raises(RuntimeError, match=r"3\.12\.3\b"):
         joins("3.12.12", "3.12.3")
+
+
+CHECKPOINT = 12 * 68_976_648_192
+"""Bytes: the recipe of all these files trains Llama 2 70B, with four bytes of weight and eight of moments a number."""
+USUAL = 1.2e9
+"""Bytes a second that are written, where the storage is the user's."""
+
+
+def pod_specs() -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    """The pods of a job, and their environments."""
+    cluster = yaml.safe_load((CLUSTER / "kuberay-rayjob.yaml").read_text())["spec"]["rayClusterSpec"]
+    for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        spec = group["template"]["spec"]
+        yield spec, {each["name"]: each.get("value", "") for each in spec["containers"][0]["env"]}
+
+
+def written() -> dict[str, float]:
+    """Bytes a second, as the storage of each file writes them, by what its page makes."""
+    pages = {name: (ROOT / "docs" / "start" / f"{name}.md").read_text() for name in ("aws", "gcp")}
+    (capacity,), (each,) = (
+        re.findall(rf"{what}[ =](\d+)", pages["aws"]) for what in ("--storage-capacity", "PerUnitStorageThroughput")
+    )
+    (tebibytes,) = re.findall(r"--tier ZONAL .*\n.*capacity=(\d+)TB", pages["gcp"])
+    # FSx: MB/s for each TiB. Filestore, zonal: 88 MiB/s of writing for each TiB (its page on service tiers).
+    found = {"aws-p4d-a100.yaml": int(capacity) / 1000 * int(each) * 1e6}
+    found["gcp-a2-a100.yaml"] = int(tebibytes) * 88 * 2**20
+    return found | dict.fromkeys(("kuberay-rayjob.yaml", "local.yaml", "slurm.sh", "skypilot.yaml"), USUAL)
+
+
+def waits() -> dict[str, list[float]]:
+    """Seconds that whatever stops a run leaves it, in each file: each is at least as long as the next."""
+    found: dict[str, list[float]] = {}
+    for name in (*CLOUDS, "local"):
+        (value,) = re.findall(r"RAY_JOB_STOP_WAIT_TIME_S=(\d+)", (CLUSTER / f"{name}.yaml").read_text())
+        found[f"{name}.yaml"] = [float(value)]
+    for number, (spec, environment) in enumerate(pod_specs()):
+        drain, job = (
+            float(environment.get(name, default))
+            for name, default in (
+                ("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", ray_constants.RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S),
+                ("RAY_JOB_STOP_WAIT_TIME_S", JobSupervisor.DEFAULT_RAY_JOB_STOP_WAIT_TIME_S),
+            )
+        )
+        # Ray itself takes a while to end after it.
+        found[f"kuberay-rayjob.yaml, pod {number}"] = [spec.get("terminationGracePeriodSeconds", 30) - 60, drain, job]
+    script = (CLUSTER / "slurm.sh").read_text()
+    patterns = (r"^#SBATCH --signal=B:USR1@(\d+)$", r"^export RAYTUNE_STOP_SECONDS=(\d+)$")
+    found["slurm.sh"] = [float(*re.findall(each, script, re.MULTILINE)) for each in patterns]
+    return found
+
+
+def test_whatever_stops_a_run_waits_until_it_has_saved() -> None:
+    """A stop needs two saves at most: the one that is being written, and the last. Where no file can make somebody wait
+    for that, its page says how much can be saved."""
+    speeds = written()
+    covered = {*speeds, "again.sh", "aws-head-policy.json", "kuberay-storage.yaml", "mlflow"}
+    assert {path.name for path in CLUSTER.iterdir()} == covered, "a new file: how long does what stops its runs wait?"
+    timeout = 60 * CheckpointConfig().timeout_minutes
+    for name, seconds in waits().items():
+        save = CHECKPOINT / speeds[name.partition(",")[0]]
+        assert save < timeout, f"{name}: a save is given up after {timeout:g} s (checkpoint.timeout_minutes)"
+        assert [*seconds, 60 + 2 * save] == sorted([*seconds, 60 + 2 * save], reverse=True), (name, seconds, save)
+    task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
+    assert task["envs"]["RAYTUNE_STOP_SECONDS"] == "0", "its pods end at once"
+    for cloud, file in (("aws", "aws-p4d-a100.yaml"), ("gcp", "gcp-a2-a100.yaml")):
+        most, save = SPOT_NOTICE_SECONDS[cloud] * speeds[file] / 1e9, CHECKPOINT / speeds[file]
+        assert SPOT_NOTICE_SECONDS[cloud] < save
+        page = " ".join((ROOT / "docs" / "start" / f"{cloud}.md").read_text().split())
+        for said in (f"{most:.0f} GB at the most", f"{100 * round(save / 100)} s"):
+            assert said in page, (cloud, said)
+        assert f"{most:.0f} GB" in (CLUSTER / file).read_text()
+
+
+def test_every_node_finds_the_hub_s_files_on_shared_storage_and_its_token() -> None:
+    """In the environment of `ray start`, and nowhere else: no config, no runtime_env."""
+    for name in (*CLOUDS, "local"):
+        config = cluster(name)
+        mount = "~/.hf-token" if name == "local" else "/home/ray/.hf-token"
+        assert config["file_mounts"][mount] == "~/.cache/huggingface/token"
+        for commands_of in ("head_start_ray_commands", "worker_start_ray_commands"):
+            (start,) = [line for line in config[commands_of] if "ray start" in line]
+            assert f"HF_TOKEN=$(cat {mount}) ray start" in start
+            home = start if name == "local" else " ".join(config["docker"]["run_options"])
+            (directory,) = re.findall(r"HF_HOME=(/\w+)/hf", home)
+            assert directory == {"aws-p4d-a100": "/fsx"}.get(name, "/shared")
+    for _, environment in pod_specs():
+        assert environment["HF_HOME"] == "/shared/hf" and "HF_TOKEN" in environment
+    (_, pod) = yaml.safe_load_all((CLUSTER / "kuberay-storage.yaml").read_text())
+    assert "mkdir -p data runs hf; chown 1000:1000 data runs hf" in pod["spec"]["containers"][0]["command"][-1]
+    task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
+    assert task["envs"]["HF_HOME"].startswith("/shared/") and "/shared" in task["volumes"]
+    assert "HF_TOKEN" in task["secrets"]
+    script = (CLUSTER / "slurm.sh").read_text()
+    assert script.index("export HF_TOKEN") < script.index("ray start") and "export HF_HOME=" in script
+    for page in (ROOT / "docs" / "start").glob("*.md"):
+        assert not re.search(r"runtime-env-json .*HF_TOKEN", page.read_text()), page.name
+
+
+APT = """#!/bin/sh
+case "$*" in
+  apt-get*) echo x >> {tried}; [ $(wc -l < {tried}) -gt 3 ] ;;
+  tee*) cat > /dev/null ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+def test_apt_s_lock_at_first_boot_is_waited_for(name: str, tmp_path: Path) -> None:
+    """Somebody else has it at the first tries."""
+    (line,) = [each for each in cluster(name)["initialization_commands"] if "apt-get" in each]
+    for program, text in {"sudo": APT.format(tried=tmp_path / "tried"), "sleep": "", "wget": "", "gpg": ""}.items():
+        (tmp_path / program).write_text(text or "#!/bin/sh\n")
+        (tmp_path / program).chmod(0o755)
+    needs = {"mount.nfs", "mount.lustre"} & {*line.split()}
+    assert needs and not any(map(shutil.which, needs)), "else nothing is installed"
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "tried").read_text().split()) == 5, "the update at the fourth try, then the installation"
 
 
 def test_the_mlflow_server_has_our_mlflow_and_no_password() -> None:
