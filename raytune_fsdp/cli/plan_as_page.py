@@ -73,6 +73,7 @@ def check(parser: ConfigParser, found: Namespace) -> None:
     if found.gpu is None:
         parser.error("--serve needs a device to begin with: --gpu A100-80GB")
     others = {"--json": found.json, "--units": found.units, "--alternatives": found.alternatives}
+    others["--storage"] = found.storage is not None
     for flag, given in others.items():
         if given:
             parser.error(f"{flag} prints, --serve shows a page: give one of the two")

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.cli.common import ConfigParser
+from raytune_fsdp.errors import RaytuneError
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.estimate.devices import Device
     from raytune_fsdp.plan import Plan
     from raytune_fsdp.planner.search import Offer
+    from raytune_fsdp.planner.stopping import Writing
 
 
 PER_NODE = 8
@@ -35,6 +37,10 @@ def add_flags(parser: ConfigParser) -> None:
     )
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="of a machine (default: 8, or as calibrated)")
     parser.add_argument("--network", metavar="SPEED", help="of a machine to the others: 400Gbps, or 50GB/s (the same)")
+    parser.add_argument(
+        "--storage", metavar="SPEED",
+        help="that checkpoints are written with: 1.2GB/s, over all ranks (default: as this run has saved before)",
+    )  # fmt: skip
     parser.add_argument("--price", type=float, metavar="X", help="of a GPU and hour, with --gpu")
     parser.add_argument(
         "--architecture", type=Path, metavar="FILE", help="a config.json, for a model that is neither here nor bundled"
@@ -59,14 +65,18 @@ def plan_on_gpus(parser: ConfigParser, found: Namespace, config: FinetuneConfig,
     if found.search is not None:
         return _search(found, config, plan, _offers(parser, found.search), between)
     device = _device(found.gpu)
+    speed = link_speed(found.storage) if found.storage else None
     per_node = _per_node(parser, found, device, plan.layout.world)
     from raytune_fsdp.planner.page import as_data, as_page
     from raytune_fsdp.planner.planned import planned
     from raytune_fsdp.planner.prediction import Cluster
+    from raytune_fsdp.planner.stopping import Writing
 
+    writing = None if speed is None else Writing(speed, measured=False)
     each = planned(
         config, plan, Cluster(device=device, per_node=per_node, between=between),
-        architecture=found.architecture, price=found.price, free=_free(config), with_alternatives=found.alternatives,
+        architecture=found.architecture, price=found.price, free=_free(config), writing=writing or _recorded(config),
+        with_alternatives=found.alternatives,
     )  # fmt: skip
     return OnGpus(as_page(each), {"on_gpus": as_data(each)})
 
@@ -77,6 +87,18 @@ def _free(config: FinetuneConfig) -> int | None:
     try:
         return shutil.disk_usage(place).free
     except (OSError, ValueError):  # it is elsewhere, as an object store is
+        return None
+
+
+def _recorded(config: FinetuneConfig) -> Writing | None:
+    """As this run has saved before, if it has, and its record is here."""
+    from raytune_fsdp.planner.stopping import as_recorded
+    from raytune_fsdp.rundir import RunDir
+    from raytune_fsdp.tracking.jsonl import each_event
+
+    try:
+        return as_recorded(each_event(RunDir.of(config).events))
+    except (OSError, RaytuneError):
         return None
 
 
@@ -104,12 +126,13 @@ def check(parser: ConfigParser, found: Namespace) -> None:
     needs: dict[str, Callable[[], bool]] = {
         "network": lambda: found.gpu is None and found.search is None,
         "architecture": lambda: found.gpu is None and found.search is None,
+        "storage": lambda: found.gpu is None,
         "price": lambda: found.gpu is None,
         "alternatives": lambda: found.gpu is None,
         "hours": lambda: found.search is None,
     }
     if found.search is not None:
-        for flag in ("price", "alternatives"):
+        for flag in ("price", "alternatives", "storage"):
             if getattr(found, flag):
                 parser.error(f"--{flag} is for one kind of GPU (--gpu); --search takes prices as in A100-80GB=1.8")
     for flag, missing in needs.items():

@@ -268,7 +268,7 @@ def device_of(found: Calibration) -> Device:
     )
 
 
-_SPEEDS = {"Gbps": _GIGA / 8, "GB/s": _GIGA}
+_SPEEDS = {"Gbps": _GIGA / 8, "GB/s": _GIGA, "MB/s": _GIGA / 1000}
 
 
 def link_speed(text: str) -> float:

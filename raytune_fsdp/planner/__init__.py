@@ -10,6 +10,7 @@ speed.py        how long a step takes on a device; links.py: what moves between 
 calibrate.py    what a machine does, measured; real_step.py: steps of a model without a run
 prediction.py   all of that in one call
 alternatives.py other ways to train the same, beside.py: hosts and storage, advice.py: what may not be meant
+stopping.py     how long saves and stops take, beside the notice that a run would get
 planned.py      everything about a config on a cluster; page.py: as a page, and as data
 web/           the same as a page with sliders: from a server of this machine, or one file with everything inside
 """

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.cluster import SPOT_NOTICE_SECONDS
 from raytune_fsdp.planner.alternatives import Alternative, in_words
 from raytune_fsdp.planner.prediction import Prediction
+from raytune_fsdp.planner.stopping import Stopping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,15 +28,28 @@ _SLOW_GBPS = 100
 _NOTICED = 0.5
 _MANY = 64
 _MANY_GBPS = 1000
+_SLOW_STORAGE = 100e6
+"""Bytes a second that any storage of checkpoints should write: below it `doctor` warns."""
 
 _RATE, _RATE_TOKENS, _RATE_TIMES = 2e-5, 64 * 4096, 10
 """Llama 2's rate and tokens a step. Ten times what the square root of the batch makes of it is called high: what the
 recipes of others use is within that."""
 
 
-def advice(config: FinetuneConfig, found: Prediction, faster: Sequence[Alternative] | None = None) -> list[Advice]:
-    """`faster`: what was found to make a step wait less for its links; None: nobody has looked."""
-    return [*_of_learning(config, found), *_of_hardware(config, found), *_of_links(config, found, faster)]
+def advice(
+    config: FinetuneConfig,
+    found: Prediction,
+    faster: Sequence[Alternative] | None = None,
+    stopping: Stopping | None = None,
+) -> list[Advice]:
+    """`faster`: what was found to make a step wait less for its links; None: nobody has looked. `stopping`: how long
+    saves take; None: that is not known."""
+    return [
+        *_of_learning(config, found),
+        *_of_hardware(config, found),
+        *_of_links(config, found, faster),
+        *_of_notice(config, found, stopping),
+    ]
 
 
 def _of_learning(config: FinetuneConfig, found: Prediction) -> Iterator[Advice]:
@@ -101,6 +116,26 @@ def _of_hardware(config: FinetuneConfig, found: Prediction) -> Iterator[Advice]:
             "of a step only keep ranks aligned: choose a world size that divides the blocks",
             source="this plan",
         )
+
+
+def _of_notice(config: FinetuneConfig, found: Prediction, stopping: Stopping | None) -> Iterator[Advice]:
+    cloud = config.cluster.spot_notice
+    if cloud == "none":
+        return
+    notice = SPOT_NOTICE_SECONDS[cloud]
+    needed = found.checkpoint / notice
+    if needed <= (_SLOW_STORAGE if stopping is None else stopping.writing.speed):
+        return
+    takes = "how long a save takes is not known (--storage 1.2GB/s)"
+    if stopping is not None:
+        takes = f"a save takes {stopping.save:.0f} s at {stopping.writing.speed / 1e9:.2g} GB/s"
+    yield Advice(
+        id="notice",
+        text=f"cluster.spot_notice={cloud}: the notice comes {notice:.0f} s before the end, and {takes}. Where storage "
+        f"writes less than {needed / 1e9:.2g} GB/s, a machine that is taken away costs what the run has trained since "
+        "its last checkpoint (checkpoint.every)",
+        source=f"{found.checkpoint / 1e9:,.0f} GB in the cloud's notice",
+    )
 
 
 def _of_links(config: FinetuneConfig, found: Prediction, faster: Sequence[Alternative] | None) -> Iterator[Advice]:

@@ -12,6 +12,7 @@ from raytune_fsdp.planner.beside import Beside
 from raytune_fsdp.planner.planned import Planned, cost, hours
 from raytune_fsdp.planner.prediction import GIB, Prediction
 from raytune_fsdp.planner.search import Suitable
+from raytune_fsdp.planner.stopping import Stopping, notices
 
 WIDTH = 100
 _LABEL = 12
@@ -140,7 +141,22 @@ def _beside(planned: Planned) -> list[str]:
             f"{_gib(each.training)} while training, {_gib(each.saving)} while saving; {_gib(each.exporting)} to export",
         ),
         *_row("storage", f"{_gib(each.checkpoint)} a checkpoint, {_gib(each.storage)} at a time ({kept}){clock}{free}"),
+        *([] if planned.stopping is None else _row("a stop", _stopping(planned.stopping))),
     ]
+
+
+def _stopping(each: Stopping) -> str:
+    by = "as this run has saved before" if each.writing.measured else "as given"
+    within = " and ".join(
+        f"{each.saved_within(seconds) / 1e9:,.3g} GB ({', '.join(clouds)}: {seconds:.0f} s)"
+        for seconds, clouds in notices().items()
+    )
+    return (
+        f"a save takes {_seconds(each.save)} at {each.writing.speed / 1e9:.3g} GB/s ({by}), and a stop up to "
+        f"{_seconds(each.stop)}: the save that is being written, and the last. What stops the run has to wait for that "
+        "(RAY_JOB_STOP_WAIT_TIME_S, a pod's grace, a scheduler's signal). A spot machine's notice is enough for "
+        f"{within}"
+    )
 
 
 def _advice(found: Iterable[Advice]) -> list[str]:
@@ -218,6 +234,10 @@ def _time(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
 
 
+def _seconds(each: float) -> str:
+    return f"{each:,.0f} s" if each >= 10 else f"{each:.1f} s"
+
+
 def _duration(each: float) -> str:
     return f"{each:,.1f} hours" if each >= 1 else f"{60 * each:.0f} minutes"
 
@@ -282,6 +302,14 @@ def as_data(planned: Planned) -> dict[str, Any]:
         "alternatives": [
             {"changes": dict(each.changes), **_figures(each.prediction, planned.price)} for each in planned.alternatives
         ],
+        "stopping": None
+        if (stopping := planned.stopping) is None
+        else {
+            "bytes_per_second": stopping.writing.speed,
+            "measured": stopping.writing.measured,
+            "save_seconds": stopping.save,
+            "stop_seconds": stopping.stop,
+        },
     }
 
 

@@ -19,6 +19,7 @@ from raytune_fsdp.planner.alternatives import (
 from raytune_fsdp.planner.beside import Beside, beside
 from raytune_fsdp.planner.nearby import moving_less, shared, step_down
 from raytune_fsdp.planner.prediction import Cluster, Prediction, predict
+from raytune_fsdp.planner.stopping import Stopping, Writing
 from raytune_fsdp.planner.subject import Subject
 
 
@@ -45,6 +46,8 @@ class Planned:
     """Of a GPU and hour."""
     free: int | None
     """Bytes at the place of the checkpoints; None: it is not on this machine."""
+    stopping: Stopping | None
+    """None: how fast its storage writes is not known."""
     basis: str
     """Where the network's sizes are from."""
 
@@ -57,6 +60,7 @@ def planned(
     architecture: Path | None = None,
     price: float | None = None,
     free: int | None = None,
+    writing: Writing | None = None,
     with_alternatives: bool = False,
 ) -> Planned:
     """Plan a run on so many of these GPUs. Where it does not fit, alternatives are always looked for."""
@@ -69,10 +73,11 @@ def planned(
         others = in_order([*others, together])
     largest, paying = micro_batches(subject, config, found)
     bound = found.seconds.bound == "communication"
+    stopping = None if writing is None else Stopping.of(found, writing)
     return Planned(
         prediction=found,
         beside=beside(config, found),
-        advice=advice(asked, found, moving_less(subject, config, found) if bound else None),
+        advice=advice(asked, found, moving_less(subject, config, found) if bound else None, stopping),
         largest_micro_batch=largest,
         allowed_micro_batch=allowed_micro_batch(config, world),
         paying_micro_batch=paying,
@@ -81,6 +86,7 @@ def planned(
         shared=together,
         price=price,
         free=free,
+        stopping=stopping,
         basis=subject.basis,
     )
 

@@ -127,3 +127,22 @@ def test_submitted_stopped_and_submitted_again(tmp_path: Path, head: dict[str, s
     assert read_trajectory(run_dir / "metrics.jsonl") == whole
     assert [line["fields"]["resumed_from"] for line in events(run_dir, "attempt_started")] == [0, stopped]
     assert [status for _, status in mlflow_runs(run_dir.parent)] == ["FINISHED"]
+
+
+def test_a_driver_that_is_killed_is_submitted_again_until_it_is_done_or_refused(
+    tmp_path: Path, head: dict[str, str]
+) -> None:
+    """`cluster/again.sh`, which tests/cluster runs with a stand-in for `ray`, and what Ray makes of exit codes."""
+
+    def again(last: str) -> tuple[int, int]:
+        job = tmp_path / "job.sh"
+        job.write_text(f"echo x >> {tmp_path}/tries; [ $(wc -l < {tmp_path}/tries) -gt 1 ] && {last}; kill -9 $$")
+        (tmp_path / "tries").write_text("")
+        done = subprocess.run(
+            [ROOT / "cluster" / "again.sh", "-", "sh", str(job)], cwd=tmp_path, timeout=300,
+            env={**head, "PAUSE": "1", "TRIES": "4"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        return done.returncode, len((tmp_path / "tries").read_text().split())
+
+    assert again("exit 0") == (0, 2)
+    assert again("exit 2") == (2, 2)

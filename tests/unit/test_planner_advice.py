@@ -18,6 +18,7 @@ from raytune_fsdp.planner.nearby import moving_less, shared, step_down
 from raytune_fsdp.planner.page import as_page
 from raytune_fsdp.planner.planned import planned
 from raytune_fsdp.planner.prediction import Cluster, Prediction, predict
+from raytune_fsdp.planner.stopping import Stopping, Writing
 from raytune_fsdp.planner.subject import Subject
 from tests.unit.test_planner_memory import EXPERTS, LLAMA, config_of
 
@@ -109,6 +110,25 @@ def test_a_rate_is_high_for_the_batch_and_the_size(lr: float, tokens: int, billi
     found = replace(found, tokens=tokens, parameters=parameters)
     assert ("lr-high" in ids(advice(asked, found))) is high
     assert "lr-high" not in ids(advice(config_of(LLAMA, optim={"lr": 1.0}), found))  # a network from nothing
+
+
+def test_a_notice_that_is_too_short_for_a_save_is_said() -> None:
+    config = config_of(WIDE)
+    _, small = look(config, 2)
+    large = replace(small, checkpoint=12 * 68_976_648_192)
+
+    def said(cloud: str, found: Prediction, speed: float | None) -> list[str]:
+        stopping = None if speed is None else Stopping.of(found, Writing(speed, measured=True))
+        notes = advice(with_changes(config, {"cluster.spot_notice": cloud}), found, None, stopping)
+        return [each.text for each in notes if each.id == "notice"]
+
+    (unknown,) = said("aws", large, None)
+    assert "is not known (--storage 1.2GB/s). Where storage writes less than 6.9 GB/s" in unknown
+    (slow,) = said("aws", large, 1.2e9)
+    assert "comes 120 s before the end, and a save takes 690 s at 1.2 GB/s" in slow
+    assert not said("aws", large, 7e9) and said("azure", large, 7e9)
+    assert not said("none", large, 1.0)
+    assert not said("aws", small, None), "any storage saves that in time"
 
 
 def test_experts_sleep() -> None:

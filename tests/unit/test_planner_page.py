@@ -18,6 +18,7 @@ from raytune_fsdp.planner.alternatives import alternatives, cheapest_fit, micro_
 from raytune_fsdp.planner.page import WIDTH
 from raytune_fsdp.planner.prediction import Cluster, predict
 from raytune_fsdp.planner.subject import Subject, bundled
+from raytune_fsdp.tracking.jsonl import append_event
 
 _HARDWARE = re.compile(r"Hardware: (\d+) x (\w+)(?: 80 GB)? on (\d+) node")
 
@@ -131,6 +132,10 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
         (("--search", "H100=cheap"), "as in A100-80GB=1.8"),
         (("--search", "H100,H101"), "H100"),
         (("--hours", "3"), "--search"),
+        (("--storage", "1.2GB/s"), "name them, too (--gpu A100-80GB)"),
+        (("--gpu", "H100", "--storage", "1.2"), "or bytes as 50GB/s"),
+        (("--search", "H100", "--storage", "1.2GB/s"), "--storage is for one kind of GPU"),
+        (("--gpu", "H100", "--serve", "--storage", "1.2GB/s"), "--storage prints, --serve shows a page"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(
@@ -142,6 +147,29 @@ def test_what_cannot_be_planned_is_refused(
         code = int(ended.code or 0)
     assert code == 2
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_a_plan_says_how_long_saves_and_stops_take_and_what_a_notice_saves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the speed that is given, or with which the run has saved before."""
+    small = ("--config", "demo", "--samples", "64", "--gpu", "L4", "--world-size", "2", "--run.storage", str(tmp_path))
+    given = planned(capsys, *small, "--storage", "1MB/s")
+    size, found = given["storage"]["checkpoint"], given["stopping"]
+    assert (found["bytes_per_second"], found["measured"]) == (1e6, False)
+    assert found["save_seconds"] == pytest.approx(size / 1e6)
+    assert found["stop_seconds"] == pytest.approx(2 * size / 1e6 + given["step_seconds"]), "one is being written"
+    record = tmp_path / load_config("demo").run.name / "events.jsonl"
+    record.parent.mkdir()
+    for step, seconds, nbytes in ((1, 100.0, size), (2, 200.0, size), (3, 0, size), (4, 1.0, True)):
+        append_event(record, "saved", attempt=1, fields={"step": step, "seconds": seconds, "bytes": nbytes})
+    append_event(record, "save_failed", attempt=1, fields={"step": 5, "problem": "none"})
+    assert main([*small, "--cluster.spot_notice", "aws"]) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert "a save takes 200 s at " in page and "(as this run has saved before), and a stop up to 400 s" in page
+    assert f"{120 * size / 200 / 1e9:.3g} GB (aws: 120 s) and {30 * size / 200 / 1e9:.3g} GB (gcp, azure: 30 s)" in page
+    assert "cluster.spot_notice=aws: the notice comes 120 s before the end, and a save takes 200 s" in page
 
 
 def test_a_config_json_takes_the_place_of_a_model_that_is_not_here(
