@@ -287,6 +287,7 @@ def test_a_size_that_ray_train_has_waited_for_in_vain_is_noted(tmp_path: Path, m
         verbose=False,
         in_ray_log=False,
         forced=False,
+        notices={},
     )
     foresight: Any = SimpleNamespace(of=lambda ranks: None)
     attempts = Attempts(RunDir.of(job.config), limit=0, step=0, say=print)

@@ -15,13 +15,15 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from raytune_fsdp.config.cluster import SPOT_NOTICE_SECONDS
+
 ENDPOINT = "RAYTUNE_METADATA_ENDPOINT"
 """Environment variable with another address of the service: http://host:port"""
 
 _TIMEOUT_SECONDS = 2.0
 _MOST_BYTES = 1 << 16
 _TOKEN_SECONDS = 21_600
-_GOOGLE_SECONDS = 25.0  # of the 30 between the notice and the end, some have passed when it is read
+_GOOGLE_SECONDS = SPOT_NOTICE_SECONDS["gcp"] - 5.0  # some have passed when the notice is read
 _UNKNOWN_SECONDS = 30.0  # where the service names no time
 
 # These addresses are the machine's own: a proxy would ask for another machine, or for none.
