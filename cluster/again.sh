@@ -7,8 +7,9 @@
 #     --run.name llama2-70b --run.storage /fsx/runs ...
 #
 # It runs where `ray up` has run, on a machine that stays (in tmux), and shows what the run prints. `-` in the place of
-# the file: a cluster that it cannot make, at RAY_API_SERVER_ADDRESS; there it waits for a head that is lost. Ctrl-C ends
-# this script, not the run; `ray job stop` ends both. TRIES: how often it submits at most; PAUSE: seconds between two tries.
+# the file: a cluster that it cannot make, at RAY_API_SERVER_ADDRESS; there each try waits two minutes for a head that is
+# lost. Ctrl-C ends this script, not the run; `ray job stop` ends both. TRIES: how often it submits at most; PAUSE: seconds
+# between two tries.
 #
 # Its exit code is the run's: 0 done; 2, 3 and 4, of which another try would end the same; 130 stopped; 1 when TRIES are
 # used up. tests/cluster runs it with a stand-in for `ray`, tests/ray with a real one; not run on a cloud by us.

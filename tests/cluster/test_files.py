@@ -565,8 +565,8 @@ def end(code):
 
 def goes_on(job):
     outcome = world["outcomes"].pop(0)
-    if outcome == "head lost":
-        world["head"], world["jobs"] = False, {{}}
+    if outcome in ("head lost", "Ray lost"):
+        world["head"], world["jobs"], world["stuck"] = False, {{}}, outcome == "Ray lost"
         end(1)
     world["jobs"][job] = outcome
     end(outcome != "SUCCEEDED 0")
@@ -585,7 +585,8 @@ match words:
     case ["job", "list"]:
         end(not world["head"])
     case ["up", *_]:
-        world["head"] = world["head"] or world["cloud"]
+        world["stuck"] = world["stuck"] and "--no-restart" in words
+        world["head"] = world["head"] or (world["cloud"] and not world["stuck"])
         end(not world["cloud"])
     case ["job", "submit", "--submission-id", job, *_] | ["job", "logs", "--follow", job]:
         goes_on(job)
@@ -599,6 +600,7 @@ end(0)
         pytest.param(["SUCCEEDED 0"], 0, 1, 1, id="done"),
         pytest.param(["FAILED -9", "FAILED 1", "SUCCEEDED 0"], 0, 3, 1, id="driver killed, then failed"),
         pytest.param(["head lost", "SUCCEEDED 0"], 0, 2, 2, id="head lost"),
+        pytest.param(["Ray lost", "SUCCEEDED 0"], 0, 2, 2, id="Ray lost on a head that is there"),
         pytest.param(["RUNNING None", "RUNNING None", "SUCCEEDED 0"], 0, 1, 1, id="connection lost"),
         pytest.param(["RUNNING None", "head lost", "FAILED None", "SUCCEEDED 0"], 0, 3, 2, id="one after the other"),
         pytest.param(["FAILED 2"], 2, 1, 1, id="refused"),
@@ -613,7 +615,8 @@ def test_a_run_whose_driver_or_head_is_lost_is_submitted_again(
 ) -> None:
     """The loop itself, with a cloud that cannot be had here: `ray` and `python` are stand-ins."""
     world = tmp_path / "world"
-    world.write_text(json.dumps({"outcomes": outcomes, "jobs": {}, "said": [], "head": False, "cloud": bool(outcomes)}))
+    state = {"outcomes": outcomes, "jobs": {}, "said": [], "head": False, "stuck": False, "cloud": bool(outcomes)}
+    world.write_text(json.dumps(state))
     for program in ("ray", "python"):
         (tmp_path / program).write_text(CLOUD.format(python=sys.executable, world=world))
         (tmp_path / program).chmod(0o755)
@@ -629,7 +632,9 @@ def test_a_run_whose_driver_or_head_is_lost_is_submitted_again(
     assert [words[4:] for words in jobs] == [["--working-dir", ".", "--", *command]] * submitted
     assert len({words[3] for words in jobs}) == submitted, "Ray takes an id only once"
     ups = [words for words in found["said"] if words[0] == "up"]
-    assert ups == [["up", "--yes", "--no-restart", "the.yaml"]] * made, "a restart would end a run that goes on"
+    gentle, restart = ["up", "--yes", "--no-restart", "the.yaml"], ["up", "--yes", "the.yaml"]
+    assert [up for up in ups if up != restart] == [gentle] * made
+    assert ups.count(restart) == outcomes.count("Ray lost"), "a restart would end a run that goes on"
 
 
 def test_a_wheel_brings_its_dependencies_and_what_the_page_says_instead_does_not(

@@ -120,7 +120,8 @@ def test_a_rank_that_dies_in_the_last_evaluation(tmp_path: Path, launch: str) ->
     whole = values | {"run": {**values["run"], "name": "whole"}}
     expected = trajectory(FinetuneConfig.model_validate(whole), 2)
     cluster = {"launch": launch, "workers": 2, "device": "cpu", "max_failures": 2}
-    first = Command(FinetuneConfig.model_validate(values | {"cluster": cluster}), tmp_path)
+    notice = {"RAYTUNE_FSDP_STOP_SECONDS": "0"}
+    first = Command(FinetuneConfig.model_validate(values | {"cluster": cluster}), tmp_path, **notice)
     (first.faults / "at-evaluation-1").touch()
     code, said = first.end()
     if launch == "local":
@@ -133,6 +134,8 @@ def test_a_rank_that_dies_in_the_last_evaluation(tmp_path: Path, launch: str) ->
     assert read_evaluations(run_dir / "metrics.jsonl", 8) == read_evaluations(other / "metrics.jsonl", 8) != {}
     answers = [[line["fields"]["answer"] for line in events(place, "answered")] for place in (run_dir, other)]
     assert answers[0] == answers[1] and len(answers[0]) == 1
+    # Which rank 0 cannot know: the command tells it.
+    assert [line["fields"]["notices"] for line in events(run_dir, "notice_short")] == [{"scheduler": 0.0}]
 
 
 def disturbed(directory: Path) -> FinetuneConfig:
