@@ -152,6 +152,7 @@ def touching(inside: Sequence[Path | str]) -> Iterator[list[str]]:
         sys.addaudithook(_hear)  # for good: there is no way to take one back
         _installed = True
     places = (*(os.path.realpath(each) for each in inside), *_own())
+    imported_from = {f"os.listdir {os.path.realpath(each)}" for each in sys.path}  # again after each change there
     found: list[str] = []
     _recording = []
     try:
@@ -160,6 +161,7 @@ def touching(inside: Sequence[Path | str]) -> Iterator[list[str]]:
         recorded, _recording = _recording, None
         for event, names in recorded:
             found += [f"{event} {name}" for name in names if not _is_in(name, places)]
+        found[:] = [each for each in found if each not in imported_from]
 
 
 def _is_in(name: str, places: Sequence[str]) -> bool:
