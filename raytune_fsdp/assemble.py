@@ -74,6 +74,7 @@ from raytune_fsdp.reduction import ranks_together
 from raytune_fsdp.run.base import agree_on_base
 from raytune_fsdp.run.cut_trial import try_cut
 from raytune_fsdp.run.exams import exam_of, is_missing
+from raytune_fsdp.run.fetching import brought
 from raytune_fsdp.run.initial_weights import fill_mode, first_weights
 from raytune_fsdp.run.kernels import kernels_of
 from raytune_fsdp.run.record import open_run, start_tracker
@@ -120,7 +121,7 @@ def assemble(
 ) -> Parts:
     """Build everything. Collective: needs the process group."""
     hooks, plan, state = hooks or LauncherHooks(), standing.plan, standing.state
-    learner = _learner(config, prepared, standing, device)
+    learner = _learner(config, prepared, standing, device, partial(print, file=hooks.console, flush=True))
     # On the model itself: some architectures take position_ids and still let packed documents see each other.
     dtype = computes_in(config.parallel.precision)
     check_network(learner.model, config.data.packing, device, dtype)
@@ -276,7 +277,9 @@ class _Learner:
     groups: Sharers
 
 
-def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device) -> _Learner:
+def _learner(
+    config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device, say: Callable[[str], None]
+) -> _Learner:
     """The network, sharded, and its optimizer."""
     # Of its own, because the attention is noted in it.
     model = build_network(copy.deepcopy(prepared.hf_config), config, prepared.added)
@@ -305,10 +308,10 @@ def _learner(config: FinetuneConfig, prepared: Prepared, standing: Standing, dev
     adapted, checkpoint = is_adapted(model), standing.checkpoint
     base = None
     if checkpoint is None or adapted:
-        adapter = prepared.adapter if checkpoint is None else None
-        mode = fill_mode(config, prepared.origin, adapter)
-        base = agree_on_base(config, prepared.origin, standing.state.base, mode) if adapted else None
-        weights, beginning = first_weights(config, prepared.origin, model, mode, adapter, checkpoint)
+        origin, adapter = brought(config, prepared.origin, prepared.adapter if checkpoint is None else None, say)
+        mode = fill_mode(config, origin, adapter)
+        base = agree_on_base(config, origin, standing.state.base, mode) if adapted else None
+        weights, beginning = first_weights(config, origin, model, mode, adapter, checkpoint)
         fill(model, weights, mode, device, shards_at=host, before=beginning.turn_to if beginning else None)
         if getattr(config.method, "init", "zero") != "zero":
             keep_beginning(model, [name for pair in pairs_of(model).values() for name in (pair.a, pair.b)])

@@ -19,7 +19,7 @@ from raytune_fsdp.model.adapter_names import keys_held, own_names
 from raytune_fsdp.model.adapters import attach, check_adapter_shapes, rows_of
 from raytune_fsdp.model.added_rows import ROWS, train_rows
 from raytune_fsdp.model.export import WholeTensors
-from raytune_fsdp.model.files import WeightFiles, cached, find_weights, is_local, locate
+from raytune_fsdp.model.files import WeightFiles, cached, find_weights, is_local, known_weights, locate
 from raytune_fsdp.model.keys import check_shapes, grown_rows, match_keys, matched_weights
 from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, read_object
 from raytune_fsdp.model.merge import MergedWeights
@@ -28,6 +28,7 @@ from raytune_fsdp.model.network import stored_network
 from raytune_fsdp.model.principal import ResidualWeights
 from raytune_fsdp.model.weights import FileWeights, GrownWeights, Weights
 
+_BASE = "the base of these adapters"
 _WAY_OUT = "say with --base where the model is that they were trained beside"
 
 
@@ -63,14 +64,18 @@ def base_of(checkpoint: CommittedCheckpoint, moved: str | None = None) -> Weight
     return files
 
 
-def located_base(checkpoint: CommittedCheckpoint, moved: str | None = None) -> WeightFiles | None:
-    """The same, without reading them: only their sizes are compared."""
+def located_base(
+    checkpoint: CommittedCheckpoint, moved: str | None = None, *, fetch: bool = True
+) -> WeightFiles | None:
+    """The same, without reading them: only their sizes are compared. Without `fetch`, those of the hub need not be
+    here."""
     base = read_state(checkpoint).base
     if base is None:
         if moved is not None:
             raise ModelError(f"--base {moved}: {checkpoint.path} holds a whole model, not adapters; leave --base out")
         return None
-    files = find_weights(_located(base["path"], base["revision"]) if moved is None else _located(moved, None))
+    path, revision = (base["path"], base["revision"]) if moved is None else (moved, None)
+    files = find_weights(_located(path, revision)) if fetch else _known(path, revision)
     sizes, known = files.sizes(), {name: each["bytes"] for name, each in base["files"].items()}
     differ = sorted({name for name, _ in sizes.items() ^ known.items()})
     if differ:
@@ -181,7 +186,14 @@ def base_weights(
 
 def _located(path: str, revision: str | None) -> Path:
     try:
-        return locate(path, revision, field="the base of these adapters", weights=True)
+        return locate(path, revision, field=_BASE, weights=True)
+    except ModelError as error:
+        raise ModelError(f"{error}; {_WAY_OUT}") from error
+
+
+def _known(path: str, revision: str | None) -> WeightFiles:
+    try:
+        return known_weights(path, revision, field=_BASE)
     except ModelError as error:
         raise ModelError(f"{error}; {_WAY_OUT}") from error
 

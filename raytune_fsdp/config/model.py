@@ -81,7 +81,8 @@ class ModelConfig(Section):
 
     fill: Literal["auto", "sharded", "rank0"] = "auto"
     """How weights reach the ranks. `sharded`: every rank reads its own slices. `rank0`: only rank 0 opens the files
-    and sends each rank its slices. `auto`: `sharded` if every rank sees the files."""
+    and sends each rank its slices. `auto`: `sharded` if every rank sees the files. Of a hub model every machine fetches
+    the files with `sharded`, and that of rank 0 otherwise."""
 
     @model_validator(mode="after")
     def _tokens_once(self) -> Self:

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from raytune_fsdp.config.method import AdapterMethod, Ia3Method, LoraMethod
 from raytune_fsdp.errors import ModelError, first_line
 from raytune_fsdp.model.adapters import ADAPTER, base_name
+from raytune_fsdp.model.bounds import check_links
+from raytune_fsdp.model.files import commit_of
 from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, read_object
 from raytune_fsdp.untrusted import shown
 
@@ -80,6 +82,14 @@ def put_adapter_config(network: PreTrainedModel, directory: Path, **more: Any) -
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def read_adapter_config(directory: Path) -> dict[str, Any]:
+    """What an adapter says of itself. In the hub's cache every file is a link; in other places none may be."""
+    file, cached = directory / ADAPTER_CONFIG_FILE, commit_of(directory) is not None
+    if cached:
+        check_links(file)
+    return read_object(file, links=cached)
+
+
 def adapter_method(
     directory: Path, held: Iterable[str], own: Callable[[str], str] = lambda name: name
 ) -> AdapterMethod:
@@ -88,8 +98,7 @@ def adapter_method(
     `held`: the names of the adapter's tensors. Where the config has an expression, they tell what it was found in: to
     look for a stranger's expression may take for ever. `own`: from its names to those of the network, if others.
     """
-    file = directory / ADAPTER_CONFIG_FILE
-    values = read_object(file)
+    file, values = directory / ADAPTER_CONFIG_FILE, read_adapter_config(directory)
     if str(values.get("peft_type")) not in _KINDS:
         raise ModelError(
             f"{file}: adapters of the kind {values.get('peft_type')!r} are not known here: use LORA or IA3"

@@ -125,7 +125,7 @@ def check_tokenizer_files(directory: Path) -> tuple[dict[str, Any], str]:
         digest.update(json.dumps(said).encode())
     for file in _tokenizer_files(directory):
         try:
-            _check_links(file)
+            check_links(file)
             content = read_file(file, limit=_TOKENIZER_BYTES, links=True)
             digest.update(f"{file.name} {len(content)} ".encode())
             digest.update(content)
@@ -154,7 +154,7 @@ def _tokenizer_files(directory: Path) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def _check_links(file: Path) -> None:
+def check_links(file: Path) -> None:
     """Refuse a link to any file of this machine. The hub's cache links to files named by their hash; people link to the
     same file elsewhere, or to another one beside it."""
     place = file
@@ -260,8 +260,18 @@ def check_header(file: Path) -> None:
     """Refuse a safetensors file of more tensors than any model has, before a library makes an entry for each."""
     with os.fdopen(open_regular(file, links=True), "rb") as source:
         length = int.from_bytes(source.read(8), "little")
-        check_size(length, _HEADER_BYTES)
-        count = source.read(length).count(b'"data_offsets"')
+        check_header_size(length)
+        check_tensors(source.read(length))
+
+
+def check_header_size(length: int) -> None:
+    """Refuse a header of a safetensors file that the library would not read."""
+    check_size(length, _HEADER_BYTES)
+
+
+def check_tensors(header: bytes) -> None:
+    """Refuse a header of more tensors than any model has."""
+    count = header.count(b'"data_offsets"')
     if count > 2 * _MOST_TENSORS:
         raise UnsoundError(f"has a header of {count} tensors, more than any model has")
 

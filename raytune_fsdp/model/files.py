@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +15,19 @@ import xxhash
 
 from raytune_fsdp.errors import ModelError, first_line, in_one_line
 from raytune_fsdp.model.bounds import check_header, check_index
+from raytune_fsdp.model.hub_weights import (
+    HUB_SECONDS,
+    HubWeights,
+    TensorHeader,
+    kept_headers,
+    list_files,
+    read_headers,
+    refused,
+    why,
+)
 from raytune_fsdp.model.quantization import Packed, Quantization, read_quantization
 from raytune_fsdp.threads import READERS, in_thread
 from raytune_fsdp.untrusted import MIB, UnsoundError, read_json, reason
-
-HUB_SECONDS = 4
-"""How long a hub may take for its first answer, before it counts as unreachable."""
 
 _INDEX_BYTES = 64 * MIB
 """A model.safetensors.index.json of DeepSeek-V3, with 91,000 tensors, has 9 MB."""
@@ -40,6 +47,14 @@ class WeightFiles:
     directory: Path
     file_of: dict[str, str]
     quantization: Quantization | None = None
+    hub: HubWeights | None = None
+    """How a machine gets them that does not have them. None: they are not from the hub."""
+    headers: Mapping[str, TensorHeader] | None = None
+    """What is known of each tensor, where the files are not here. None: they are."""
+
+    def here(self) -> WeightFiles:
+        """The same, as this machine has them once they are fetched."""
+        return self if self.hub is None else replace(self, directory=self.hub.directory, headers=None)
 
     def where(self, key: str) -> str:
         """The key and its file, for messages."""
@@ -61,6 +76,8 @@ class WeightFiles:
 
     def sizes(self) -> dict[str, int]:
         """Size of each file, to compare what different ranks see."""
+        if self.headers is not None and self.hub is not None:
+            return dict(sorted(self.hub.sizes.items()))
         return {name: (self.directory / name).stat().st_size for name in sorted(set(self.file_of.values()))}
 
     def digests(self, names: Sequence[str]) -> dict[str, str]:
@@ -130,16 +147,9 @@ def is_hub_name(path: str) -> bool:
 def _fetch(name: str, revision: str | None, *, field: str, weights: bool) -> Path:
     """Download a snapshot from the hub. Each of the hub's ways to refuse becomes a line of its own."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
 
     patterns = [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES
-    what = f"{field}={name}" + (f" at revision {revision}" if revision else "")
+    what = _what(name, revision, field)
     silence = ask_hub(name, revision).silence
     try:
         return Path(
@@ -153,26 +163,19 @@ def _fetch(name: str, revision: str | None, *, field: str, weights: bool) -> Pat
                 local_files_only=silence is not None,  # without a hub, an earlier download will do
             )
         )
-    except GatedRepoError as error:  # a kind of RepositoryNotFoundError, so it comes first
-        raise ModelError(
-            f"{what}: access to this hub model is restricted; accept its terms on its page, then set HF_TOKEN"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ModelError(
-            f"{what}: the hub model has no such revision; see its page for branches and commits"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ModelError(
-            f"{what}: neither a directory here nor a model on the hub (or it is private: set HF_TOKEN)"
-        ) from error
-    except (LocalEntryNotFoundError, OSError) as error:
-        if silence is None and isinstance(error, HfHubHTTPError):
-            raise ModelError(f"{what}: the hub refuses ({in_one_line(error)}); check the name and HF_TOKEN") from error
-        raise ModelError(
-            f"{what}: not a directory here, not in the local cache, and the hub cannot be reached "
-            f"({silence or in_one_line(error)}); give the path of a downloaded model, or download it once while the "
-            "hub can be reached"
-        ) from error
+    except OSError as error:  # the errors of the hub's library are kinds of it
+        raise (silence is None and refused(error, what)) or _unreachable(what, silence or in_one_line(error)) from error
+
+
+def _what(name: str, revision: str | None, field: str) -> str:
+    return f"{field}={name}" + (f" at revision {revision}" if revision else "")
+
+
+def _unreachable(what: str, reason: str) -> ModelError:
+    return ModelError(
+        f"{what}: not a directory here, not in the local cache, and the hub cannot be reached ({reason}); give the "
+        "path of a downloaded model, or download it once while the hub can be reached"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,41 +206,92 @@ def ask_hub(name: str, revision: str | None) -> HubAnswer:
 
 
 def cached(name: str, revision: str | None) -> Path | None:
-    """The directory of a hub model in the local cache, complete or not; None if it is not there. Asks nobody."""
+    """The directory of a hub model in the local cache, whatever it has of the weights; None if it is not there. Asks
+    nobody."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+        # The library takes a directory for incomplete that lacks a file of these: the weights, a README, …
+        return Path(snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=["*config.json"]))
     except LocalEntryNotFoundError:
         return None
 
 
 def find_weights(directory: Path, name: str = "model") -> WeightFiles:
     """The safetensors files in `directory`, from their index or the header of the only one. No tensor is read."""
-    index = directory / f"{name}.safetensors.index.json"
     single = directory / f"{name}.safetensors"
-    if index.is_file():
-        try:
-            file_of = check_index(read_json(index, limit=_INDEX_BYTES, links=True))
-        except ValueError as error:
-            raise ModelError(
-                f"{index} is not a safetensors index with a weight_map ({reason(error)}): download it again"
-            ) from error
-    elif single.is_file():
+    file_of = _indexed(directory, name)
+    if file_of is None and single.is_file():
         file_of = dict.fromkeys(_keys_of(single), single.name)
-    else:
-        raise _no_safetensors(directory, name)
-    for name in file_of.values():
-        # As text, not where it leads: the files of a hub model are links out of its directory.
-        if not name or "\0" in name or "\\" in name or name.startswith("/") or ".." in name.split("/"):
-            raise ModelError(f"{index} names {name!r}, which is not a file in its directory: download it again")
+    if file_of is None:
+        raise _no_safetensors(directory, [path.name for path in directory.glob("*")], name)
     missing = sorted({name for name in file_of.values() if not (directory / name).is_file()})
     if missing:
-        raise ModelError(
-            f"{directory} lacks {len(missing)} of its weight files ({', '.join(missing[:3])}): download the model again"
-        )
+        raise _lacks(directory, missing)
     return WeightFiles(directory=directory, file_of=file_of, quantization=read_quantization(directory))
+
+
+def known_weights(path: str, revision: str | None, *, field: str, name: str = "model") -> WeightFiles:
+    """The weights of a model; of a hub model that is not in the local cache, what their headers say; network.
+
+    Only ranks fetch such files: the machine that prepares a run may be none that trains it.
+    """
+    if is_local(path) or Path(path).expanduser().exists():
+        return find_weights(locate(path, None, field=field, weights=True), name)
+    directory = _fetch(path, revision, field=field, weights=False)
+    commit, file_of = commit_of(directory), _indexed(directory, name)
+    if commit is None:
+        return find_weights(_fetch(path, revision, field=field, weights=True), name)
+    names = [f"{name}.safetensors"] if file_of is None else sorted(set(file_of.values()))
+    if all((directory / each).is_file() for each in names):
+        files = find_weights(directory, name)
+        return replace(files, hub=HubWeights(repository=path, commit=commit, field=field, sizes=files.sizes()))
+    what = _what(path, revision, field)
+    hub = HubWeights(repository=path, commit=commit, field=field, sizes=dict.fromkeys(names, 0))
+    try:
+        if (kept := kept_headers(hub)) is None:
+            listed = list_files(path, commit)
+            if missing := [each for each in names if each not in listed]:
+                raise _no_safetensors(what, sorted(listed), name) if file_of is None else _lacks(what, missing)
+            hub = replace(hub, sizes={each: listed[each][0] for each in names})
+            kept = hub, read_headers(hub)
+    except ModelError:
+        raise
+    except Exception as error:  # which HTTP library raises it depends on the version of huggingface_hub
+        raise refused(error, what) or _unreachable(what, why(error)) from error
+    hub, by_file = kept
+    headers = {key: header for each in by_file.values() for key, header in each.items()}
+    if file_of is None:
+        file_of = dict.fromkeys(headers, names[0])
+    for key, file in file_of.items():
+        if key not in by_file[file]:
+            raise ModelError(f"{what}: its {file} does not hold {key}, although the index says so")
+    quantization = read_quantization(directory)
+    return WeightFiles(directory=directory, file_of=file_of, quantization=quantization, hub=hub, headers=headers)
+
+
+def _indexed(directory: Path, name: str) -> dict[str, str] | None:
+    """Which file holds which tensor, from the index in `directory`; None if there is none."""
+    index = directory / f"{name}.safetensors.index.json"
+    if not index.is_file():
+        return None
+    try:
+        file_of = check_index(read_json(index, limit=_INDEX_BYTES, links=True))
+    except ValueError as error:
+        raise ModelError(
+            f"{index} is not a safetensors index with a weight_map ({reason(error)}): download it again"
+        ) from error
+    for file in file_of.values():
+        # As text, not where it leads: the files of a hub model are links out of its directory.
+        if not file or "\0" in file or "\\" in file or file.startswith("/") or ".." in file.split("/"):
+            raise ModelError(f"{index} names {file!r}, which is not a file in its directory: download it again")
+    return file_of
+
+
+def _lacks(where: Path | str, missing: Sequence[str]) -> ModelError:
+    names = ", ".join(missing[:3])
+    return ModelError(f"{where} lacks {len(missing)} of its weight files ({names}): download the model again")
 
 
 def _keys_of(file: Path) -> list[str]:
@@ -253,12 +307,12 @@ def _keys_of(file: Path) -> list[str]:
         ) from error
 
 
-def _no_safetensors(directory: Path, name: str) -> ModelError:
-    pickles = sorted(p.name for p in [*directory.glob("*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")])
+def _no_safetensors(where: Path | str, there: Sequence[str], name: str) -> ModelError:
+    pickles = sorted(each for each in there if each.endswith((".bin", ".pt", ".pth")))
     if pickles:
         return ModelError(
-            f"{directory} has its weights only as {pickles[0]}, a pickle, which can run code when loaded: convert it "
-            "once with transformers, on a machine without secrets (from_pretrained, then save_pretrained, which writes "
+            f"{where} has its weights only as {pickles[0]}, a pickle, which can run code when loaded: convert it once "
+            "with transformers, on a machine without secrets (from_pretrained, then save_pretrained, which writes "
             "safetensors)"
         )
-    return ModelError(f"{directory} has no {name}.safetensors and no {name}.safetensors.index.json: no weights to load")
+    return ModelError(f"{where} has no {name}.safetensors and no {name}.safetensors.index.json: no weights to load")

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from raytune_fsdp.errors import ModelError, RaytuneError, TransientError, in_one_line
-from raytune_fsdp.model.files import HUB_SECONDS, is_hub_name
+from raytune_fsdp.model.files import is_hub_name
+from raytune_fsdp.model.hub_weights import HUB_SECONDS
 from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, is_weights, travelling
 from raytune_fsdp.threads import in_thread
 

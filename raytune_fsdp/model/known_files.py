@@ -113,10 +113,10 @@ def _references(directory: Path) -> Iterator[str]:
                 yield from (each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str))
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path, *, links: bool = False) -> dict[str, Any]:
     """The object in a JSON file of a run's model directory, or of an export. ModelError if it is none, or a link."""
     try:
-        values = read_json(path, limit=_MAX_BYTES)
+        values = read_json(path, limit=_MAX_BYTES, links=links)
     except ValueError as error:
         raise ModelError(f"{path} is not JSON ({reason(error)}): restore it, or download it again") from error
     if not isinstance(values, dict):

@@ -31,6 +31,8 @@ _NAMES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.bool: "BOOL",
 }
+DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"F8_E8M0": torch.float8_e8m0fnu}
+"""By the names that the format has for them."""
 _CHUNK_BYTES = 4 << 20
 
 

@@ -18,6 +18,8 @@ from raytune_fsdp.keyed import derive_key
 from raytune_fsdp.model.blocks import blocks_of
 from raytune_fsdp.model.bounds import check_header
 from raytune_fsdp.model.files import WeightFiles
+from raytune_fsdp.model.hub_weights import TensorHeader
+from raytune_fsdp.model.tensorfile import DTYPES
 from raytune_fsdp.untrusted import UnsoundError
 
 # Rows of an embedding summed at a time: 512 MiB in float64 at a width of 8192, where a vocabulary of 128k takes 8 GiB.
@@ -48,7 +50,10 @@ def all_finite(tensor: torch.Tensor) -> bool:
 
 
 class FileWeights:
-    """Weights in safetensors files. One file is open at a time, memory-mapped."""
+    """Weights in safetensors files. One file is open at a time, memory-mapped.
+
+    Of files that are not on this machine there are shapes and types: what is read of them lies on the meta device.
+    """
 
     def __init__(self, files: WeightFiles, key_of: Mapping[str, str]) -> None:
         """`key_of` maps names in the network to keys in the files."""
@@ -62,17 +67,29 @@ class FileWeights:
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
+        if (headers := self._files.headers) is not None:
+            return {name: headers[key].shape for name, key in self._key_of.items()}
         # File by file: only one is open at a time.
         by_file = sorted(self._key_of, key=lambda name: self._files.file_of[self._key_of[name]])
         return {name: tuple(self._slice(name).get_shape()) for name in by_file}
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        if self._files.headers is not None:
+            return self._described(self._files.headers[self._key_of[name]], start, stop)
         piece = self._slice(name)
         if not piece.get_shape():  # a tensor without dimensions cannot be sliced
             whole: torch.Tensor = self._handle.get_tensor(self._key_of[name])
             return whole
         rows: torch.Tensor = piece[start:stop]
         return rows
+
+    def _described(self, header: TensorHeader, start: int, stop: int) -> torch.Tensor:
+        if header.dtype not in DTYPES:
+            raise ModelError(
+                f"{self._files.directory} has weights of the type {header.dtype}, which torch does not know"
+            )
+        shape = (stop - start, *header.shape[1:]) if header.shape else ()
+        return torch.empty(shape, dtype=DTYPES[header.dtype], device="meta")
 
     def where(self, name: str) -> str:
         return self._files.where(self._key_of[name])

@@ -70,13 +70,13 @@ def _read(config: FinetuneConfig, architecture: Path | None) -> tuple[Pretrained
             raise ConfigError(f"--architecture {architecture}: give the config.json of a model, or its directory")
         return load_architecture(model.model_copy(update={"path": str(file.parent)}), file.parent), str(file)
     if model.path is None or is_local(model.path):
-        return load_architecture(model, model_directory(config, weights=False)), model.path or "model.architecture"
+        return load_architecture(model, model_directory(config)), model.path or "model.architecture"
     known = {name.lower(): name for name in bundled()}
     if name := known.get(model.path.lower()):
         values = bundled()[name]["config"]
         return load_architecture(model.model_copy(update={"architecture": values}), None), f"{name}, as bundled"
     try:
-        return load_architecture(model, model_directory(config, weights=False)), model.path
+        return load_architecture(model, model_directory(config)), model.path
     except ModelError as error:
         near = [known[each] for each in get_close_matches(model.path.lower(), known, n=3)]
         bundled_too = f"; bundled are {', '.join(near)}" if near else ""

@@ -30,11 +30,11 @@ from raytune_fsdp.collectives import on_all_ranks, on_rank0
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.method import AdapterMethod, LoraMethod, QloraMethod
 from raytune_fsdp.errors import ModelError, ResumeError
-from raytune_fsdp.model.adapter_config import adapter_method
+from raytune_fsdp.model.adapter_config import adapter_method, read_adapter_config
 from raytune_fsdp.model.adapter_names import keys_held, own_names
 from raytune_fsdp.model.adapters import AdaptedWeights, check_adapter_shapes, is_adapted
 from raytune_fsdp.model.blocks import blocks_of
-from raytune_fsdp.model.files import WeightFiles, find_weights, locate
+from raytune_fsdp.model.files import WeightFiles, known_weights, locate
 from raytune_fsdp.model.fill import FillMode
 from raytune_fsdp.model.keys import (
     Match,
@@ -45,7 +45,7 @@ from raytune_fsdp.model.keys import (
     owned_tensors,
     rows_of_tokens,
 )
-from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, read_object, travelling
+from raytune_fsdp.model.known_files import CONFIG_FILE, travelling
 from raytune_fsdp.model.named_class import find_named
 from raytune_fsdp.model.network import build_base, build_network
 from raytune_fsdp.model.principal import Beginning, ResidualWeights
@@ -110,15 +110,15 @@ def own_model_files(config: FinetuneConfig, place: RunDir) -> Path | None:
     return own
 
 
-def model_directory(config: FinetuneConfig, *, weights: bool, commit: str | None = None) -> Path | None:
-    """The directory of the model's config and tokenizer. The weights of a hub model are fetched only with `weights`."""
+def model_directory(config: FinetuneConfig, commit: str | None = None) -> Path | None:
+    """The directory of the model's config and tokenizer. The weights of a hub model are not fetched."""
     path = config.model.path
     if path is None:
         return None
     checkpoint = _checkpoint(path)
     if checkpoint is not None:
         return model_files(checkpoint)
-    return locate(path, commit or config.model.revision, field="model.path", weights=weights)
+    return locate(path, commit or config.model.revision, field="model.path", weights=False)
 
 
 def _checkpoint(path: str) -> CommittedCheckpoint | None:
@@ -148,7 +148,7 @@ def find_origin(
     """The stored weights for this network, after checking that they fit it. None if `model.init=random`.
 
     Of a network with adapters they are those of the network without. `added`: the ids of new tokens, with those of the
-    tokens that they start as the mean of. `commit`: the one of a hub model that the run has begun with.
+    tokens that they start as the mean of. `commit`: the one of a hub model that its config was read from.
     """
     if config.model.init != "pretrained" or config.model.path is None:
         return None
@@ -161,12 +161,10 @@ def find_origin(
     network = without_adapters(config, network)
     if checkpoint is not None:
         _check_whole(config, verify(checkpoint, hashes=False))
-        base, beside = read_state(checkpoint).base or {}, located_base(checkpoint)
+        base, beside = read_state(checkpoint).base or {}, located_base(checkpoint, fetch=False)
         origin = Origin(stored=checkpoint, match=Match(key_of={}), grown={}, beside=beside, base=base)
     else:
-        directory = model_directory(config, weights=True, commit=commit)
-        assert directory is not None, "model.path is set"
-        files = find_weights(directory)
+        files = known_weights(config.model.path, commit or config.model.revision, field="model.path")
         origin = Origin(stored=files, match=match_keys(network, files), grown={})
     weights = origin.weights(network)
     if checkpoint is not None:
@@ -190,8 +188,8 @@ def find_adapter(config: FinetuneConfig, network: PreTrainedModel, base: Path | 
     path = getattr(config.method, "adapter", None)
     if path is None:
         return None
-    directory = locate(path, None, field="method.adapter", weights=True)
-    files = find_weights(directory, name="adapter_model")
+    files = known_weights(path, None, field="method.adapter", name="adapter_model")
+    directory = files.directory
     assert base is not None, "adapters have a base"
     named = find_named(without_adapters(config, network), base, base)
     _check_alike(config, path, adapter_method(directory, files.file_of, own_names(named)))
@@ -206,7 +204,7 @@ def find_adapter(config: FinetuneConfig, network: PreTrainedModel, base: Path | 
             + "; set method.target_modules and the rest as in its adapter_config.json"
         )
     check_adapter_shapes(network, found.weights(), path, found.key_of)
-    theirs = read_object(directory / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")
+    theirs = read_adapter_config(directory).get("base_model_name_or_path")
     if isinstance(theirs, str) and Path(theirs).name != Path(str(config.model.path)).name:
         here = config.model.path
         logger.warning("method.adapter=%s is of %s, and model.path is %s: is it the same?", path, theirs[:200], here)

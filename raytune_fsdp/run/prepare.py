@@ -33,7 +33,7 @@ from raytune_fsdp.lease import lease_of
 from raytune_fsdp.model.adapters import is_adapted
 from raytune_fsdp.model.attention import Needs, positions_of
 from raytune_fsdp.model.cuts import check_cut, sharing_heads
-from raytune_fsdp.model.files import locate
+from raytune_fsdp.model.files import commit_of, locate
 from raytune_fsdp.model.hub import check_push
 from raytune_fsdp.model.network import (
     build_network,
@@ -93,14 +93,15 @@ def prepare(
     """
     place = _checked_place(config, world)
     own, found = own_model_files(config, place), find_resume(place, resume=config.run.resume)
-    directory = own or model_directory(config, weights=False, commit=begun_with(config, found.state.base))
+    directory = own or model_directory(config, begun_with(config, found.state.base))
     hf_config, tokenizer, added = _fitted(config, directory)
     network = build_network(hf_config, config, added)
     _name_class(hf_config, network)
     init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
     needs = _checked_needs(config, hf_config, network, world)
     begins = own is None or is_adapted(network)
-    origin = _origin(config, network, added, found.state.base, trusted=trust_places) if begins else None
+    base, read = found.state.base, None if own else directory
+    origin = _origin(config, network, added, base, read, trusted=trust_places) if begins else None
     check_prompts(config, tokenizer, positions := positions_of(hf_config))
     vocabulary = hf_config.get_text_config().vocab_size
     train, evals = open_data(config, tokenizer, vocabulary, progress, **orders_of(found.state))
@@ -194,12 +195,15 @@ def _origin(
     network: PreTrainedModel,
     added: Mapping[int, Sequence[int]],
     before: Base | None,
+    directory: Path | None,
     *,
     trusted: bool,
 ) -> Origin | None:
-    """The stored weights that the run begins with, or that its adapters are beside."""
+    """The stored weights that the run begins with, or that its adapters are beside: of the commit whose config was read
+    in `directory`, or that it has begun with."""
     check_beginning(config, trusted=trusted)
-    origin = find_origin(config, network, added, begun_with(config, before))
+    commit = begun_with(config, before) if directory is None else commit_of(directory)
+    origin = find_origin(config, network, added, commit)
     if origin is not None and config.method.type != "full":
         warn_of_tokens(config, network, origin)
     if is_adapted(network):
@@ -211,7 +215,7 @@ def sharding_of(config: FinetuneConfig, world: int) -> dict[str, Any] | None:
     """What of the model is gathered together on `world` ranks; None: nothing is. No weights are fetched."""
     if not is_wrapped(config.parallel, world):
         return None
-    hf_config, _, added = _fitted(config, model_directory(config, weights=False))
+    hf_config, _, added = _fitted(config, model_directory(config))
     network = build_network(hf_config, config, added)
     needs = network_needs(config, hf_config, network)
     if isinstance(config.method, QloraMethod):
@@ -239,7 +243,7 @@ def prepare_data(
         with suppress(RaytuneError):
             found = find_resume(place, resume="auto")
             orders, commit = orders_of(found.state), begun_with(config, found.state.base)
-    hf_config, tokenizer, _ = _fitted(config, model_directory(config, weights=False, commit=commit))
+    hf_config, tokenizer, _ = _fitted(config, model_directory(config, commit))
     vocab_size = hf_config.get_text_config().vocab_size
     train, evals = open_data(config, tokenizer, vocab_size, progress, **orders)
     return tokenizer, train, evals

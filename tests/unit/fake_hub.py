@@ -1,16 +1,21 @@
-"""A hub to push models to, on this machine: accounts, repositories, large files and commits, over its own protocol."""
+"""A hub to push models to and fetch them from, on this machine: accounts, repositories, large files and commits, over
+its own protocol. Started as a program, it has the models of a directory, and logs what it sends."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
+import re
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_theTokenOfSomeone"
@@ -26,11 +31,27 @@ class Repository:
     files: dict[str, bytes] = field(default_factory=lambda: {".gitattributes": b"*.safetensors filter=lfs\n"})
     large: set[str] = field(default_factory=set)
     commits: list[dict[str, Any]] = field(default_factory=list)
+    seconds_per_piece: float = 0.0
+    """Of 64 KiB that are fetched."""
+
+
+class Sent(NamedTuple):
+    """Of a file: by whom it was asked for, by the variable HF_HUB_USER_AGENT_ORIGIN or else the address, and what."""
+
+    to: str
+    file: str
+    start: int
+    stop: int
+    size: int
+
+    @property
+    def whole(self) -> bool:
+        return self.stop - self.start == self.size
 
 
 class FakeHub(ThreadingHTTPServer):
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answers)
+    def __init__(self, address: str = "127.0.0.1", port: int = 0) -> None:
+        super().__init__((address, port), Answers)
         self.repositories: dict[str, Repository] = {}
         self.stored: dict[str, bytes] = {}
         """Large files by their SHA-256."""
@@ -39,7 +60,20 @@ class FakeHub(ThreadingHTTPServer):
         self.storage_refuses = False
         """As storage does with an address that is too old."""
         self.seen: list[str] = []
+        self.sent: list[Sent] = []
+        self.breaks_after: int | None = None
+        """Bytes of a file after which the connection is closed."""
         self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def add(self, name: str, directory: Path) -> Repository:
+        """A model as it is in a directory, in one commit."""
+        files = {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.is_file()}
+        large = {each for each in files if each.endswith(".safetensors")}
+        found = self.repositories[name] = Repository(visibility=None, files=files, large=large, commits=[{}])
+        return found
+
+    def log(self, sent: Sent) -> None:
+        self.sent.append(sent)
 
 
 @contextmanager
@@ -66,6 +100,8 @@ class Answers(BaseHTTPRequestHandler):
             self._answer(404, {})
         elif self.headers.get("Authorization") != f"Bearer {TOKEN}":
             self._answer(401, {"error": "Invalid credentials in Authorization header"})
+        elif "/resolve/" in path:
+            self._resolve(path)
         elif path.startswith("/api/models/"):
             owner, name, *rest = path.removeprefix("/api/models/").split("/")
             self._model(f"{owner}/{name}", rest, body)
@@ -92,11 +128,56 @@ class Answers(BaseHTTPRequestHandler):
             return self._preupload(repository, json.loads(body)["files"])
         if rest == ["commit", "main"]:
             return self._commit(name, repository, [json.loads(line) for line in body.splitlines()])
-        if rest == ["tree", "main"]:
+        if rest in (["tree", "main"], ["tree", commit_id(repository)]):
             return self._answer(200, [entry(path, repository) for path in repository.files])
         if rest == ["xet-write-token", "main"]:
             return self._answer(403, {"error": "Authorization error"})
-        return self._answer(200, {"id": name, "sha": commit_id(repository), "siblings": [], "tags": []})
+        if rest and rest not in (["revision", "main"], ["revision", commit_id(repository)]):
+            return self._answer(404, {"error": "No such revision"}, {"X-Error-Code": "RevisionNotFound"})
+        siblings = [
+            {"rfilename": path, "size": each["size"], "blobId": each["oid"], "lfs": sha256(each.get("lfs"))}
+            for path, each in ((path, entry(path, repository)) for path in repository.files)
+        ]
+        return self._answer(200, {"id": name, "sha": commit_id(repository), "siblings": siblings, "tags": []})
+
+    def _resolve(self, path: str) -> None:
+        owner, name, _, revision, file = path.removeprefix("/").split("/", 4)
+        repository = self.server.repositories.get(f"{owner}/{name}")
+        if repository is None or revision not in ("main", commit_id(repository)):
+            return self._answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+        if file not in repository.files:
+            return self._answer(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
+        about, content = entry(file, repository), repository.files[file]
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        start, stop = (int(wanted[1]), int(wanted[2] or -1) + 1) if wanted else (0, 0)
+        stop = min(stop or len(content), len(content))
+        tag = about.get("lfs", about)["oid"]
+        self.send_response(206 if wanted else 200)
+        for key, value in {
+            "ETag": f'"{tag}"', "X-Linked-ETag": f'"{tag}"', "X-Linked-Size": str(len(content)),
+            "X-Repo-Commit": commit_id(repository), "Content-Length": str(stop - start),
+            **({"Content-Range": f"bytes {start}-{stop - 1}/{len(content)}"} if wanted else {}),
+        }.items():  # fmt: skip
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self._send(f"{owner}/{name}/{file}", content, start, stop, repository.seconds_per_piece)
+
+    def _send(self, file: str, content: bytes, start: int, stop: int, seconds: float) -> None:
+        origin = re.search(r"origin/([\w-]+)", self.headers.get("User-Agent", ""))
+        last = stop if self.server.breaks_after is None else min(stop, start + self.server.breaks_after)
+        at = start
+        try:
+            while at < last:
+                self.wfile.write(content[at : min(last, at + 65536)])
+                at = min(last, at + 65536)
+                time.sleep(seconds)
+        except ConnectionError:  # who asked was killed
+            pass
+        finally:
+            to = origin[1] if origin else self.client_address[0]
+            self.server.log(Sent(to, file, start, at, len(content)))
+        self.close_connection = last < stop
 
     do_POST = do_PUT = do_HEAD = do_GET
 
@@ -187,3 +268,25 @@ def entry(path: str, repository: Repository) -> dict[str, Any]:
     if path in repository.large:
         found["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
     return found
+
+
+def sha256(large: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What the hub says of a large file where it lists a model's files."""
+    return large and {"sha256": large["oid"], "size": large["size"], "pointerSize": large["pointerSize"]}
+
+
+class Logging(FakeHub):
+    def log(self, sent: Sent) -> None:
+        print(json.dumps(sent), flush=True)
+
+
+def main(directory: Path, address: str, port: int) -> None:
+    """A hub with the models of a directory, `owner/name` each, until it is killed."""
+    with Logging(address, port) as hub:
+        for model in directory.glob("*/*"):
+            hub.add(f"{model.parent.name}/{model.name}", model)
+        hub.serve_forever()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from raytune_fsdp.model.files import HUB_SECONDS
+from raytune_fsdp.model.hub_weights import HUB_SECONDS
 from tests.unit.test_bad_input import flags, says
 
 pytestmark = pytest.mark.thorough

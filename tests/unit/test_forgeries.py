@@ -129,7 +129,7 @@ def read_model(place: Path, good: Path) -> None:
             "run": {"name": "run"},
         }
     )
-    directory = model_directory(config, weights=False)
+    directory = model_directory(config)
     hf_config = load_architecture(config.model, directory)
     tokenizer = load_tokenizer(config, directory)
     fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=True)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from raytune_fsdp.model.exported import MARK_FILE
-from raytune_fsdp.model.files import HUB_SECONDS
+from raytune_fsdp.model.hub_weights import HUB_SECONDS
 from tests.unit.fake_hub import TOKEN, FakeHub, Repository, fake_hub
 
 pytestmark = pytest.mark.thorough

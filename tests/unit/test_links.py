@@ -16,8 +16,10 @@ from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.checkpoint.posix import PosixStorage
 from raytune_fsdp.durable import replace_durably
-from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.errors import ModelError, ResumeError
+from raytune_fsdp.model.adapter_config import read_adapter_config
 from raytune_fsdp.model.exported import new_export
+from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE
 from raytune_fsdp.rundir import check_links
 from tests.hostile_runs import CHECKPOINT, NOT_OURS, OLDER, check_all, linked
 
@@ -200,3 +202,20 @@ def test_a_request_that_is_a_link_is_not_answered_into_another_file(tmp_path: Pa
     requests.take()
     requests.answer(6, "x", None)
     assert mine.read_text() == "export PATH=$HOME/bin:$PATH"
+
+
+def test_an_adapter_in_the_cache_of_the_hub_is_read_through_its_links_and_no_other(tmp_path: Path) -> None:
+    cached = tmp_path / "models--someone--adapter" / "snapshots" / f"{7:040x}"
+    blob, secret = cached.parents[1] / "blobs" / f"{9:040x}", tmp_path / "secret.json"
+    for place in (cached, blob.parent, tmp_path / "mine"):
+        place.mkdir(parents=True)
+    blob.write_text('{"peft_type": "LORA"}')
+    secret.write_text('{"key": 1}')
+    (cached / ADAPTER_CONFIG_FILE).symlink_to(blob)
+    assert read_adapter_config(cached) == {"peft_type": "LORA"}
+    (cached / ADAPTER_CONFIG_FILE).unlink()
+    (cached / ADAPTER_CONFIG_FILE).symlink_to(secret)
+    (tmp_path / "mine" / ADAPTER_CONFIG_FILE).symlink_to(blob)
+    for place, rule in ((cached, "which may be no part of the model"), (tmp_path / "mine", "is a symbolic link")):
+        with pytest.raises(ModelError, match=rule):
+            read_adapter_config(place)

@@ -1,0 +1,165 @@
+"""Brings the weights of a hub model to the machines whose ranks read them, once for each cache of the hub.
+
+With `model.fill: rank0` and `auto` only rank 0's machine fetches, with `sharded` every machine. Ranks that have one
+cache together, because they are on one machine or because HF_HOME is on shared storage, find that out with small files
+that they leave there; the lowest of them fetches. All other ranks wait, for as long as bytes come.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from raytune_fsdp.collectives import on_all_ranks
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.errors import TransientError
+from raytune_fsdp.model.files import WeightFiles
+from raytune_fsdp.model.hub_download import Download
+from raytune_fsdp.model.hub_weights import HubWeights, cache
+from raytune_fsdp.pulse import beat
+from raytune_fsdp.run.initial_weights import AdapterFiles, Origin
+
+Say = Callable[[str], None]
+
+_MOST_PAUSE, _SAY_SECONDS = 1.0, 30.0
+_SILENT_SECONDS = 600.0
+"""How long all ranks wait while no byte comes."""
+_TOKEN = ".shared-"
+_TOKEN_SECONDS = 2.0
+"""For how long a file is looked for that another rank has left: network file systems show it late."""
+_SEEN_SECONDS = 60.0
+"""For how long what another rank has fetched is looked for: that it was missing a network file system may remember."""
+_OLD_SECONDS = 3600.0
+
+
+def brought(
+    config: FinetuneConfig, origin: Origin | None, adapter: AdapterFiles | None, say: Say = print
+) -> tuple[Origin | None, AdapterFiles | None]:
+    """Where this rank has the weights, after those of the hub were fetched to where they are read. Collective."""
+    fill = config.model.fill
+    if origin is not None:
+        if isinstance(origin.stored, WeightFiles):
+            origin = replace(origin, stored=_brought(origin.stored, fill, say))
+        elif origin.beside is not None:
+            origin = replace(origin, beside=_brought(origin.beside, fill, say))
+    if adapter is not None:
+        adapter = replace(adapter, files=_brought(adapter.files, fill, say))
+    return origin, adapter
+
+
+def wanted(origin: Origin | None, adapter: AdapterFiles | None) -> list[HubWeights]:
+    """What of the hub these weights are in."""
+    stored = [] if origin is None else [origin.stored, origin.beside]
+    files = [*stored, None if adapter is None else adapter.files]
+    return [each.hub for each in files if isinstance(each, WeightFiles) and each.hub is not None]
+
+
+def _brought(files: WeightFiles, fill: str, say: Say) -> WeightFiles:
+    hub, rank = files.hub, dist.get_rank()
+    if hub is None:
+        return files
+    lacking = on_all_ranks(lambda: bool(hub.lacking()))
+    readers = [each for each, lacks in enumerate(lacking) if lacks and (fill == "sharded" or each == 0)]
+    if readers:
+        owners = list(range(len(lacking))) if fill == "rank0" else _owners()  # there nobody else looks at the files
+        fetching = sorted({owners[each] for each in readers})
+        _follow(hub, rank in fetching, len(fetching), say)
+        if owners[rank] in fetching:
+            _look(hub)
+    return files.here()
+
+
+def _follow(hub: HubWeights, mine: bool, places: int, say: Say) -> None:
+    """Fetch on the ranks whose part it is, until all are done. Collective, again and again: no wait is a long one."""
+    download = Download(hub) if mine else None
+    size = f"{hub.total / 1e9:.2f} GB"
+    if dist.get_rank() == 0:
+        machines = f"to {places} caches" if places > 1 else ""
+        say(f"fetching the weights of {hub.repository} from the hub ({size}) {machines}".rstrip())
+    before, pause = -1, 0.02
+    last = said = time.monotonic()
+    while True:
+        found = on_all_ranks(partial(_state, download, silent=time.monotonic() - last > _SILENT_SECONDS))
+        came, now = sum(each for _, each, _ in found), time.monotonic()
+        if came != before:
+            before, last = came, now
+            beat()
+        if all(done for *_, done in found):
+            return
+        if any(each for each, *_ in found):
+            raise TransientError(
+                f"{hub.what}: no byte has come from the hub for {_SILENT_SECONDS / 60:.0f} minutes; what has come is "
+                "kept, and another start goes on from there"
+            )
+        if dist.get_rank() == 0 and now - said > _SAY_SECONDS:
+            said = now
+            say(f"fetched {came / 1e9:.2f} of {places * hub.total / 1e9:.2f} GB of {hub.repository}")
+        time.sleep(pause)
+        pause = min(2 * pause, _MOST_PAUSE)
+
+
+def _state(download: Download | None, *, silent: bool) -> tuple[bool, int, bool]:
+    """Whether this rank has waited for too long, the bytes that it has fetched, and whether it has all."""
+    return silent, *((0, True) if download is None else (download.came, download.done()))
+
+
+def _look(hub: HubWeights) -> None:
+    """Wait until this rank, too, sees what another one has fetched into the cache that they share."""
+    deadline = time.monotonic() + _SEEN_SECONDS
+    while hub.lacking() and time.monotonic() < deadline:
+        with suppress(OSError):
+            os.listdir(hub.directory)  # network file systems ask again for what is listed
+        time.sleep(0.1)
+
+
+def _owners() -> list[int]:
+    """Of each rank the lowest one that has the same cache of the hub. Collective."""
+    rank, place = dist.get_rank(), cache() / ".locks"  # where the hub's library looks for no models
+    token = place / f"{_TOKEN}{uuid.uuid4().hex}"
+
+    def leave() -> str:
+        with suppress(OSError):  # one that may only be read; whoever fetches says so
+            place.mkdir(parents=True, exist_ok=True)
+            _remove_old(place)
+            token.touch()
+        return token.name
+
+    try:
+        names = on_all_ranks(leave)
+        lowest = on_all_ranks(lambda: _lowest(place, names[:rank]))
+    finally:
+        with suppress(OSError):
+            token.unlink()
+    owners: list[int] = []
+    for each, seen in enumerate(lowest):
+        owners.append(each if seen is None else owners[seen])
+    return owners
+
+
+def _lowest(place: Path, names: Sequence[str]) -> int | None:
+    """The first of these files that is seen in a place."""
+    deadline = time.monotonic() + _TOKEN_SECONDS
+    while names:
+        for number, name in enumerate(names):
+            if (place / name).exists():
+                return number
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    return None
+
+
+def _remove_old(place: Path) -> None:
+    """What ranks that were killed have left."""
+    for left in place.glob(f"{_TOKEN}*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _OLD_SECONDS:
+                left.unlink()

@@ -1,0 +1,280 @@
+"""Weights of hub models: what is known of them before they are fetched, and how they come."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from raytune_fsdp.model.files import find_weights
+from raytune_fsdp.model.tensorfile import DTYPES
+from raytune_fsdp.model.weights import FileWeights
+from tests.models import save_checkpoint
+from tests.unit.fake_hub import TOKEN, FakeHub, fake_hub
+
+pytestmark = pytest.mark.thorough
+
+ROOT = Path(__file__).parents[2]
+NAME = "someone/model"
+COMMIT = f"{1:040x}"
+
+# The hub's library reads where the hub and its cache are when it is imported: this process forks one for each machine.
+SCRIPT = """
+import json, os, sys
+from raytune_fsdp.errors import RaytuneError
+from raytune_fsdp.model.files import cached, known_weights
+from raytune_fsdp.model.hub_download import Download, why_not
+from raytune_fsdp.model.hub_weights import HubWeights
+assert "huggingface_hub" not in sys.modules
+
+def known(name, stem):
+    files = known_weights(name, None, field="model.path", name=stem)
+    headers = files.headers or {}
+    return [files.file_of, {key: each.shape for key, each in headers.items()}, {k: e.dtype for k, e in headers.items()}]
+
+def fetch(name, commit, sizes):
+    hub = HubWeights(repository=name, commit=commit, field="model.path", sizes=sizes)
+    download = Download(hub)
+    while not download.done():
+        pass
+    return [str(hub.directory), download.came]
+
+def machine(settings, asked, answers):
+    os.environ.update(settings)
+    os.dup2(os.open(answers, os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(1, 2)
+    for what, *arguments in asked:
+        try:
+            found = {"known": known, "fetch": fetch, "why": why, "cached": here}[what](*arguments)
+        except RaytuneError as error:
+            found = f"{type(error).__name__}: {error}"
+        print("=", json.dumps(found), flush=True)
+
+def why(name, commit, sizes):
+    return why_not(HubWeights(repository=name, commit=commit, field="model.path", sizes=sizes))
+
+def here(name):
+    return str(cached(name, None))
+
+for line in sys.stdin:
+    if (pid := os.fork()) == 0:
+        try:
+            machine(*json.loads(line))
+        finally:
+            os._exit(0)
+    print(pid, flush=True)
+    os.waitpid(pid, 0)
+    print("ended", flush=True)
+"""
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    with fake_hub() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five files of 50 to 300 kB."""
+    directory = tmp_path_factory.mktemp("model")
+    save_checkpoint(directory, "llama", max_shard_size="300KB", hidden_size=96, intermediate_size=384)
+    assert len(sizes_of(directory)) == 5
+    return directory
+
+
+def sizes_of(directory: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in directory.glob("*.safetensors")}
+
+
+class Machines:
+    """Processes with a cache of their own each, one after the other."""
+
+    def __init__(self, place: Path) -> None:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+        self._place = place
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT], env=kept, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def start(self, hub: FakeHub, home: Path, *asked: tuple[Any, ...], **settings: str) -> int:
+        """The process id of one that answers this."""
+        ours = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
+        line = json.dumps([{**ours, "HF_HUB_DISABLE_XET": "1", **settings}, asked, str(self._place)])
+        self._place.unlink(missing_ok=True)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(line, file=self._process.stdin, flush=True)
+        return int(self._process.stdout.readline())
+
+    def end(self) -> list[Any]:
+        """What it has answered, at its end."""
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ended\n"
+        said = self._place.read_text()
+        assert TOKEN not in said
+        return [json.loads(line[2:]) for line in said.splitlines() if line.startswith("= ")]
+
+    def ask(self, hub: FakeHub, home: Path, *asked: tuple[Any, ...], **settings: str) -> list[Any]:
+        self.start(hub, home, *asked, **settings)
+        found = self.end()
+        assert len(found) == len(asked), self._place.read_text()
+        return found
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    found = Machines(tmp_path_factory.mktemp("answers") / "said.txt")
+    yield found
+    found.close()
+
+
+def sent(hub: FakeHub, to: str | None = None) -> dict[str, list[tuple[int, int]]]:
+    """What was sent of each weight file, in the order in which it was asked for, to one machine or to all."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for each in hub.sent:
+        if each.file.endswith(".safetensors") and to in (None, each.to):
+            found.setdefault(Path(each.file).name, []).append((each.start, each.stop))
+    return found
+
+
+def test_names_shapes_and_types_are_known_from_headers(
+    hub: FakeHub, model: Path, machines: Machines, tmp_path: Path
+) -> None:
+    many = tmp_path / "many"
+    many.mkdir()
+    save_file(
+        {f"a.rather.long.name.{i}": torch.zeros(3, 5, dtype=torch.bfloat16) for i in range(900)},
+        many / "adapter_model.safetensors",
+    )
+    (many / "adapter_config.json").write_text("{}")
+    hub.add(NAME, model)
+    hub.add("someone/many", many)
+    asked = [("known", NAME, "model"), ("known", "someone/many", "adapter_model")]
+    found = machines.ask(hub, tmp_path / "hf", *asked)
+    for (file_of, shapes, types), files in zip(
+        found, (find_weights(model), find_weights(many, "adapter_model")), strict=True
+    ):
+        weights = FileWeights(files, {key: key for key in files.file_of})
+        assert file_of == files.file_of
+        assert shapes == {key: list(shape) for key, shape in weights.shapes().items()}
+        assert {key: DTYPES[name] for key, name in types.items()} == {
+            key: weights.read(key, 0, 0).dtype for key in file_of
+        }
+    ranges = sent(hub)
+    assert ranges.keys() == {*sizes_of(model), "adapter_model.safetensors"}
+    assert {name: ranges[name] for name in sizes_of(model)} == dict.fromkeys(sizes_of(model), [(0, 16384)])
+    assert len(ranges["adapter_model.safetensors"]) == 2, "the header is longer than what is read at first"
+    large = set(sizes_of(model).values())
+    assert not large & {path.stat().st_size for path in (tmp_path / "hf").rglob("*") if path.is_file()}
+    hub.down = 503
+    again = machines.ask(hub, tmp_path / "hf", *asked)
+    assert again == found, "what was read once is known while the hub is away"
+
+
+def test_the_directory_of_a_model_is_found_in_the_cache_without_its_weights(
+    hub: FakeHub, model: Path, machines: Machines, tmp_path: Path
+) -> None:
+    """And without files that no run reads."""
+    hub.add(NAME, model).files["README.md"] = b"# A model"
+    before, _, after = machines.ask(hub, tmp_path / "hf", ("cached", NAME), ("known", NAME, "model"), ("cached", NAME))
+    assert before == "None" and after == str(tmp_path / "hf" / "hub" / "models--someone--model" / "snapshots" / COMMIT)
+
+
+def test_a_file_on_the_hub_that_is_not_whole_is_refused(
+    hub: FakeHub, model: Path, machines: Machines, tmp_path: Path
+) -> None:
+    there = hub.add(NAME, model)
+    name = sorted(there.large)[1]
+    there.files[name] = there.files[name][:-1000]
+    del hub.add("someone/half", model).files[name]
+    broken, half = machines.ask(hub, tmp_path / "hf", ("known", NAME, "model"), ("known", "someone/half", "model"))
+    assert f"ModelError: model.path={NAME}: its {name} is not a complete safetensors file" in broken
+    assert f"ModelError: model.path=someone/half lacks 1 of its weight files ({name})" in half
+
+
+def test_each_file_comes_once_and_a_broken_connection_goes_on(
+    hub: FakeHub, model: Path, machines: Machines, tmp_path: Path
+) -> None:
+    hub.add(NAME, model)
+    hub.breaks_after = 150_000
+    sizes = sizes_of(model)
+    ((directory, came),) = machines.ask(hub, tmp_path / "hf", ("fetch", NAME, COMMIT, sizes))
+    assert came == sum(sizes.values())
+    for name, size in sizes.items():
+        assert (Path(directory) / name).read_bytes() == (model / name).read_bytes()
+        assert sent(hub)[name] == [(at, min(at + 150_000, size)) for at in range(0, size, 150_000)]
+    hub.sent.clear()
+    (_, headers, _), _ = machines.ask(hub, tmp_path / "hf", ("known", NAME, "model"), ("fetch", NAME, COMMIT, sizes))
+    assert not headers, "the files are here"
+    assert not sent(hub), "what is here is not asked for again"
+
+
+def test_another_start_goes_on_where_a_killed_one_was(
+    hub: FakeHub, model: Path, machines: Machines, tmp_path: Path
+) -> None:
+    repository, sizes, home = hub.add(NAME, model), sizes_of(model), tmp_path / "hf"
+    repository.seconds_per_piece = 1.0
+    process = machines.start(hub, home, ("fetch", NAME, COMMIT, sizes))
+    deadline = time.monotonic() + 60
+    while not (parts := [path for path in home.rglob("*.incomplete") if path.stat().st_size]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(process, signal.SIGKILL)
+    assert machines.end() == []
+    there = {part.name.removesuffix(".incomplete"): part.stat().st_size for part in home.rglob("*.incomplete")}
+    assert parts and 0 < sum(there.values()) < sum(sizes.values())
+    repository.seconds_per_piece = 0.0
+    again = {"HF_HUB_USER_AGENT_ORIGIN": "again"}
+    ((directory, _),) = machines.ask(hub, home, ("fetch", NAME, COMMIT, sizes), **again)
+    for name, size in sizes.items():
+        assert (Path(directory) / name).read_bytes() == (model / name).read_bytes()
+        kept = there.get((Path(directory) / name).resolve().name, 0)
+        assert sent(hub, "again").get(name, [(size, size)]) == [(kept, size)]
+    assert not list(home.rglob("*.incomplete"))
+
+
+def test_what_came_damaged_is_fetched_again(hub: FakeHub, model: Path, machines: Machines, tmp_path: Path) -> None:
+    there, sizes, home = hub.add(NAME, model), sizes_of(model), tmp_path / "hf"
+    name = min(sizes)
+    blobs = home / "hub" / "models--someone--model" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{hashlib.sha256(there.files[name]).hexdigest()}.incomplete").write_bytes(bytes(100_000))
+    damaged, (directory, _) = machines.ask(hub, home, *[("fetch", NAME, COMMIT, sizes)] * 2)
+    assert "TransientError" in damaged and "what came of it is not what the hub has" in damaged
+    assert (Path(directory) / name).read_bytes() == there.files[name]
+
+
+def test_refusals_name_the_machine_and_its_cache_before_anything_is_fetched(
+    hub: FakeHub, model: Path, machines: Machines, tmp_path: Path
+) -> None:
+    hub.add(NAME, model)
+    sizes, home = sizes_of(model), tmp_path / "hf"
+    larger = {**sizes, min(sizes): 10**15}
+    full, beforehand, fits = machines.ask(
+        hub, home, ("fetch", NAME, COMMIT, larger), ("why", NAME, COMMIT, larger), ("why", NAME, COMMIT, sizes)
+    )
+    assert full == f"ModelError: {beforehand}" and fits is None
+    assert f"ModelError: model.path={NAME}: its weights need 1,000,000.0 GB more on " in full
+    assert f"HF_HOME={home} has room for " in full
+    (offline,) = machines.ask(hub, home, ("fetch", NAME, COMMIT, sizes), HF_HUB_OFFLINE="1")
+    assert "ModelError" in offline and "HF_HUB_OFFLINE is set on " in offline and f"HF_HOME={home}" in offline
+    (stranger,) = machines.ask(hub, home, ("fetch", NAME, COMMIT, sizes), HF_TOKEN="hf_anotherToken")
+    assert "ModelError" in stranger and "check the name and HF_TOKEN" in stranger and "hf_another" not in stranger
+    assert not hub.sent
+    for file in home.rglob("*"):
+        assert not file.is_file() or TOKEN.encode() not in file.read_bytes()
