@@ -44,7 +44,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 _DEFAULT_PORTS = "tests/cluster/test_newcomer.py"
 """Starts a Ray as the pages say: it takes jobs at port 52365, as every other Ray does."""
 _CLUSTERS = (
-    "tests/ray/", _DEFAULT_PORTS, *(f"tests/cluster/test_{each}.py" for each in ("network", "skypilot", "slurm")),
+    "tests/ray/", _DEFAULT_PORTS,
+    *(f"tests/cluster/test_{each}.py" for each in ("hub", "network", "skypilot", "slurm")),
 )  # fmt: skip
 """Start whole clusters. Two of them beside each other on two cores: nodes that are alive do not answer in time."""
 

@@ -94,6 +94,10 @@ class Network:
     def mend(self, machine: int) -> None:
         _ip("-n", self._hub, "link", "set", f"cable{machine}", "up")
 
+    def hide(self, machine: int, other: int) -> None:
+        """Let a machine not reach another one any more."""
+        _ip("-n", self._namespace(machine), "route", "add", "unreachable", f"{self.address(other)}/32")
+
     def pids(self, machine: int) -> list[int]:
         return [int(pid) for pid in _ip("netns", "pids", self._namespace(machine)).split()]
 

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,10 @@ FAST = {  # a node that is silent for some seconds is dead
 class Machines:
     """A Ray on two machines of a network, and a place outside of it from where jobs come."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, of_nodes: Mapping[str, str] = FAST) -> None:
+        """`of_nodes`: variables of `ray start`, which jobs have from nowhere else."""
         self.network = Network(3)
+        self.of_nodes = of_nodes
         self.directory = directory
         self.place = directory / "place"
         """Looks the same on both machines, and is another directory on each."""
@@ -54,26 +56,29 @@ class Machines:
             "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32),
         }  # fmt: skip
 
-    def ray(self, machine: int, *arguments: str) -> subprocess.Popen[str]:
+    def ray(self, machine: int, *arguments: str, seats: int = 2) -> subprocess.Popen[str]:
         own = self.own[machine]
         with open(self.directory / f"ray-{machine}.txt", "a") as log:
             return self.network.start(
                 machine, "ray", "start", "--block", f"--node-ip-address={self.network.address(machine)}",
-                f"--object-store-memory={128 << 20}", "--disable-usage-stats", '--resources={"seat": 2}', *arguments,
+                f"--object-store-memory={128 << 20}", "--disable-usage-stats", f'--resources={{"seat": {seats}}}',
+                *arguments,
                 binds={self.place: own / "place", self.temporary: own / "ray"},
-                env={**self.environment, **FAST}, stdout=log, stderr=log,
+                env={**self.environment, **self.of_nodes}, stdout=log, stderr=log,
             )  # fmt: skip
 
-    def begin(self) -> None:
+    def begin(self, *, cpus: int = 3, seats: int = 2, second: int = 2) -> None:
+        """`cpus` and `seats`: the head's. `second`: the CPUs of the other one."""
         head = self.network.address(HEAD)
         self.ray(
-            HEAD, "--head", "--port=6379", f"--dashboard-host={head}", "--num-cpus=3", f"--temp-dir={self.temporary}"
-        )
+            HEAD, "--head", "--port=6379", f"--dashboard-host={head}", f"--num-cpus={cpus}",
+            f"--temp-dir={self.temporary}", seats=seats,
+        )  # fmt: skip
         wait(lambda: self.job("true").wait() == 0, 120)
-        self.second()
+        self.second(second)
 
-    def second(self) -> subprocess.Popen[str]:
-        return self.ray(SECOND, f"--address={self.network.address(HEAD)}:6379", "--num-cpus=2")
+    def second(self, cpus: int = 2) -> subprocess.Popen[str]:
+        return self.ray(SECOND, f"--address={self.network.address(HEAD)}:6379", f"--num-cpus={cpus}")
 
     def job(self, *command: str) -> subprocess.Popen[str]:
         """Submitted from outside."""

@@ -39,9 +39,20 @@ from raytune_fsdp.launch.ray.exports import Exports
 from raytune_fsdp.launch.ray.failures import ControllerWatch, underlying
 from raytune_fsdp.launch.ray.follow import Follow
 from raytune_fsdp.launch.ray.foresight import Foresight
+from raytune_fsdp.launch.ray.hub_reach import check_reach
 from raytune_fsdp.launch.ray.private import WorkerGroupStartupTimeoutError
 from raytune_fsdp.launch.ray.rank import RankJob, train_rank
-from raytune_fsdp.launch.ray.resources import Request, check, gpus_of, may_grow, nodes, request, room, scaling_config
+from raytune_fsdp.launch.ray.resources import (
+    Request,
+    able,
+    check,
+    gpus_of,
+    may_grow,
+    nodes,
+    request,
+    room,
+    scaling_config,
+)
 from raytune_fsdp.launch.ray.session import Session
 from raytune_fsdp.launch.ray.sizes import Sizes, that_are_free
 from raytune_fsdp.launch.ray.stream import build_on_ray
@@ -116,11 +127,13 @@ def run(
     if idle := idle_gpus(config.cluster, asked.device, valid[0], gpus_of(config.cluster, found)):
         say("; ".join(idle))
     check_attention(config, prepared, asked.device)
+    reaching = in_thread(lambda: check_reach(prepared, standing, able(asked, found)), "reach")
     foresight = Foresight(config, prepared, asked, found, force=force)
     # What cannot fit is refused before any rank is asked for, and no attempt has a number of ranks that cannot.
     valid = foresight.that_fit(valid, None if growing else room(asked, found), say)
     if config.cluster.workers == "auto" and not growing:
         valid = [that_are_free(asked, lambda size: _is_possible(config, foresight, size), nodes, say)]
+    reaching.result()
     sizes = Sizes(asked, valid)
     demand = Demand(asked, valid) if growing and len(valid) > 1 else None
     standing = on_world(config, prepared, standing, sizes.fewest.workers)

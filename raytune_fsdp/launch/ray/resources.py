@@ -249,15 +249,20 @@ def room(request: Request, nodes: Sequence[Node]) -> int:
     return sum(each > 0 for each in slots) if request.placement == "strict_spread" else sum(slots)
 
 
+def able(request: Request, nodes: Sequence[Node]) -> list[Node]:
+    """The nodes that could hold a worker."""
+    return [node for node in nodes if _slots(node, request)]
+
+
 def shortage(request: Request, nodes: Sequence[Node]) -> str:
     """A line to show while waiting for workers: what they need, and what is free now on nodes that could hold them."""
-    able = [node for node in nodes if _slots(node, request)]
+    fit = able(request, nodes)
 
     def described(node: Node) -> str:
         free = {name: _number(name, node.free.get(name, 0)) if node.free else "?" for name in request.per_worker}
         return ", ".join(f"{left} of {_amount(name, node.total[name])}" for name, left in free.items())
 
-    return f"waiting for {_asked(request)}; free now: {_grouped(able, described) or 'nothing, as no node fits one yet'}"
+    return f"waiting for {_asked(request)}; free now: {_grouped(fit, described) or 'nothing, as no node fits one yet'}"
 
 
 def scaling_config(request: Request) -> ScalingConfig:
