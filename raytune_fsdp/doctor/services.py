@@ -142,7 +142,7 @@ def _from_hub(config: FinetuneConfig, lacking: RaytuneError | None) -> Finding:
             f"model.path={path} is {cache}, and the hub refuses it ({answer.refusal})",
             "check the name and the revision; accept the terms of a gated model on its page, and set HF_TOKEN",
         )
-    return ok("model", f"model.path={path} is {cache}; the hub gives it, and the run downloads it first")
+    return ok("model", f"model.path={path} is {cache}; the hub gives it, and the machines of the ranks fetch it")
 
 
 def _is_checkpoint(path: str) -> bool:

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from raytune_fsdp.model.files import find_weights
+from raytune_fsdp.model.hub_weights import TensorHeader, _parsed
 from raytune_fsdp.model.tensorfile import DTYPES
 from raytune_fsdp.model.weights import FileWeights
 from tests.models import save_checkpoint
@@ -205,6 +206,28 @@ def test_a_file_on_the_hub_that_is_not_whole_is_refused(
     broken, half = machines.ask(hub, tmp_path / "hf", ("known", NAME, "model"), ("known", "someone/half", "model"))
     assert f"ModelError: model.path={NAME}: its {name} is not a complete safetensors file" in broken
     assert f"ModelError: model.path=someone/half lacks 1 of its weight files ({name})" in half
+
+
+@pytest.mark.parametrize(
+    ("header", "rule"),
+    [
+        (b"[]", "not a JSON object"),
+        (b"{", "Expecting"),
+        (b'{"a": 1}', "does not say where 'a' is"),
+        (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0]}}', "the place of 'a'"),
+        (b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}', "the place of 'a'"),
+        (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "gives 'a' another size than place"),
+        (b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}', "its header is of a file of"),
+        (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', None),
+    ],
+)
+def test_a_header_is_believed_only_if_it_is_that_of_the_file(header: bytes, rule: str | None) -> None:
+    size = 8 + len(header) + 8
+    if rule is None:
+        assert _parsed(header, size) == {"a": TensorHeader("F32", (2,))}
+        return
+    with pytest.raises(ValueError, match=rule):
+        _parsed(header, size)
 
 
 def test_each_file_comes_once_and_a_broken_connection_goes_on(
