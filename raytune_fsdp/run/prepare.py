@@ -95,9 +95,7 @@ def prepare(
     own, found = own_model_files(config, place), find_resume(place, resume=config.run.resume)
     directory = own or model_directory(config, begun_with(config, found.state.base))
     hf_config, tokenizer, added = _fitted(config, directory)
-    network = build_network(hf_config, config, added)
-    _name_class(hf_config, network)
-    init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
+    network = _built(hf_config, config, added)
     needs = _checked_needs(config, hf_config, network, world)
     begins = own is None or is_adapted(network)
     base, read = found.state.base, None if own else directory
@@ -138,6 +136,13 @@ def prepare(
     standing = stand(config, prepared, world, found, windows_built=built)
     _check_plan(config, standing, evals, tasks, new=found.checkpoint is None and not dry)
     return prepared, confirm_complete(config, prepared, standing)
+
+
+def _built(hf_config: PretrainedConfig, config: FinetuneConfig, added: Mapping[int, Sequence[int]]) -> PreTrainedModel:
+    network = build_network(hf_config, config, added)
+    _name_class(hf_config, network)
+    init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
+    return network
 
 
 def _checked_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel, world: int) -> Needs:
