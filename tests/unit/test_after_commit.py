@@ -156,6 +156,19 @@ def test_storage_that_does_not_answer_keeps_nobody_waiting(tmp_path: Path, resul
     assert work.begun == [100, 200], "each once"
 
 
+def test_what_has_ended_while_the_driver_was_away_is_not_late(tmp_path: Path, results: dict[int, Any]) -> None:
+    work = Work()
+    each, _ = beside(work, tmp_path)
+    each.committed(at(100))
+    until(each, lambda: each._running is not None)
+    assert each._running is not None
+    task, checkpoint, since = each._running
+    each._running = task, checkpoint, since - 2 * 60 * work.minutes
+    results[100] = "result of 100"
+    until(each, lambda: bool(work.kept or work.problems))
+    assert work.kept == [100] and not work.problems
+
+
 def test_what_fails_again_and_again_is_given_up(tmp_path: Path, results: dict[int, Any]) -> None:
     work = Work()
     each, said = beside(work, tmp_path)

@@ -139,8 +139,9 @@ class AfterCommit:
         self._look_at_storage()
         if self._running:
             task, checkpoint, since = self._running
-            late = time.monotonic() - since > self.work.minutes * 60
-            if not late and not ray.wait([task], timeout=0)[0]:
+            done = bool(ray.wait([task], timeout=0)[0])  # it may have ended in time while this process was away
+            late = not done and time.monotonic() - since > self.work.minutes * 60
+            if not late and not done:
                 return
             if late:
                 self.cancel()
