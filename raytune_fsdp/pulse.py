@@ -18,6 +18,8 @@ class Pulse:
     """The last step whose batch was taken."""
     patience_seconds: float = 0.0
     """How long the next beat may take, besides what a beat takes usually."""
+    computing: int = 0
+    """Calls of others' code that run now, cannot beat, and get on as long as they use the processor."""
 
 
 _pulse = Pulse()
@@ -33,6 +35,17 @@ def beat(step: int | None = None) -> None:
 def pulse() -> Pulse:
     """That of this process."""
     return _pulse
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """The block is one long call that cannot beat, such as a compiler's."""
+    _pulse.computing += 1
+    try:
+        yield
+    finally:
+        _pulse.computing -= 1
+        beat()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, MANIFEST_BYTES, MANIFEST_FILE, STATE_BYTES, STATE_FILE, Storage
+from raytune_fsdp.pulse import beat
 from raytune_fsdp.untrusted import (
     MAX_VALUES,
     MIB,
@@ -172,6 +173,7 @@ def hash_file(storage: Storage, name: str, file: str, size: int) -> str:
     view = memoryview(bytearray(min(size, _CHUNK_BYTES)))
     with storage.open(name, file) as source:
         for start in range(0, size, _CHUNK_BYTES):
+            beat()
             piece = view[: min(_CHUNK_BYTES, size - start)]
             source.read_into(start, piece)
             digest.update(piece)

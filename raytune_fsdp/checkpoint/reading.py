@@ -18,6 +18,7 @@ from raytune_fsdp.checkpoint.manifest import index_limit, read_manifest
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, MANIFEST_FILE, Readable, Storage, StoredFile
 from raytune_fsdp.errors import ResumeError, TransientError
 from raytune_fsdp.optim import local_piece
+from raytune_fsdp.pulse import beat
 from raytune_fsdp.untrusted import UnsoundError, reason
 
 
@@ -97,6 +98,7 @@ def _read_items(
             items.sort(key=lambda each: each[0][1])
             with storage.open(name, file) as source:
                 for place, item in items:
+                    beat()
                     _read(source, place, index, item, tensors[item.dest_index.fqn], room)
     except OSError as error:
         raise TransientError(f"checkpoint {storage.where(name)} could not be read: {error}") from error

@@ -35,6 +35,7 @@ from raytune_fsdp.data.trial import try_functions
 from raytune_fsdp.data.unread import unread_columns
 from raytune_fsdp.errors import ConfigError, DataError, RowError
 from raytune_fsdp.keyed import derive_key
+from raytune_fsdp.pulse import beat
 from raytune_fsdp.types import Progress
 
 if TYPE_CHECKING:
@@ -304,6 +305,7 @@ class Windows:
 
         def read(batch: tuple[int, list[int]]) -> list[tuple[Document | RowError, str]]:
             dataset, places = batch
+            beat()
             indices = [rows[place][1] for place in places]
             wheres = [self.sources[dataset].where(index) for index in indices]
             documents = formatters[dataset].documents(self.sources[dataset].rows(indices), wheres)

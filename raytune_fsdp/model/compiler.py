@@ -16,11 +16,13 @@ import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
 import torch.distributed as dist
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 
 from raytune_fsdp.errors import in_one_line
 from raytune_fsdp.model.attention import Choice
+from raytune_fsdp.pulse import pulse
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,17 @@ def settings_restored() -> Iterator[None]:
     finally:
         for (config, name), value in zip(_SETTINGS, before, strict=True):
             setattr(config, name, value)
+        callback_handler.start_callbacks = [each for each in callback_handler.start_callbacks if each != _begins]
+        callback_handler.end_callbacks = [each for each in callback_handler.end_callbacks if each != _ends]
+
+
+def _begins(_: object) -> None:
+    """Torch compiles, which may take half an hour in a single call."""
+    pulse().computing += 1
+
+
+def _ends(_: object) -> None:
+    pulse().computing -= 1
 
 
 def _random_state() -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -105,6 +118,9 @@ class Compiler:
         self.failure: str | None = None
         """Why it gave up."""
         torch._dynamo.reset()  # graphs of an earlier run in this process would not be counted
+        # Which that has forgotten, if they were there.
+        callback_handler.register_start_callback(_begins)
+        callback_handler.register_end_callback(_ends)
         self._before = self._graphs = counters["stats"]["unique_graphs"]
         self._said = False
         # These hold for the process until `settings_restored` ends. Past the limit torch would only log a line and run

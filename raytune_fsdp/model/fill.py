@@ -21,6 +21,7 @@ from raytune_fsdp.model.network import init_buffers
 from raytune_fsdp.model.pieces import Piece, local_piece, piece_of
 from raytune_fsdp.model.quantized import ends_of
 from raytune_fsdp.model.weights import Weights, all_finite
+from raytune_fsdp.pulse import beat
 
 # Copied at a time. Mapped files take no memory before they are copied; a checkpoint's or a conversion's tensors do.
 _READ_BYTES = 4 << 20
@@ -119,6 +120,7 @@ def _read(target: Target, weights: Weights, piece: Piece) -> str | None:
     problem = None
     at_once = max(1, _READ_BYTES // max(1, local.itemsize * target.shape[1:].numel()))
     for first in range(start, stop, at_once):
+        beat()
         last = min(stop, first + at_once)
         rows = piece.of(weights.read(target.name, first, last))
         assert rows.shape == local[first - start : last - start].shape, f"{target.name}: {tuple(rows.shape)} were read"
@@ -170,6 +172,7 @@ def _scatter(
     spare = torch.empty_like(buffer) if rank == 0 else None
     wrong: dict[str, str] = {}
     for target, dtype, nbytes in zip(targets, dtypes, most, strict=True):
+        beat()
         received = buffer[:nbytes]
         pieces = None
         if before is not None:

@@ -18,6 +18,7 @@ from raytune_fsdp.errors import ConfigError, ModelError
 from raytune_fsdp.keyed import derive_key
 from raytune_fsdp.model.adapters import ADAPTER, base_name, is_adapter_layer
 from raytune_fsdp.model.weights import Weights, all_finite
+from raytune_fsdp.pulse import computing
 
 _AT_ONCE = 1 << 20
 """Numbers of a weight that are computed at a time, in fp64. From fixed rows on, so that a row has the same bits whoever
@@ -132,7 +133,8 @@ class Beginning:
         def mine() -> None:
             for name in names:
                 if self._base is not None and self._owner_of[name] == dist.get_rank():
-                    found = _parts(self._base, name, self._pairs[name], self._init, self._seed)
+                    with computing():
+                        found = _parts(self._base, name, self._pairs[name], self._init, self._seed)
                     # As it will be read from a checkpoint: what is taken out of a weight must be the same then.
                     self._own[name] = {each: tensor.to(self._empty[each].dtype) for each, tensor in found.items()}
 
