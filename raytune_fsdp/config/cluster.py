@@ -67,7 +67,10 @@ class ClusterConfig(Section):
     """Minutes after which a rank that waits for others in a collective gives up: this catches ranks that hang, while those that die are noticed at once. Longer than the slowest start of a rank takes."""
 
     hang_minutes: Annotated[float, Field(gt=0)] | None = None
-    """Ray: minutes without progress in training, evaluation or a save after which the stacks of all ranks are written to `logs/attempt-N/stacks` and another attempt begins. By default 20 times as long as a step takes, and 5 at least. It comes into force with the second step of an attempt."""
+    """Ray: minutes without progress in training, evaluation or a save after which the stacks of all ranks are written to `logs/attempt-N/stacks` and another attempt begins. By default 20 times as long as a step takes, and 5 at least. It comes into force with the second step of an attempt; `start_hang_minutes` is for what comes before."""
+
+    start_hang_minutes: float = Field(default=10.0, gt=0)
+    """Ray: the same between the start of the ranks and their second step: minutes in which no rank reads anything, reaches another phase, or gets on with weights, a download, a compilation or a step. However long those take, as long as one rank gets on. Meanwhile a line a minute names the ranks that are waited for."""
 
     spot_notice: Literal["aws", "gcp", "azure", "none"] = "none"
     """Ray: ask this cloud's metadata service on every node of the run whether the machine is about to be taken away (spot, preemptible). If it is, the node is drained: the run commits a checkpoint and goes on elsewhere. AWS gives two minutes, the others half a minute: if a save takes longer, the run says so after its first one."""

@@ -55,6 +55,12 @@ class Silent:
     def stop(self, reason: object) -> None:
         pass
 
+    def end(self) -> None:
+        pass
+
+    def make_room(self) -> None:
+        pass
+
 
 GONE = "Ray's raylet process on this machine died (killed, out of memory, or crashed)"
 

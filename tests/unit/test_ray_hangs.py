@@ -6,23 +6,49 @@ import pytest
 
 pytest.importorskip("ray")
 
-from raytune_fsdp.launch.ray import hangs
+from raytune_fsdp.launch.ray import listening
 from raytune_fsdp.launch.ray.board import Beat
 from raytune_fsdp.launch.ray.hangs import Hang, culprit, what_all_do
+from raytune_fsdp.launch.ray.listening import Listening
 from tests.clock import Clock
 
 
+class AtOnce(Listening):
+    """A driver that is never away, however far a test sets its clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(hangs, "time", found)
-    return found
+def clock() -> AtOnce:
+    return AtOnce()
+
+
+def test_the_clock_stands_still_while_the_driver_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Clock()
+    monkeypatch.setattr(listening, "time", real)
+    known = Listening()
+    for _ in range(20):
+        real.now += 0.5
+        assert known.look() == 0
+    assert known.now == 10.0 and not known.drains() and not known.was_away_at(0.0)
+    real.now += 401.0
+    assert known.look() == 401.0 == known.away
+    assert known.now == 12.0 and known.drains(), "what is on the board is heard before anybody is judged"
+    for _ in range(6):
+        real.now += 0.5
+        known.look()
+    assert known.now == 15.0 and not known.drains()
+    assert known.was_away_at(9.0) and known.was_away_at(14.5) and not known.was_away_at(15.5)
+    real.now += 4.0
+    assert known.look() == 0 and known.now == 17.0, "a machine that is only busy"
 
 
 @pytest.mark.parametrize("first", [1, 1001])
-def test_nothing_is_too_long_before_the_second_step(clock: Clock, first: int) -> None:
-    """Of an attempt, wherever it begins."""
-    known = Hang(0.1)
+def test_nothing_is_too_long_before_the_second_step(clock: AtOnce, first: int) -> None:
+    """Of an attempt, wherever it begins: until then another limit holds (`Starting`)."""
+    known = Hang(0.1, clock)
     clock.now = 1e6
     assert known.overdue() is None
     known.heard(Beat(step=0, beats=1, patience_seconds=0.0))
@@ -36,8 +62,8 @@ def test_nothing_is_too_long_before_the_second_step(clock: Clock, first: int) ->
     assert known.overdue() == 7
 
 
-def test_the_limit_is_what_was_asked_for_and_what_a_save_may_take(clock: Clock) -> None:
-    known = Hang(0.5)
+def test_the_limit_is_what_was_asked_for_and_what_a_save_may_take(clock: AtOnce) -> None:
+    known = Hang(0.5, clock)
     known.heard(Beat(step=1, beats=3, patience_seconds=0.0))
     known.heard(Beat(step=2, beats=4, patience_seconds=0.0))
     clock.now = 29.0
@@ -52,17 +78,29 @@ def test_the_limit_is_what_was_asked_for_and_what_a_save_may_take(clock: Clock) 
 
 
 @pytest.mark.parametrize(("seconds", "limit"), [(1.0, 300.0), (60.0, 1200.0)])
-def test_the_limit_follows_from_the_steps(clock: Clock, seconds: float, limit: float) -> None:
+def test_the_limit_follows_from_the_steps(clock: AtOnce, seconds: float, limit: float) -> None:
     """An evaluation between two steps is no step of its own length."""
-    known = Hang(None)
+    known = Hang(None, clock)
     for step in range(1, 12):
-        known.heard(Beat(step=step, beats=step, patience_seconds=0.0))
+        known.heard(Beat(step=step, beats=step, patience_seconds=0.0, at=clock.now))
         clock.now += 50 * seconds if step == 5 else seconds
-    known.heard(Beat(step=12, beats=12, patience_seconds=0.0))
+    known.heard(Beat(step=12, beats=12, patience_seconds=0.0, at=clock.now))
     clock.now += limit - 1
     assert known.overdue() is None
     clock.now += 2
     assert known.overdue() == limit + 1
+
+
+def test_steps_that_are_heard_of_late_took_what_they_took(clock: AtOnce) -> None:
+    """Of a minute each, all heard within two seconds: the limit is 20 of them, and not the least there is."""
+    known = Hang(None, clock)
+    for step in range(1, 12):
+        known.heard(Beat(step=step, beats=step, patience_seconds=0.0, at=60.0 * step))
+        clock.now += 0.1
+    clock.now += 1190.0
+    assert known.overdue() is None
+    clock.now += 11.0
+    assert known.overdue() is not None
 
 
 TRAINING = """Thread 0x1 (most recent call first):

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("ray")
@@ -22,6 +23,7 @@ pytest.importorskip("ray")
 from raytune_fsdp import machine
 from raytune_fsdp.launch.ray import node_watch
 from raytune_fsdp.launch.ray.board import Board, Joined
+from raytune_fsdp.launch.ray.hangs import culprit
 from raytune_fsdp.launch.ray.node_watch import NodeWatches, _NodeWatch
 
 RANK = "import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN); print(flush=True); input()"
@@ -66,6 +68,21 @@ def looked_at(watch: _NodeWatch, pid: int) -> None:
         while watch._kills.get(pid) is last:
             time.sleep(0.01)
         last = watch._kills[pid]
+
+
+def test_of_ranks_without_logs_it_is_known_whether_they_are_stopped(rank: subprocess.Popen[bytes]) -> None:
+    """They are waiting for each other, and have nowhere to write a stack."""
+    with started() as other:
+        rank.send_signal(signal.SIGSTOP)
+        while psutil.Process(rank.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        watch = _NodeWatch([rank.pid, other.pid])
+        found = watch.stacks({0: other.pid, 1: rank.pid}, None)
+        assert found[0] == "" and found[1].startswith("State:\tT (stopped)")
+        assert culprit(found) == (1, "its process takes no signals (T (stopped))")
+        watch.kill([rank.pid])
+        assert rank.wait(10) == -signal.SIGKILL and other.poll() is None
+        other.kill()
 
 
 def test_a_kill_long_before_says_nothing_about_a_death(

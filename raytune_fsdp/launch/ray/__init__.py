@@ -7,6 +7,7 @@ On the driver:
     resources         what is asked for, and whether the cluster can provide it
     train_registry    repairs Ray Train's own list of checkpoints, before it is read
     follow            what the ranks report; stopping; waiting for resources, and giving up
+    watch             whether the ranks get on
     placement_groups  the groups that hold the workers' resources
     exports           exports during training
     nodes_checked     what `raytune-fsdp doctor` asks a cluster that runs already

@@ -75,11 +75,25 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Rank 0 is alive: its `pulse`, once a second."""
+    """A rank is alive: its `pulse`, and how far it is before its second step."""
 
     step: int
     beats: int
     patience_seconds: float
+    rank: int = 0
+    at: float = 0.0
+    """When, by the clock of the rank's own process: the driver may hear it later."""
+    phase: str = "imports"
+    """The first one that it has not finished."""
+    left: int = 0
+    """How many those are."""
+    read: int = 0
+    """Bytes, since its process began; looked at every few seconds."""
+
+
+def beat_seconds(rank: int, world: int) -> float:
+    """Between two beats of a rank, so that the board hears some twenty a second at most."""
+    return 1.0 if rank == 0 else max(5.0, world / 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +115,8 @@ class _Board:
     def __init__(self) -> None:
         self._news = asyncio.Event()
         self._notices: list[Notice] = []
+        self._beats: dict[int, Beat] = {}
+        """The last one of each rank that was not read: a driver that is away for long finds no more of them."""
         self._stop = asyncio.Event()
         self._reason: StopReason | None = None
         self._shared: dict[str, Any] = {}
@@ -108,8 +124,11 @@ class _Board:
         self._closed = False
 
     async def tell(self, notice: Notice) -> bool:
-        self._notices.append(notice)
-        self._news.set()
+        if isinstance(notice, Beat):
+            self._beats[notice.rank] = notice  # which wakes nobody: the driver looks twice a second
+        else:
+            self._notices.append(notice)
+            self._news.set()
         return not self._closed
 
     async def close(self) -> list[Notice]:
@@ -121,8 +140,8 @@ class _Board:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), seconds)
         self._news.clear()
-        notices, self._notices = self._notices, []
-        return notices
+        notices, beats, self._notices, self._beats = self._notices, self._beats, [], {}
+        return [*notices, *beats.values()]
 
     async def stop(self, reason: StopReason) -> None:
         self._reason = reason
@@ -136,7 +155,7 @@ class _Board:
         self._stop.clear()
         self._reason = None
         self._shared = {}
-        self._notices = []
+        self._notices, self._beats = [], {}
 
     async def share(self, key: str, value: list[Any]) -> None:
         async with self._sharing:

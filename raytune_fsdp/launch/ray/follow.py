@@ -31,11 +31,13 @@ from raytune_fsdp.launch.ray.board import (
 )
 from raytune_fsdp.launch.ray.demand import Demand
 from raytune_fsdp.launch.ray.failures import in_words
-from raytune_fsdp.launch.ray.hangs import Hang, culprit, what_all_do
+from raytune_fsdp.launch.ray.hangs import culprit, what_all_do
+from raytune_fsdp.launch.ray.listening import Listening
 from raytune_fsdp.launch.ray.node_watch import NodeWatches
 from raytune_fsdp.launch.ray.placement_groups import Groups
 from raytune_fsdp.launch.ray.resources import Request, answering, draining, nodes, shortage, waiting_for
 from raytune_fsdp.launch.ray.sizes import Sizes
+from raytune_fsdp.launch.ray.watch import Watch
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.lease import lease_of
 from raytune_fsdp.rundir import RunDir
@@ -50,6 +52,8 @@ _FIRST_WORD_SECONDS, _NEXT_WORD_SECONDS = 15.0, 60.0
 
 _ASK_SECONDS = 10.0
 """After the end of an attempt, what its ranks had comes back within seconds: an autoscaler need not hear of that."""
+
+_AWAY_WORTH_SAYING_SECONDS = 45.0  # longer than a board that is out of reach is waited for
 
 _LOOK_SECONDS = 1.0  # between two looks at the cluster's nodes
 
@@ -105,7 +109,8 @@ class Follow:
         self._say = say
         self._making_way = False
         """Whether the current attempt was asked to end for another one."""
-        self._hang = Hang(config.cluster.hang_minutes)
+        self._clock = Listening()
+        self._watch = Watch(config.cluster, self._clock)
         self._lease = lease_of(place.lock)
         self._watches = NodeWatches(config.cluster.spot_notice, board)
         self._next_look = 0.0
@@ -113,7 +118,7 @@ class Follow:
         self._controlling: list[Any] = []
         self.groups = Groups()
         self._beside = beside
-        self._waiting_since = time.monotonic()
+        self._waiting_since = self._clock.now
         self._next_word = self._waiting_since + _FIRST_WORD_SECONDS
         self._stopping_since: float | None = None
 
@@ -123,6 +128,7 @@ class Follow:
         self._begin()
         began = time.monotonic()
         while not self._answers() or (asked := self._sizes.next(lambda: answering(nodes()))) is None:
+            self._clock.look()
             self._check_ray()
             self._check_stop()
             if not self._answers():
@@ -142,11 +148,12 @@ class Follow:
     def until(self, fit: Future[Any], asked: Request) -> None:
         """Follow an attempt to its end. Raises if there is no point in waiting longer; then `end` it."""
         self._fit = fit
+        self._clock.look()
         unanswered: float | None = None
         while not wait([fit], timeout=0).done:
             self._check_ray()
             try:
-                notices = self._board.read(_READ_SECONDS)
+                notices = self._listen()
                 unanswered = None
             except ActorUnavailableError as error:
                 self._check_ray()
@@ -172,7 +179,7 @@ class Follow:
             if len(self._attempts.ranks) < asked.workers:
                 self._check_waiting(lambda: waiting_for(asked, nodes(), self.groups.state()))
             self._check_cluster()
-            self._check_hang()
+            self._check_hang(asked.workers)
             for each in self._beside:
                 each.look()
         last: list[Notice] = []
@@ -180,6 +187,21 @@ class Follow:
             last = self._board.read(0)
         for notice in last:
             self._hear(notice)
+
+    def _listen(self) -> list[Notice]:
+        """What is on the board. All of it: an answer that came while this process was away is of before."""
+        notices = self._board.read(_READ_SECONDS)
+        away = self._clock.look()
+        if not away:
+            return notices
+        if away > _AWAY_WORTH_SAYING_SECONDS:
+            self._say(
+                f"this command was away for {away:.0f} s (stopped, its output blocked, or its machine too busy): what "
+                "the ranks did meanwhile is heard now, and no rank is ended because of that time"
+            )
+        with suppress(RayError):  # of which the next look hears, too
+            notices = [*notices, *self._board.read(0)]
+        return notices
 
     def _give_board_up(self, error: RayError) -> None:
         """Without the board no rank can be asked to stop: the next attempt has another one."""
@@ -193,10 +215,10 @@ class Follow:
         self._making_way = False
         self._end_controller()
         self._watches.end()
-        self._hang = Hang(self._config.cluster.hang_minutes)
+        self._watch = Watch(self._config.cluster, self._clock)
         if self._attempts.ranks:  # else it is the first one, or the last one has waited in vain, as this one does
             self._phases.restart()
-            self._waiting_since = time.monotonic()
+            self._waiting_since = self._clock.now
             self._next_word = self._waiting_since + _FIRST_WORD_SECONDS
         self._attempts.begin()
         for each in self._beside:
@@ -239,14 +261,15 @@ class Follow:
                 self._say(text)
             case Joined(rank=rank):
                 self._attempts.ranks[rank] = notice
+                self._watch.joined(notice)
             case Started(attempt, logs):
                 self._attempts.started(attempt, logs)
                 self._watches.start(self._attempts.ranks)  # before the model is loaded, which takes much memory
             case PhaseFinished(phase):
                 self._reached(phase)
-            case Beat(step):
-                self._hang.heard(notice)
-                if step and self._attempts.ranks:  # else it is a late word of the attempt before
+            case Beat(step, rank=rank):
+                self._watch.heard(notice)
+                if step and not rank and self._attempts.ranks:  # else it is a late word of the attempt before
                     self._attempts.reached(step)
             case Failed(rank=rank):
                 self._attempts.reports[rank] = notice
@@ -325,20 +348,21 @@ class Follow:
         joined = self._attempts.ranks.get(rank)
         return None if joined is None else self._watches.out_of_memory(joined)
 
-    def _check_hang(self) -> None:
+    def _check_hang(self, workers: int) -> None:
         """Where no rank gets on: keep the stacks of all, and end them, so that another attempt follows."""
-        silent = self._hang.overdue()
-        logs = self._attempts.logs
-        if silent is None or logs is None:
+        ranks, logs = self._attempts.ranks, self._attempts.logs
+        if len(ranks) == workers and (word := self._watch.word(workers)) is not None:
+            self._say(word)
+        stuck = self._watch.stuck(workers)
+        if stuck is None:
             return
-        ranks = self._attempts.ranks
         stacks = self._watches.stacks(ranks, logs)
-        found = culprit(stacks)
-        rank, why = found or (None, what_all_do(stacks))
-        cause = f"no rank got on for {silent:.0f} s: {why}; the stacks are in {logs}/stacks"
-        self._attempts.killed(cause, rank, hang=True)
+        rank, why = culprit(stacks) or (stuck.suspect, what_all_do(stacks))
+        kept = "" if logs is None else f"; the stacks are in {logs}/stacks"
+        # One that may have begun while this command was away says little of the run: it is not counted among hangs.
+        self._attempts.killed(f"{stuck.words}: {why}{kept}", rank, hang=stuck.certain)
         self._watches.kill(ranks)
-        self._hang = Hang(self._config.cluster.hang_minutes)
+        self._watch = Watch(self._config.cluster, self._clock)
 
     def _make_way(self, reason: StopReason, cause: str) -> None:
         self._making_way = True
@@ -348,7 +372,7 @@ class Follow:
 
     def _check_waiting(self, missing_now: Callable[[], str]) -> None:
         """Say what is missing, and give up after `cluster.wait_minutes`."""
-        now = time.monotonic()
+        now = self._clock.now
         if now < self._next_word:
             return
         minutes = self._config.cluster.wait_minutes

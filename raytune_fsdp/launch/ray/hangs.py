@@ -1,14 +1,14 @@
-"""Ranks that do not get on: noticed by the driver, from what rank 0 reports of itself."""
+"""Ranks that do not get on, after their second step: from what rank 0 reports of itself. And who is waited for."""
 
 from __future__ import annotations
 
 import re
-import time
 from collections import deque
 from collections.abc import Mapping
 from statistics import median
 
 from raytune_fsdp.launch.ray.board import Beat
+from raytune_fsdp.launch.ray.listening import Listening
 
 _LEAST_SECONDS, _STEPS = 300.0, 20.0
 """Without `cluster.hang_minutes`: how long no block of a step is done, at least, and in times of a median step."""
@@ -21,35 +21,40 @@ _STATE = re.compile(r"^State:\s*(\S.*)$", re.MULTILINE)
 class Hang:
     """Of one attempt. All ranks wait for one that hangs, so that it is enough to watch rank 0."""
 
-    def __init__(self, minutes: float | None) -> None:
+    def __init__(self, minutes: float | None, clock: Listening) -> None:
         self._minutes = minutes
+        self._clock = clock
         self._last: Beat | None = None
-        self._at = 0.0
-        """When it got on the last time."""
+        self.got_on = 0.0
+        """When it did the last time, by the clock."""
         self._step_at = 0.0
+        """When its last step began, by its own clock: a driver that was away hears of many steps at once."""
         self._seconds: deque[float] = deque(maxlen=_KEPT)
         """Of steps."""
 
     def heard(self, beat: Beat) -> None:
-        now = time.monotonic()
         last, self._last = self._last, beat
         if last is None or last.step == 0:
-            self._step_at = now
+            self._step_at = beat.at
         elif beat.step > last.step:
-            self._seconds.append((now - self._step_at) / (beat.step - last.step))
-            self._step_at = now
+            self._seconds.append((beat.at - self._step_at) / (beat.step - last.step))
+            self._step_at = beat.at
         if last is None or beat.beats != last.beats:
-            self._at = now
+            self.got_on = self._clock.now
+
+    @property
+    def in_force(self) -> bool:
+        """From the second step of an attempt on: before it nobody knows how long a step takes."""
+        return bool(self._seconds)
 
     def overdue(self) -> float | None:
-        """The seconds without progress, if they are too many. Before this attempt's second step none are: it compiles
-        and connects first, and on fewer ranks than before a step takes longer."""
-        if self._last is None or not self._seconds:
+        """The seconds without progress, if they are too many."""
+        if self._last is None or not self.in_force:
             return None
         limit = max(_LEAST_SECONDS, _STEPS * median(self._seconds))
         if self._minutes is not None:
             limit = 60 * self._minutes
-        silent = time.monotonic() - self._at
+        silent = self._clock.now - self.got_on
         return silent if silent > limit + self._last.patience_seconds else None
 
 

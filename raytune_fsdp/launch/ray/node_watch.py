@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import signal
 import socket
@@ -34,6 +35,7 @@ _LOOK_SECONDS = 1.0  # between two looks at what the ranks of a node have in mem
 _KEPT_LOOKS = 5  # the kernel counts a kill first; the process may take seconds to give back what it has
 _ANSWER_SECONDS = 2.0  # how long a rank may take for that
 _CALLS = 4  # at the same time: storage that hangs keeps `stacks`, and the ranks must still be ended
+_NOT_RUNNING = re.compile(r"^State:\s*[TtDZX]", re.MULTILINE)
 _START_SECONDS = 20.0  # how long the actor of a node may take to answer, its start included
 
 
@@ -84,8 +86,12 @@ class _NodeWatch:
             return None
         return f"it had {self._held[pid] / 1e9:.2f} GB, and its control group may have {group.limit / 1e9:.2f} GB"
 
-    def stacks(self, ranks: Mapping[int, int], logs: str) -> dict[int, str]:
-        """The stacks of these ranks (their processes by rank), also written below `logs`."""
+    def stacks(self, ranks: Mapping[int, int], logs: str | None) -> dict[int, str]:
+        """The stacks of these ranks (their processes by rank), also written below `logs`. None: they have no logs yet,
+        and of those that are stopped or dead it is said that they are."""
+        if logs is None:
+            found = {rank: _by_proc(pid) for rank, pid in ranks.items()}
+            return {rank: text if _NOT_RUNNING.search(text) else "" for rank, text in found.items()}
         sizes = {rank: _size(_log(logs, rank)) for rank in ranks}
         self._signal(ranks.values(), STACKS_SIGNAL)
         time.sleep(_ANSWER_SECONDS)
@@ -137,7 +143,7 @@ class NodeWatches:
             if self._cloud != "none":
                 self._actors[node].watch.remote(self._cloud, self._board)
 
-    def stacks(self, ranks: Mapping[int, Joined], logs: str) -> dict[int, str]:
+    def stacks(self, ranks: Mapping[int, Joined], logs: str | None) -> dict[int, str]:
         """The stacks of those ranks whose nodes answer."""
         self.start(ranks)
         asked = [self._actors[node].stacks.remote(pids, logs) for node, pids in _by_node(ranks).items()]
@@ -161,6 +167,7 @@ class NodeWatches:
 
     def kill(self, ranks: Mapping[int, Joined]) -> None:
         """End the processes of these ranks, also of such that are stopped."""
+        self.start(ranks)
         for node, pids in _by_node(ranks).items():
             self._actors[node].kill.remote(list(pids.values()))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,8 +18,8 @@ import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
 from raytune_fsdp.errors import HandedOver, Interrupted
+from raytune_fsdp.launch.ray.beats import Beats
 from raytune_fsdp.launch.ray.board import (
-    Beat,
     Board,
     BoardStream,
     Committed,
@@ -49,8 +48,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-_BEAT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +94,11 @@ def train_rank(job: RankJob) -> None:
 def _train(job: RankJob, rank: int, world: int) -> None:
     node = f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"
     job.board.tell(_joined(rank, node))
+    beats = Beats(job.board, rank, world)
+    beats.begin()
 
     def reached(phase: str) -> None:
+        beats.reached(phase)
         if rank == 0:
             job.board.tell(PhaseFinished(phase))
 
@@ -116,6 +116,8 @@ def _train(job: RankJob, rank: int, world: int) -> None:
     prepared, first = cast("tuple[Prepared, Standing]", ray.get(job.prepared))
     check_shared(prepared.place.path)
     standing = _agree(job, prepared, first, world)
+    if job.config.eval.at_start and not standing.state.step:
+        beats.evaluates_first()
     log = RankLog(prepared.place.log(standing.attempt, rank), in_ray=job.in_ray_log)
     try:
         _work(job, prepared, standing, log, rank=rank, world=world, node=node, reached=reached)
@@ -139,7 +141,6 @@ def _work(
 
     if rank == 0:
         job.board.tell(Started(standing.attempt, str(prepared.place.logs(standing.attempt))))
-        _beat(job.board)
     reached("imports")
     if standing.complete:
         return  # an earlier attempt committed the last step, and crashed afterwards
@@ -261,18 +262,6 @@ def _batches(
         reached("step")
 
     return chain(first_batch(), batches)
-
-
-def _beat(board: Board) -> None:
-    """Tell the driver once a second how far this process is, from a thread that ends with it."""
-
-    def run() -> None:
-        while True:
-            now = pulse()
-            board.tell(Beat(now.step, now.beats, now.patience_seconds))
-            time.sleep(_BEAT_SECONDS)
-
-    in_thread(run, "pulse")
 
 
 def _device(job: RankJob, rank: int, node: str) -> Any:

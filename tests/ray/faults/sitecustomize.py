@@ -7,6 +7,7 @@ $FAULTS is a directory. Once only, so that the file is removed first:
     join-raise-1, join-kill-1       rank 1 cannot make the process group, or is killed while it does
     loop-1-6, read-1-6, gil-1-6     rank 1 hangs in Python, in a read, or in C with Python's lock
     at-weights-1                    kills rank 1 where it gets its weights; `PLACES` has all such places
+    stopped-at-weights-1            stops it there, as SIGSTOP does
 
 As long as the file is there:
 
@@ -58,6 +59,12 @@ def armed(fault: str) -> bool:
 def strike(fault: str) -> None:
     if armed(fault):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def strike_at(place: str) -> None:
+    if armed(f"stopped-at-{place}"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    strike(f"at-{place}")
 
 
 def poison() -> None:
@@ -137,7 +144,7 @@ def watch_places() -> None:
 
 def struck_at(place, function):
     def struck(*arguments, **options):
-        strike(f"at-{place}-{os.environ.get('RANK')}")
+        strike_at(f"{place}-{os.environ.get('RANK')}")
         return function(*arguments, **options)
 
     return struck
@@ -145,7 +152,7 @@ def struck_at(place, function):
 
 def watch_imports(event: str, arguments: tuple[object, ...]) -> None:
     if event == "import" and arguments[0] == "raytune_fsdp.assemble":
-        strike(f"at-imports-{os.environ.get('RANK')}")
+        strike_at(f"imports-{os.environ.get('RANK')}")
 
 
 def watch_writes(event: str, arguments: tuple[object, ...]) -> None:

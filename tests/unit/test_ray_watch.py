@@ -1,0 +1,221 @@
+"""A driver that was away ends no healthy rank, and a rank that is stopped in a start is found. No Ray is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from raytune_fsdp.errors import RepeatedError
+from raytune_fsdp.launch.ray import follow
+from raytune_fsdp.launch.ray.attempts import Attempts
+from raytune_fsdp.launch.ray.board import Beat, Joined, Notice, Started
+from raytune_fsdp.launch.ray.follow import Follow
+from raytune_fsdp.launch.ray.resources import Request
+from tests.unit.test_ray_follow import Silent, begin
+
+TWO = Request(workers=2, per_worker={"CPU": 1.0}, accelerator_type=None, placement="pack", device="cpu")
+STOPPED = "State:\tT (stopped)\n"
+LIMIT = 300.0
+"""`cluster.hang_minutes` by default, of short steps."""
+
+
+class Ranks(Silent):
+    """Two ranks on a clock, as the driver hears and ends them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.fit: Future[Any] = Future()
+        self.told = 0.0
+        self.away: dict[float, float] = {}
+        """For how long the driver is away when it looks at these times."""
+        self.ends_at = float("inf")
+        self.killed_at: float | None = None
+        self.beat: Callable[[int, float], Beat | None] = trains
+        self.joined: list[Notice] = [Joined(rank, f"node-{rank}", f"{rank}", 100 + rank) for rank in range(2)]
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def read(self, seconds: float) -> list[Notice]:
+        """As the actor: an answer has what was told until it was made, however late it is looked at."""
+        self.now += seconds
+        found, self.joined = list(self.joined), []
+        while self.told + 1 <= self.now:
+            self.told += 1.0
+            found += [beat for rank in range(2) if (beat := self.beat(rank, self.told)) is not None]
+        self.now += self.away.pop(self.now, 0.0)
+        if self.now >= self.ends_at and not self.fit.done():
+            self.fit.set_result(None)
+        return found
+
+    def stacks(self, ranks: object, logs: object) -> dict[int, str]:
+        return {1: STOPPED}
+
+    def kill(self, ranks: object) -> None:
+        self.killed_at = self.now
+        self.fit.set_exception(RuntimeError("killed"))
+
+    def start(self, ranks: object) -> None:
+        pass
+
+
+def trains(rank: int, now: float) -> Beat | None:
+    """A step a second."""
+    return Beat(int(now), int(now), 0.0, at=now) if rank == 0 else None
+
+
+def until(moment: float, beat: Callable[[int, float], Beat | None]) -> Callable[[int, float], Beat | None]:
+    """The same, with rank 0 waiting for rank 1 from this moment on."""
+
+    def told(rank: int, now: float) -> Beat | None:
+        found = beat(rank, min(now, moment))
+        return found if rank == 0 or now < moment else None
+
+    return told
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    found = Ranks()
+    monkeypatch.setattr(follow.time, "monotonic", found.monotonic)
+    monkeypatch.setattr(follow.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(follow, "draining", dict)
+    monkeypatch.setattr(follow, "nodes", list)
+    return found
+
+
+def of(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Follow, Attempts, list[str]]:
+    known, _, _, said = begin(tmp_path, monkeypatch)
+    known._board = known._watches = ranks  # type: ignore[assignment]
+    return known, known._attempts, said
+
+
+def test_ranks_that_beat_while_the_driver_was_away_are_left_alone(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped for 401 s, and once more for an hour, each time between two beats: what it reads first is of before."""
+    known, attempts, said = of(ranks, tmp_path, monkeypatch)
+    ranks.away, ranks.ends_at = {20.5: 401.0, 600.5: 3600.0}, 5000.0
+    known.until(ranks.fit, TWO)
+    assert ranks.killed_at is None and attempts._killed is None
+    assert [line[:36] for line in said] == [
+        "this command was away for 402 s (sto",
+        "this command was away for 3600 s (st",
+    ]
+
+
+def test_a_driver_whose_output_is_blocked_was_away(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, attempts, _ = of(ranks, tmp_path, monkeypatch)
+
+    def blocked(notice: object) -> None:
+        if isinstance(notice, Beat) and notice.step == 30:
+            ranks.now += 500.0
+
+    heard = known._hear
+    monkeypatch.setattr(known, "_hear", lambda notice: (heard(notice), blocked(notice)))
+    ranks.ends_at = 700.0
+    known.until(ranks.fit, TWO)
+    assert ranks.killed_at is None and attempts._killed is None
+
+
+@pytest.mark.parametrize("began", [19.0, 200.0], ids=["before", "meanwhile"])
+def test_a_hang_that_is_there_when_the_driver_is_back_is_found(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, began: float
+) -> None:
+    known, attempts, _ = of(ranks, tmp_path, monkeypatch)
+    ranks.away, ranks.beat = {20.5: 401.0}, until(began, trains)
+    known.until(ranks.fit, TWO)
+    assert ranks.killed_at is not None and attempts._killed is not None
+    assert 421.5 < ranks.killed_at <= 421.5 + LIMIT + 5.0
+    cause, rank, counts = attempts._killed
+    assert rank == 1 and not counts
+    assert "(before, it was away for 40" in cause and "its process takes no signals (T (stopped))" in cause
+
+
+@pytest.mark.parametrize("away", [True, False])
+def test_three_hangs_end_the_run_unless_the_driver_was_away(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: bool
+) -> None:
+    known, attempts, _ = of(ranks, tmp_path, monkeypatch)
+    for number in range(1, 4):
+        ranks.__init__()  # type: ignore[misc]
+        ranks.beat = until(60.0, trains)
+        ranks.away = {59.5: 401.0} if away else {}
+        known._begin()
+        known.until(ranks.fit, TWO)
+        error = ranks.fit.exception()
+        assert error is not None and ranks.killed_at is not None
+        if number < 3 or away:
+            attempts.ended(error)
+        else:
+            with pytest.raises(RepeatedError, match="step 60 has failed 3 times in the same way"):
+                attempts.ended(error)
+    assert attempts.failures == 3
+
+
+def starts(rank: int, now: float) -> Beat:
+    """Reads weights."""
+    return Beat(0, int(now), 0.0, rank=rank, at=now, phase="model", left=3)
+
+
+def test_a_rank_that_is_stopped_before_its_first_step_is_named_and_ended(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, attempts, said = of(ranks, tmp_path, monkeypatch)
+    ranks.beat = until(30.0, starts)
+    known.until(ranks.fit, TWO)
+    assert ranks.killed_at is not None and 629.0 < ranks.killed_at <= 635.0
+    assert attempts._killed is not None and attempts._killed[1:] == (1, True)
+    waited_for = "waiting for rank 1 on node-1 (model; not heard of for"
+    assert waited_for in attempts._killed[0] and "no rank got on for 600 s while starting" in attempts._killed[0]
+    lines = [line for line in said if waited_for in line]
+    assert len(lines) == 10 == len(said), said
+    assert lines[0].startswith("the ranks have been starting for 60 s")
+    assert lines[-1].endswith("no rank has got on for 570 s, and 600 s are the most (cluster.start_hang_minutes)")
+
+
+def test_a_driver_that_was_away_in_a_start_ends_no_rank(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, attempts, _ = of(ranks, tmp_path, monkeypatch)
+    ranks.beat, ranks.away, ranks.ends_at = starts, {20.5: 4000.0}, 4700.0
+    known.until(ranks.fit, TWO)
+    assert attempts._killed is None
+
+
+def test_the_wait_for_workers_does_not_count_what_the_driver_slept(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cluster.wait_minutes` over, and the workers there: what they said is on the board."""
+    known, _, _ = of(ranks, tmp_path, monkeypatch)
+    joined, ranks.joined = ranks.joined, []
+    ranks.away, ranks.ends_at = {20.5: 3600.0}, 3700.0
+
+    def late(rank: int, now: float) -> Beat | None:
+        if now == 30.0 and rank == 0:
+            ranks.joined = joined
+        return trains(rank, now) if now > 40.0 else None
+
+    ranks.beat = late
+    known.until(ranks.fit, TWO)
+    assert len(known._attempts.ranks) == 2
+
+
+def test_the_stacks_of_a_start_are_kept_where_there_are_logs(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are none while the ranks agree where to begin, which is the case above."""
+    known, attempts, _ = of(ranks, tmp_path, monkeypatch)
+    ranks.joined.append(Started(1, str(tmp_path)))
+    ranks.beat = until(30.0, starts)
+    known.until(ranks.fit, TWO)
+    assert attempts._killed is not None and attempts._killed[0].endswith(f"; the stacks are in {tmp_path}/stacks")
