@@ -14,10 +14,7 @@ from tests.clock import Clock
 
 
 class AtOnce(Listening):
-    """A driver that is never away, however far a test sets its clock."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
+    """A driver that is never away: a test sets its clock."""
 
 
 @pytest.fixture

@@ -9,14 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("ray")
 
+from raytune_fsdp.config.cluster import ClusterConfig
 from raytune_fsdp.launch.ray import beats
 from raytune_fsdp.launch.ray.beats import Beats
 from raytune_fsdp.launch.ray.board import Beat, Joined, Line, _Board
 from raytune_fsdp.launch.ray.starting import Starting
+from raytune_fsdp.launch.ray.watch import Watch
 from raytune_fsdp.pulse import beat, computing, pulse
 from tests.unit.test_ray_hangs import AtOnce
 
@@ -79,11 +82,20 @@ def test_a_few_bytes_are_no_progress() -> None:
 
 
 def test_a_late_word_of_the_attempt_before_counts_for_nothing() -> None:
-    known, clock = of(2)
-    clock.now += 601.0
+    clock = AtOnce()
+    known = Watch(ClusterConfig(start_hang_minutes=1.0), clock)
+    for number in range(50):
+        known.heard(told(0, step=57 + number, beats=99 + number))
+    clock.now += 1000.0
+    assert known.stuck(2) is None, "before a rank has joined nobody is judged"
+    for number in range(2):
+        known.joined(Joined(number, "node", "node", number))
+    clock.now += 61.0
     known.heard(told(7, beats=99))
-    assert known.overdue() == 601.0
-    assert known.waited_for(2) == "all ranks (imports; not heard of for 601 s)"
+    found = known.stuck(2)
+    assert found is not None and found.words == (
+        "no rank got on for 61 s while starting, waiting for all ranks (imports; not heard of for 61 s)"
+    )
 
 
 def test_nobody_is_judged_before_the_first_rank_has_joined() -> None:
@@ -170,30 +182,43 @@ def rank(number: int = 1) -> tuple[Beats, Told]:
     return Beats(board, number, 2), board  # type: ignore[arg-type]
 
 
-def compute(seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+def compute(_: int) -> None:
+    until = time.process_time() + 0.3
+    while time.process_time() < until:
         pass
+
+
+def wait(_: int) -> None:
+    time.sleep(0.4)
+
+
+def wait_for(pid: int) -> None:
+    """Until that process has computed for a while."""
+    process = psutil.Process(pid)
+    until = process.cpu_times().user + 0.3
+    while process.cpu_times().user < until:
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
     ("here", "helper", "expected"),
-    [(compute, "input()", True), (time.sleep, "while True: pass", True), (time.sleep, "input()", False)],
+    [(compute, "input()", True), (wait_for, "while True: pass", True), (wait, "input()", False)],
     ids=["computes", "waits for a helper that computes", "waits"],
 )
 def test_a_call_that_cannot_beat_gets_on_as_long_as_it_computes(
-    at_once: None, here: Callable[[float], None], helper: str, expected: bool
+    at_once: None, here: Callable[[int], None], helper: str, expected: bool
 ) -> None:
     """A compiler does, also in processes of its own; what waits for a lock does not."""
     known, _ = rank()
     outside = known.now().beats
-    with subprocess.Popen([sys.executable, "-c", helper], stdin=subprocess.PIPE) as process:
-        compute(0.2)
+    start = [sys.executable, "-c", f"print(flush=True)\n{helper}"]
+    with subprocess.Popen(start, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        compute(0)
         assert known.now().beats == outside, "no such call is running"
         with computing():
-            time.sleep(0.3)  # the helper has started
             known.now()
-            here(0.4)
+            here(process.pid)
             inside = known.now().beats
         process.kill()
     assert (inside > outside) == expected

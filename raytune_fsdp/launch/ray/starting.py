@@ -45,10 +45,12 @@ class Starting:
         self._known[notice.rank] = _Known(notice, now)
         self.got_on = now
 
+    def has(self, rank: int) -> bool:
+        """Whether it has joined."""
+        return rank in self._known
+
     def heard(self, beat: Beat) -> None:
-        known = self._known.get(beat.rank)
-        if known is None:
-            return  # a late word of the attempt before
+        known = self._known[beat.rank]
         last, known.last = known.last, beat
         known.heard = self._clock.now
         if last is None or _gets_on(last, beat):

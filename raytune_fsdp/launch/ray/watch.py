@@ -33,6 +33,8 @@ class Watch:
         self._starting.joined(notice)
 
     def heard(self, beat: Beat) -> None:
+        if not self._starting.has(beat.rank):
+            return  # a late word of the attempt before
         if beat.rank == 0:
             self._hang.heard(beat)
         if not self._hang.in_force:
