@@ -40,7 +40,7 @@ def config_with(tmp_path: Path, steps: int, **limits: float) -> FinetuneConfig:
 def test_a_driver_that_was_stopped_ends_no_rank_that_got_on(tmp_path: Path) -> None:
     """For twice the limit, four times: a block takes two seconds, so most of what it reads first has no news. Then
     with a rank that hangs when it is back."""
-    run = Command(config_with(tmp_path, 12, hang_minutes=LIMIT_SECONDS / 60), tmp_path)
+    run = Command(config_with(tmp_path, 40, hang_minutes=LIMIT_SECONDS / 60), tmp_path)
     run.until(lambda: len(events(run.run_dir, "first_step")) == 1)
     (run.faults / "pace").write_text("2.0")
     run.until(lambda: run.steps() >= 3)
