@@ -16,7 +16,7 @@ from raytune_fsdp.launch.ray import follow
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Beat, Joined, Notice, Started
 from raytune_fsdp.launch.ray.follow import Follow
-from raytune_fsdp.launch.ray.resources import Request
+from raytune_fsdp.launch.ray.resources import Node, Request
 from tests.unit.test_ray_follow import Silent, begin
 
 TWO = Request(workers=2, per_worker={"CPU": 1.0}, accelerator_type=None, placement="pack", device="cpu")
@@ -37,6 +37,8 @@ class Ranks(Silent):
         """For how long the driver is away when it looks at these times."""
         self.ends_at = float("inf")
         self.killed_at: float | None = None
+        self.nodes = ["0", "1"]
+        """That are there, and answer."""
         self.beat: Callable[[int, float], Beat | None] = trains
         self.joined: list[Notice] = [Joined(rank, f"node-{rank}", f"{rank}", 100 + rank) for rank in range(2)]
 
@@ -87,7 +89,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     monkeypatch.setattr(follow.time, "monotonic", found.monotonic)
     monkeypatch.setattr(follow.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(follow, "draining", dict)
-    monkeypatch.setattr(follow, "nodes", list)
+    monkeypatch.setattr(follow, "nodes", lambda: [Node(id=each, name=each, total={}, free={}) for each in found.nodes])
+    monkeypatch.setattr(follow, "answering", lambda nodes: nodes)
     return found
 
 
@@ -95,6 +98,15 @@ def of(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[F
     known, _, _, said = begin(tmp_path, monkeypatch)
     known._board = known._watches = ranks  # type: ignore[assignment]
     return known, known._attempts, said
+
+
+def test_a_node_that_is_lost_is_no_hang(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray may know of it minutes later. The run did not cause it, however often it happens."""
+    known, attempts, _ = of(ranks, tmp_path, monkeypatch)
+    ranks.beat, ranks.nodes = until(30.0, trains), ["0"]
+    known.until(ranks.fit, TWO)
+    assert ranks.killed_at is not None
+    assert attempts._killed == ("its node was lost", 1, False)
 
 
 def test_ranks_that_beat_while_the_driver_was_away_are_left_alone(

@@ -356,6 +356,13 @@ class Follow:
         stuck = self._watch.stuck(workers)
         if stuck is None:
             return
+        there = {node.id for node in answering(nodes())}
+        lost = next((number for number, joined in sorted(ranks.items()) if joined.node_id not in there), None)
+        if lost is not None:  # Ray may take minutes to say so, and the others wait for this one
+            self._attempts.killed("its node was lost", lost)
+            self._watches.kill(ranks)
+            self._watch = Watch(self._config.cluster, self._clock)
+            return
         stacks = self._watches.stacks(ranks, logs)
         rank, why = culprit(stacks) or (stuck.suspect, what_all_do(stacks))
         kept = "" if logs is None else f"; the stacks are in {logs}/stacks"
