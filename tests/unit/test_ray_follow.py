@@ -68,7 +68,8 @@ GONE = "Ray's raylet process on this machine died (killed, out of memory, or cra
 def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Follow, RunDir, Silent, list[str]]:
     monkeypatch.setattr(follow, "Groups", Silent)
     sections = options.pop("sections", {})
-    config = make_config(tmp_path, cluster={"launch": "ray", "max_failures": 5}, **sections)
+    cluster = {"launch": "ray", "max_failures": 5} | options.pop("cluster", {})
+    config = make_config(tmp_path, cluster=cluster, **sections)
     place = RunDir.of(config)
     place.path.mkdir(parents=True)
     if options.pop("held", False):
@@ -151,6 +152,19 @@ def test_a_stop_before_the_first_step_ends_within_ten_seconds(tmp_path: Path, mo
         known.until(Future(), ASKED)
     assert next(clock) < 15, "the clock is read more than once a second"
     assert said[0].startswith("stopping: no step is being trained")
+
+
+def test_workers_that_start_slowly_need_no_more_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their placement group is there: what they need is reserved."""
+    known, _, _, _ = begin(tmp_path, monkeypatch, cluster={"wait_minutes": 0.001})
+    monkeypatch.setattr(follow, "nodes", list)
+    known._next_word = 0.0
+    known._waiting_since -= 60
+    with pytest.raises(TrainingError) as ended:
+        known.until(Future(), ASKED)
+    said = str(ended.value)
+    assert said.startswith("cluster.wait_minutes=0.001: the workers did not start in that time; starting 1 worker")
+    assert "processes start slowly" in said and "add nodes" not in said and said.endswith("the same command continues")
 
 
 @pytest.mark.parametrize("answers_after", [3, None])

@@ -21,6 +21,7 @@ from raytune_fsdp.launch.ray.resources import (
     request,
     shortage,
     waiting_for,
+    way_out,
 )
 
 
@@ -299,6 +300,15 @@ def test_the_line_says_what_is_really_waited_for() -> None:
     half = [node(4), node(4, free={"CPU": 0.0})]
     assert waiting_for(apart, half, "PENDING") == shortage(apart, half)
     assert waiting_for(apart, [node(4), node(4)], "PENDING").endswith("Ray is about to reserve it")
+
+
+def test_nodes_are_to_be_added_only_where_resources_are_missing() -> None:
+    found = asked([node(4)], workers=2, device="cpu")
+    taken = [node(4, free={"CPU": 1.0})]
+    assert "add nodes" in way_out(waiting_for(found, taken, "PENDING")) and "add nodes" in way_out(shortage(found, []))
+    for there, group in (([node(4)], None), ([node(4)], "CREATED"), (taken, "CREATED"), ([node(4)], "PENDING")):
+        said = way_out(waiting_for(found, there, group))
+        assert "processes start slowly" in said and "add nodes" not in said
 
 
 @pytest.mark.parametrize(

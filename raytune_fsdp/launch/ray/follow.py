@@ -35,7 +35,7 @@ from raytune_fsdp.launch.ray.hangs import culprit, what_all_do
 from raytune_fsdp.launch.ray.listening import Listening
 from raytune_fsdp.launch.ray.node_watch import NodeWatches
 from raytune_fsdp.launch.ray.placement_groups import Groups
-from raytune_fsdp.launch.ray.resources import Request, answering, draining, nodes, shortage, waiting_for
+from raytune_fsdp.launch.ray.resources import Request, answering, draining, nodes, shortage, waiting_for, way_out
 from raytune_fsdp.launch.ray.sizes import Sizes
 from raytune_fsdp.launch.ray.watch import Watch
 from raytune_fsdp.launch.signals import Signals
@@ -387,8 +387,8 @@ class Follow:
         missing = missing_now()
         if waited > 60 * minutes:
             raise TrainingError(
-                f"cluster.wait_minutes={minutes:g}: the workers did not start in that time; {missing}. Free the "
-                "resources, add nodes, ask for less (cluster.workers), or wait longer; the same command continues"
+                f"cluster.wait_minutes={minutes:g}: the workers did not start in that time; {missing}. "
+                f"{way_out(missing)}; the same command continues"
             )
         self._say(f"{missing} ({waited:.0f} s, at most {minutes:g} min)")
         self._next_word = min(now + _NEXT_WORD_SECONDS, self._waiting_since + 60 * minutes + 1)

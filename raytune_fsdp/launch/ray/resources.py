@@ -25,6 +25,7 @@ DATA_CPUS = 1  # needed besides those of the workers: a task that builds a windo
 LOCAL_DATA_CPUS = 2  # at least, in a Ray started for this run alone, however few CPUs the machine has
 _KNOCK_SECONDS = 2.0
 _ACCELERATOR = "accelerator_type:"
+_FREE_NOW = "; free now: "
 _UNITS = 10_000  # Ray counts resources in ten-thousandths. So must we: in floats 1 // 0.1 is 9
 
 
@@ -262,7 +263,18 @@ def shortage(request: Request, nodes: Sequence[Node]) -> str:
         free = {name: _number(name, node.free.get(name, 0)) if node.free else "?" for name in request.per_worker}
         return ", ".join(f"{left} of {_amount(name, node.total[name])}" for name, left in free.items())
 
-    return f"waiting for {_asked(request)}; free now: {_grouped(fit, described) or 'nothing, as no node fits one yet'}"
+    return f"waiting for {_asked(request)}{_FREE_NOW}{_grouped(fit, described) or 'nothing, as no node fits one yet'}"
+
+
+def way_out(line: str) -> str:
+    """What to do where a line of `waiting_for` or `shortage` stands for too long: only the latter lacks resources."""
+    if _FREE_NOW in line:
+        return "Free the resources, add nodes, ask for less (cluster.workers), or wait longer"
+    return (
+        "No resources are missing, processes start slowly: look for a busy node (uptime there) and for packages that "
+        "are imported from a slow file system (time python -c 'import torch, ray.train' there), or raise "
+        "cluster.wait_minutes"
+    )
 
 
 def scaling_config(request: Request) -> ScalingConfig:
