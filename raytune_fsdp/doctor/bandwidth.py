@@ -34,6 +34,11 @@ def parse_speed(text: str) -> float:
     return float(found[1]) * unit * (8 if found[3].startswith("B") else 1)
 
 
+def prepare() -> None:
+    """Import what `measure` needs, before any clock runs."""
+    import torch.distributed  # noqa: F401
+
+
 def measure(*, rank: int, world: int, device: str, init: str, node: str, seconds: float = _SECONDS) -> dict[str, Any]:
     """On every rank: bits a second of the bus, by collective, of the slowest rank; and which node this is.
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.cluster import ClusterConfig
 from raytune_fsdp.doctor import node
-from raytune_fsdp.doctor.beside import Send
-from raytune_fsdp.doctor.finding import Finding, many, ok, problem, refused, warning
+from raytune_fsdp.doctor.beside import Question, Send
+from raytune_fsdp.doctor.deadline import Deadline
+from raytune_fsdp.doctor.finding import Finding, many, not_checked, ok, problem, refused, warning
 from raytune_fsdp.doctor.kernels import check_packages
 from raytune_fsdp.doctor.machines import check_bf16, check_clocks, check_gpus, check_limits, check_same
 from raytune_fsdp.errors import RaytuneError, in_one_line
@@ -22,9 +23,23 @@ if TYPE_CHECKING:
     from raytune_fsdp.launch.ray.resources import Node, Request
     from raytune_fsdp.launch.shared_storage import Token
 
-_NODE_SECONDS = 9.5
+_END_SECONDS, _LOOK_SECONDS = 1.0, 1.5
+"""Of what is left: to end, and for a node to begin to look and to hand over what it found."""
+_LEAST_SECONDS, _MOST_SECONDS = 1.0, 15.0
+"""For all nodes together."""
 _NETWORK_SECONDS = 90.0
-_MOUNT_FIX = "run `timeout 5 ls` on run.storage there: a mount that hangs has to be mounted again (umount -l, mount)"
+_TOKEN_SECONDS = 8.0
+_HUNG = (
+    "look whether the head lives (ray status there) and whether a firewall is between; RAY_ADDRESS=local makes a run "
+    "start a Ray of its own"
+)
+ALONE = "run `ray status`, which asks the head alone, and look at the load of its machine and of this one"
+_MOUNT_FIX = (
+    "run `timeout 5 ls` on run.storage there: if it does not end, the mount hangs and has to be mounted again (umount "
+    "-l, mount)"
+)
+_STORAGE_ALONE = "write to run.storage there (dd if=/dev/zero of=... bs=4M count=1 conv=fsync), or run doctor again"
+_NODE_ALONE = "look at its load (uptime there) and at `ray list tasks`; run doctor again when it is less busy"
 _SHARED_FIX = (
     "mount the same storage under the same path, writable, on all nodes, and set run.storage to it; or keep all ranks "
     "on one node (cluster.placement=strict_pack)"
@@ -44,28 +59,37 @@ _TOKEN_FIX = (
 
 
 def check_cluster(
-    send: Send, config: FinetuneConfig | None, token: Token | None, network: bool, nominal: float | None
+    send: Send,
+    config: FinetuneConfig | None,
+    token: Token | None,
+    network: bool,
+    nominal: float | None,
+    deadline: Deadline,
 ) -> None:
     """Send what there is to say about the cluster that a run would join, if there is one."""
     from raytune_fsdp.launch.ray.nodes_checked import connected, find
 
     cluster, here = config.cluster if config else ClusterConfig(), node.look(try_torch=False)
+    send(Question("Ray", "the head of the Ray cluster that a run would join", _HUNG))
     try:
         address = find()
     except RaytuneError as error:
         send(_not_joined(error))
         return
+    send(Question("Ray"))  # it has answered: if the rest takes long, it is slow
     if address is None:
         _without(send, config, here, network)
         return
     try:
-        asking = in_thread(partial(_token, address), "token")  # a process, whose start takes as long as the connection
+        # A process, whose start takes as long as the connection.
+        asking = in_thread(partial(_token, address, min(_TOKEN_SECONDS, deadline.left())), "token")
         with connected(address, cluster) as about:
             send(ok("Ray", about))
+            _look_at(send, config, here, token, deadline)
             send(asking.result())
-            _look_at(send, config, here, token)
             if network and config is not None:
                 _measure(send, config, nominal)
+            send(None)  # to close the connection takes a while
     except RaytuneError as error:
         send(_not_joined(error))
 
@@ -102,10 +126,10 @@ def _without(send: Send, config: FinetuneConfig | None, here: Mapping[str, Any],
         )  # fmt: skip
 
 
-def _token(address: str) -> Finding:
+def _token(address: str, seconds: float) -> Finding:
     from raytune_fsdp.launch.ray.nodes_checked import asks_for_a_token
 
-    asks = asks_for_a_token(address)
+    asks = asks_for_a_token(address, seconds)
     if asks:
         return ok("token", f"the cluster at {address} turns away who has no token (RAY_AUTH_MODE=token)")
     if asks is None:
@@ -119,8 +143,10 @@ def _token(address: str) -> Finding:
     )
 
 
-def _look_at(send: Send, config: FinetuneConfig | None, here: Mapping[str, Any], token: Token | None) -> None:
-    from raytune_fsdp.doctor.storage import as_text
+def _look_at(
+    send: Send, config: FinetuneConfig | None, here: Mapping[str, Any], token: Token | None, deadline: Deadline
+) -> None:
+    from raytune_fsdp.doctor.writing import as_text
     from raytune_fsdp.launch.ray.nodes_checked import ask_each
     from raytune_fsdp.launch.ray.resources import answering, may_grow, nodes, room
 
@@ -129,13 +155,16 @@ def _look_at(send: Send, config: FinetuneConfig | None, here: Mapping[str, Any],
     asks = _plan(send, config, there, growing=may_grow()) if config is not None else None
     asked = time.time()
     told = None if token is None else as_text(token)
-    answers = ask_each(live, node.look, True, told, seconds=_NODE_SECONDS, by_value=node)
-    lost = {each.id: "its raylet takes no connection" for each in there if each not in live}
-    lost |= {id: in_one_line(answer) for id, answer in answers.items() if isinstance(answer, Exception)}
-    for id, why in lost.items():
-        send(problem("nodes", f"node {names[id]} does not answer ({why})", _NODE_FIX))
-    for finding in _of_nodes({names[id]: each for id, each in answers.items() if id not in lost}, here, asked):
-        send(finding)
+    seconds = min(_MOST_SECONDS, max(_LEAST_SECONDS, deadline.left() - _END_SECONDS))
+    look = max(_LEAST_SECONDS, seconds - _LOOK_SECONDS)
+    answers = ask_each(live, node.look, True, told, look, seconds=seconds, by_value=node)
+    gone = {each.id: ConnectionError("its raylet takes no connection") for each in there if each not in live}
+    lost = gone | {id: answer for id, answer in answers.items() if isinstance(answer, Exception)}
+    for id, error in lost.items():
+        send(_lost(names[id], error, seconds))
+    if len(lost) < len(there):
+        for finding in _of_nodes({names[id]: each for id, each in answers.items() if id not in lost}, here, asked):
+            send(finding)
     for each in there:
         if each.id not in lost:
             on_gpus = asks is not None and asks.device == "cuda" and room(asks, [each]) > 0
@@ -143,6 +172,16 @@ def _look_at(send: Send, config: FinetuneConfig | None, here: Mapping[str, Any],
     if config is not None and token is not None:
         stored = {id: each["storage"] for id, each in answers.items() if id not in lost}
         _storage(send, stored, names, config.checkpoint.timeout_minutes)
+
+
+def _lost(name: str, error: Exception, seconds: float) -> Finding:
+    """A node that said nothing about itself."""
+    from raytune_fsdp.launch.ray.nodes_checked import LateError
+
+    if not isinstance(error, LateError):
+        return problem("nodes", f"node {name} does not answer ({in_one_line(error)})", _NODE_FIX)
+    why = "it takes connections, and processes start slowly there: it is busy, or its imports are slow"
+    return not_checked("nodes", seconds, why, _NODE_ALONE, part=f"node {name}: ")
 
 
 def _of_gpus(send: Send, config: FinetuneConfig | None, facts: Mapping[str, Any], where: str, *, on_gpus: bool) -> None:
@@ -227,6 +266,8 @@ def _storage(send: Send, answers: Mapping[str, Any], names: Mapping[str, str], t
     for id, (why, speed) in answers.items():
         if why is None:
             speeds[names[id]] = speed
+        elif why.startswith(node.NOT_CHECKED):
+            send(warning("shared", f"node {names[id]}: {why}", _STORAGE_ALONE))
         else:
             fix = _MOUNT_FIX if why.startswith(node.NO_ANSWER) else _SHARED_FIX
             send(problem("shared", f"node {names[id]}: {why.partition('. All nodes must')[0]}", fix))
@@ -238,8 +279,8 @@ def _storage(send: Send, answers: Mapping[str, Any], names: Mapping[str, str], t
 
 
 def _measure(send: Send, config: FinetuneConfig, nominal: float | None) -> None:
-    from raytune_fsdp.doctor.bandwidth import judge, measure
-    from raytune_fsdp.launch.ray.nodes_checked import on_ranks
+    from raytune_fsdp.doctor.bandwidth import judge, measure, prepare
+    from raytune_fsdp.launch.ray.nodes_checked import LateError, on_ranks
     from raytune_fsdp.launch.ray.resources import may_grow, nodes, request
 
     asked = request(config.cluster, nodes(), growing=may_grow())
@@ -247,7 +288,10 @@ def _measure(send: Send, config: FinetuneConfig, nominal: float | None) -> None:
         send(ok("network", "one rank: nothing crosses a network"))
         return
     try:
-        for finding in judge(on_ranks(config, asked, measure, wait=20.0, seconds=_NETWORK_SECONDS), nominal):
+        ranks = on_ranks(config, asked, measure, first=prepare, wait=20.0, seconds=_NETWORK_SECONDS)
+        for finding in judge(ranks, nominal):
             send(finding)
+    except LateError as error:
+        send(warning("network", str(error), _NODE_ALONE))
     except RaytuneError as error:
         send(refused("network", error))

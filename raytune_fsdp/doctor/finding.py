@@ -60,6 +60,14 @@ def failed(check: str, error: BaseException) -> Finding:
     )
 
 
+SLOW = "this machine is busy, or packages are imported from slow storage"
+
+
+def not_checked(check: str, seconds: float, why: str, alone: str, part: str = "") -> Finding:
+    """Nothing wrong was seen, as there was no time to look. `alone`: how to check it without the others."""
+    return warning(check, f"{part}not checked within {seconds:.0f} s ({why})", alone)
+
+
 def page(findings: Sequence[Finding], headline: str) -> str:
     """What a person reads, at most WIDTH columns wide."""
     lines = [headline]

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
+from raytune_fsdp.doctor import node
 from raytune_fsdp.doctor.finding import Finding, ok, problem, warning
 
 Facts = Mapping[str, Any]
@@ -175,6 +176,9 @@ def check_clocks(offsets: Mapping[str, float]) -> list[Finding]:
 def check_gpus(facts: Facts, where: str, *, device: str | None) -> list[Finding]:
     """The GPUs of a machine, and whether torch can use them. `device`: what the run asks for; None: no run."""
     gpus, seen = facts["gpus"], facts["torch"] or {}
+    if (facts["smi"] or "").startswith(node.NOT_CHECKED):
+        alone = "run nvidia-smi there: if it hangs, the driver does (reboot); if not, run doctor again"
+        return [warning("GPUs", f"{where}: {facts['smi']}", alone)]
     if facts["smi"]:
         return [
             problem(
@@ -198,6 +202,9 @@ def check_gpus(facts: Facts, where: str, *, device: str | None) -> list[Finding]
     for gpu in gpus:
         kinds[f"{gpu['name']} ({int(gpu['mib']) / 1024:.0f} GiB)"] += 1
     has = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    if seen.get("error", "").startswith(node.NOT_CHECKED):
+        said = f"{where}: {has}, driver {gpus[0]['driver']}; whether torch can use them was {seen['error']}"
+        return [warning("GPUs", said, "run there: python -c 'import torch; print(torch.cuda.device_count())'")]
     if seen.get("count", 0) < len(gpus):
         why = seen.get("error") or f"it sees {seen.get('count', 0)}; built for CUDA {seen.get('cuda')}"
         return [

@@ -27,8 +27,13 @@ PACKAGES = (
     "torch", "transformers", "tokenizers", "ray", "numpy", "pyarrow", "datasets", "safetensors", "pydantic",
     "peft", "mlflow", "accelerate", "flash-attn", "flash-attn-3", "flash-attn-4",
 )  # fmt: skip
-_SMI_SECONDS, _TORCH_SECONDS, _STORAGE_SECONDS = 2.0, 6.0, 6.0
+_SECONDS = 12.0
+_SMI_SECONDS, _LEAST_SECONDS = 8.0, 2.0
+_STORAGE_SECONDS = 6.0
+"""After imports, more than storage is waited for that shows files late."""
+_TICK = 0.1
 NO_ANSWER = "run.storage does not answer there"
+NOT_CHECKED = "not checked within"
 _SEEN_BY_TORCH = """
 import json, torch
 found = {"count": torch.cuda.device_count(), "cuda": torch.version.cuda, "nccl": None}
@@ -39,15 +44,15 @@ print(json.dumps(found))
 """
 
 
-def look(try_torch: bool = True, token: tuple[str, ...] | None = None) -> dict[str, Any]:
+def look(try_torch: bool = True, token: tuple[str, ...] | None = None, seconds: float = _SECONDS) -> dict[str, Any]:
     """The facts about this machine, as plain data: classes of this file would be others where it was sent.
 
     `try_torch`: also whether torch can use the GPUs, which takes seconds. `token`: what to look for in the run's
-    storage (storage.py).
+    storage (writing.py). `seconds`: what takes longer is said to be NOT_CHECKED.
     """
-    began = time.time()
-    stored = _begin_storage(token) if token is not None else None
-    gpus, why_none = _gpus()
+    began, end = time.time(), time.monotonic() + seconds
+    stored = _begin_storage(token, seconds) if token is not None else None
+    gpus, why_none = _gpus(min(_SMI_SECONDS, seconds))
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
         "host": socket.gethostname(),
@@ -57,7 +62,7 @@ def look(try_torch: bool = True, token: tuple[str, ...] | None = None) -> dict[s
         "own": _own(),
         "gpus": gpus,
         "smi": why_none,
-        "torch": _seen_by_torch() if gpus and try_torch else None,
+        "torch": _seen_by_torch(max(_LEAST_SECONDS, end - time.monotonic())) if gpus and try_torch else None,
         "shm": shm.f_frsize * shm.f_blocks if shm else None,
         "shm_free": shm.f_frsize * shm.f_bavail if shm else None,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
@@ -66,25 +71,44 @@ def look(try_torch: bool = True, token: tuple[str, ...] | None = None) -> dict[s
     }
 
 
-def _begin_storage(token: tuple[str, ...]) -> tuple[Thread, list[tuple[str | None, float]]]:
+def _begin_storage(token: tuple[str, ...], seconds: float) -> tuple[Thread, list[tuple[str | None, float]]]:
     found: list[tuple[str | None, float]] = []
+    stages: list[str] = []
 
     def work() -> None:
         try:
-            from raytune_fsdp.doctor.storage import from_node
+            from raytune_fsdp.doctor.writing import from_node
 
-            found.append(from_node(*token))
+            stages.append("asked")
+            found.append(from_node(*token, seen=lambda: stages.append("seen")))
         except Exception as error:  # another version of this package, or none
             found.append((f"it could not be tried there ({type(error).__name__}: {error})", 0.0))
 
-    thread = Thread(target=work, daemon=True)  # a dead mount would keep it for ever
-    thread.start()
-    return thread, found
+    def watch() -> None:
+        thread = Thread(target=work, daemon=True)  # a dead mount would keep it for ever
+        thread.start()
+        end, asked = time.monotonic() + seconds, 0.0
+        while thread.is_alive() and time.monotonic() < end and asked < _STORAGE_SECONDS:
+            thread.join(_TICK)
+            asked += _TICK if stages == ["asked"] else 0.0  # not the clock: this process may not run all the time
+        if found:
+            return
+        if asked >= _STORAGE_SECONDS:
+            found.append((f"{NO_ANSWER} within {_STORAGE_SECONDS:g} s", 0.0))
+        else:
+            slow = (
+                "it answers, and a write of some MB takes longer" if stages[1:] else "that node or its imports are slow"
+            )
+            found.append((f"{NOT_CHECKED} {seconds:.0f} s ({slow})", 0.0))
+
+    watching = Thread(target=watch, daemon=True)
+    watching.start()
+    return watching, found
 
 
-def _end_storage(thread: Thread, found: list[tuple[str | None, float]]) -> tuple[str | None, float]:
-    thread.join(_STORAGE_SECONDS)
-    return found[0] if found else (f"{NO_ANSWER} within {_STORAGE_SECONDS:g} s", 0.0)
+def _end_storage(watching: Thread, found: list[tuple[str | None, float]]) -> tuple[str | None, float]:
+    watching.join()
+    return found[0]
 
 
 def _version(name: str) -> str | None:
@@ -107,15 +131,17 @@ def _own() -> tuple[str, str] | None:
     return (said[1] if said else "?", code.hexdigest()[:10])
 
 
-def _gpus() -> tuple[list[dict[str, Any]], str | None]:
+def _gpus(seconds: float) -> tuple[list[dict[str, Any]], str | None]:
     """The GPUs that the driver has, and why there are none where it could not be asked."""
     fields = "name,memory.total,driver_version,compute_cap"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except FileNotFoundError:
         return [], None
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        return [], f"{NOT_CHECKED} {seconds:.0f} s (nvidia-smi has not ended)"
+    except OSError as error:
         return [], f"nvidia-smi: {type(error).__name__}"
     if done.returncode:
         return [], f"nvidia-smi fails: {(done.stdout + done.stderr).strip()[:200]}"
@@ -127,15 +153,17 @@ def _gpus() -> tuple[list[dict[str, Any]], str | None]:
     return found, None
 
 
-def _seen_by_torch() -> dict[str, Any]:
+def _seen_by_torch(seconds: float) -> dict[str, Any]:
     """What torch sees of the GPUs, in a process of its own: Ray hides them from a task that has reserved none."""
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _SEEN_BY_TORCH], capture_output=True, text=True, timeout=_TORCH_SECONDS,
+            [sys.executable, "-c", _SEEN_BY_TORCH], capture_output=True, text=True, timeout=seconds,
             env=environment,
         )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        return {"count": 0, "error": f"{NOT_CHECKED} {seconds:.0f} s"}
+    except OSError as error:
         return {"count": 0, "error": type(error).__name__}
     if done.returncode:
         return {"count": 0, "error": (done.stderr.strip().splitlines() or ["?"])[-1][:300]}

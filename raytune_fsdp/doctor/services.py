@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from raytune_fsdp.config import FinetuneConfig
@@ -14,8 +15,16 @@ from raytune_fsdp.tracking.mlflow import mlflow_installed
 _SQLITE = b"SQLite format 3\0"
 
 
-def check_mlflow(config: FinetuneConfig) -> list[Finding]:
-    """Ask the tracking server one question. A database is looked at: to open it would make it."""
+def is_server_asked(config: FinetuneConfig) -> bool:
+    """Whether `check_mlflow` imports MLflow, which takes seconds, and asks a server."""
+    chosen = config.tracking.mlflow
+    uri = chosen.uri or mlflow_database(storage_of(config))[0]
+    return chosen.enabled and mlflow_installed() and not uri.startswith("sqlite:///")
+
+
+def check_mlflow(config: FinetuneConfig, asking: Callable[[str], None] = lambda what: None) -> list[Finding]:
+    """Ask the tracking server one question. A database is looked at: to open it would make it. `asking` is called once
+    imports are done."""
     chosen = config.tracking.mlflow
     if not chosen.enabled:
         return [ok("MLflow", "tracking.mlflow.enabled=false")]
@@ -29,7 +38,7 @@ def check_mlflow(config: FinetuneConfig) -> list[Finding]:
     uri = chosen.uri or mlflow_database(storage_of(config))[0]
     if uri.startswith("sqlite:///"):
         return [_database(Path(uri.removeprefix("sqlite:///").partition("?")[0]))]
-    return [_server(uri)]
+    return [_server(uri, asking)]
 
 
 def _database(file: Path) -> Finding:
@@ -51,12 +60,14 @@ def _database(file: Path) -> Finding:
     return ok("MLflow", f"the database {file} is there")
 
 
-def _server(uri: str) -> Finding:
+def _server(uri: str, asking: Callable[[str], None]) -> Finding:
     from raytune_fsdp.tracking.mlflow_run import connect
 
     shown = shown_uri(uri)
     try:
-        found = connect(uri).search_experiments(max_results=1)
+        client = connect(uri)
+        asking(shown)
+        found = client.search_experiments(max_results=1)
         return ok("MLflow", f"{shown} answers" if found else f"{shown} answers; it has no experiment yet")
     except Exception as error:  # requests, urllib3 and MLflow each have their own
         said = in_one_line(error)

@@ -2,80 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.doctor.deadline import Asked
 from raytune_fsdp.doctor.finding import Finding, many, ok, problem, warning
+from raytune_fsdp.doctor.writing import PREFIX, own_prefix, write_speed
 from raytune_fsdp.errors import ConfigError, in_one_line
 from raytune_fsdp.launch.run_lock import BEAT_SECONDS, Signs, holder_of
-from raytune_fsdp.launch.shared_storage import Token, check_seen
+from raytune_fsdp.launch.shared_storage import Token
 from raytune_fsdp.plan import resolve, sizes_of
 from raytune_fsdp.rundir import RunDir
 from raytune_fsdp.urls import is_url, without_secrets
 
-PREFIX = ".doctor-"
-_FIRST_BYTES, _MOST_BYTES, _WRITING_SECONDS = 4 << 20, 128 << 20, 1.0
-_PIECE = 4 << 20
 _SLOW, _TOO_SLOW = 100e6, 10e6
 """Bytes a second: a disk, or a link of 1 Gbit/s, does 100 MB. At 10 MB a checkpoint of 1B takes 20 minutes."""
 _LISTENING_SECONDS = 5 * BEAT_SECONDS + 0.5
 _OLD_SECONDS = 3600.0
 """After this, a file of another doctor's is one that was ended in the middle."""
-_NODE_PATIENCE = 4.0
-"""Seconds that a network file system may take to show a new file; a start allows 10."""
-
-
-def write_speed(directory: Path, prefix: str) -> float:
-    """Bytes a second that arrive in this directory: written and synced, so that no cache counts. `prefix`: of the files
-    that are written."""
-    seconds = _write(directory, prefix, _FIRST_BYTES)
-    if seconds > _WRITING_SECONDS:
-        return _FIRST_BYTES / seconds
-    # Enough to see past the start of it, and never more than a second's worth of what was seen so far.
-    size = min(_MOST_BYTES, max(_FIRST_BYTES, int(_FIRST_BYTES / seconds * _WRITING_SECONDS)))
-    return size / _write(directory, prefix, size)
-
-
-def _write(directory: Path, prefix: str, size: int) -> float:
-    piece = os.urandom(_PIECE)  # zeros would be compressed, or never stored
-    file = directory / f"{prefix}{uuid.uuid4().hex}"
-    began = time.monotonic()
-    try:
-        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            for _ in range(0, size, _PIECE):
-                os.write(handle, piece)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        return max(1e-6, time.monotonic() - began)
-    finally:
-        with suppress(OSError):
-            file.unlink()
-
-
-def as_text(token: Token) -> tuple[str, ...]:
-    """For nodes, which may not have its class."""
-    return str(token.path), token.text, token.who, token.node
-
-
-def from_node(path: str, text: str, who: str, node: str) -> tuple[str | None, float]:
-    """On a node: why it does not see the token of the run's storage, and how fast it writes there."""
-    token = Token(Path(path), text, who, node, ())
-    try:
-        check_seen(token, by="a task", patience_seconds=_NODE_PATIENCE)
-        return None, write_speed(token.path.parent, _own_prefix(token))
-    except ConfigError as error:
-        return str(error), 0.0
-    except OSError as error:
-        return f"run.storage={token.path.parent.parent}: it cannot be written there ({in_one_line(error)})", 0.0
 
 
 def refusal(error: BaseException) -> Finding:
@@ -87,18 +37,13 @@ def refusal(error: BaseException) -> Finding:
 def clean(token: Token, place: RunDir) -> None:
     """Remove what the checks have written, also on nodes, and what a doctor left long ago that was ended in the middle:
     another one may be running now."""
-    own = _own_prefix(token)
+    own = own_prefix(token)
     for directory in (token.path.parent, *([] if is_url(place.checkpoints) else [_there(Path(place.checkpoints))])):
         for left in directory.glob(f"{PREFIX}*"):
             with suppress(OSError):
                 if left.name.startswith(own) or time.time() - left.stat().st_mtime > _OLD_SECONDS:
                     left.unlink()
     token.remove(refused=True)
-
-
-def _own_prefix(token: Token) -> str:
-    """Of the names of files that this command writes, here and on nodes."""
-    return f"{PREFIX}{token.text}-"
 
 
 def _there(wanted: Path) -> Path:
@@ -118,24 +63,36 @@ class Measured:
     refused: str | None = None
 
 
-def measure(config: FinetuneConfig, token: Token) -> list[Measured]:
-    """Write where this run will."""
+@dataclass(frozen=True, slots=True)
+class CheckpointSizes:
+    """What only the model and the plan tell, which takes long imports."""
+
+    checkpoint: int | None
+    """The bytes of one, if they are known."""
+    more: int | None
+    """How many come before one is removed; None: more than none."""
+
+
+def measure(config: FinetuneConfig, token: Token, asked: Asked) -> list[Measured]:
+    """Write where this run will. `asked`: what does not answer until its first write has arrived."""
     elsewhere, place = config.checkpoint.storage, RunDir.of(config)
     places = {"run.storage": token.path.parent}
     if elsewhere is not None and not is_url(place.checkpoints):
         places["checkpoint.storage"] = Path(place.checkpoints)
     found = []
     for field, wanted in places.items():
+        asked.begin(f"{field}={wanted}")
         there = _there(wanted)
         try:
-            found.append(Measured(field, there, write_speed(there, _own_prefix(token)), shutil.disk_usage(there).free))
+            speed = write_speed(there, own_prefix(token), asked.answered)
+            found.append(Measured(field, there, speed, shutil.disk_usage(there).free))
         except OSError as error:
             found.append(Measured(field, there, refused=in_one_line(error)))
+    asked.answered()
     return found
 
 
-def judge_writing(config: FinetuneConfig, written: Sequence[Measured], checkpoint: int | None) -> list[Finding]:
-    """`checkpoint`: the bytes of one, if they are known."""
+def judge_writing(config: FinetuneConfig, written: Sequence[Measured], sizes: CheckpointSizes) -> list[Finding]:
     found = []
     for each in written:
         where = f"{each.field}: {each.there}"
@@ -143,9 +100,9 @@ def judge_writing(config: FinetuneConfig, written: Sequence[Measured], checkpoin
             fix = f"set {each.field} to a path that can be written, or make room"
             found.append(problem("storage", f"{where} cannot be written ({each.refused})", fix))
             continue
-        mine = 0 if each.field == "run.storage" and config.checkpoint.storage is not None else checkpoint
+        mine = 0 if each.field == "run.storage" and config.checkpoint.storage is not None else sizes.checkpoint
         found.append(judge_speed(where, each.speed, mine, config.checkpoint.timeout_minutes))
-        found.append(judge_room(config, each.free, mine))
+        found.append(judge_room(each.free, replace(sizes, checkpoint=mine)))
     return found
 
 
@@ -166,16 +123,16 @@ def judge_speed(where: str, speed: float, checkpoint: int | None, timeout_minute
     return ok("storage", said)
 
 
-def judge_room(config: FinetuneConfig, free: int, checkpoint: int | None) -> Finding:
-    """Is there room for the checkpoints that will be kept, and the one that is written before an older one goes?
-
-    `checkpoint`: the bytes of one; None: not known; 0: they go elsewhere.
+def judge_room(free: int, sizes: CheckpointSizes) -> Finding:
+    """Is there room for the checkpoints that will be kept, and the one that is written before an older one goes? Those
+    of no bytes go elsewhere.
     """
+    checkpoint, more = sizes.checkpoint, sizes.more
     if checkpoint is None:
         return ok("room", f"{_size(free)} free; the size of a checkpoint is not known here")
     if not checkpoint:
         return ok("room", f"{_size(free)} free; checkpoints go elsewhere")
-    more, left, takes = _more(config), _size(free), _size(checkpoint)
+    left, takes = _size(free), _size(checkpoint)
     if left == takes:
         left, takes = f"{free:,} bytes", f"{checkpoint:,} bytes"
     if more is None:
@@ -189,9 +146,9 @@ def judge_room(config: FinetuneConfig, free: int, checkpoint: int | None) -> Fin
     return warning("room", said, fix) if free < checkpoint * (more or 1) else ok("room", said)
 
 
-def _more(config: FinetuneConfig) -> int | None:
+def more_of(config: FinetuneConfig) -> int | None:
     """How many checkpoints come before one is removed; None: more than none."""
-    from raytune_fsdp.launch.preflight import more_at_once  # takes seconds, unless the model was looked at
+    from raytune_fsdp.launch.preflight import more_at_once  # takes seconds
 
     try:
         plan = resolve(config, sizes_of(config)[0])
@@ -225,10 +182,11 @@ def check_lock(config: FinetuneConfig) -> list[Finding]:
     ]  # fmt: skip
 
 
-def check_object_store(url: str) -> list[Finding]:
-    """Write, read and remove a small object where checkpoints are to go."""
+def check_object_store(url: str, asking: Callable[[str], None] = lambda what: None) -> list[Finding]:
+    """Write, read and remove a small object where checkpoints are to go. `asking` is called once imports are done."""
     from raytune_fsdp.file_systems import file_system
 
+    asking(f"checkpoint.storage={without_secrets(url)}")
     shown, content = without_secrets(url), uuid.uuid4().hex.encode()
     began = time.monotonic()
     try:

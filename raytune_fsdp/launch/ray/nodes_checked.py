@@ -19,22 +19,36 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.cluster import ClusterConfig
-from raytune_fsdp.errors import TransientError, in_one_line
+from raytune_fsdp.errors import RaytuneError, TransientError, in_one_line
 from raytune_fsdp.launch.ray.private import KNOCK
 from raytune_fsdp.launch.ray.resources import Node, Request, bundle, local_cpus, nodes, shortage
 from raytune_fsdp.launch.ray.session import check_not_in_a_copy, connect, find
 
-__all__ = ["ask_each", "asks_for_a_token", "check_not_in_a_copy", "connected", "find", "on_ranks", "this_machine"]
+__all__ = [
+    "LateError",
+    "ask_each",
+    "asks_for_a_token",
+    "check_not_in_a_copy",
+    "connected",
+    "find",
+    "on_ranks",
+    "this_machine",
+]
 
-_KNOCK_SECONDS = 8.0
+_STARTING_SECONDS = 50.0
+"""For the processes of ranks to start and to import torch."""
 
 
-def asks_for_a_token(address: str) -> bool | None:
+class LateError(RaytuneError):
+    """Nothing wrong was seen: a process of Ray's starts slowly."""
+
+
+def asks_for_a_token(address: str, seconds: float) -> bool | None:
     """Whether the cluster turns away who has no token; None where that cannot be found out."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", KNOCK, address], capture_output=True, text=True, timeout=_KNOCK_SECONDS,
+            [sys.executable, "-c", KNOCK, address], capture_output=True, text=True, timeout=seconds,
             env={**environment, "RAY_AUTH_MODE": "disabled"},
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
@@ -61,7 +75,7 @@ def this_machine(config: ClusterConfig, gpus: int) -> Node:
 def ask_each(
     among: Sequence[Node], work: Callable[..., Any], *arguments: Any, seconds: float, by_value: ModuleType | None = None
 ) -> dict[str, Any]:
-    """What a function returns on each node, by the node's id; an exception where it fails or takes too long.
+    """What a function returns on each node, by the node's id; an exception where it fails, or takes long (LateError).
 
     `by_value`: its module, if that is to be sent along, since the node may have another version of it or none.
     """
@@ -77,7 +91,7 @@ def ask_each(
     }
     try:
         done, late = ray.wait(list(asked), num_returns=len(asked), timeout=seconds)
-        answers: dict[str, Any] = {asked[each]: TimeoutError(f"no answer within {seconds:g} s") for each in late}
+        answers: dict[str, Any] = {asked[each]: LateError(f"no answer within {seconds:.0f} s") for each in late}
         for each in late:
             ray.cancel(each, force=True)
         for each in done:
@@ -101,16 +115,26 @@ class _Rank:
             free.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
 
+    def prepare(self, work: Callable[[], None]) -> None:
+        work()
+
     def call(self, work: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         return work(node=ray.get_runtime_context().get_node_id(), **arguments)
 
 
 def on_ranks(
-    config: FinetuneConfig, request: Request, work: Callable[..., Any], *, wait: float, seconds: float
+    config: FinetuneConfig,
+    request: Request,
+    work: Callable[..., Any],
+    *,
+    first: Callable[[], None],
+    wait: float,
+    seconds: float,
 ) -> list[Any]:
     """What a function returns on every rank of processes that are placed and equipped as the run's would be.
 
-    It is called with `rank`, `world`, `device`, `node` (its id) and `init`, the address at which the ranks meet.
+    It is called with `rank`, `world`, `device`, `node` (its id) and `init`, the address at which the ranks meet; before
+    that, `first` in each of them. `wait`: for their resources.
     """
     group = placement_group([bundle(request)] * request.workers, strategy=request.placement.upper())
     actors: list[Any] = []
@@ -128,6 +152,14 @@ def on_ranks(
             ).remote()
             for index in range(request.workers)
         ]  # fmt: skip
+        ready = [actor.prepare.remote(first) for actor in actors]
+        _, late = ray.wait(ready, num_returns=len(ready), timeout=_STARTING_SECONDS)
+        if late:
+            raise LateError(
+                f"not measured: {len(late)} of {len(ready)} processes did not start and import torch within "
+                f"{_STARTING_SECONDS:g} s"
+            )
+        ray.get(ready)
         init = ray.get(actors[0].address.remote(), timeout=wait)
         about = {"world": request.workers, "device": request.device, "init": init}
         results = [actor.call.remote(work, {**about, "rank": rank}) for rank, actor in enumerate(actors)]
