@@ -3,9 +3,9 @@
     make chaos SECONDS=600 SEED=1
 
 Every fault is drawn by the seed: 60 s after the last one, or 10 s after the first step that follows it, whichever is
-later. In the end the run is stopped, and compared with undisturbed runs: with one of as many ranks in every step it is
-equal to the bit; with one of two ranks the samples of every step are equal, and the losses to rounding. MLflow has
-every step. Exits with 1 if not, if anything had to be done by hand, or if anything is left.
+later. In the end the cluster loses its head, and the run is compared with undisturbed runs: with one of as many ranks in
+every step it is equal to the bit; with one of two ranks the samples of every step are equal, and the losses to rounding.
+MLflow has every step. Exits with 1 if not, if anything had to be done by hand, or if anything is left.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.record import write_result
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.tracking.jsonl import read_metrics
 from tests.mlflow_server import Server, whole
-from tests.ray.jobs import TEMPORARY, Command, Nodes, config_of, events
+from tests.ray.jobs import TEMPORARY, Command, Nodes, Pipe, config_of, events
 from tests.runs import trajectory
 
 PAUSE_SECONDS, AFTER_STEP_SECONDS = 60.0, 10.0
@@ -48,9 +48,11 @@ GROUPS = """
 import ray
 ray.init(namespace="chaos", log_to_driver=False)
 groups = ray.util.placement_group_table().values()
-print([each["name"] or each["state"] for each in groups if each["state"] != "REMOVED"])
+print(sum(each["state"] != "REMOVED" for each in groups))
 """
-"""What placement groups there are."""
+AWAY_SECONDS, FLAP_SECONDS = 60.0, 20.0
+GONE_SECONDS = 90.0
+"""Until the processes of a cluster without its head have ended, by Ray's own limit of a minute."""
 
 
 @dataclass
@@ -61,6 +63,7 @@ class Chaos:
     config: FinetuneConfig
     random: random.Random
     run: Command
+    pipe: Pipe
     living: list[str] = field(default_factory=list)
     drained: list[str] = field(default_factory=list)
     added: int = 0
@@ -112,8 +115,30 @@ class Chaos:
     def driver_kill(self) -> str:
         self.run.process.kill()
         self.run.process.wait()
-        self.run = Command(self.config, self.directory, RAY_ADDRESS=self.nodes.address, RAY_AUTH_MODE="disabled")
+        self.run = start(self.config, self.directory, self.nodes, self.pipe)
         return "the driver killed, and the same command again"
+
+    def driver_stop(self) -> str:
+        """As a laptop that sleeps. Ranks go on, and their limit is shorter than that."""
+        self.run.process.send_signal(signal.SIGSTOP)
+        time.sleep(AWAY_SECONDS)
+        self.run.process.send_signal(signal.SIGCONT)
+        return f"the driver stopped for {AWAY_SECONDS:g} s"
+
+    def output_blocked(self) -> str:
+        """With a rank that dies, of which the driver says something: it waits in that."""
+        what = self.worker_kill()
+        self.pipe.block(AWAY_SECONDS)
+        return f"the output of the driver blocked for {AWAY_SECONDS:g} s, and {what}"
+
+    def node_flaps(self) -> str:
+        """Room that does not last."""
+        for _ in range(3):
+            self.node_addition()
+            time.sleep(FLAP_SECONDS)
+            self.nodes.remove(self.living.pop())
+            time.sleep(FLAP_SECONDS)
+        return f"a node added and taken every {FLAP_SECONDS:g} s, three times"
 
     def board_kill(self) -> str:
         return self.kill("_Board")
@@ -180,7 +205,7 @@ class Chaos:
 FAULTS: list[Callable[[Chaos], str]] = [
     Chaos.worker_kill, Chaos.rank_stop, Chaos.node_removal, Chaos.node_addition, Chaos.drain, Chaos.storage_error,
     Chaos.mlflow_down, Chaos.driver_kill, Chaos.board_kill, Chaos.controller_kill, Chaos.coordinator_kill,
-    Chaos.builder_kill,
+    Chaos.builder_kill, Chaos.driver_stop, Chaos.output_blocked, Chaos.node_flaps,
 ]  # fmt: skip
 
 
@@ -205,9 +230,10 @@ def wreak(directory: Path, seconds: float, seed: int) -> dict[str, Any]:
     config = config_for(directory, mlflow.uri)
     try:
         with Nodes(directory, head_cpus=1) as nodes:
-            run = Command(config, directory, RAY_ADDRESS=nodes.address, RAY_AUTH_MODE="disabled")
+            pipe = Pipe(directory / "output.txt")
+            run = start(config, directory, nodes, pipe)
             (run.faults / "pace").write_text("0.2")
-            chaos = Chaos(directory, nodes, mlflow, config, random.Random(seed), run)
+            chaos = Chaos(directory, nodes, mlflow, config, random.Random(seed), run, pipe)
             for _ in range(3):
                 chaos.node_addition()
             began = time.monotonic()
@@ -217,34 +243,49 @@ def wreak(directory: Path, seconds: float, seed: int) -> dict[str, Any]:
                 chaos.strike()
                 time.sleep(max(0.0, PAUSE_SECONDS - (time.monotonic() - struck)))
             took = time.monotonic() - began
-            chaos.run.process.send_signal(signal.SIGTERM)
+            groups, reached = groups_of(nodes), chaos.run.steps()
+            nodes.head.kill()  # the last one: nothing of Ray answers any more
             code, said = chaos.run.end(120)
             left = leftovers(chaos)
         lines = list(read_metrics(run.run_dir / "metrics.jsonl"))
-        problems = [] if code == 130 else [f"the command ended with {code}: {said[-2000:]}"]
+        ended = code == 1 and "the head of the Ray cluster at" in said and "Failed to connect to GCS" not in said
+        problems = [] if ended else [f"the command ended with {code}: {said[-2000:]}"]
+        problems += [] if groups <= 2 else [f"{groups} placement groups before the end, of one attempt"]
         problems += [f"left behind: {left}"] if left else []
-        problems += compare_mlflow(mlflow.uri, lines)
+        problems += compare_mlflow(mlflow.uri, lines, reached)
     finally:
         mlflow.kill()
     return {"faults": chaos.done, "seconds": took, "lines": lines, "problems": problems}
 
 
-def leftovers(chaos: Chaos) -> list[str]:
-    """Processes of the run, placement groups and files in temporary directories, a while after its end."""
-    time.sleep(5)
-    environment = {**os.environ, "RAY_ADDRESS": chaos.nodes.address, "RAY_AUTH_MODE": "disabled"}
+def start(config: FinetuneConfig, directory: Path, nodes: Nodes, pipe: Pipe) -> Command:
+    return Command(config, directory, pipe=pipe, RAY_ADDRESS=nodes.address, RAY_AUTH_MODE="disabled")
+
+
+def groups_of(nodes: Nodes) -> int:
+    """Placement groups that there are: the workers', and one of a run that would like to grow."""
+    environment = {**os.environ, "RAY_ADDRESS": nodes.address, "RAY_AUTH_MODE": "disabled"}
     asked = subprocess.run([sys.executable, "-c", GROUPS], env=environment, capture_output=True, text=True, check=True)
-    groups = asked.stdout.strip().splitlines()[-1]
+    return int(asked.stdout.strip().splitlines()[-1])
+
+
+def leftovers(chaos: Chaos) -> list[str]:
+    """Processes and locks of the run, and files in temporary directories, a while after its end."""
+    deadline = time.monotonic() + GONE_SECONDS
+    while time.monotonic() < deadline and any(chaos.of_ray(what) for what in OURS):
+        time.sleep(1)
+    run = chaos.run.run_dir
     return [
         *(what for what in OURS for _ in chaos.of_ray(what)),
-        *([f"placement groups {groups}"] if groups != "[]" else []),
+        *(str(path) for pattern in ("lock*", ".shared-*") for path in run.glob(pattern)),
         # But for torch's cache, which all its processes share.
         *(str(path) for path in TEMPORARY.iterdir() if not path.name.startswith("torchinductor_")),
     ]
 
 
-def compare_mlflow(uri: str, lines: list[dict[str, Any]]) -> list[str]:
-    """MLflow has one run, and of every step the loss of the record."""
+def compare_mlflow(uri: str, lines: list[dict[str, Any]], reached: int) -> list[str]:
+    """MLflow has one run, and of every step the loss of the record, at least to where the head was when it died: ranks
+    train on until they notice, and the next command would send that."""
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(uri)
@@ -254,7 +295,8 @@ def compare_mlflow(uri: str, lines: list[dict[str, Any]]) -> list[str]:
         return [f"MLflow has {len(runs)} runs"]
     points = client.get_metric_history(runs[0].info.run_id, "train/loss")
     losses = {line["trajectory"]["step"]: line["trajectory"]["loss"] for line in lines if line["kind"] == "step"}
-    if len(points) != len(losses) or {point.step: point.value for point in points} != losses:
+    sent = {point.step: point.value for point in points}
+    if len(points) != len(sent) or not sent.items() <= losses.items() or not set(range(1, reached + 1)) <= sent.keys():
         return [f"MLflow has {len(points)} losses of {len(losses)} steps, or others"]
     return []
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,10 +44,38 @@ STARTED: list[Command] = []
 """What the tests have started; the last of it ends with its test (conftest.py)."""
 
 
+class Pipe:
+    """Between a command's output and a file, and full if somebody wants that."""
+
+    def __init__(self, path: Path) -> None:
+        reader, self.end = os.pipe()
+        self._flows = threading.Event()
+        self._flows.set()
+        threading.Thread(target=self._copy, args=(reader, path), daemon=True).start()
+
+    def _copy(self, reader: int, path: Path) -> None:
+        with open(path, "ab", buffering=0) as file:
+            while self._flows.wait() and (text := os.read(reader, 4096)):
+                file.write(text)
+
+    def block(self, seconds: float) -> None:
+        """Nobody reads for so long, and there is no room for another byte."""
+        self._flows.clear()
+        os.set_blocking(self.end, False)  # of the command's descriptor, too, until it is full
+        with contextlib.suppress(BlockingIOError):
+            while os.write(self.end, b"\n" * 4096):
+                pass
+        os.set_blocking(self.end, True)
+        time.sleep(seconds)
+        self._flows.set()
+
+
 class Command:
     """`python jobs/finetune.py` in a session of its own, in a directory that is not the ranks'."""
 
-    def __init__(self, config: FinetuneConfig, directory: Path, *arguments: str, **environment: str) -> None:
+    def __init__(
+        self, config: FinetuneConfig, directory: Path, *arguments: str, pipe: Pipe | None = None, **environment: str
+    ) -> None:
         file = directory / "config.yaml"
         file.write_text(dump_config(config))
         self.output = directory / "output.txt"
@@ -56,7 +85,8 @@ class Command:
         with open(self.output, "w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, str(ROOT / "jobs" / "finetune.py"), "--config", str(file), *arguments],
-                stdout=output, stderr=subprocess.STDOUT, cwd=directory, start_new_session=True,
+                stdout=output if pipe is None else pipe.end, stderr=subprocess.STDOUT,
+                cwd=directory, start_new_session=True,
                 env={
                     **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{FAULTS}:{ROOT}", "FAULTS": str(self.faults),
                     "RAY_ADDRESS": "local", "TMPDIR": str(TEMPORARY), **environment,
