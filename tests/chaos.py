@@ -3,9 +3,9 @@
     make chaos SECONDS=600 SEED=1
 
 Every fault is drawn by the seed: 60 s after the last one, or 10 s after the first step that follows it, whichever is
-later. In the end the cluster loses its head, and the run is compared with undisturbed runs: with one of as many ranks in
-every step it is equal to the bit; with one of two ranks the samples of every step are equal, and the losses to rounding.
-MLflow has every step. Exits with 1 if not, if anything had to be done by hand, or if anything is left.
+later. In the end the cluster loses its head. Then the run is compared with undisturbed runs: with one of as many ranks
+in every step it is equal to the bit; with one of two ranks the samples of every step are equal, and the losses to
+rounding. MLflow has every step. Exits with 1 if not, if anything had to be done by hand, or if anything is left.
 """
 
 from __future__ import annotations
