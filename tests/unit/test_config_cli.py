@@ -81,7 +81,8 @@ def test_how_long_to_wait_for_mlflow_is_a_flag_of_train_not_of_the_config(
     started: list[Any], waits: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["train", *FLAGS]) == main.main(["train", *FLAGS, "--wait-for-tracking", "0.5"]) == 0
-    assert waits == [{"wait_for_tracking": 30.0, "force": False}, {"wait_for_tracking": 0.5, "force": False}]
+    told = {"force": False, "trust_places": False}
+    assert waits == [{"wait_for_tracking": 30.0, **told}, {"wait_for_tracking": 0.5, **told}]
     assert main.main(["train", *FLAGS, "--wait-for-tracking=-1"]) == 2
     assert main.main(["train", *FLAGS, "--wait-for-tracking", "nan"]) == 2
     assert len(started) == 2
