@@ -39,7 +39,7 @@ PAUSE_SECONDS, AFTER_STEP_SECONDS = 60.0, 10.0
 RECOVERY_SECONDS = 240.0
 """How long the run may take to train again; then somebody would have to look at it."""
 EVERY = 10
-BARE_RECOVERY_SECONDS = 17.8
+BARE_RECOVERY_SECONDS = 13.5
 """Of bare Ray Train after the loss of a rank: benchmarks/results/startup.json, median."""
 OURS = ("RayTrainWorker", "_Board", "TrainController", "_NodeWatch", "SplitCoordinator")
 """Processes that end with the run."""
