@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -101,7 +102,8 @@ def _run_on_ray(
 
     check_not_in_a_copy(config, place.path)
     with Signals() as signals:
-        with apart_from_ray(place.path / "logs"), connecting(config.cluster, sizes[-1]) as session:
+        apart = nullcontext() if dry else apart_from_ray(place.path / "logs")  # of a dry run nothing is left
+        with apart, connecting(config.cluster, sizes[-1]) as session:
             # Imported while Ray starts, which is mostly waiting for its processes.
             from raytune_fsdp.launch.ray import driver
 

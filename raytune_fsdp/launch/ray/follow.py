@@ -127,16 +127,14 @@ class Follow:
         self._signals.hold()
         self._begin()
         began = time.monotonic()
-        while not self._answers() or (asked := self._sizes.next(lambda: answering(nodes()))) is None:
+        while not (answers := self._answers()) or (asked := self._sizes.next(lambda: answering(nodes()))) is None:
             self._clock.look()
             self._check_ray()
             self._check_stop()
-            if not self._answers():
-                time.sleep(_READ_SECONDS)
-                continue
-            if time.monotonic() - began > _ASK_SECONDS:
-                self._ask_for_more(0)
-            self._check_waiting(lambda: shortage(self._sizes.fewest, nodes()))
+            if answers:
+                if time.monotonic() - began > _ASK_SECONDS:
+                    self._ask_for_more(0)
+                self._check_waiting(lambda: shortage(self._sizes.fewest, nodes()))
             time.sleep(_READ_SECONDS)
         if self._demand is not None:
             self._demand.clear()  # what is there now is for this attempt

@@ -54,7 +54,7 @@ class Head:
 
     def _watch(self) -> None:
         while not self._closed.wait(_LOOK_SECONDS):
-            if not self.answers() and self.lost() and self._closed.wait(_CLOSING_SECONDS / 2) is False:
+            if not self.answers() and self.lost() and not self._closed.wait(_CLOSING_SECONDS / 2):
                 # This process waits in a call of Ray's, which ends it now.
                 print(f"error: {self.lost()}; the same command continues", file=sys.stderr, flush=True)
                 return
